@@ -1,0 +1,19 @@
+"""What every test may use: the marks for hardware and vLLM, and the small configs that runs are made of."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+HAS_CUDA = Path("/proc/driver/nvidia/version").exists()
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_CUDA:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+        if item.get_closest_marker("vllm") and not HAS_VLLM:
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed (.ci/run installs its CPU build)"))

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+
+import pytest
+
+from unstable_lite.errors import EnvError
+from unstable_lite.games.environments import (
+    DENIED,
+    Environment,
+    _checked_rewards,
+    describe_envs,
+    env_ids,
+    make_environment,
+    outcomes_from_rewards,
+    probe,
+)
+
+# Envs that draw in the middle of a game (REFERENCE.md 3.6), from `random` or `numpy.random`.
+DRAWING = [
+    ("KuhnPoker-v0-train", 2),
+    ("LiarsDice-v0-small-train", 3),
+    ("PigDice-v0-short-train", 2),
+    ("2048-v0-ultra-easy-train", 1),
+    ("Minesweeper-v0-small-train", 1),
+    ("Snake-v0-train", 2),
+    ("Blackjack-v0-train", 1),
+    ("IndianPoker-v0-short-train", 2),
+    ("Sokoban-v0-train", 1),
+]
+
+
+def play(env_id: str, num_players: int, seed: int, max_turns: int = 40) -> list[object]:
+    """One game of scripted noise, as everything that a player could see of it."""
+    return list(_turns(env_id, num_players, seed, max_turns))
+
+
+def _turns(env_id: str, num_players: int, seed: int, max_turns: int = 40):  # type: ignore[no-untyped-def]
+    noise = random.Random(seed)
+    env = Environment(env_id, num_players, seed)
+    for _ in range(max_turns):
+        yield env.observe()
+        words = ["[roll]", "[hold]", "[check]", "[bet]", "[call]", "[up]", "[left]", "[hit]", "[stand]", "[Bid: 1, 3]"]
+        if env.step(noise.choice([*words, f"[{noise.randrange(5)} {noise.randrange(5)}]"])):
+            yield env.close()
+            return
+
+
+@pytest.mark.parametrize(("env_id", "num_players"), DRAWING)
+def test_games_that_take_turns_equal_games_played_alone(env_id: str, num_players: int) -> None:
+    alone = [play(env_id, num_players, seed) for seed in range(8)]
+    interleaved: list[list[object]] = [[] for _ in range(8)]
+    games = dict(enumerate(_turns(env_id, num_players, seed) for seed in range(8)))
+    shuffle = random.Random(1)
+    while games:
+        index = shuffle.choice(list(games))
+        random.random()  # a draw by somebody else
+        try:
+            interleaved[index].append(next(games[index]))
+        except StopIteration:
+            del games[index]
+    assert interleaved == alone
+
+
+def test_games_leave_the_global_stream_alone() -> None:
+    random.seed(7)
+    before = random.getstate()
+    for env_id, num_players in DRAWING:
+        play(env_id, num_players, seed=3)
+    assert random.getstate() == before
+
+
+async def test_envs_made_off_the_event_loop_equal_one_made_on_it() -> None:
+    here = Environment("Sokoban-v0-train", 1, 5).observe()
+    there = await asyncio.gather(*(make_environment("Sokoban-v0-train", 1, 5) for _ in range(3)))
+    assert [env.observe() for env in there] == [here] * 3
+
+
+def test_a_different_seed_deals_different_cards() -> None:
+    hands = {Environment("KuhnPoker-v0-train", 2, seed).observe()[1] for seed in range(20)}
+    assert len(hands) > 1
+
+
+def test_an_invalid_move_ends_the_game_at_once() -> None:
+    env = Environment("TicTacToe-v0-train", 2, 0)
+    env.observe()
+    assert env.step("[99]")
+    rewards, info = env.close()
+    assert rewards == {0: -1.0, 1: 1.0}
+    assert info[0]["invalid_move"]
+
+
+@pytest.mark.parametrize(
+    "rewards", [None, {0: 1}, {0: "reason", 1: 1}, {0: float("nan"), 1: 0}, {0: True, 1: 0}, {0: 1, 1: 1, 2: 1}]
+)
+def test_rewards_that_are_not_one_finite_number_a_player_are_an_error(rewards: object) -> None:
+    with pytest.raises(EnvError, match="TicTacToe"):
+        _checked_rewards("TicTacToe-v0", 2, rewards)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "outcomes"),
+    [
+        ({0: 1.0, 1: -1.0}, {0: "win", 1: "loss"}),
+        ({0: 0.0, 1: 0.0}, {0: "draw", 1: "draw"}),
+        ({0: -1.0, 1: -1.0}, {0: "draw", 1: "draw"}),
+        ({0: -0.2, 1: -0.9}, {0: "win", 1: "loss"}),
+        ({0: 1.0, 1: 1.0, 2: -1.0}, {0: "draw", 1: "draw", 2: "loss"}),
+        ({0: 0.05}, {0: "na"}),
+    ],
+)
+def test_outcomes_come_from_ranks_not_from_signs(rewards: dict[int, float], outcomes: dict[int, str]) -> None:
+    assert outcomes_from_rewards(rewards) == outcomes
+
+
+def test_an_unknown_env_is_refused_with_a_suggestion() -> None:
+    assert "'TicTacToe-v0-train'" in str(probe("TicTacTo-v0-train", 2).problem)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "num_players", "says"),
+    [
+        ("TicTacToe-v0-raw", 2, "-raw"),
+        ("TicTacToe-v0-train", 3, "num_players = 3"),
+        ("MarketEntryGame-v0-train", 4, "loops for ever"),
+        ("Hangman-v0-train", 1, "LookupError"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # nltk's, when it finds no network
+def test_an_env_that_cannot_be_used_says_why(env_id: str, num_players: int, says: str) -> None:
+    assert says in str(probe(env_id, num_players).problem)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the env's code is valid from Python 3.12 on")
+def test_an_env_in_newer_syntax_names_the_python_it_needs() -> None:
+    assert "Python 3.12" in str(probe("Chess-v0-train", 2).problem)
+
+
+def test_a_slow_reset_is_noticed() -> None:
+    assert probe("Sokoban-v0-train", 1).has_slow_reset
+    assert not probe("TicTacToe-v0-train", 2).has_slow_reset
+
+
+def test_the_list_of_envs_names_players_and_what_is_broken() -> None:
+    rows = {env_id: (players, remark) for env_id, players, remark in describe_envs()}
+    assert rows["TicTacToe-v0-train"] == ("2", "")
+    assert rows["2048-v0-train"][0] == "1"
+    assert rows["SecretMafia-v0-train"][0] != "1"
+    assert "broken" in rows["Bandit-v0-train"][1]
+    assert "nltk" in rows["Hangman-v0-train"][1]
+
+
+def test_every_denied_family_exists() -> None:
+    families = {env_id.partition("-v")[0] for env_id in env_ids()}
+    assert set(DENIED) <= families

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from unstable_lite.games.environments import Environment
+from unstable_lite.games.players.policy import PolicyPlayer
+from unstable_lite.games.run_game import new_record, run_game
+from unstable_lite.games.seats import seat_players
+from unstable_lite.games.templates import format_prompt
+from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef
+
+POLICY = ModelRef(uid="ckpt-3", kind="checkpoint", adapter_version=3)
+RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
+
+
+def generation(text: str, prompt: str = "", version: int = 3) -> Generation:
+    ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    return Generation(
+        prompt_ids=np.frombuffer(prompt.encode(), np.uint8).astype(np.int32),
+        completion_ids=ids,
+        logprobs=np.full(len(ids), -0.5, np.float32),
+        text=text,
+        finish_reason="stop",
+        adapter_version=version,
+    )
+
+
+async def first_legal_cell(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    """Plays TicTacToe by taking the first free cell, in a box."""
+    board = prompt.rsplit("Current Board", 1)[-1]
+    cell = next(iter(re.findall(r"\[(\d)\]|\b(\d)\b", board)))
+    return generation(f"I take it: \\boxed{{{cell[0] or cell[1]}}}", prompt, version)
+
+
+def tictactoe(*models: ModelRef, max_turns: int = 50, seed: int = 4) -> GameSpec:
+    return GameSpec(
+        game_idx=1,
+        kind="train",
+        env_id="TicTacToe-v0-train",
+        num_players=2,
+        seed=seed,
+        agent_specs=tuple(
+            AgentSpec(
+                pid=pid,
+                model=model,
+                collect_data=model.kind == "checkpoint",
+                prompt_template="tiny",
+                action_extraction_fn="default",
+            )
+            for pid, model in enumerate(models)
+        ),
+        max_turns=max_turns,
+    )
+
+
+async def played(spec: GameSpec, generate=first_legal_cell) -> GameRecord:  # type: ignore[no-untyped-def]
+    record = new_record(spec)
+    env = Environment(spec.env_id, spec.num_players, spec.seed)
+    await run_game(record, env, seat_players(spec, generate), max_action_chars=2000)
+    return record
+
+
+async def test_every_turn_is_kept_in_order_and_only_collected_seats_have_steps() -> None:
+    record = await played(tictactoe(POLICY, RANDOM))
+    assert [turn.pid for turn in record.turns] == [index % 2 for index in range(len(record.turns))]
+    assert [trajectory.pid for trajectory in record.trajectories] == [0]
+    assert len(record.trajectories[0].steps) == sum(turn.pid == 0 for turn in record.turns)
+    assert record.end == "natural"
+    assert record.trajectories[0].final_reward == record.rewards[0]
+    assert record.trajectories[0].num_turns == len(record.turns)
+
+
+async def test_a_step_holds_the_formatted_prompt_and_the_very_tokens_that_were_sampled() -> None:
+    record = await played(tictactoe(POLICY, POLICY))
+    for trajectory in record.trajectories:
+        own_turns = [turn for turn in record.turns if turn.pid == trajectory.pid]
+        for step, turn in zip(trajectory.steps, own_turns, strict=True):
+            assert step.obs == format_prompt("tiny", turn.observation, 2)
+            assert bytes(step.generation.prompt_ids.astype(np.uint8)).decode() == step.obs
+            assert bytes(step.generation.completion_ids.astype(np.uint8)).decode() == step.act
+            assert len(step.generation.logprobs) == len(step.generation.completion_ids)
+            assert step.generation.adapter_version == 3
+
+
+async def test_the_same_spec_and_actions_give_the_same_record() -> None:
+    first, second = [await played(tictactoe(POLICY, RANDOM, seed=12)) for _ in range(2)]
+    assert first.turns == second.turns
+    assert first.rewards == second.rewards
+
+
+async def test_an_invalid_move_is_marked_on_the_last_step_of_its_player_alone() -> None:
+    async def illegal(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+        return generation("no box here")
+
+    record = await played(tictactoe(POLICY, RANDOM), illegal)
+    (step,) = record.trajectories[0].steps
+    assert record.end == "invalid"
+    assert record.invalid_pids == (0,)
+    assert record.outcomes == {0: "loss", 1: "win"}
+    assert step.format_feedback == {"correct_answer_format": False, "invalid_move": True}
+
+
+async def test_an_opponents_invalid_move_is_not_ours() -> None:
+    turns = iter([4, 99])
+
+    async def second_is_illegal(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+        return generation(f"\\boxed{{{next(turns)}}}")
+
+    record = await played(tictactoe(POLICY, POLICY), second_is_illegal)
+    assert record.invalid_pids == (1,)
+    assert not record.trajectories[0].steps[-1].format_feedback["invalid_move"]
+    assert record.trajectories[1].steps[-1].format_feedback["invalid_move"]
+
+
+async def test_a_game_at_its_turn_cap_is_truncated_and_pays_nobody() -> None:
+    record = await played(tictactoe(POLICY, POLICY, max_turns=3))
+    assert record.end == "truncated"
+    assert len(record.turns) == 3
+    assert record.rewards == {0: 0.0, 1: 0.0}
+    assert record.outcomes == {0: "draw", 1: "draw"}
+
+
+async def test_an_endless_answer_reaches_the_env_cut() -> None:
+    async def endless(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+        return generation("[" + "9" * 10_000 + "]")
+
+    record = await played(tictactoe(POLICY, POLICY), endless)
+    assert len(record.turns[0].action) == 2000
+    assert len(record.turns[0].text) > 10_000
+
+
+async def test_a_game_that_breaks_stays_void_and_keeps_its_turns() -> None:
+    calls = 0
+
+    async def breaks(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("no more")
+        return await first_legal_cell(prompt, version, stop)
+
+    spec = tictactoe(POLICY, POLICY)
+    record = new_record(spec)
+    env = Environment(spec.env_id, spec.num_players, spec.seed)
+    with pytest.raises(RuntimeError):
+        await run_game(record, env, seat_players(spec, breaks), max_action_chars=2000)
+    assert record.end == "void"
+    assert len(record.turns) == 2
+
+
+@pytest.mark.parametrize(
+    ("env_id", "num_players", "text"),
+    [
+        ("FrozenLake-v0-random-train", 1, "\\boxed{right}"),
+        ("LiarsDice-v0-small-train", 4, "\\boxed{[call]}"),
+        ("ThreePlayerTicTacToe-v0-train", 3, "\\boxed{[0 1]}"),
+    ],
+)
+async def test_games_of_one_and_of_many_players_collect_every_seat(env_id: str, num_players: int, text: str) -> None:
+    async def same(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+        return generation(text)
+
+    agents = tuple(
+        AgentSpec(pid=pid, model=POLICY, collect_data=True, prompt_template="tiny", action_extraction_fn="default")
+        for pid in range(num_players)
+    )
+    spec = GameSpec(
+        game_idx=0, kind="train", env_id=env_id, num_players=num_players, seed=2, agent_specs=agents, max_turns=60
+    )
+    record = await played(spec, same)
+    assert set(record.rewards) == set(range(num_players))
+    assert sum(len(trajectory.steps) for trajectory in record.trajectories) == len(record.turns)
+
+
+def test_a_policy_player_needs_a_model_that_the_engines_serve() -> None:
+    with pytest.raises(AssertionError):
+        PolicyPlayer(
+            first_legal_cell,
+            AgentSpec(pid=0, model=RANDOM, collect_data=True, prompt_template="tiny", action_extraction_fn="default"),
+            2,
+        )

@@ -1,0 +1,156 @@
+"""The random-legal player never breaks a rule and leaves no legal action out."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import textarena as ta
+
+from unstable_lite.errors import EnvError, UnsupportedEnvError
+from unstable_lite.games.players.scripted import LEGAL_ACTIONS, legal_actions, random_legal_action
+
+GAMES = 200
+
+VARIANTS = {
+    "TicTacToe-v0": 2,
+    "ConnectFour-v0": 2,
+    "ConnectFour-v0-blind": 2,
+    "ConnectFour-v0-large": 2,
+    "SimpleTak-v0": 2,
+    "SimpleTak-v0-large": 2,
+    "Nim-v0": 2,
+    "Nim-v0-large": 2,
+    "KuhnPoker-v0": 2,
+    "KuhnPoker-v0-long": 2,
+    "LiarsDice-v0-small": 2,
+    "LiarsDice-v0": 4,
+    "LiarsDice-v0-large": 2,
+    "IteratedRockPaperScissors-v0": 2,
+    "PigDice-v0": 2,
+    "PigDice-v0-short": 2,
+}
+
+
+Look = Callable[[Any, list[str], str], None]
+"""Sees (game state, legal actions, chosen action) of every turn."""
+
+
+def play(env_id: str, num_players: int, seed: int, look: Look) -> Any:
+    """One random game; what `env.close()` says."""
+    rng = random.Random(seed)
+    outer = random.getstate()  # TextArena seeds and draws from the global stream
+    try:
+        env = ta.make(env_id)
+        env.reset(num_players=num_players, seed=seed)
+        env.state.error_allowance = 0
+        for _ in range(2000):
+            _, observation = env.get_observation()
+            actions = legal_actions(env_id, observation)
+            action = random_legal_action(env_id, observation, rng)
+            assert action in actions
+            look(env.state.game_state, actions, action)
+            done, _ = env.step(action)
+            if done:
+                return env.close()
+        raise AssertionError(f"{env_id}: game {seed} did not end")
+    finally:
+        random.setstate(outer)
+
+
+def true_actions(family: str, state: Any) -> set[str] | None:
+    """The legal set from the env's own state, where it keeps one."""
+    match family:
+        case "TicTacToe" | "SimpleTak":
+            cells = [cell for row in state["board"] for cell in row]
+            return {f"[{index}]" for index, cell in enumerate(cells) if cell == ""}
+        case "ConnectFour":
+            return {f"[col {col}]" for col, cell in enumerate(state["board"][0]) if cell == "."}
+        case "Nim":
+            piles = enumerate(state["piles"])
+            return {f"[{pile} {n + 1}]" for pile, size in piles for n in range(size)}
+        case "KuhnPoker":
+            return {f"[{name}]" for name in state["current_legal_action_tree"]}
+        case "LiarsDice":
+            bid, dice = state["current_bid"], sum(state["remaining_dice"].values())
+            q_low, f_low = bid["quantity"], bid["face_value"]
+            higher = {
+                f"[Bid: {q}, {f}]"
+                for q, f in itertools.product(range(1, dice + 1), range(1, 7))
+                if q >= q_low and f >= f_low and (q, f) != (q_low, f_low)
+            }
+            return higher | ({"[Call]"} if state["last_bidder_id"] is not None else set())
+    return None
+
+
+@pytest.mark.parametrize("suffix", ["-train", ""])
+@pytest.mark.parametrize("env_id", VARIANTS)
+def test_no_random_game_ends_by_an_invalid_move(env_id: str, suffix: str) -> None:
+    family = env_id.partition("-v0")[0]
+    listed: set[str] = set()
+    chosen: set[str] = set()
+
+    def look(state: Any, actions: list[str], action: str) -> None:
+        assert len(actions) == len(set(actions)) > 0
+        truth = true_actions(family, state)
+        assert truth is None or set(actions) == truth
+        listed.update(actions)
+        chosen.add(action)
+
+    for seed in range(GAMES if suffix else GAMES // 8):
+        _, game_info = play(env_id + suffix, VARIANTS[env_id], seed, look)
+        assert not any(info["invalid_move"] for info in game_info.values()), game_info
+    if suffix and len(listed) <= 70:
+        assert chosen == listed
+
+
+@pytest.mark.parametrize("family", LEGAL_ACTIONS)
+def test_every_family_has_a_variant_under_test(family: str) -> None:
+    assert any(env_id.startswith(f"{family}-v0") for env_id in VARIANTS)
+
+
+def test_all_legal_actions_are_equally_likely() -> None:
+    observation = "Current Pile:\n  pile 0: 0\n  pile 1: 2\n  pile 2: 2"
+    rng = random.Random(0)
+    drawn = [random_legal_action("Nim-v0-train", observation, rng) for _ in range(4000)]
+    counts = {action: drawn.count(action) for action in ("[1 1]", "[1 2]", "[2 1]", "[2 2]")}
+    assert sum(counts.values()) == 4000
+    assert all(900 < count < 1100 for count in counts.values()), counts
+
+
+def test_one_seed_one_sequence_and_the_global_stream_untouched() -> None:
+    observation = "Current Pile:\n  pile 0: 5\n  pile 1: 9"
+    before = random.getstate()
+    draws = [
+        [random_legal_action("Nim-v0", observation, rng) for _ in range(20)]
+        for rng in (random.Random(7), random.Random(7))
+    ]
+    assert draws[0] == draws[1]
+    assert random.getstate() == before
+
+
+def test_a_bid_of_all_dice_leaves_only_a_higher_face_or_the_call() -> None:
+    observation = (
+        "\nNew round - Remaining dice: \tPlayer 0: 1; \tPlayer 1: 2"
+        "\nYour current Dice are: 3, 4\n Player 0 bids 3 of face 5."
+    )
+    assert legal_actions("LiarsDice-v0-small-train", observation) == ["[Call]", "[Bid: 3, 6]"]
+    assert legal_actions("LiarsDice-v0", f"{observation}\n Player 1 bids 9 of face 6.") == [
+        "[Call]"
+    ]
+
+
+def test_an_unknown_env_names_itself_and_what_is_supported() -> None:
+    with pytest.raises(UnsupportedEnvError) as caught:
+        legal_actions("Chess-v0-train", "a board")
+    assert "Chess-v0-train" in str(caught.value)
+    assert all(family in str(caught.value) for family in LEGAL_ACTIONS)
+
+
+@pytest.mark.parametrize("family", sorted(LEGAL_ACTIONS.keys() - {"IteratedRockPaperScissors"}))
+def test_a_text_of_another_env_is_an_error_not_a_guess(family: str) -> None:
+    with pytest.raises(EnvError):
+        random_legal_action(f"{family}-v0-train", "Once upon a time", random.Random(0))

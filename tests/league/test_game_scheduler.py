@@ -1,0 +1,266 @@
+import json
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unstable_lite.config import LeagueConfig
+from unstable_lite.league.game_scheduler import GameScheduler
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.samplers import UniformRandomEnvSampler, build_model_sampler
+from unstable_lite.rng import game_seed
+from unstable_lite.types import EvalEnvSpec, GameRecord, ModelRef, TrainEnvSpec
+
+
+def a_train_env(num_players=2, num_actors=1, **kwargs):
+    return TrainEnvSpec(env_id="T", num_players=num_players, num_actors=num_actors, **kwargs)
+
+
+def an_eval_env(num_players=2, env_id="V", **kwargs):
+    return EvalEnvSpec(env_id=env_id, num_players=num_players, fixed_opponent="judge", **kwargs)
+
+
+def a_scheduler(strategy="fixed", train=None, evals=None, run_seed=0, env_sampler=UniformRandomEnvSampler):
+    registry = ModelRegistry()
+    registry.add_checkpoint("ckpt-1", 1, 1)
+    league = LeagueConfig(opponent_sampling_strategy=strategy, fixed_opponents=("x", "y"))
+    model_sampler = build_model_sampler(league, registry, random.Random(run_seed))
+    envs = env_sampler(train or [a_train_env()], evals or [an_eval_env()])
+    return GameScheduler(model_sampler, envs, run_seed)
+
+
+def a_record(spec, rewards, end="natural"):
+    return GameRecord(spec=spec, turns=[], trajectories=[], rewards=dict(enumerate(rewards)), outcomes={}, end=end)
+
+
+def policy_seat(spec):
+    (agent,) = [agent for agent in spec.agent_specs if agent.model.kind == "checkpoint"]
+    return agent.pid
+
+
+# training games
+
+
+@pytest.mark.parametrize(("num_players", "num_actors"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 3)])
+def test_the_current_policy_gets_num_actors_seats_and_only_they_are_collected(num_players, num_actors):
+    scheduler = a_scheduler(train=[a_train_env(num_players, num_actors)])
+    spec = scheduler.next_train_job()
+    assert [agent.pid for agent in spec.agent_specs] == list(range(num_players))
+    collected = [agent for agent in spec.agent_specs if agent.collect_data]
+    assert [agent.model.uid for agent in collected] == ["ckpt-1"] * num_actors
+    assert all(agent.model.kind == "fixed" for agent in spec.agent_specs if not agent.collect_data)
+
+
+def test_no_opponent_is_sampled_where_the_current_policy_has_every_seat():
+    spec = a_scheduler("none", train=[a_train_env(2, 2)]).next_train_job()
+    assert {agent.model.uid for agent in spec.agent_specs} == {"ckpt-1"}
+    assert all(agent.collect_data for agent in spec.agent_specs)
+
+
+def test_an_opponent_that_is_the_current_policy_is_collected_too():
+    spec = a_scheduler("mirror").next_train_job()
+    assert [(agent.model.uid, agent.collect_data) for agent in spec.agent_specs] == [("ckpt-1", True)] * 2
+
+
+def test_a_lagged_opponent_is_not_collected():
+    spec = a_scheduler("lagged").next_train_job()
+    assert {(agent.model.uid, agent.collect_data) for agent in spec.agent_specs} == {
+        ("ckpt-1", True),
+        ("base", False),
+    }
+
+
+def test_each_opponent_seat_gets_an_opponent_of_its_own():
+    scheduler = a_scheduler(train=[a_train_env(3, 1)])
+    mixed = [{agent.model.uid for agent in scheduler.next_train_job().agent_specs} for _ in range(50)]
+    assert {"ckpt-1", "fixed-x", "fixed-y"} in mixed
+
+
+def test_training_seats_are_shuffled_evenly():
+    scheduler = a_scheduler()
+    seats = Counter(policy_seat(scheduler.next_train_job()) for _ in range(1000))
+    assert abs(seats[0] - 500) < 80
+
+
+def test_everyone_at_the_table_gets_the_envs_own_template():
+    env = a_train_env(prompt_template="qwen3-zs", action_extraction_fn="mine", max_turns=7)
+    for strategy in ("fixed", "lagged"):
+        spec = a_scheduler(strategy, train=[env]).next_train_job()
+        assert {agent.prompt_template for agent in spec.agent_specs} == {"qwen3-zs"}
+        assert {agent.action_extraction_fn for agent in spec.agent_specs} == {"mine"}
+        assert spec.max_turns == 7
+
+
+def test_a_new_checkpoint_plays_from_the_next_game_on():
+    scheduler = a_scheduler()
+    scheduler.registry.add_checkpoint("ckpt-2", 2, 2)
+    assert "ckpt-2" in {agent.model.uid for agent in scheduler.next_train_job().agent_specs}
+
+
+# evaluation games
+
+
+@pytest.mark.parametrize("num_players", [2, 3])
+def test_evaluation_seats_are_balanced_whatever_is_drawn(num_players):
+    scheduler = a_scheduler(evals=[an_eval_env(num_players)])
+    seats = Counter(policy_seat(scheduler.next_eval_job()) for _ in range(10 * num_players))
+    assert seats == dict.fromkeys(range(num_players), 10)
+
+
+def test_each_env_goes_round_its_own_seats():
+    evals = [an_eval_env(env_id="V"), an_eval_env(env_id="W")]
+    scheduler = a_scheduler(evals=evals)
+    seats = Counter()
+    for _ in range(4):
+        for env in evals:
+            spec = scheduler.next_eval_job(env)
+            seats[spec.env_id, policy_seat(spec)] += 1
+    assert set(seats.values()) == {2}
+
+
+def test_a_quota_is_balanced_even_while_other_evaluations_run():
+    scheduler = a_scheduler()
+    seats = Counter()
+    for _ in range(4):
+        seats[policy_seat(scheduler.next_eval_job(an_eval_env(), label="quota"))] += 1
+        scheduler.next_eval_job()
+    assert seats == {0: 2, 1: 2}
+
+
+def test_the_rest_of_an_evaluation_is_the_envs_fixed_opponent_and_nothing_is_collected():
+    spec = a_scheduler(evals=[an_eval_env(3)]).next_eval_job(label="before")
+    assert Counter(agent.model.uid for agent in spec.agent_specs) == {"ckpt-1": 1, "fixed-judge": 2}
+    assert not any(agent.collect_data for agent in spec.agent_specs)
+    assert spec.kind == "eval"
+    assert spec.eval_label == "before"
+
+
+def test_a_single_player_evaluation_has_no_opponent():
+    scheduler = a_scheduler(evals=[an_eval_env(1)])
+    (agent,) = scheduler.next_eval_job().agent_specs
+    assert agent.model.uid == "ckpt-1"
+    assert "fixed-judge" not in scheduler.registry.get_all_models()
+
+
+def test_a_given_model_is_evaluated_in_place_of_the_current_one():
+    base = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+    spec = a_scheduler().next_eval_job(model=base)
+    assert spec.agent_specs[policy_seat(spec)].model == base
+
+
+def test_an_opponent_of_evaluations_is_not_trained_against():
+    scheduler = a_scheduler()
+    scheduler.next_eval_job()
+    opponents = {a.model.uid for _ in range(100) for a in scheduler.next_train_job().agent_specs}
+    assert opponents == {"ckpt-1", "fixed-x", "fixed-y"}
+
+
+# seeds and numbers
+
+
+@given(st.integers(0, 2**63), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_seeds_of_training_and_evaluation_never_meet(run_seed, train_number, eval_number):
+    train, evaluation = game_seed(run_seed, "train", train_number), game_seed(run_seed, "eval", eval_number)
+    assert train % 2 == 0
+    assert evaluation % 2 == 1
+    assert 0 <= train < 2**31
+    assert 0 <= evaluation < 2**31
+
+
+def test_seeds_differ_from_game_to_game_and_from_run_to_run():
+    seeds = {game_seed(run_seed, "train", n) for run_seed in (0, 1) for n in range(1000)}
+    assert len(seeds) > 1995
+
+
+@given(st.lists(st.booleans(), max_size=30))
+def test_games_are_numbered_uniquely_and_seeded_by_their_own_kind(is_eval):
+    scheduler, only_train, only_eval = a_scheduler(), a_scheduler(), a_scheduler()
+    specs = []
+    for evaluate in is_eval:
+        specs.append(scheduler.next_eval_job() if evaluate else scheduler.next_train_job())
+        twin = only_eval.next_eval_job() if evaluate else only_train.next_train_job()
+        assert specs[-1].seed == twin.seed
+        assert specs[-1].agent_specs == twin.agent_specs
+    assert [spec.game_idx for spec in specs] == list(range(len(specs)))
+
+
+def test_the_same_run_seed_gives_the_same_games():
+    def games(run_seed):
+        scheduler = a_scheduler({"mirror": 1, "fixed": 1}, run_seed=run_seed)
+        return [scheduler.next_train_job() for _ in range(30)]
+
+    assert games(1) == games(1)
+    assert games(1) != games(2)
+
+
+def test_the_global_random_stream_is_neither_read_nor_moved():
+    scheduler, twin = a_scheduler(), a_scheduler()
+    random.seed(0)
+    state = random.getstate()
+    games = [scheduler.next_train_job() for _ in range(5)] + [scheduler.next_eval_job()]
+    assert random.getstate() == state
+    random.seed(1)
+    assert games == [twin.next_train_job() for _ in range(5)] + [twin.next_eval_job()]
+
+
+# results
+
+
+def test_training_and_evaluation_games_are_rated():
+    scheduler = a_scheduler()
+    for spec in (scheduler.next_train_job(), scheduler.next_eval_job()):
+        before = scheduler.registry.get("ckpt-1").rating
+        rewards = [-1.0, -1.0]
+        rewards[policy_seat(spec)] = 1.0
+        scheduler.update(a_record(spec, rewards))
+        assert scheduler.registry.get("ckpt-1").rating.mu > before.mu
+
+
+def test_a_void_game_teaches_nothing():
+    scheduler = a_scheduler()
+    before = scheduler.registry.state_dict()
+    scheduler.update(a_record(scheduler.next_train_job(), [], end="void"))
+    assert scheduler.registry.state_dict() == before
+
+
+class Recording(UniformRandomEnvSampler):
+    def update(self, env_id, avg_actor_reward, avg_opponent_reward):
+        self.seen = (env_id, avg_actor_reward, avg_opponent_reward)
+
+
+def test_the_env_sampler_hears_how_actors_and_opponents_did():
+    scheduler = a_scheduler(train=[a_train_env(3, 2)], env_sampler=Recording)
+    spec = scheduler.next_train_job()
+    rewards = [1.0 if agent.collect_data else -1.0 for agent in spec.agent_specs]
+    scheduler.update(a_record(spec, rewards))
+    assert scheduler._env_sampler.seen == ("T", 1.0, -1.0)
+
+
+def test_a_mirror_game_has_no_opponents_to_hear_of():
+    scheduler = a_scheduler("none", train=[a_train_env(2, 2)], env_sampler=Recording)
+    scheduler.update(a_record(scheduler.next_train_job(), [1.0, -1.0]))
+    assert scheduler._env_sampler.seen == ("T", 0.0, None)
+
+
+def test_the_env_sampler_hears_nothing_of_evaluations():
+    scheduler = a_scheduler(env_sampler=Recording)
+    scheduler.update(a_record(scheduler.next_eval_job(), [1.0, -1.0]))
+    assert not hasattr(scheduler._env_sampler, "seen")
+
+
+# restart
+
+
+def test_a_restored_scheduler_goes_on_with_the_same_games():
+    strategy = {"mirror": 1, "lagged": 1, "fixed": 1}
+    before, after = a_scheduler(strategy), a_scheduler(strategy)
+    for _ in range(7):
+        before.next_train_job()
+        before.next_eval_job()
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    after.registry.load_state_dict(json.loads(json.dumps(before.registry.state_dict())))
+    for _ in range(20):
+        assert after.next_train_job() == before.next_train_job()
+        assert after.next_eval_job() == before.next_eval_job()

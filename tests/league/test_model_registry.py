@@ -1,0 +1,185 @@
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unstable_lite.league.model_registry import ModelRegistry, Rating
+from unstable_lite.types import ModelRef
+
+PRIOR_SIGMA = 25 / 3
+
+
+def a_registry(*fixed):
+    registry = ModelRegistry()
+    for name in fixed:
+        registry.add_fixed(name)
+    return registry
+
+
+def ratings_of(registry):
+    return {uid: meta.rating for uid, meta in registry.get_all_models().items()}
+
+
+def results_of(registry, uid):
+    meta = registry.get(uid)
+    return meta.games, meta.wins, meta.draws, meta.losses
+
+
+def test_a_registry_starts_with_the_base_as_the_current_policy():
+    registry = ModelRegistry()
+    assert registry.get_current_ckpt() == "base"
+    assert registry.current == ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+    assert registry.get("base").iteration == 0
+
+
+def test_the_checkpoint_added_last_is_current():
+    registry = ModelRegistry()
+    registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
+    assert registry.current == ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
+
+
+def test_fixed_models_are_registered_once_under_their_name():
+    registry = ModelRegistry()
+    ref = registry.add_fixed("scripted:random", prior_mu=20.0)
+    assert ref == ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
+    assert registry.add_fixed("scripted:random") == ref
+    assert registry.get(ref.uid).rating == Rating(20.0, PRIOR_SIGMA)
+    assert registry.get_current_ckpt() == "base"
+
+
+def test_a_checkpoint_inherits_mu_and_twice_sigma():
+    registry = a_registry("x")
+    for _ in range(30):
+        registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 1.0, 1: -1.0}, "E")
+        registry.update_ratings({0: "base", 1: "fixed-x"}, {0: -1.0, 1: 1.0}, "E")
+    base = registry.get("base").rating
+    registry.add_checkpoint("ckpt-1", 1, 1)
+    assert registry.get("ckpt-1").rating == Rating(base.mu, 2 * base.sigma)
+
+
+def test_a_checkpoint_that_inherits_nothing_starts_at_the_prior():
+    registry = a_registry("x")
+    registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 1.0, 1: -1.0}, "E")
+    registry.add_checkpoint("ckpt-1", 1, 1, inherit=False)
+    assert registry.get("ckpt-1").rating == Rating(25.0, PRIOR_SIGMA)
+
+
+def test_sigma_never_grows_past_the_prior():
+    registry = ModelRegistry()
+    for n in range(1, 21):
+        registry.add_checkpoint(f"ckpt-{n}", n, n)
+    assert registry.get("ckpt-20").rating.sigma == PRIOR_SIGMA
+
+
+def test_a_win_raises_the_winner_and_lowers_the_loser():
+    registry = a_registry("x")
+    registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 0.2, 1: 0.1}, "E")
+    assert registry.get("base").rating.mu > 25 > registry.get("fixed-x").rating.mu
+    assert results_of(registry, "base") == (1, 1, 0, 0)
+    assert results_of(registry, "fixed-x") == (1, 0, 0, 1)
+
+
+@pytest.mark.parametrize("score", [-1.0, 0.0, 1.0])
+def test_equal_scores_are_a_draw_whatever_their_sign(score):
+    registry = a_registry("x")
+    registry.update_ratings({0: "base", 1: "fixed-x"}, {0: score, 1: score}, "E")
+    assert registry.get("base").rating.mu == pytest.approx(25)
+    assert registry.get("base").rating.sigma < PRIOR_SIGMA
+    assert results_of(registry, "base") == results_of(registry, "fixed-x") == (1, 0, 1, 0)
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=5))
+def test_mirror_games_never_change_ratings(scores):
+    registry = ModelRegistry()
+    before = ratings_of(registry)
+    registry.update_ratings(dict.fromkeys(range(len(scores)), "base"), dict(enumerate(scores)), "E")
+    assert ratings_of(registry) == before
+    assert results_of(registry, "base") == (1, 0, 0, 0)
+    assert registry.match_counts == {("base", "base"): 1}
+
+
+@pytest.mark.parametrize("score", [0.0, 0.05, 1.0])
+def test_single_player_games_count_and_nothing_else(score):
+    registry = ModelRegistry()
+    before = ratings_of(registry)
+    registry.update_ratings({0: "base"}, {0: score}, "E")
+    assert ratings_of(registry) == before
+    assert results_of(registry, "base") == (1, 0, 0, 0)
+    assert registry.match_counts == {}
+
+
+def test_among_several_only_the_best_wins_and_a_shared_best_is_a_draw():
+    registry = a_registry("x", "y")
+    registry.update_ratings({0: "base", 1: "fixed-x", 2: "fixed-y"}, {0: 1.0, 1: 0.0, 2: -1.0}, "E")
+    ratings = ratings_of(registry)
+    assert ratings["base"].mu > ratings["fixed-x"].mu > ratings["fixed-y"].mu
+    registry.update_ratings({0: "base", 1: "fixed-x", 2: "fixed-y"}, {0: 1.0, 1: 1.0, 2: 1.0}, "E")
+    registry.update_ratings({0: "base", 1: "fixed-x", 2: "fixed-y"}, {0: 0.0, 1: 1.0, 2: 1.0}, "E")
+    assert results_of(registry, "base") == (3, 1, 1, 1)
+    assert results_of(registry, "fixed-x") == (3, 0, 2, 1)
+
+
+def test_a_model_at_several_seats_is_placed_by_the_mean_rank_of_its_seats():
+    registry = a_registry("x")
+    registry.update_ratings({0: "base", 1: "fixed-x", 2: "base"}, {0: 1.0, 1: 0.0, 2: -1.0}, "E")
+    assert results_of(registry, "base") == results_of(registry, "fixed-x") == (1, 0, 1, 0)
+    registry.update_ratings({0: "base", 1: "fixed-x", 2: "base"}, {0: 1.0, 1: -1.0, 2: 0.0}, "E")
+    assert results_of(registry, "base") == (2, 1, 1, 0)
+
+
+def test_the_order_of_duplicate_seats_does_not_matter():
+    one, other = a_registry("x"), a_registry("x")
+    one.update_ratings({0: "base", 1: "base", 2: "fixed-x"}, {0: 1.0, 1: -1.0, 2: 0.5}, "E")
+    other.update_ratings({2: "fixed-x", 1: "base", 0: "base"}, {0: -1.0, 1: 1.0, 2: 0.5}, "E")
+    assert ratings_of(one)["base"] == pytest.approx(ratings_of(other)["base"])
+
+
+def test_matches_are_counted_once_a_game_for_each_pair_by_sorted_uids():
+    registry = a_registry("x")
+    registry.update_ratings({0: "fixed-x", 1: "base"}, {0: 1.0, 1: 0.0}, "E")
+    registry.update_ratings({0: "base", 1: "fixed-x", 2: "base"}, {0: 1.0, 1: 0.0, 2: 0.0}, "E")
+    assert registry.match_counts == {("base", "fixed-x"): 2, ("base", "base"): 1}
+
+
+@pytest.mark.parametrize("scores", [(1.0, -1.0), (-1.0, 1.0), (0.0, 0.0)])
+@pytest.mark.parametrize("mu", [200.0, 1e4])
+def test_a_result_between_models_worlds_apart_does_not_end_the_run(scores, mu):
+    registry = ModelRegistry()
+    registry.add_fixed("x", prior_mu=mu)
+    registry.update_ratings({0: "base", 1: "fixed-x"}, dict(enumerate(scores)), "E")
+    assert registry.get("base").games == 1
+    assert all(math.isfinite(value) for rating in ratings_of(registry).values() for value in rating)
+
+
+def test_an_opponent_of_evaluations_alone_is_rated_and_never_offered():
+    registry = ModelRegistry()
+    registry.add_fixed("judge", active=False)
+    assert registry.fixed() == []
+    registry.add_fixed("judge")
+    registry.add_fixed("judge", active=False)
+    assert [meta.name for meta in registry.fixed()] == ["judge"]
+
+
+def test_an_inactive_checkpoint_is_not_offered():
+    registry = ModelRegistry()
+    registry.add_checkpoint("ckpt-1", 1, 1)
+    registry.set_active("base", False)
+    assert [meta.uid for meta in registry.checkpoints()] == ["ckpt-1"]
+
+
+def test_the_state_survives_json():
+    before = a_registry("x")
+    before.add_checkpoint("ckpt-1", 1, 1)
+    before.set_active("base", False)
+    before.update_ratings({0: "ckpt-1", 1: "fixed-x"}, {0: 1.0, 1: 0.0}, "E")
+    after = ModelRegistry()
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    for registry in (before, after):
+        registry.update_ratings({0: "fixed-x", 1: "ckpt-1"}, {0: 1.0, 1: 0.0}, "E")
+        registry.add_checkpoint("ckpt-2", 2, 2)
+    assert after.get_all_models() == before.get_all_models()
+    assert after.match_counts == before.match_counts
+    assert after.current == before.current
+    assert after.snapshot() == before.snapshot()

@@ -1,0 +1,262 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unstable_lite.config import RewardConfig
+from unstable_lite.errors import ConfigError
+from unstable_lite.reward_transformations import (
+    FINAL,
+    SAMPLING,
+    STEP,
+    ComposeFinalRewardTransforms,
+    ComposeSamplingRewardTransforms,
+    ComposeStepRewardTransforms,
+    NormalizeRewards,
+    NormalizeRewardsByEnv,
+    PenaltyForInvalidMove,
+    RewardForFormat,
+    RoleAdvantageByEnvFormatter,
+    RoleAdvantageFormatter,
+    WinDrawLossFormatter,
+    build_reward_transformations,
+    build_transforms,
+)
+from unstable_lite.types import Generation, ModelRef, PlayerTrajectory, Step
+
+GENERATION = Generation(
+    prompt_ids=np.array([1], np.int32),
+    completion_ids=np.array([2], np.int32),
+    logprobs=np.array([-0.5], np.float32),
+    text="x",
+    finish_reason="stop",
+    adapter_version=0,
+)
+BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+
+
+def a_step(reward=0.0, env_id="E", is_right=True, is_invalid=False):
+    return Step(
+        pid=0,
+        obs="o",
+        act="a",
+        reward=reward,
+        env_id=env_id,
+        generation=GENERATION,
+        format_feedback={"correct_answer_format": is_right, "invalid_move": is_invalid},
+    )
+
+
+def a_trajectory(*steps):
+    return PlayerTrajectory(pid=0, env_id="E", game_idx=0, model=BASE, steps=list(steps))
+
+
+def rewards_of(steps):
+    return [step.reward for step in steps]
+
+
+# final
+
+
+def test_the_role_average_takes_the_reward_in_before_it_is_subtracted():
+    assert RoleAdvantageByEnvFormatter(tau=0.25)(1.0, 0, "E") == 0.75
+    assert RoleAdvantageFormatter(tau=0.25)(1.0, 0, "E") == 0.75
+
+
+def test_role_averages_by_env_are_apart_for_each_env_and_player():
+    transform = RoleAdvantageByEnvFormatter(tau=0.5)
+    transform(1.0, 0, "A")
+    assert transform(1.0, 1, "A") == 0.5
+    assert transform(1.0, 0, "B") == 0.5
+    assert transform(1.0, 0, "A") == 0.25
+
+
+def test_role_averages_without_env_are_shared_by_all_envs():
+    transform = RoleAdvantageFormatter(tau=0.5)
+    transform(1.0, 0, "A")
+    assert transform(1.0, 0, "B") == 0.25
+
+
+def test_role_averages_start_where_the_config_says():
+    assert RoleAdvantageFormatter(role_adv=0.5, tau=0.0)(1.0, 0, "E") == 0.5
+    assert RoleAdvantageByEnvFormatter(default_role_adv=0.5, tau=0.0)(1.0, 0, "E") == 0.5
+
+
+@pytest.mark.parametrize("transform", [RoleAdvantageFormatter, RoleAdvantageByEnvFormatter])
+def test_role_averages_survive_json(transform):
+    before = transform(tau=0.1)
+    for pid, reward in [(0, 1.0), (1, -1.0), (0, 0.5)]:
+        before(reward, pid, "E")
+    after = transform(tau=0.1)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after(1.0, 0, "E") == before(1.0, 0, "E")
+    assert after(1.0, 1, "E") == before(1.0, 1, "E")
+
+
+@pytest.mark.parametrize("tau", [-0.1, 1.1])
+def test_a_tau_that_is_no_rate_is_refused(tau):
+    with pytest.raises(ConfigError, match="tau"):
+        RoleAdvantageByEnvFormatter(tau=tau)
+
+
+def test_scores_become_win_draw_and_loss_values():
+    transform = WinDrawLossFormatter(win_reward=2.0, draw_reward=0.5, loss_reward=-3.0)
+    assert [transform(score, 0, "E") for score in (0.1, 0.0, -0.1)] == [2.0, 0.5, -3.0]
+
+
+# step
+
+
+def test_format_is_rewarded_or_penalised_step_by_step():
+    trajectory = a_trajectory(a_step(is_right=True), a_step(is_right=False))
+    transform = RewardForFormat(reward=1.5, penalty=-0.5)
+    assert [transform(trajectory, i, 1.0) for i in (0, 1)] == [2.5, 0.5]
+
+
+def test_only_the_invalid_move_is_penalised():
+    trajectory = a_trajectory(a_step(), a_step(is_invalid=True))
+    transform = PenaltyForInvalidMove(reward=1.0, penalty=-1.0)
+    assert [transform(trajectory, i, 0.0) for i in (0, 1)] == [1.0, -1.0]
+
+
+# sampling
+
+
+def test_a_z_score_has_mean_zero_and_deviation_one():
+    rewards = rewards_of(NormalizeRewards(z_score=True)([a_step(r) for r in (1.0, 2.0, 6.0)]))
+    assert np.mean(rewards) == pytest.approx(0)
+    assert np.std(rewards) == pytest.approx(1)
+
+
+def test_without_z_score_the_scale_is_kept():
+    assert rewards_of(NormalizeRewards()([a_step(1.0), a_step(3.0)])) == [-1.0, 1.0]
+
+
+def test_by_env_each_env_has_its_own_mean_and_the_order_is_kept():
+    steps = [a_step(1.0, "A"), a_step(10.0, "B"), a_step(3.0, "A"), a_step(30.0, "B")]
+    normalized = NormalizeRewardsByEnv()(steps)
+    assert rewards_of(normalized) == [-1.0, -10.0, 1.0, 10.0]
+    assert [s.env_id for s in normalized] == ["A", "B", "A", "B"]
+
+
+@pytest.mark.parametrize("transform", [NormalizeRewards(True), NormalizeRewardsByEnv(True)])
+@pytest.mark.parametrize("rewards", [[], [3.0], [0.1] * 7, [1e10 / 3] * 7])
+def test_equal_rewards_become_zeros(transform, rewards):
+    assert rewards_of(transform([a_step(r) for r in rewards])) == pytest.approx([0.0] * len(rewards), abs=1e-6)
+
+
+@given(
+    rewards=st.lists(st.floats(min_value=-1e100, max_value=1e100), max_size=20),
+    envs=st.lists(st.sampled_from("AB"), min_size=20, max_size=20),
+    z_score=st.booleans(),
+)
+def test_normalisation_never_gives_non_finite_rewards(rewards, envs, z_score):
+    steps = [a_step(reward, env) for reward, env in zip(rewards, envs, strict=False)]
+    for transform in (NormalizeRewards(z_score), NormalizeRewardsByEnv(z_score)):
+        assert all(math.isfinite(reward) for reward in rewards_of(transform(steps)))
+
+
+@pytest.mark.parametrize("transform", [NormalizeRewards(True), NormalizeRewardsByEnv(True)])
+def test_sampling_leaves_the_given_steps_as_they_are(transform):
+    steps = [a_step(1.0), a_step(3.0)]
+    transform(steps)
+    assert rewards_of(steps) == [1.0, 3.0]
+
+
+# composition
+
+
+def test_compositions_apply_in_order_and_can_be_extended():
+    final = ComposeFinalRewardTransforms([lambda reward, pid, env_id: reward + 1])
+    final.register(lambda reward, pid, env_id: reward * 2)
+    assert final(1.0, 0, "E") == 4.0
+
+    step = ComposeStepRewardTransforms([lambda trajectory, index, reward: reward + 1])
+    step.register(lambda trajectory, index, reward: reward * 2)
+    assert step(a_trajectory(a_step()), 0, 1.0) == 4.0
+
+    sampling = ComposeSamplingRewardTransforms([NormalizeRewards()])
+    sampling.register(lambda steps: list(reversed(steps)))
+    assert rewards_of(sampling([a_step(1.0), a_step(3.0)])) == [1.0, -1.0]
+
+
+def test_an_empty_composition_changes_nothing():
+    steps = [a_step(1.0)]
+    assert ComposeFinalRewardTransforms()(1.0, 0, "E") == 1.0
+    assert ComposeSamplingRewardTransforms()(steps) == steps
+
+
+def test_a_composition_shows_its_parts():
+    assert "RewardForFormat(reward=1.5, penalty=0)" in repr(ComposeStepRewardTransforms([RewardForFormat(1.5)]))
+
+
+def test_a_composition_carries_the_state_of_its_parts_through_json():
+    def composed():
+        return ComposeFinalRewardTransforms([WinDrawLossFormatter(), RoleAdvantageByEnvFormatter(tau=0.5)])
+
+    before, after = composed(), composed()
+    before(1.0, 0, "E")
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after(1.0, 0, "E") == before(1.0, 0, "E") == 0.25
+
+
+def test_state_of_other_transforms_is_refused():
+    state = ComposeFinalRewardTransforms([RoleAdvantageFormatter()]).state_dict()
+    with pytest.raises(ConfigError, match="RoleAdvantageByEnvFormatter"):
+        ComposeFinalRewardTransforms([RoleAdvantageByEnvFormatter()]).load_state_dict(state)
+
+
+# by name
+
+
+def test_the_default_config_builds_the_references_transforms():
+    final, step, sampling = build_reward_transformations(RewardConfig())
+    assert repr(final.transforms) == "[RoleAdvantageByEnvFormatter(default_role_adv=0.0, tau=0.001)]"
+    assert repr(step.transforms) == (
+        "[RewardForFormat(reward=1.5, penalty=0), PenaltyForInvalidMove(reward=1.0, penalty=-1.0)]"
+    )
+    assert repr(sampling.transforms) == "[NormalizeRewardsByEnv(z_score=True)]"
+
+
+def test_every_registered_transform_can_be_built_by_its_name():
+    for registry in (FINAL, STEP, SAMPLING):
+        assert [type(t).__name__ for t in build_transforms(registry, registry)] == list(registry)
+
+
+def test_a_users_own_class_is_found_by_module_and_name():
+    (transform,) = build_transforms([{"name": f"{__name__}:Doubled", "factor": 3}], FINAL)
+    assert transform(2.0, 0, "E") == 6.0
+
+
+class Doubled:
+    def __init__(self, factor: float = 2):
+        self.factor = factor
+
+    def __call__(self, reward, pid, env_id):
+        return self.factor * reward
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("RewardForFormt", "did you mean 'RewardForFormat'"),
+        ({"name": "RewardForFormat", "rewrd": 1}, "unknown keyword 'rewrd'; did you mean 'reward'"),
+        ({"name": "RewardForFormat", "reward": "much"}, "must be of type float"),
+        ({"name": "RewardForFormat", "reward": True}, "must be of type float"),
+        ("no_such_module:Transform", "cannot import"),
+        ("math:Transform", "has no 'Transform'"),
+        (":Transform", "cannot import"),
+    ],
+)
+def test_a_mistake_in_a_name_or_keyword_says_what_to_write(entry, message):
+    with pytest.raises(ConfigError, match=message):
+        build_transforms([entry], STEP)
+
+
+def test_all_mistakes_are_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        build_transforms(["Nope", {"name": "RewardForFormat", "a": 1, "b": 2}], STEP)
+    assert len(caught.value.problems) == 3

@@ -1,0 +1,346 @@
+import asyncio
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unstable_lite.buffers import EpisodeBuffer, StepBuffer, staleness
+from unstable_lite.errors import ConfigError
+from unstable_lite.reward_transformations import NormalizeRewards, RewardForFormat, RoleAdvantageFormatter
+from unstable_lite.types import Generation, ModelRef, PlayerTrajectory, Step
+
+BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+
+
+def a_trajectory(num_steps, *, game_idx=0, version=0, final_reward=1.0):
+    generation = Generation(
+        prompt_ids=np.array([1], np.int32),
+        completion_ids=np.array([2], np.int32),
+        logprobs=np.array([-0.5], np.float32),
+        text="x",
+        finish_reason="stop",
+        adapter_version=version,
+    )
+    steps = [
+        Step(
+            pid=0,
+            obs="o",
+            act=f"{game_idx}.{turn}",
+            reward=0.0,
+            env_id="E",
+            generation=generation,
+            format_feedback={"correct_answer_format": True, "invalid_move": False},
+        )
+        for turn in range(num_steps)
+    ]
+    return PlayerTrajectory(pid=0, env_id="E", game_idx=game_idx, model=BASE, steps=steps, final_reward=final_reward)
+
+
+def names_of(steps):
+    return [step.act for step in steps]
+
+
+def assert_balanced(buffer):
+    assert buffer.added == buffer.taken + buffer.dropped_stale + buffer.drained + buffer.size()
+
+
+# rewards
+
+
+async def test_the_final_transform_runs_once_for_a_trajectory_and_the_step_transform_for_each_step():
+    buffer = StepBuffer(10, RoleAdvantageFormatter(tau=0.5), RewardForFormat(reward=2.0))
+    buffer.add_player_trajectory(a_trajectory(3))
+    batch = await buffer.get_batch(3, 0)
+    assert [step.reward for step in batch] == [2.5, 2.5, 2.5]
+    for step in batch:
+        assert step.step_info == {"raw_reward": 1.0, "env_reward": 0.5, "step_reward": 2.5}
+
+
+async def test_episodes_carry_the_final_reward_on_the_last_step_alone():
+    buffer = EpisodeBuffer(10, RoleAdvantageFormatter(tau=0.5), RewardForFormat(reward=2.0))
+    buffer.add_player_trajectory(a_trajectory(3))
+    (episode,) = await buffer.get_batch(3, 0)
+    assert [step.reward for step in episode] == [2.0, 2.0, 2.5]
+    assert [step.step_info["env_reward"] for step in episode] == [0.0, 0.0, 0.5]
+
+
+@pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
+async def test_the_role_average_learns_from_players_that_never_moved(buffer_class):
+    final = RoleAdvantageFormatter(tau=0.5)
+    buffer = buffer_class(10, final)
+    buffer.add_player_trajectory(a_trajectory(0))
+    assert final.role_advantage == {0: 0.5}
+    assert buffer.size() == 0
+
+
+async def test_the_sampling_transform_sees_the_batch():
+    buffer = StepBuffer(10, sampling_reward_transformation=NormalizeRewards())
+    buffer.add_player_trajectory(a_trajectory(1, final_reward=1.0))
+    buffer.add_player_trajectory(a_trajectory(1, final_reward=3.0))
+    assert sorted(step.reward for step in await buffer.get_batch(2, 0)) == [-1.0, 1.0]
+
+
+async def test_the_sampling_transform_sees_all_episodes_of_a_batch_together():
+    buffer = EpisodeBuffer(10, sampling_reward_transformation=NormalizeRewards())
+    buffer.add_player_trajectory(a_trajectory(1, game_idx=0, final_reward=1.0))
+    buffer.add_player_trajectory(a_trajectory(2, game_idx=1, final_reward=5.0))
+    episodes = await buffer.get_batch(3, 0)
+    rewards = {step.act: step.reward for episode in episodes for step in episode}
+    assert rewards == {"0.0": -1.0, "1.0": -2.0, "1.1": 3.0}
+    assert sorted(names_of(episode) for episode in episodes) == [["0.0"], ["1.0", "1.1"]]
+
+
+async def test_a_sampling_transform_that_loses_steps_of_an_episode_is_an_error():
+    buffer = EpisodeBuffer(10, sampling_reward_transformation=lambda steps: list(steps[:-1]))
+    buffer.add_player_trajectory(a_trajectory(2))
+    with pytest.raises(ConfigError, match="1 of 2 steps"):
+        await buffer.get_batch(2, 0)
+
+
+@pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_never_enters(buffer_class, reward):
+    buffer = buffer_class(10)
+    with pytest.raises(ConfigError, match="became"):
+        buffer.add_player_trajectory(a_trajectory(2, final_reward=reward))
+    assert buffer.size() == 0
+
+
+# capacity
+
+
+async def test_an_overshoot_is_kept():
+    buffer = StepBuffer(4)
+    buffer.add_player_trajectory(a_trajectory(3))
+    assert not buffer.is_full
+    buffer.add_player_trajectory(a_trajectory(3, game_idx=1))
+    assert buffer.is_full
+    assert buffer.size() == 6
+
+
+async def test_the_collector_waits_while_the_buffer_is_full():
+    buffer = StepBuffer(2)
+    await buffer.wait_for_room()
+    buffer.add_player_trajectory(a_trajectory(3))
+    collector = asyncio.create_task(buffer.wait_for_room())
+    await asyncio.sleep(0)
+    await buffer.get_batch(1, 0)
+    await asyncio.sleep(0)
+    assert not collector.done()
+    await buffer.get_batch(1, 0)
+    await asyncio.wait_for(collector, 1)
+
+
+async def test_dropping_stale_steps_makes_room():
+    buffer = StepBuffer(2, max_staleness=0)
+    buffer.add_player_trajectory(a_trajectory(2, version=0))
+    collector = asyncio.create_task(buffer.wait_for_room())
+    learner = asyncio.create_task(buffer.get_batch(2, current_version=1))
+    await asyncio.wait_for(collector, 1)
+    buffer.add_player_trajectory(a_trajectory(2, version=1))
+    assert len(await asyncio.wait_for(learner, 1)) == 2
+
+
+@pytest.mark.parametrize("n", [0, 5])
+async def test_a_batch_that_can_never_come_is_refused(n):
+    with pytest.raises(ConfigError, match="between 1 and buffer_size 4"):
+        await StepBuffer(4).get_batch(n, 0)
+
+
+def test_a_buffer_without_capacity_is_refused():
+    with pytest.raises(ConfigError, match="buffer_size"):
+        StepBuffer(0)
+
+
+# waiting
+
+
+async def test_a_batch_waits_until_it_is_whole():
+    buffer = StepBuffer(10)
+    learner = asyncio.create_task(buffer.get_batch(3, 0))
+    buffer.add_player_trajectory(a_trajectory(2))
+    await asyncio.sleep(0.01)
+    assert not learner.done()
+    buffer.add_player_trajectory(a_trajectory(2, game_idx=1))
+    assert len(await asyncio.wait_for(learner, 1)) == 3
+    assert buffer.size() == 1
+
+
+async def test_two_learners_that_wait_get_different_steps():
+    buffer = StepBuffer(10)
+    learners = [asyncio.create_task(buffer.get_batch(2, 0)) for _ in range(2)]
+    await asyncio.sleep(0)
+    buffer.add_player_trajectory(a_trajectory(2))
+    await asyncio.sleep(0.01)
+    assert sum(learner.done() for learner in learners) == 1
+    buffer.add_player_trajectory(a_trajectory(2, game_idx=1))
+    batches = await asyncio.wait_for(asyncio.gather(*learners), 1)
+    assert sorted(names_of(batches[0] + batches[1])) == ["0.0", "0.1", "1.0", "1.1"]
+
+
+async def test_a_cancelled_wait_takes_nothing():
+    buffer = StepBuffer(10)
+    buffer.add_player_trajectory(a_trajectory(1))
+    learner = asyncio.create_task(buffer.get_batch(2, 0))
+    await asyncio.sleep(0)
+    learner.cancel()
+    buffer.add_player_trajectory(a_trajectory(1, game_idx=1))
+    await asyncio.wait({learner})
+    assert buffer.size() == 2
+
+
+# age
+
+
+def test_staleness_is_the_number_of_updates_since():
+    (step,) = a_trajectory(1, version=3).steps
+    assert staleness(step, 5) == 2
+
+
+async def test_steps_older_than_max_staleness_are_dropped_and_counted():
+    buffer = StepBuffer(10, max_staleness=1)
+    buffer.add_player_trajectory(a_trajectory(2, game_idx=0, version=0))
+    buffer.add_player_trajectory(a_trajectory(2, game_idx=1, version=1))
+    batch = await buffer.get_batch(2, current_version=2)
+    assert sorted(names_of(batch)) == ["1.0", "1.1"]
+    assert buffer.dropped_stale == 2
+    assert_balanced(buffer)
+
+
+async def test_an_episode_with_one_stale_step_is_dropped_whole():
+    buffer = EpisodeBuffer(10, max_staleness=1)
+    mixed = a_trajectory(2, game_idx=0, version=1)
+    mixed.steps[0].generation = replace(mixed.steps[0].generation, adapter_version=0)
+    buffer.add_player_trajectory(mixed)
+    buffer.add_player_trajectory(a_trajectory(2, game_idx=1, version=1))
+    assert [names_of(e) for e in await buffer.get_batch(2, current_version=2)] == [["1.0", "1.1"]]
+    assert buffer.dropped_stale == 2
+
+
+async def test_without_max_staleness_nothing_is_dropped():
+    buffer = StepBuffer(10)
+    buffer.add_player_trajectory(a_trajectory(2, version=0))
+    assert len(await buffer.get_batch(2, current_version=1000)) == 2
+
+
+# sampling
+
+
+async def test_every_step_is_as_likely_as_any_other():
+    drawn: Counter[str] = Counter()
+    rng = random.Random(0)
+    for _ in range(3000):
+        buffer = StepBuffer(6, rng=rng)
+        buffer.add_player_trajectory(a_trajectory(6))
+        drawn.update(names_of(await buffer.get_batch(2, 0)))
+    assert len(drawn) == 6
+    assert all(abs(count - 1000) < 150 for count in drawn.values())
+
+
+async def test_the_same_seed_draws_the_same_steps():
+    async def draw(seed):
+        buffer = StepBuffer(50, rng=seed)
+        buffer.add_player_trajectory(a_trajectory(50))
+        return names_of(await buffer.get_batch(20, 0))
+
+    assert await draw(1) == await draw(1)
+    assert await draw(1) != await draw(2)
+
+
+async def test_episodes_come_shuffled_and_whole_until_there_are_enough_steps():
+    buffer = EpisodeBuffer(40, rng=3)
+    for game_idx in range(10):
+        buffer.add_player_trajectory(a_trajectory(4, game_idx=game_idx))
+    episodes = await buffer.get_batch(10, 0)
+    assert [len(episode) for episode in episodes] == [4, 4, 4]
+    assert buffer.size() == 28
+    games = [names_of(episode)[0] for episode in episodes + await buffer.get_batch(28, 0)]
+    assert len(set(games)) == 10
+    assert games != sorted(games)
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 4), st.integers(0, 3)),
+        st.tuples(st.just("take"), st.integers(1, 6), st.integers(0, 4)),
+        st.tuples(st.just("drain"), st.just(0), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+@given(operations=operations, is_by_episode=st.booleans())
+def test_no_step_is_lost_or_given_twice(operations, is_by_episode):
+    async def play():
+        buffer = (EpisodeBuffer if is_by_episode else StepBuffer)(6, max_staleness=2)
+        given, out = 0, []
+        for game_idx, (operation, n, version) in enumerate(operations):
+            if operation == "add":
+                buffer.add_player_trajectory(a_trajectory(n, game_idx=game_idx, version=version))
+                given += n
+            elif operation == "drain":
+                out += names_of(buffer.drain())
+            else:
+                # A batch that is not there yet is cancelled: stale steps are gone, nothing else.
+                learner = asyncio.create_task(buffer.get_batch(n, current_version=version))
+                await asyncio.sleep(0)
+                if not learner.done():
+                    learner.cancel()
+                    await asyncio.wait({learner})
+                else:
+                    batch = learner.result()
+                    steps = [s for episode in batch for s in episode] if is_by_episode else batch
+                    assert all(staleness(step, version) <= 2 for step in steps)
+                    assert len(steps) >= n if is_by_episode else len(steps) == n
+                    out += names_of(steps)
+            assert_balanced(buffer)
+            assert buffer.added == given
+        assert len(out) == len(set(out)) == buffer.taken + buffer.drained
+
+    asyncio.run(play())
+
+
+# the rest
+
+
+async def test_draining_gives_the_steps_back_and_makes_room():
+    buffer = StepBuffer(2)
+    buffer.add_player_trajectory(a_trajectory(2))
+    collector = asyncio.create_task(buffer.wait_for_room())
+    await asyncio.sleep(0)
+    assert names_of(buffer.drain()) == ["0.0", "0.1"]
+    await asyncio.wait_for(collector, 1)
+    buffer.clear()
+    assert buffer.counters() == {"added": 2, "taken": 0, "dropped_stale": 0, "drained": 2}
+
+
+async def test_a_restored_buffer_draws_on_as_the_first_would_have():
+    def filled(buffer):
+        buffer.add_player_trajectory(a_trajectory(20))
+        return buffer
+
+    first = filled(StepBuffer(20, rng=1))
+    await first.get_batch(5, 0)
+    state = json.loads(json.dumps(first.state_dict()))
+    first.clear()
+    second = StepBuffer(20, rng=2)
+    second.load_state_dict(state)
+    assert_balanced(second)
+    assert names_of(await filled(second).get_batch(9, 0)) == names_of(await filled(first).get_batch(9, 0))
+
+
+def test_the_transforms_memory_is_part_of_the_state():
+    saved, loaded = (StepBuffer(10, RoleAdvantageFormatter(tau=0.5)) for _ in range(2))
+    saved.add_player_trajectory(a_trajectory(2))
+    loaded.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+    rewards = []
+    for buffer in (saved, loaded):
+        buffer.clear()
+        buffer.add_player_trajectory(a_trajectory(1))
+        rewards.append(buffer.drain()[0].reward)
+    assert rewards == [0.25, 0.25]

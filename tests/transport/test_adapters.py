@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unstable_lite.transport import adapters
+from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of our own in place of /dev/shm, so that tests do not meet other runs."""
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    monkeypatch.setattr(adapters, "SHARED_MEMORY", directory)
+    return directory
+
+
+def test_an_arena_is_private_and_gone_after_close(shared_memory: Path, tmp_path: Path) -> None:
+    arena = AdapterArena("run", fallback=tmp_path, bytes_needed=1)
+    assert arena.directory.parent == shared_memory
+    assert arena.directory.stat().st_mode & 0o777 == 0o700
+    assert arena.remark is None
+    arena.path(1).mkdir()
+    arena.close()
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_a_version_is_unreferenced_exactly_when_its_last_holder_lets_go(shared_memory: Path, tmp_path: Path) -> None:
+    arena = AdapterArena("run", fallback=tmp_path, bytes_needed=1)
+    for _ in range(3):
+        arena.retain(5)
+    arena.release(5)
+    arena.release(5)
+    assert arena.unreferenced.empty()
+    assert arena.is_referenced(5)
+    arena.release(5)
+    assert arena.unreferenced.get_nowait() == 5
+    assert not arena.is_referenced(5)
+    arena.close()
+
+
+def test_the_base_is_never_let_go(shared_memory: Path, tmp_path: Path) -> None:
+    arena = AdapterArena("run", fallback=tmp_path, bytes_needed=1)
+    arena.retain(0)
+    arena.release(0)
+    assert arena.unreferenced.empty()
+    arena.close()
+
+
+def test_releasing_what_nobody_holds_is_our_bug_and_says_so(shared_memory: Path, tmp_path: Path) -> None:
+    arena = AdapterArena("run", fallback=tmp_path, bytes_needed=1)
+    with pytest.raises(AssertionError, match="version 3"):
+        arena.release(3)
+    arena.close()
+
+
+def test_without_enough_shared_memory_the_run_directory_is_used_and_said(shared_memory: Path, tmp_path: Path) -> None:
+    arena = AdapterArena("run", fallback=tmp_path, bytes_needed=1 << 60)
+    assert arena.directory.parent == tmp_path
+    assert arena.remark is not None
+    assert str(tmp_path) in arena.remark
+    arena.close()
+
+
+def test_without_shared_memory_the_run_directory_is_used_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "SHARED_MEMORY", tmp_path / "absent")
+    arena = AdapterArena("run", fallback=tmp_path, bytes_needed=1)
+    assert arena.directory.parent == tmp_path
+    assert arena.remark is not None
+    arena.close()
+
+
+def test_a_living_runs_arena_is_not_reaped(shared_memory: Path, tmp_path: Path) -> None:
+    arena = AdapterArena("alive", fallback=tmp_path, bytes_needed=1)
+    assert reap_stale_arenas(shared_memory) == []
+    assert arena.directory.is_dir()
+    arena.close()
+
+
+def test_the_arena_of_a_killed_process_is_reaped_at_the_next_start(shared_memory: Path, tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, time; from pathlib import Path; from unstable_lite.transport import adapters;"
+            "adapters.SHARED_MEMORY = Path(sys.argv[1]);"
+            "arena = adapters.AdapterArena('dead', Path(sys.argv[1]), 1); arena.path(1).mkdir();"
+            "print('up', flush=True); time.sleep(60)",
+            str(shared_memory),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    assert reap_stale_arenas(shared_memory) == []
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    holder.stdout.close()
+    assert reap_stale_arenas(shared_memory) == [shared_memory / "unstable_lite-dead"]
+    assert list(shared_memory.iterdir()) == []

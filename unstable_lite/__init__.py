@@ -1,0 +1,63 @@
+"""Reinforcement learning of language models on multi-agent text games, asynchronous, LoRA first.
+
+Public names are loaded when they are first used: importing this package loads nothing heavy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unstable_lite.buffers import EpisodeBuffer, StepBuffer
+    from unstable_lite.build import build
+    from unstable_lite.collector import Collector
+    from unstable_lite.league.game_scheduler import GameScheduler
+    from unstable_lite.league.model_registry import ModelRegistry
+    from unstable_lite.learners.reinforce import REINFORCELearner
+    from unstable_lite.runtime import Run
+    from unstable_lite.trackers.terminal import TerminalInterface
+    from unstable_lite.trackers.tracker import Tracker
+    from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
+
+_HOMES = {
+    "Collector": "collector",
+    "EpisodeBuffer": "buffers",
+    "EvalEnvSpec": "types",
+    "GameScheduler": "league.game_scheduler",
+    "ModelRegistry": "league.model_registry",
+    "REINFORCELearner": "learners.reinforce",
+    "Run": "runtime",
+    "StepBuffer": "buffers",
+    "TerminalInterface": "trackers.terminal",
+    "Tracker": "trackers.tracker",
+    "TrainEnvSpec": "types",
+    "build": "build",
+}
+_MODULES = {"samplers": "league.samplers", "reward_transformations": "reward_transformations"}
+
+__all__ = [
+    "Collector",
+    "EpisodeBuffer",
+    "EvalEnvSpec",
+    "GameScheduler",
+    "ModelRegistry",
+    "REINFORCELearner",
+    "Run",
+    "StepBuffer",
+    "TerminalInterface",
+    "Tracker",
+    "TrainEnvSpec",
+    "build",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value

@@ -1,0 +1,226 @@
+"""Hold what was played until the learner takes it: bounded by back-pressure, bounded in age.
+
+Owns the waiting steps and the order in which the reward transforms meet them. Knows nothing of engines,
+learners or trackers. Nothing generated is thrown away to make room: while the buffer is full no new game
+starts (`wait_for_room`), and what the games in flight still bring is kept. Steps leave in three ways only, each
+counted: taken into a batch, dropped as too stale to learn from, or drained. So at all times
+`added == taken + dropped_stale + drained + size()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from itertools import chain
+from typing import Any
+
+from unstable_lite.errors import ConfigError
+from unstable_lite.reward_transformations.compose import Stateful
+from unstable_lite.reward_transformations.final import FinalRewardTransform
+from unstable_lite.reward_transformations.sampling import SamplingRewardTransform
+from unstable_lite.reward_transformations.step import StepRewardTransform
+from unstable_lite.rng import restore, state_of
+from unstable_lite.types import PlayerTrajectory, Step
+
+
+def staleness(step: Step, current_version: int) -> int:
+    """Updates made since the step was sampled; version n is the policy after n updates."""
+    return current_version - step.generation.adapter_version
+
+
+class _Waiting:
+    """Chunks of steps that come and go whole: single steps for one buffer, episodes for the other."""
+
+    def __init__(
+        self,
+        max_buffer_size: int,
+        final_reward_transformation: FinalRewardTransform | None = None,
+        step_reward_transformation: StepRewardTransform | None = None,
+        sampling_reward_transformation: SamplingRewardTransform | None = None,
+        max_staleness: int | None = None,
+        rng: random.Random | int = 0,
+    ) -> None:
+        if max_buffer_size < 1:
+            raise ConfigError(f"buffer_size must be at least 1, got {max_buffer_size}")
+        self.max_buffer_size = max_buffer_size
+        self.max_staleness = max_staleness
+        self.added = self.taken = self.dropped_stale = self.drained = 0
+        self._final = final_reward_transformation
+        self._step = step_reward_transformation
+        self._sampling = sampling_reward_transformation
+        self._rng = rng if isinstance(rng, random.Random) else random.Random(rng)
+        self._chunks: list[list[Step]] = []
+        self._size = 0
+        self._arrival = asyncio.Event()
+        self._room = asyncio.Event()
+
+    def size(self) -> int:
+        """Steps that wait."""
+        return self._size
+
+    @property
+    def is_full(self) -> bool:
+        """No new game should start; what games in flight still bring is kept all the same."""
+        return self._size >= self.max_buffer_size
+
+    async def wait_for_room(self) -> None:
+        while self.is_full:
+            await self._room.wait()
+
+    def drain(self) -> list[Step]:
+        """Take out every step, as it waits, without the sampling transform."""
+        steps = list(chain.from_iterable(self._chunks))
+        self._chunks = []
+        self._size = 0
+        self.drained += len(steps)
+        self._room = _wake(self._room)
+        return steps
+
+    def clear(self) -> None:
+        self.drain()
+
+    def counters(self) -> dict[str, int]:
+        """Running totals since the start, in steps."""
+        return {
+            "added": self.added,
+            "taken": self.taken,
+            "dropped_stale": self.dropped_stale,
+            "drained": self.drained,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Totals, the random stream and the transforms' memory; the waiting steps are not part of it."""
+        transforms = [t.state_dict() if isinstance(t, Stateful) else {} for t in self._transforms]
+        return {"counters": self.counters(), "rng": state_of(self._rng), "transforms": transforms}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Into an empty buffer; steps that waited when the state was saved count as drained."""
+        assert not self._chunks
+        counters = state["counters"]
+        self.added, self.taken = counters["added"], counters["taken"]
+        self.dropped_stale = counters["dropped_stale"]
+        self.drained = self.added - self.taken - self.dropped_stale
+        restore(self._rng, state["rng"])
+        for transform, saved in zip(self._transforms, state["transforms"], strict=True):
+            if isinstance(transform, Stateful):
+                transform.load_state_dict(saved)
+
+    @property
+    def _transforms(self) -> tuple[object, object, object]:
+        return self._final, self._step, self._sampling
+
+    def _final_reward(self, trajectory: PlayerTrajectory) -> float:
+        reward = trajectory.final_reward
+        if self._final is not None:
+            reward = self._final(reward, trajectory.pid, trajectory.env_id)
+        return reward
+
+    def _set_reward(self, trajectory: PlayerTrajectory, index: int, env_reward: float) -> None:
+        """`env_reward`: what of the game's reward, after the final transform, falls to this step."""
+        reward = env_reward
+        if self._step is not None:
+            reward = self._step(trajectory, index, reward)
+        if not math.isfinite(reward):
+            raise ConfigError(
+                f"{trajectory.env_id}: player {trajectory.pid}: reward {trajectory.final_reward} became {reward} "
+                f"in the final ({self._final!r}) and step ({self._step!r}) reward transformations"
+            )
+        step = trajectory.steps[index]
+        step.reward = reward
+        step.step_info.update(raw_reward=trajectory.final_reward, env_reward=env_reward, step_reward=reward)
+
+    def _put(self, chunks: list[list[Step]]) -> None:
+        new_steps = sum(map(len, chunks))
+        self._chunks.extend(chunks)
+        self._size += new_steps
+        self.added += new_steps
+        self._arrival = _wake(self._arrival)
+
+    async def _take(self, n: int, current_version: int) -> list[list[Step]]:
+        """Wait for `n` steps, then draw chunks uniformly until they hold them; cancelled, take none."""
+        if not 1 <= n <= self.max_buffer_size:
+            raise ConfigError(
+                f"batch_size {n} must be between 1 and buffer_size {self.max_buffer_size}: "
+                "a full buffer starts no new game, so a larger batch would never come"
+            )
+        self._drop_stale(current_version)
+        while self._size < n:
+            await self._arrival.wait()
+            self._drop_stale(current_version)
+        chunks: list[list[Step]] = []
+        num_steps = 0
+        while num_steps < n:
+            chunks.append(self._pop_random())
+            num_steps += len(chunks[-1])
+        self._size -= num_steps
+        self.taken += num_steps
+        self._room = _wake(self._room)
+        return chunks
+
+    def _pop_random(self) -> list[Step]:
+        index = self._rng.randrange(len(self._chunks))
+        self._chunks[index], self._chunks[-1] = self._chunks[-1], self._chunks[index]
+        return self._chunks.pop()
+
+    def _drop_stale(self, current_version: int) -> None:
+        limit = self.max_staleness
+        if limit is None:
+            return
+        fresh = [chunk for chunk in self._chunks if all(staleness(s, current_version) <= limit for s in chunk)]
+        dropped = self._size - sum(map(len, fresh))
+        if dropped:
+            self._chunks = fresh
+            self._size -= dropped
+            self.dropped_stale += dropped
+            self._room = _wake(self._room)
+
+
+def _wake(event: asyncio.Event) -> asyncio.Event:
+    """Everyone who waits for it looks again; who finds nothing waits for the next one, which is returned."""
+    event.set()
+    return asyncio.Event()
+
+
+class StepBuffer(_Waiting):
+    """Single steps; each carries its player's final reward."""
+
+    def add_player_trajectory(self, traj: PlayerTrajectory) -> None:
+        """The final transform once, the step transform for each step; both are kept in `step_info`."""
+        env_reward = self._final_reward(traj)
+        for index in range(len(traj.steps)):
+            self._set_reward(traj, index, env_reward)
+        self._put([[step] for step in traj.steps])
+
+    async def get_batch(self, n: int, current_version: int) -> list[Step]:
+        """Wait for `n` fresh steps; exactly `n`, drawn uniformly without replacement."""
+        steps = list(chain.from_iterable(await self._take(n, current_version)))
+        return steps if self._sampling is None else self._sampling(steps)
+
+
+class EpisodeBuffer(_Waiting):
+    """Whole trajectories; the final reward falls to the last step alone, so that returns count it once."""
+
+    def add_player_trajectory(self, traj: PlayerTrajectory) -> None:
+        env_reward = self._final_reward(traj)
+        if not traj.steps:
+            return
+        last = len(traj.steps) - 1
+        for index in range(len(traj.steps)):
+            self._set_reward(traj, index, env_reward if index == last else 0.0)
+        self._put([list(traj.steps)])
+
+    async def get_batch(self, n: int, current_version: int) -> list[list[Step]]:
+        """Shuffled episodes that hold `n` steps or more; an episode with one step too stale is dropped whole.
+
+        The sampling transform sees all their steps in one list, and must keep their number and order.
+        """
+        episodes = await self._take(n, current_version)
+        if self._sampling is None:
+            return episodes
+        steps = list(chain.from_iterable(episodes))
+        transformed = self._sampling(steps)
+        if len(transformed) != len(steps):
+            raise ConfigError(f"{self._sampling!r} returned {len(transformed)} of {len(steps)} steps; it must keep all")
+        remaining = iter(transformed)
+        return [[next(remaining) for _ in episode] for episode in episodes]

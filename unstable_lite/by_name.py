@@ -1,0 +1,80 @@
+"""Find what a configuration names: one of ours by its short name, or a user's own as `module:Class`.
+
+Knows nothing of what it finds; every mistake is a ConfigError that says where the name stands.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from unstable_lite.errors import ConfigError
+
+T = TypeVar("T")
+
+_PLAIN_TYPES: dict[str, tuple[type, ...]] = {
+    "float": (float, int),
+    "int": (int,),
+    "bool": (bool,),
+    "str": (str,),
+}
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """What to write instead of an unknown name."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(names) or 'none'}"
+
+
+def find(what: str, name: str, known: Mapping[str, T]) -> T:
+    """`known[name]`, or the attribute that `module:attribute` names."""
+    if name in known:
+        return known[name]
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        raise ConfigError(f"unknown {what} {name!r}; {suggestion(name, known)}")
+    try:
+        found: T = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{what} {name!r}: cannot import {module_name!r}: {error}") from error
+    except AttributeError as error:
+        raise ConfigError(f"{what} {name!r}: {module_name!r} has no {attribute!r}") from error
+    return found
+
+
+def call(what: str, name: str, function: Callable[..., T], keywords: Mapping[str, Any]) -> T:
+    """`function(**keywords)`; a keyword unknown, missing or of a wrong plain type is a ConfigError."""
+    if problems := _keyword_problems(function, keywords):
+        raise ConfigError(*(f"{what} {name!r}: {problem}" for problem in problems))
+    return function(**keywords)
+
+
+def _keyword_problems(function: Callable[..., Any], keywords: Mapping[str, Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    problems = []
+    for key, value in keywords.items():
+        if key not in named:
+            if not takes_any:
+                problems.append(f"unknown keyword {key!r}; {suggestion(key, named)}")
+        elif problem := _type_problem(named[key].annotation, value):
+            problems.append(f"{key} = {value!r}: {problem}")
+    missing = [n for n, p in named.items() if p.default is p.empty and n not in keywords]
+    return problems + [f"keyword {n!r} is missing" for n in missing]
+
+
+def _type_problem(annotation: Any, value: Any) -> str | None:
+    """Only for plain types; anything else is the callee's to judge."""
+    type_name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    allowed = _PLAIN_TYPES.get(type_name)
+    if allowed is None:
+        return None
+    is_bool_for_number = isinstance(value, bool) and bool not in allowed
+    if isinstance(value, allowed) and not is_bool_for_number:
+        return None
+    return f"must be of type {type_name}"

@@ -1,0 +1,133 @@
+"""The command line: `run`, `check`, `envs`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from unstable_lite.errors import ConfigError, UnstableError
+
+if TYPE_CHECKING:
+    from unstable_lite.runtime import Summary
+
+app = typer.Typer(
+    name="unstable-lite",
+    help="Reinforcement learning of language models on multi-agent text games.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigPath = Annotated[Path, typer.Argument(help="A TOML file; examples/ has some.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="section.key=value …, for example learner.batch_size=64")
+]
+EXIT_INTERRUPTED = 130
+
+
+@app.command()
+def run(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the last table.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """Train: play games, learn, evaluate, save."""
+    with _ErrorsAsMessages(debug):
+        from unstable_lite.plan import load_plan
+        from unstable_lite.runtime import Run, run_in_loop
+        from unstable_lite.trackers.terminal import TerminalInterface
+
+        plan = load_plan(config, tuple(overrides or ()))
+        summary = run_in_loop(Run(plan, terminal=TerminalInterface(quiet=quiet)).execute())
+        _print_summary(summary)
+
+
+@app.command()
+def check(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """Validate a config; print it resolved, with what would go where. Starts nothing."""
+    with _ErrorsAsMessages(debug):
+        from unstable_lite.checkpoints import to_toml
+        from unstable_lite.plan import load_plan
+        from unstable_lite.trackers.terminal import key_value_table
+
+        plan = load_plan(config, tuple(overrides or ()))
+        console = Console(highlight=False)
+        console.print(to_toml(plan.config.model_dump(mode="json")), markup=False, soft_wrap=True)
+        console.print(key_value_table("Plan", plan.describe()))
+        console.print(f"\n{config} can run.")
+
+
+@app.command()
+def envs(
+    pattern: Annotated[str, typer.Argument(help="Show ids that contain this.")] = "",
+) -> None:
+    """List TextArena's env ids for training, with players and remarks."""
+    from unstable_lite.games.environments import describe_envs
+    from unstable_lite.games.players.scripted import LEGAL_ACTIONS
+
+    table = Table("env id", "players", "remark")
+    for env_id, players, remark in describe_envs():
+        if pattern.lower() in env_id.lower():
+            has_scripted = env_id.partition("-v")[0] in LEGAL_ACTIONS
+            table.add_row(env_id, players, remark or ("scripted:random plays it" if has_scripted else ""))
+    Console(highlight=False).print(table)
+
+
+class _ErrorsAsMessages:
+    """Our own errors as one message and exit code 1; Ctrl-C as exit code 130; tracebacks with `--debug`."""
+
+    def __init__(self, debug: bool) -> None:
+        self._debug = debug
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or self._debug:
+            return
+        if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        if isinstance(error, UnstableError | OSError):
+            problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+            for problem in problems:
+                print(f"error: {problem}", file=sys.stderr)  # noqa: T201
+            raise typer.Exit(1) from None
+
+
+def _print_summary(summary: Summary) -> None:
+    from unstable_lite.trackers.terminal import evaluation_table, key_value_table
+
+    console = Console(highlight=False)
+    if summary.evaluations:
+        console.print(evaluation_table(summary.evaluations))
+    rows = [
+        ("updates", f"{summary.updates}" + (f", {summary.skipped_updates} skipped" * bool(summary.skipped_updates))),
+        ("games", f"{summary.games}, {summary.void_games} void"),
+        ("stale steps dropped", str(summary.dropped_stale_steps)),
+        ("time", f"{summary.seconds:.0f} s, of which training {summary.training_seconds:.0f} s"),
+        ("run directory", str(summary.directory)),
+    ]
+    if summary.checkpoint is not None:
+        rows.append(("newest adapter", str(summary.checkpoint)))
+    rows += [
+        ("games, turn by turn", str(summary.directory / "games.jsonl")),
+        ("curves", f"tensorboard --logdir {summary.directory / 'tensorboard'}"),
+    ]
+    console.print(key_value_table("Run", rows), soft_wrap=True)
+    for alarm in summary.alarms:
+        console.print(f"[red]alarm[/red] {alarm}")
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,149 @@
+"""Keep games in flight: so many for training, so many for evaluation, each played to its one record.
+
+Starts no training game while the buffer is full. A game that breaks (the env raises, no answer comes, it takes too
+long) is void: its record says why, nothing of it is trained or rated, and its slot goes on with the next game.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import traceback
+from collections import Counter
+from collections.abc import Callable
+
+from unstable_lite.buffers import EpisodeBuffer, StepBuffer
+from unstable_lite.config import RunConfig
+from unstable_lite.errors import EnvError, WorkerDied
+from unstable_lite.games.environments import make_environment
+from unstable_lite.games.players.policy import Generates
+from unstable_lite.games.run_game import new_record, run_game
+from unstable_lite.games.seats import seat_players
+from unstable_lite.league.game_scheduler import GameScheduler
+from unstable_lite.transport.adapters import AdapterArena
+from unstable_lite.types import EvalEnvSpec, GameRecord, GameSpec, ModelRef
+
+log = logging.getLogger(__name__)
+
+
+class Collector:
+    def __init__(
+        self,
+        scheduler: GameScheduler,
+        buffer: StepBuffer | EpisodeBuffer,
+        generate: Generates,
+        arena: AdapterArena,
+        config: RunConfig,
+        on_record: Callable[[GameRecord], None],
+    ) -> None:
+        self.games_in_flight: Counter[str] = Counter()
+        """By kind: "train", "eval"."""
+        self._scheduler = scheduler
+        self._buffer = buffer
+        self._generate = generate
+        self._arena = arena
+        self._config = config
+        self._on_record = on_record
+        self._voids_in_a_row: Counter[str] = Counter()
+
+    async def run(self, num_train_workers: int, num_eval_workers: int) -> None:
+        """Play until cancelled. Raises EnvError when an env breaks `max_void_games` times in a row."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(num_train_workers):
+                tasks.create_task(self._play_train_games())
+            for _ in range(num_eval_workers):
+                tasks.create_task(self._play_eval_games())
+
+    async def evaluate(
+        self, env: EvalEnvSpec, model: ModelRef, num_games: int, label: str, concurrency: int
+    ) -> list[GameRecord]:
+        """Play a quota of evaluation games of one model; returns the records, void ones included."""
+        specs = iter([self._scheduler.next_eval_job(env, model, label) for _ in range(num_games)])
+        records: list[GameRecord] = []
+
+        async def play() -> None:
+            for spec in specs:  # shared by all workers
+                records.append(await self._play(spec))
+
+        self._arena.retain(_version(model))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(concurrency):
+                    tasks.create_task(play())
+        finally:
+            self._arena.release(_version(model))
+        return records
+
+    async def _play_train_games(self) -> None:
+        while True:
+            await self._buffer.wait_for_room()
+            record = await self._play(self._scheduler.next_train_job())
+            if record.end != "void":
+                for trajectory in record.trajectories:
+                    self._buffer.add_player_trajectory(trajectory)
+
+    async def _play_eval_games(self) -> None:
+        while True:
+            await self._play(self._scheduler.next_eval_job())
+
+    async def _play(self, spec: GameSpec) -> GameRecord:
+        """One game, from its spec to its one record, whatever happens in between."""
+        record = new_record(spec)
+        versions = {_version(agent.model) for agent in spec.agent_specs}
+        for version in versions:
+            self._arena.retain(version)
+        self.games_in_flight[spec.kind] += 1
+        game = asyncio.create_task(self._run_game(record), name=f"game-{spec.game_idx}")
+        try:
+            await asyncio.wait({game}, timeout=self._config.game_timeout_s)
+        finally:
+            self.games_in_flight[spec.kind] -= 1
+            game.cancel()  # nothing to cancel unless it timed out or this run is being stopped
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({game})
+            for version in versions:
+                self._arena.release(version)
+        self._settle(record, game)
+        self._scheduler.update(record)
+        self._on_record(record)
+        return record
+
+    async def _run_game(self, record: GameRecord) -> None:
+        spec = record.spec
+        environment = await make_environment(spec.env_id, spec.num_players, spec.seed)
+        players = seat_players(spec, self._generate)
+        await run_game(record, environment, players, self._config.max_action_chars)
+
+    def _settle(self, record: GameRecord, game: asyncio.Task[None]) -> None:
+        """Count a void game and say why; raise what no other game can survive either."""
+        env_id = record.spec.env_id
+        error = EnvError("wall-clock cap reached") if game.cancelled() else game.exception()
+        if error is None:
+            self._voids_in_a_row[env_id] = 0
+            return
+        if isinstance(error, WorkerDied):
+            raise error
+        record.end, record.error = "void", f"{type(error).__name__}: {error}"
+        actions = [(turn.pid, turn.action) for turn in record.turns]
+        log.warning(
+            "void game %d of %s (seed %d, after %s): %s\n%s",
+            record.spec.game_idx,
+            env_id,
+            record.spec.seed,
+            actions,
+            record.error,
+            "".join(traceback.format_exception(error)),
+        )
+        self._voids_in_a_row[env_id] += 1
+        if self._voids_in_a_row[env_id] >= self._config.max_void_games:
+            raise EnvError(
+                f"{env_id} broke {self._voids_in_a_row[env_id]} times in a row and is quarantined; the last time: "
+                f"{record.error} (seed {record.spec.seed}, actions {actions}). Take it out of the configuration, or "
+                "see logs/orchestrator.log for the tracebacks."
+            ) from error
+
+
+def _version(model: ModelRef) -> int:
+    """0 for models that need no adapter."""
+    return model.adapter_version or 0

@@ -1,0 +1,299 @@
+"""What a run is made of: TOML to frozen models, and every reason why it cannot run, found before it starts.
+
+Defaults are the reference's (`runtime.py` `build()`), except where a comment gives the reason. Sections group the
+keyword names of `build()`; they do not rename them.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from unstable_lite.errors import ConfigError
+from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class RunConfig(Section):
+    name: str | None = None
+    """Name of the run directory; default: `unstable-lite-<model>-<envs>`."""
+    learning_steps: int = Field(200, ge=1)
+    """Updates of the learner, and so adapter versions."""
+    num_collection_workers: int = Field(256, ge=1)
+    """Training games in flight."""
+    num_eval_workers: int = Field(16, ge=0)
+    """Evaluation games in flight beside them; 0 evaluates only by `eval_games`."""
+    eval_games: int = Field(0, ge=0)
+    """Games per eval env and evaluation, balanced over the seats, before the first and after the last update."""
+    eval_every: int | None = Field(None, ge=1)
+    """Also evaluate by `eval_games` after every so many updates, while training goes on."""
+    seed: int = Field(0, ge=0)
+    output_dir: Path = Path("outputs")
+    checkpoint_every: int = Field(10, ge=1)
+    """Save adapter, optimiser and league to disk every so many updates (the last one always)."""
+    game_timeout_s: float = Field(1800.0, gt=0)
+    """Wall-clock cap of one game; past it the game is void."""
+    max_action_chars: int = Field(2000, ge=1)
+    """Longer actions are cut before they reach the env."""
+    max_void_games: int = Field(20, ge=1)
+    """So many void games of one env in a row end the run with the last one's error."""
+
+
+class EngineConfig(Section):
+    kind: str = "auto"
+    """`vllm`, `transformers`, `scripted`, `auto` (vLLM where it is usable, else transformers), or `module:Class`."""
+    devices: tuple[int | Literal["cpu"], ...] | Literal["auto"] = "auto"
+    """One worker for each: CUDA device numbers, or "cpu"."""
+    temperature: float = Field(0.6, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    """The reference hides 0.95 here; below 1 the learner's importance ratio has no meaning."""
+    allow_top_p: bool = False
+    """Accept `top_p` below 1 although importance weights are then wrong."""
+    max_generation_len: int = Field(4096, ge=1)
+    """Tokens of one completion at most; also the loss's constant divisor."""
+    max_model_len: int = Field(8192, ge=2)
+    """Prompt and completion together; no longer than the model's own limit."""
+    max_parallel_seq: int = Field(128, ge=1)
+    """Requests that one worker runs at once."""
+    max_loras: int = Field(8, ge=1)
+    """Adapter versions that are loaded at once: current, in games in flight, opponents."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of one worker; default: the cores shared out among all workers."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    kv_cache_gb: float = Field(1.0, gt=0)
+    """Memory for the KV cache where the engine runs on the CPU."""
+    enforce_eager: bool | None = None
+    """vLLM only: no compilation, no CUDA graphs. Default: eager on the CPU, graphs on a GPU."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: float = Field(600.0, gt=0)
+    """A request without a reply after so long fails."""
+    replies: tuple[str, ...] = ("\\boxed{[0]}",)
+    """`scripted` only: the completions it draws from."""
+
+
+class LearnerConfig(Section):
+    devices: tuple[int | Literal["cpu"], ...] | Literal["auto"] = "auto"
+    batch_size: int = Field(384, ge=1)
+    """Steps of one update."""
+    mini_batch_size: int | None = Field(None, ge=1)
+    """Sequences of one micro-batch at most; the gradient is the same whatever it is. Reference: 1."""
+    max_tokens_per_micro_batch: int = Field(16384, ge=1)
+    """Micro-batches are filled with sequences of similar length up to so many tokens, padding included."""
+    learning_rate: float = Field(1e-5, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    gradient_clipping: float = Field(0.2, gt=0)
+    """Largest L2 norm of the gradient."""
+    activation_checkpointing: bool = True
+    """Recompute a layer's activations in the backward pass. `gradient_checkpointing` is the same; either turns it on."""
+    gradient_checkpointing: bool = True
+    use_trainer_cache: bool = False
+    """Keep the model's KV cache on in training forwards. Reference option; only costs memory."""
+    max_train_len: int | None = Field(None, ge=1)
+    """Completions are cut so that prompt and completion fit; steps whose prompt alone does not are dropped. Counted."""
+    importance_weight_cap: float = Field(2.0, gt=0)
+    """Truncation of π/μ per token."""
+    logits_chunk_tokens: int = Field(1024, ge=1)
+    """Completion tokens whose logits exist at once."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of the frozen base; adapters and optimiser are always float32."""
+    threads: int | None = Field(None, ge=1)
+    start_timeout_s: float = Field(600.0, gt=0)
+    update_timeout_s: float = Field(3600.0, gt=0)
+    mismatch_alarm: float = Field(0.1, gt=0)
+    """Mean |Δ log p| between engine and learner on on-policy tokens that raises an alarm."""
+    canary_tolerance: float = Field(0.1, gt=0)
+    """Mean |Δ log p| between engine and learner on the canary's tokens that fails an adapter."""
+
+
+class LoraConfig(Section):
+    lora_rank: int = Field(32, ge=1, le=512)
+    lora_alpha: float = Field(32, gt=0)
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    target_modules: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    initial_lora_path: Path | None = None
+    """A PEFT directory to start from."""
+
+
+class BufferConfig(Section):
+    buffer_size: int | None = Field(None, ge=1)
+    """Steps that wait for the learner before no new game starts; default 2 × batch_size."""
+    max_staleness: int = Field(8, ge=0)
+    """Updates since a step was sampled; older steps are dropped and counted."""
+
+
+class Transformation(Section):
+    name: str
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+
+class RewardConfig(Section):
+    """Lists of transforms, applied in order: a name, or a table of `name` and its keyword arguments.
+
+    The reference hides +1.0 for each valid step in its default; it is written out here.
+    """
+
+    final_reward_transformation: tuple[Transformation | str, ...] = ("RoleAdvantageByEnvFormatter",)
+    step_reward_transformation: tuple[Transformation | str, ...] = (
+        Transformation.model_validate({"name": "RewardForFormat", "reward": 1.5}),
+        Transformation.model_validate({"name": "PenaltyForInvalidMove", "reward": 1.0, "penalty": -1.0}),
+    )
+    sampling_reward_transformation: tuple[Transformation | str, ...] = (
+        Transformation.model_validate({"name": "NormalizeRewardsByEnv", "z_score": True}),
+    )
+
+
+class LeagueConfig(Section):
+    env_sampling_strategy: str = "random"
+    opponent_sampling_strategy: str | dict[str, Annotated[float, Field(gt=0)]] = "none"
+    """`none`, `mirror`, `fixed`, `lagged`, or weights: `{ mirror = 0.5, fixed = 0.5 }`."""
+    fixed_opponents: tuple[str, ...] = ("google/gemini-2.0-flash-lite-001",)
+    opponent_lag: tuple[int, int] = (1, 7)
+    """`lagged`: how many checkpoints back, at least and at most."""
+    trueskill_beta: float = Field(4.0, gt=0)
+
+
+class TrackerConfig(Section):
+    wandb_project: str | None = None
+    keep_games: Literal["all", "eval", "none"] = "all"
+    """Which transcripts go to games.jsonl."""
+
+
+class Config(Section):
+    model_name: str = "builtin:tiny"
+    """`builtin:tiny`, a model hub's name, or a local directory."""
+    algorithm: str = "reinforce"
+    run: RunConfig = RunConfig()
+    engine: EngineConfig = EngineConfig()
+    learner: LearnerConfig = LearnerConfig()
+    lora: LoraConfig = LoraConfig()
+    buffer: BufferConfig = BufferConfig()
+    rewards: RewardConfig = RewardConfig()
+    league: LeagueConfig = LeagueConfig()
+    tracker: TrackerConfig = TrackerConfig()
+    train_envs: tuple[TrainEnvSpec, ...] = Field(min_length=1)
+    eval_envs: tuple[EvalEnvSpec, ...] = ()
+
+    @property
+    def buffer_size(self) -> int:
+        return self.buffer.buffer_size or 2 * self.learner.batch_size
+
+
+def read_config(path: Path, overrides: tuple[str, ...] = ()) -> tuple[Config | None, list[str]]:
+    """Read a TOML file and apply `section.key=value` overrides; see `parse_config`.
+
+    Raises ConfigError if there is no TOML to read.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    for override in overrides:
+        _apply_override(raw, override)
+    config, problems = parse_config(raw)
+    return config, [f"{path}: {problem}" for problem in problems]
+
+
+def parse_config(raw: dict[str, Any]) -> tuple[Config | None, list[str]]:
+    """The config and its problems of form.
+
+    Where there are problems, the config is what is left without the offending keys (or None), so that the caller can
+    look for problems of meaning in the rest and report all of them together.
+    """
+    problems: list[str] = []
+    while True:
+        try:
+            return Config.model_validate(raw), problems
+        except ValidationError as error:
+            problems = problems or _problems(error)
+            smaller = _without_offenders(raw, error)
+            if smaller == raw:
+                return None, problems
+            raw = smaller
+
+
+def _without_offenders(raw: dict[str, Any], error: ValidationError) -> dict[str, Any]:
+    """`raw` without the keys that `error` names; an env entry goes as a whole."""
+    raw = copy.deepcopy(raw)
+    offenders: set[tuple[Any, ...]] = {tuple(detail["loc"][:2]) for detail in error.errors()}
+    last_entry_first = sorted(offenders, key=lambda loc: [f"{part:>9}" for part in loc], reverse=True)
+    for section, *rest in last_entry_first:
+        table = raw.get(section)
+        is_inside = rest and (rest[0] in table if isinstance(table, dict) else isinstance(table, list))
+        if is_inside and table is not None:
+            del table[rest[0]]
+        else:
+            raw.pop(section, None)
+    return raw
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    """`learner.batch_size=64`: the value is TOML; what is not TOML is taken as a string."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r}: write it as section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, name = key.strip().split(".")
+    table = raw
+    for section in sections:
+        table = table.setdefault(section, {})
+        if isinstance(table, list):
+            raise ConfigError(f"override {override!r}: {section} is a list; change it in the file")
+        if not isinstance(table, dict):
+            raise ConfigError(f"override {override!r}: {section} is not a section")
+    table[name] = value
+
+
+def _problems(error: ValidationError) -> list[str]:
+    problems = []
+    for detail in error.errors(include_url=False):
+        if detail["loc"][-1] == "str" and isinstance(detail["input"], dict):
+            continue  # a table that is wrong as a table need not also be refused as a string
+        location = [part for part in detail["loc"] if part != "Transformation" and "[" not in str(part)]
+        key = ".".join(map(str, location))
+        if detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            close = difflib.get_close_matches(str(location[-1]), _known_keys(location[:-1]), n=1, cutoff=0.5)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(_known_keys(location[:-1]))}"
+            problems.append(f"unknown key {key!r}{hint}")
+        elif detail["type"] in ("missing", "missing_argument"):
+            problems.append(f"{key!r} is missing")
+        elif detail["type"] == "too_short" and detail["loc"] == ("train_envs",) and detail["input"]:
+            continue  # its entries are there, and refused for reasons of their own
+        else:
+            problems.append(f"{key} = {detail['input']!r}: {detail['msg']}")
+    return problems
+
+
+def _known_keys(location: list[Any]) -> list[str]:
+    """The keys that exist where the unknown one stands."""
+    if not location:
+        return list(Config.model_fields)
+    by_section: dict[Any, list[str]] = {
+        "train_envs": list(TrainEnvSpec.__dataclass_fields__),
+        "eval_envs": list(EvalEnvSpec.__dataclass_fields__),
+    }
+    for name, info in Config.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            by_section[name] = list(info.annotation.model_fields)
+    return by_section.get(location[0], [])

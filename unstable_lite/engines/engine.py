@@ -1,0 +1,51 @@
+"""What every engine can do. One file beside this one is one kind of engine; its library is imported only there."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any, Protocol
+
+from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.messages import EngineStats, Generate, Generated
+
+ENGINES = {
+    "vllm": "unstable_lite.engines.vllm:VLLMEngine",
+    "transformers": "unstable_lite.engines.transformers:TransformersEngine",
+    "scripted": "unstable_lite.engines.scripted:ScriptedEngine",
+}
+
+
+class Engine(Protocol):
+    """Used from one thread: add requests, step, collect what finished."""
+
+    facts: dict[str, Any]
+    """Sent with `Ready`: `kind`, `model`, `device`, `dtype`, `threads`, `max_model_len`, `vocab_size`, versions."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        """Load the base model. Raises ModelError with what to do if it cannot be loaded or served."""
+
+    def add_request(self, request: Generate) -> None:
+        """Queue a request. Raises RequestError: prompt too long (with its size and the limit), unknown adapter."""
+
+    def step(self) -> list[Generated]:
+        """Advance every running request by a token or more; the ones that finished."""
+
+    def has_unfinished(self) -> bool: ...
+
+    def load_adapter(self, version: int, path: Path) -> None:
+        """Raises AdapterError: version known or used before, no slot free, not an adapter of this base."""
+
+    def unload_adapter(self, version: int) -> None:
+        """Raises AdapterError if the version is unknown or has unfinished requests."""
+
+    def stats(self) -> EngineStats:
+        """Since the last call."""
+
+
+def load_engine(spec: WorkerSpec) -> Engine:
+    """The engine that `config.engine.kind` names; `auto` has been decided by the orchestrator."""
+    kind = spec.config.engine.kind
+    module, _, name = ENGINES.get(kind, kind).partition(":")
+    engine: Engine = getattr(importlib.import_module(module), name)(spec)
+    return engine

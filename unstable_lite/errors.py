@@ -1,0 +1,41 @@
+"""The errors a user can meet. Each message says what, where, and what to do."""
+
+
+class UnstableError(Exception):
+    """Base of every error that this package raises for a reason outside its own code."""
+
+
+class ConfigError(UnstableError):
+    """The configuration cannot be used; `problems` lists every reason found."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+class UnsupportedEnvError(UnstableError):
+    """A scripted player does not know this env."""
+
+
+class EnvError(UnstableError):
+    """A TextArena env raised, or broke its own contract (rewards missing, not finite, …)."""
+
+
+class RequestError(UnstableError):
+    """An engine refused or failed one request; the engine itself is well."""
+
+
+class AdapterError(UnstableError):
+    """An adapter could not be published, loaded, or did not pass its canary."""
+
+
+class ModelError(UnstableError):
+    """A base model or an adapter could not be loaded, or does not fit the engine."""
+
+
+class ProtocolError(UnstableError):
+    """Bytes on the wire are not a message of this protocol version."""
+
+
+class WorkerDied(UnstableError):
+    """A worker process ended or answered that it cannot go on."""

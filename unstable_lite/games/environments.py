@@ -1,0 +1,296 @@
+"""TextArena, and only here: one fresh env per game, each with random streams of its own.
+
+TextArena's envs draw from the global `random` (a few from `numpy.random`), and every reset re-seeds it. So its modules
+get stand-ins for both, which delegate to the streams of the game whose env is being called; nothing else in the process
+sees them. An env may be made and reset in any thread; its other calls are short and belong on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib.util
+import math
+import random
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import textarena as ta
+
+from unstable_lite.errors import EnvError
+from unstable_lite.types import Outcome
+
+SLOW_RESET_S = 0.02
+"""An env whose reset takes longer is made and reset off the event loop."""
+PROBE_TIMEOUT_S = 20.0
+
+DENIED = {
+    "MarketEntryGame": "its state loops for ever once all players are eliminated",
+    "PublicGoodsGame": "its state loops for ever once all players are eliminated",
+    "Poker": "its rewards go up to 9, and games run past 300 turns",
+    "Bandit": "it never pays its reward of 1",
+    "Countdown": "its reward is a string after an invalid move",
+    "Cryptarithm": "its reward is a string after an invalid move",
+    "Slitherlink": "its reward is a string after an invalid move",
+    "ThreeCardMonte": "its reward is a string after an invalid move",
+    "LightsOut": "it raises at the first observation",
+    "CharacterConclave": "it raises in the first step",
+    "SantoriniBaseFixed": "games run past 300 turns",
+    "Stratego": "games run past 300 turns",
+    "Tak": "it raises at the end of a game (TextArena 0.7.4)",
+    "Checkers": "it raises at the end of a game (TextArena 0.7.4)",
+}
+"""Env families that are broken in TextArena 0.7.4, and how."""
+
+
+class _Streams(threading.local):
+    """The streams of the game whose env is being called in this thread."""
+
+    game: Environment | None = None
+
+
+_streams = _Streams()
+
+
+class _GameRandom(types.ModuleType):
+    """Stands in for the module `random` inside TextArena."""
+
+    def __getattr__(self, name: str) -> Any:
+        game = _streams.game
+        source = random if game is None or not hasattr(random.Random, name) else game.random
+        return getattr(source, name)
+
+
+class _GameNumpyRandom(types.ModuleType):
+    """Stands in for the module `numpy.random` inside TextArena."""
+
+    def __getattr__(self, name: str) -> Any:
+        game = _streams.game
+        source = np.random if game is None or not hasattr(np.random.RandomState, name) else game.numpy_random
+        return getattr(source, name)
+
+
+class _GameNumpy(types.ModuleType):
+    """Stands in for the module `numpy` inside TextArena."""
+
+    random = _GameNumpyRandom("numpy.random")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+_STAND_INS = {id(random): _GameRandom("random"), id(np): _GameNumpy("numpy")}
+
+
+def _give_own_streams(package: str) -> None:
+    """Replace `random` and `numpy` in every loaded module of `package`."""
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(package + "."):
+            for attribute, value in list(vars(module).items()):
+                if isinstance(value, types.ModuleType) and id(value) in _STAND_INS:
+                    setattr(module, attribute, _STAND_INS[id(value)])
+
+
+class Environment:
+    """One game of one env."""
+
+    def __init__(self, env_id: str, num_players: int, seed: int) -> None:
+        """Make and reset. Whatever TextArena raises comes through."""
+        self.env_id = env_id
+        self.num_players = num_players
+        self.random = random.Random(seed)
+        self._seed = seed
+        self._numpy_random: np.random.RandomState | None = None
+        _prepare(env_id)
+        _streams.game = self
+        try:
+            self._env = ta.make(env_id)
+            self._env.reset(num_players=num_players, seed=seed)
+        finally:
+            _streams.game = None
+        self._env.state.error_allowance = 0
+
+    @property
+    def numpy_random(self) -> np.random.RandomState:
+        if self._numpy_random is None:
+            self._numpy_random = np.random.RandomState(self._seed)
+        return self._numpy_random
+
+    def observe(self) -> tuple[int, str]:
+        """Whose turn it is and what that player sees. Drains the env's queue: call once a turn."""
+        _streams.game = self
+        pid, observation = self._env.get_observation()
+        _streams.game = None
+        if not isinstance(observation, str):
+            raise EnvError(f"{self.env_id}: observation is {type(observation).__name__}, not text")
+        return pid, observation
+
+    def step(self, action: str) -> bool:
+        """Play `action` for the player whose turn it is; whether the game is over."""
+        _streams.game = self
+        done, _ = self._env.step(action)
+        _streams.game = None
+        return bool(done)
+
+    def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
+        """Rewards and the env's own remarks, for every player.
+
+        Raises EnvError if a reward is missing or not a finite number.
+        """
+        _streams.game = self
+        rewards, game_info = self._env.close()
+        _streams.game = None
+        return _checked_rewards(self.env_id, self.num_players, rewards), game_info
+
+
+_one_slow_reset = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow-reset")
+"""One at a time: envs like Sokoban keep a reset's work in globals of their module."""
+
+
+async def make_environment(env_id: str, num_players: int, seed: int) -> Environment:
+    """Make and reset; off the event loop where that takes long."""
+    if probe(env_id, num_players).has_slow_reset:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_one_slow_reset, Environment, env_id, num_players, seed)
+    return Environment(env_id, num_players, seed)
+
+
+def _checked_rewards(env_id: str, num_players: int, rewards: Any) -> dict[int, float]:
+    if not isinstance(rewards, dict) or set(rewards) != set(range(num_players)):
+        raise EnvError(f"{env_id}: rewards {rewards!r} are not one for each of {num_players} players")
+    for pid, reward in rewards.items():
+        is_number = isinstance(reward, int | float | np.number) and not isinstance(reward, bool)
+        if not is_number or not math.isfinite(reward):
+            raise EnvError(f"{env_id}: reward {reward!r} of player {pid} is not a finite number")
+    return {pid: float(rewards[pid]) for pid in range(num_players)}
+
+
+def outcomes_from_rewards(rewards: dict[int, float]) -> dict[int, Outcome]:
+    """Win, draw or loss by rank: alone at the top, tied at the top, below it."""
+    if len(rewards) == 1:
+        return dict.fromkeys(rewards, "na")
+    best = max(rewards.values())
+    at_top: Outcome = "win" if sum(reward == best for reward in rewards.values()) == 1 else "draw"
+    return {pid: at_top if reward == best else "loss" for pid, reward in rewards.items()}
+
+
+@cache
+def _prepare(env_id: str) -> None:
+    """Import what `ta.make(env_id)` imports lazily, and give it its own streams."""
+    entry_point = ta.envs.registration.ENV_REGISTRY[env_id].entry_point
+    if isinstance(entry_point, str):
+        importlib.import_module(entry_point.partition(":")[0])
+    _give_own_streams("textarena")
+
+
+def env_ids() -> list[str]:
+    return list(ta.envs.registration.ENV_REGISTRY)
+
+
+def env_family(env_id: str) -> str:
+    """`KuhnPoker` for `KuhnPoker-v0-short-train`."""
+    return env_id.partition("-v")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvFacts:
+    """What a trial reset of an env told."""
+
+    problem: str | None
+    reset_s: float = 0.0
+
+    @property
+    def has_slow_reset(self) -> bool:
+        return self.reset_s > SLOW_RESET_S
+
+
+@cache
+def probe(env_id: str, num_players: int) -> EnvFacts:
+    """Make, reset and observe the env once; the reason why it cannot be used with so many players, if any.
+
+    Runs in a thread with a time limit, since an env's start may run any code (downloads, endless loops).
+    """
+    known = env_ids()
+    if env_id not in known:
+        close = difflib.get_close_matches(env_id, known, n=3)
+        hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "; see `unstable-lite envs`"
+        return EnvFacts(f"no such env id{hint}")
+    if env_id.endswith("-raw"):
+        return EnvFacts("'-raw' ids have no text observation; use the id without it, or with '-train'")
+    if (reason := DENIED.get(env_family(env_id))) is not None:
+        return EnvFacts(f"broken in TextArena: {reason}")
+
+    def attempt() -> float:
+        Environment(env_id, num_players, seed=0).observe()  # the first one imports
+        started = time.perf_counter()
+        Environment(env_id, num_players, seed=0)
+        return time.perf_counter() - started
+
+    future = _in_daemon_thread(attempt)
+    try:
+        error = future.exception(PROBE_TIMEOUT_S)
+    except TimeoutError:
+        return EnvFacts(f"its reset did not end within {PROBE_TIMEOUT_S:g} s")
+    if error is None:
+        return EnvFacts(None, future.result())
+    if isinstance(error, SyntaxError):
+        return EnvFacts(f"TextArena's code for it needs Python 3.12 (this is {sys.version.split()[0]})")
+    summary = " ".join(str(error).split())[:300]
+    return EnvFacts(f"does not start with num_players = {num_players}: {type(error).__name__}: {summary}")
+
+
+def _in_daemon_thread(function: Callable[[], float]) -> Future[float]:
+    """Like an executor's `submit`, in a thread that does not keep the process alive if it never ends."""
+    future: Future[float] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # whatever foreign code raises is the answer
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def describe_envs() -> list[tuple[str, str, str]]:
+    """(env id, players, remark) of every `-train` id, from TextArena's source text; runs none of it."""
+    rows = []
+    for env_id in env_ids():
+        if env_id.endswith("-train"):
+            family = env_family(env_id)
+            remark = f"broken: {DENIED[family]}" if family in DENIED else ""
+            source = _entry_source(env_id)
+            if source is None:
+                rows.append((env_id, "?", remark or "its module is not in the package"))
+                continue
+            if not remark and "nltk" in source:
+                remark = "downloads word lists (nltk) at its first start"
+            elif not remark and "OpenRouter" in source:
+                remark = "calls OpenRouter: needs OPENROUTER_API_KEY"
+            rows.append((env_id, _players(source), remark))
+    return rows
+
+
+def _entry_source(env_id: str) -> str | None:
+    entry_point = ta.envs.registration.ENV_REGISTRY[env_id].entry_point
+    module = entry_point.partition(":")[0] if isinstance(entry_point, str) else entry_point.__module__
+    relative = module.removeprefix("textarena.").replace(".", "/") + ".py"
+    path = Path(ta.__file__).parent / relative
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def _players(source: str) -> str:
+    for state, players in (("SinglePlayerState", "1"), ("TwoPlayerState", "2"), ("TeamMultiPlayerState", "4+")):
+        if state in source:
+            return players
+    return "2+"

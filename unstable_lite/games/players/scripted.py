@@ -1,0 +1,113 @@
+"""What a player may do, read from what it sees; and a player that picks any of it.
+
+Owns one reader of observation text per env family. Knows nothing of TextArena, models or engines:
+a reader takes the text that a seat was shown, `-train` variant or whole transcript, and looks at
+the last state in it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+
+from unstable_lite.errors import EnvError, UnsupportedEnvError
+
+_BRACKETED = re.compile(r"\[[^\[\]]+\]")
+_CONNECT_FOUR_SIZE = re.compile(r"has (\d+) rows and (\d+) columns")
+_CONNECT_FOUR_DROP = re.compile(r"dropped their disk \([XO]\) into column (\d+)\.")
+_NIM_PILE = re.compile(r"pile (\d+): (\d+)")
+_LIARS_DICE_COUNT = re.compile(r"Player \d+: (\d+)")
+_LIARS_DICE_BID = re.compile(r"Player \d+ bids (\d+) of face (\d+)\.")
+
+
+def _after_last(marker: str, observation: str) -> str:
+    """What follows the last `marker`: a transcript holds one a turn, and the last is the state."""
+    _, found, rest = observation.rpartition(marker)
+    if not found:
+        raise EnvError(f"no {marker!r} in the observation {observation[-200:]!r}")
+    return rest
+
+
+def _listed_after(marker: str) -> Callable[[str], list[str]]:
+    """Reader for games that list their legal actions on the line that starts with `marker`."""
+
+    def read(observation: str) -> list[str]:
+        line, _, _ = _after_last(marker, observation).partition("\n")
+        return _BRACKETED.findall(line)
+
+    return read
+
+
+def _connect_four(observation: str) -> list[str]:
+    """Columns whose top cell is empty; in the blind variant, those with fewer drops than rows."""
+    if "Board state:\n" in observation:
+        header, _, top_row, *_ = _after_last("Board state:\n", observation).splitlines()
+        cells = zip(header.split(), top_row.split(), strict=True)
+        return [f"[col {column}]" for column, cell in cells if cell == "."]
+    size = _CONNECT_FOUR_SIZE.search(observation)
+    if size is None:
+        raise EnvError(f"no board and no board size in the observation {observation[-200:]!r}")
+    rows, columns = map(int, size.groups())
+    drops = _CONNECT_FOUR_DROP.findall(observation)
+    return [f"[col {column}]" for column in range(columns) if drops.count(str(column)) < rows]
+
+
+def _nim(observation: str) -> list[str]:
+    piles = _NIM_PILE.findall(_after_last("Current Pile:\n", observation))
+    return [f"[{pile} {quantity}]" for pile, size in piles for quantity in range(1, int(size) + 1)]
+
+
+def _liars_dice(observation: str) -> list[str]:
+    """Call, if there is a bid, and every higher bid of at most as many dice as there are.
+
+    The env takes any quantity; a bid above all dice on the table is legal there and always false.
+    """
+    this_round = _after_last("New round - Remaining dice:", observation)
+    counts, _, events = this_round.partition("\n")
+    total = sum(map(int, _LIARS_DICE_COUNT.findall(counts)))
+    bids = _LIARS_DICE_BID.findall(events)
+    quantity, face = map(int, bids[-1]) if bids else (0, 0)
+    higher = [
+        f"[Bid: {q}, {f}]"
+        for q in range(max(quantity, 1), total + 1)
+        for f in range(max(face, 1), 7)
+        if (q, f) != (quantity, face)
+    ]
+    return ["[Call]", *higher] if bids else higher
+
+
+LEGAL_ACTIONS: dict[str, Callable[[str], list[str]]] = {
+    "TicTacToe": _listed_after("Available Moves:"),
+    "ConnectFour": _connect_four,
+    "SimpleTak": _listed_after("Available Moves:"),
+    "Nim": _nim,
+    "KuhnPoker": _listed_after("Your available actions are:"),
+    "LiarsDice": _liars_dice,
+    "IteratedRockPaperScissors": lambda _observation: ["[rock]", "[paper]", "[scissors]"],
+    "PigDice": _listed_after("Available actions:"),
+}
+"""Env family (`KuhnPoker` for `KuhnPoker-v0-short-train`) to its reader."""
+
+
+def legal_actions(env_id: str, observation: str) -> list[str]:
+    """Every legal action of the player who sees `observation`, as the env takes it.
+
+    Raises UnsupportedEnvError for an env family without a reader, and EnvError for a text that is
+    not of that env.
+    """
+    read = LEGAL_ACTIONS.get(env_id.partition("-v0")[0])
+    if read is None:
+        raise UnsupportedEnvError(
+            f"no scripted player for {env_id!r}: there is one for any variant of "
+            f"{', '.join(LEGAL_ACTIONS)}"
+        )
+    return read(observation)
+
+
+def random_legal_action(env_id: str, observation: str, rng: random.Random) -> str:
+    """Any legal action, all equally likely."""
+    actions = legal_actions(env_id, observation)
+    if not actions:
+        raise EnvError(f"{env_id}: no legal action in the observation {observation[-200:]!r}")
+    return rng.choice(actions)

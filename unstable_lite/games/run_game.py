@@ -1,0 +1,71 @@
+"""Play one game to its end.
+
+Knows the env and the players at its seats; nothing of engines, sockets, rewards after the game, or ratings.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from unstable_lite.games.environments import Environment, outcomes_from_rewards
+from unstable_lite.games.players.player import Player
+from unstable_lite.types import GameRecord, GameSpec, PlayerTrajectory, Step, Turn
+
+
+def new_record(spec: GameSpec) -> GameRecord:
+    """The record of a game that has not been played: void until `run_game` says otherwise."""
+    trajectories = [
+        PlayerTrajectory(pid=agent.pid, env_id=spec.env_id, game_idx=spec.game_idx, model=agent.model)
+        for agent in spec.agent_specs
+        if agent.collect_data
+    ]
+    return GameRecord(spec=spec, turns=[], trajectories=trajectories, rewards={}, outcomes={}, end="void")
+
+
+async def run_game(
+    record: GameRecord, environment: Environment, players: Mapping[int, Player], max_action_chars: int
+) -> None:
+    """Play `record.spec` and fill in `record`; if this raises, the record keeps the turns so far and stays void."""
+    spec = record.spec
+    started = time.monotonic()
+    trajectories = {trajectory.pid: trajectory for trajectory in record.trajectories}
+    is_done = False
+    while not is_done and len(record.turns) < spec.max_turns:
+        pid, observation = environment.observe()
+        reply = await players[pid].act(observation)
+        action = reply.action[:max_action_chars]
+        record.turns.append(
+            Turn(pid=pid, observation=observation, text=reply.text, action=action, format_ok=reply.format_ok)
+        )
+        if pid in trajectories:
+            assert reply.generation is not None, "only seats that the engines serve are collected"
+            trajectories[pid].steps.append(
+                Step(
+                    pid=pid,
+                    obs=reply.prompt,
+                    act=reply.text,
+                    reward=0.0,
+                    env_id=spec.env_id,
+                    generation=reply.generation,
+                    format_feedback={"correct_answer_format": reply.format_ok, "invalid_move": False},
+                    step_info={"game_idx": spec.game_idx, "turn": len(record.turns) - 1, "action": action},
+                )
+            )
+        is_done = environment.step(action)
+
+    if is_done:
+        record.rewards, record.game_info = environment.close()
+        record.invalid_pids = tuple(pid for pid, info in record.game_info.items() if info["invalid_move"])
+        record.end = "invalid" if record.invalid_pids else "natural"
+    else:
+        record.rewards = dict.fromkeys(range(spec.num_players), 0.0)
+        record.end = "truncated"
+    record.outcomes = outcomes_from_rewards(record.rewards)
+    for pid, trajectory in trajectories.items():
+        trajectory.final_reward = record.rewards[pid]
+        trajectory.num_turns = len(record.turns)
+        trajectory.game_info = record.game_info.get(pid, {})
+        if pid in record.invalid_pids and trajectory.steps:
+            trajectory.steps[-1].format_feedback["invalid_move"] = True
+    record.seconds = time.monotonic() - started

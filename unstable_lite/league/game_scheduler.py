@@ -1,0 +1,131 @@
+"""Choose who plays next, and where.
+
+A GameSpec goes out, a GameRecord comes back. Knows nothing of engines, prompts or tensors.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from statistics import fmean
+from typing import Any
+
+from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
+from unstable_lite.league.samplers.model_samplers import BaseModelSampler
+from unstable_lite.rng import derive_seed, game_seed, restore, state_of
+from unstable_lite.types import (
+    AgentSpec,
+    EvalEnvSpec,
+    GameKind,
+    GameRecord,
+    GameSpec,
+    ModelRef,
+    TrainEnvSpec,
+)
+
+
+class GameScheduler:
+    """The n-th training game of a run is the same whatever is evaluated beside it, and vice versa."""
+
+    def __init__(self, model_sampler: BaseModelSampler, env_sampler: BaseEnvSampler, run_seed: int = 0) -> None:
+        self.registry = model_sampler.registry
+        self._model_sampler = model_sampler
+        self._env_sampler = env_sampler
+        self._run_seed = run_seed
+        self._rng = random.Random(derive_seed(run_seed, "seats"))
+        self._games: Counter[str] = Counter()
+        """Games handed out, by kind."""
+        self._eval_games_of: Counter[str] = Counter()
+        """By what is evaluated on what: the next one takes the next seat."""
+
+    def next_train_job(self) -> GameSpec:
+        """`num_actors` seats, drawn at random, go to the current policy; an opponent to each of the rest."""
+        env = self._env_sampler.sample("train")
+        current = self.registry.current
+        pids = list(range(env.num_players))
+        self._rng.shuffle(pids)
+        models = dict.fromkeys(pids[: env.num_actors], current)
+        models |= {pid: self._model_sampler.sample_opponent() for pid in pids[env.num_actors :]}
+        # Where the sampled opponent is the current policy itself, its turns are worth training on too.
+        agents = [_agent(pid, models[pid], env, collect=models[pid] == current) for pid in sorted(pids)]
+        return self._new_game("train", env, agents)
+
+    def next_eval_job(
+        self, spec: EvalEnvSpec | None = None, model: ModelRef | None = None, label: str | None = None
+    ) -> GameSpec:
+        """One seat to the model (default: the current policy), the others to the env's fixed opponent.
+
+        The seat goes round for each model, env and label apart, so that a quota is balanced over the seats.
+        """
+        env = spec or self._env_sampler.sample("eval")
+        subject = "current" if model is None else model.uid
+        key = f"{subject} {env.env_id} {env.num_players} {env.fixed_opponent} {label}"
+        seat = self._eval_games_of[key] % env.num_players
+        self._eval_games_of[key] += 1
+        models = dict.fromkeys(range(env.num_players), model or self.registry.current)
+        if env.num_players > 1:
+            opponent = self.registry.add_fixed(env.fixed_opponent, active=False)
+            models |= {pid: opponent for pid in models if pid != seat}
+        agents = [_agent(pid, models[pid], env, collect=False) for pid in models]
+        return self._new_game("eval", env, agents, label)
+
+    def update(self, record: GameRecord) -> None:
+        """Learn from a game's result; a void game teaches nothing."""
+        if record.end == "void":
+            return
+        spec = record.spec
+        uids = {agent.pid: agent.model.uid for agent in spec.agent_specs}
+        self.registry.update_ratings(uids, record.rewards, spec.env_id)
+        self._model_sampler.update(uids, record.rewards, spec.env_id)
+        if spec.kind == "train":
+            actors = [record.rewards[agent.pid] for agent in spec.agent_specs if agent.collect_data]
+            opponents = [record.rewards[agent.pid] for agent in spec.agent_specs if not agent.collect_data]
+            self._env_sampler.update(spec.env_id, fmean(actors), fmean(opponents) if opponents else None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and random streams, the samplers' too; the registry keeps its own."""
+        return {
+            "games": dict(self._games),
+            "eval_games_of": dict(self._eval_games_of),
+            "rng": state_of(self._rng),
+            "model_sampler": self._model_sampler.state_dict(),
+            "env_sampler": self._env_sampler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._games = Counter(state["games"])
+        self._eval_games_of = Counter(state["eval_games_of"])
+        restore(self._rng, state["rng"])
+        self._model_sampler.load_state_dict(state["model_sampler"])
+        self._env_sampler.load_state_dict(state["env_sampler"])
+
+    def _new_game(
+        self,
+        kind: GameKind,
+        env: TrainEnvSpec | EvalEnvSpec,
+        agents: list[AgentSpec],
+        label: str | None = None,
+    ) -> GameSpec:
+        game_idx = self._games.total()
+        seed = game_seed(self._run_seed, kind, self._games[kind])
+        self._games[kind] += 1
+        return GameSpec(
+            game_idx=game_idx,
+            kind=kind,
+            env_id=env.env_id,
+            num_players=env.num_players,
+            seed=seed,
+            agent_specs=tuple(agents),
+            max_turns=env.max_turns,
+            eval_label=label,
+        )
+
+
+def _agent(pid: int, model: ModelRef, env: TrainEnvSpec | EvalEnvSpec, collect: bool) -> AgentSpec:
+    return AgentSpec(
+        pid=pid,
+        model=model,
+        collect_data=collect,
+        prompt_template=env.prompt_template,
+        action_extraction_fn=env.action_extraction_fn,
+    )

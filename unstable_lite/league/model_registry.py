@@ -1,0 +1,187 @@
+"""Every model that plays in a run, how strong it is, and who met whom.
+
+Owns the TrueSkill ratings. Knows nothing of adapters' files, of games or of how opponents are chosen.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
+
+import trueskill
+
+from unstable_lite.types import ModelRef
+
+
+class Rating(NamedTuple):
+    mu: float
+    sigma: float
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelMeta:
+    """What the registry knows of a model."""
+
+    uid: str
+    kind: Literal["checkpoint", "fixed"]
+    adapter_version: int | None
+    name: str | None
+    rating: Rating
+    iteration: int | None
+    """Updates made when the checkpoint was published."""
+    active: bool = True
+    """Whether samplers may choose it as an opponent."""
+    games: int = 0
+    """All games that it sat in, mirror and single-player games included."""
+    wins: int = 0
+    """`wins`, `draws`, `losses` count games against other models only, by rank."""
+    draws: int = 0
+    losses: int = 0
+
+    @property
+    def ref(self) -> ModelRef:
+        return ModelRef(uid=self.uid, kind=self.kind, adapter_version=self.adapter_version, name=self.name)
+
+
+class ModelRegistry:
+    """Starts with `base`; the current policy is the checkpoint added last."""
+
+    def __init__(self, beta: float = 4.0) -> None:
+        self._trueskill = trueskill.TrueSkill(beta=beta)
+        self._models: dict[str, ModelMeta] = {}
+        self._current_uid = "base"
+        self.match_counts: dict[tuple[str, str], int] = defaultdict(int)
+        """Games in which two models met, by sorted uids; `(uid, uid)` where a model met itself."""
+        self.add_checkpoint("base", adapter_version=0, iteration=0)
+
+    @property
+    def current(self) -> ModelRef:
+        return self._models[self._current_uid].ref
+
+    def get_current_ckpt(self) -> str:
+        return self._current_uid
+
+    def get_all_models(self) -> dict[str, ModelMeta]:
+        return dict(self._models)
+
+    def get(self, uid: str) -> ModelMeta:
+        return self._models[uid]
+
+    def add_checkpoint(self, uid: str, adapter_version: int, iteration: int, inherit: bool = True) -> ModelRef:
+        """The new current policy. It inherits its predecessor's μ and twice its σ, at most the prior's."""
+        assert uid not in self._models, f"{uid} is registered already"
+        rating = Rating(self._trueskill.mu, self._trueskill.sigma)
+        if inherit and self._models:
+            predecessor = self._models[self._current_uid].rating
+            rating = Rating(predecessor.mu, min(2 * predecessor.sigma, rating.sigma))
+        self._models[uid] = ModelMeta(
+            uid=uid,
+            kind="checkpoint",
+            adapter_version=adapter_version,
+            name=None,
+            rating=rating,
+            iteration=iteration,
+        )
+        self._current_uid = uid
+        return self.current
+
+    def add_fixed(self, name: str, prior_mu: float = 25.0, active: bool = True) -> ModelRef:
+        """Register once, as `fixed-{name}`. `active=False`: rated in evaluations, never sampled."""
+        uid = f"fixed-{name}"
+        if uid not in self._models:
+            self._models[uid] = ModelMeta(
+                uid=uid,
+                kind="fixed",
+                adapter_version=None,
+                name=name,
+                rating=Rating(prior_mu, self._trueskill.sigma),
+                iteration=None,
+                active=False,
+            )
+        meta = self._models[uid]
+        meta.active = meta.active or active
+        return meta.ref
+
+    def set_active(self, uid: str, active: bool) -> None:
+        self._models[uid].active = active
+
+    def checkpoints(self) -> list[ModelMeta]:
+        """Active ones, oldest first."""
+        return [m for m in self._models.values() if m.kind == "checkpoint" and m.active]
+
+    def fixed(self) -> list[ModelMeta]:
+        """Active ones, in the order of their registration."""
+        return [m for m in self._models.values() if m.kind == "fixed" and m.active]
+
+    def update_ratings(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:  # noqa: ARG002
+        """Count one game and rate it: who sat where, and the final score of each seat.
+
+        Only distinct models are rated against each other, each as a player of its own; equal ranks are draws.
+        A model at several seats is one player, placed by the mean rank of its seats, for they are no
+        independent opponents. So a mirror game counts a match and rates nobody; a single-player game counts,
+        and no more.
+        """
+        assert uids.keys() == scores.keys()
+        for uid in set(uids.values()):
+            self._models[uid].games += 1
+        for pair in _pairs(list(uids.values())):
+            self.match_counts[pair] += 1
+        places = _mean_rank_of_models(uids, scores)
+        if len(places) > 1:
+            self._count_outcomes(places)
+            self._rate(places)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able, and the same as `snapshot()`."""
+        return {
+            "current": self._current_uid,
+            "models": [asdict(meta) | {"rating": list(meta.rating)} for meta in self._models.values()],
+            "match_counts": [[*pair, count] for pair, count in self.match_counts.items()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        models = [ModelMeta(**(fields | {"rating": Rating(*fields["rating"])})) for fields in state["models"]]
+        self._models = {meta.uid: meta for meta in models}
+        self._current_uid = state["current"]
+        self.match_counts = defaultdict(int, {(a, b): count for a, b, count in state["match_counts"]})
+
+    def snapshot(self) -> dict[str, Any]:
+        """For trackers: current uid, every model's meta, match counts as `[uid, uid, games]`."""
+        return self.state_dict()
+
+    def _count_outcomes(self, places: Mapping[str, float]) -> None:
+        best = min(places.values())
+        is_shared = sum(place == best for place in places.values()) > 1
+        for uid, place in places.items():
+            meta = self._models[uid]
+            if place > best:
+                meta.losses += 1
+            elif is_shared:
+                meta.draws += 1
+            else:
+                meta.wins += 1
+
+    def _rate(self, places: Mapping[str, float]) -> None:
+        before = [(self._trueskill.create_rating(*self._models[uid].rating),) for uid in places]
+        try:
+            after = self._trueskill.rate(before, ranks=list(places.values()))
+        except FloatingPointError:
+            return  # so far apart that the result's likelihood underflows: no step that floats can express
+        for uid, (rating,) in zip(places, after, strict=True):
+            self._models[uid].rating = Rating(rating.mu, rating.sigma)
+
+
+def _mean_rank_of_models(uids: Mapping[int, str], scores: Mapping[int, float]) -> dict[str, float]:
+    """0 is best; a seat's rank is the number of seats that scored more."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for pid, uid in uids.items():
+        ranks[uid].append(sum(other > scores[pid] for other in scores.values()))
+    return {uid: fmean(seat_ranks) for uid, seat_ranks in ranks.items()}
+
+
+def _pairs(uids: list[str]) -> set[tuple[str, str]]:
+    """Sorted pairs of models that met in one game."""
+    return {(min(a, b), max(a, b)) for i, a in enumerate(uids) for b in uids[i + 1 :]}

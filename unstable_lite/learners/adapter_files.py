@@ -1,0 +1,86 @@
+"""Adapters as files: a PEFT directory that any engine loads.
+
+Owns names, atomicity and durability; knows nothing of training. Safetensors only: nothing read here can run code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from unstable_lite.errors import AdapterError, ModelError
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+def publish(directory: Path, tensors: Mapping[str, Tensor], peft_config: Mapping[str, Any]) -> None:
+    """Write a whole new directory, or nothing: a reader sees all of it or none of it.
+
+    Raises AdapterError if it cannot be written or already exists: versions are never reused.
+    """
+    if directory.exists():
+        raise AdapterError(f"{directory} exists: an adapter version is written once")
+    unfinished = directory.parent / f".{directory.name}.unfinished"
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        write(unfinished, tensors, peft_config)
+        unfinished.rename(directory)
+        _sync(directory.parent)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise AdapterError(explain(error, directory, sum(tensor.nbytes for tensor in tensors.values()))) from error
+
+
+def write(directory: Path, tensors: Mapping[str, Tensor], peft_config: Mapping[str, Any]) -> None:
+    """The two files of a PEFT directory, into one that exists."""
+    write_file(directory / WEIGHTS, safetensors.torch.save(dict(tensors), {"format": "pt"}))
+    write_file(directory / CONFIG, json.dumps(peft_config, indent=2, sort_keys=True).encode())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Durable once this returns."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(path.parent)
+
+
+def read(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the config of a PEFT directory. Raises ModelError if it is none."""
+    try:
+        config: dict[str, Any] = json.loads((directory / CONFIG).read_text())
+        return safetensors.torch.load_file(directory / WEIGHTS), config
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"{directory} is no PEFT adapter with {CONFIG} and {WEIGHTS}: {error}") from error
+
+
+def explain(error: OSError, path: Path, needed_bytes: int) -> str:
+    """What, where, what to do."""
+    try:
+        free_mb = f"{shutil.disk_usage(path.parent).free / 1e6:.1f} MB are free"
+    except OSError:
+        free_mb = "free space unknown"
+    return (
+        f"cannot write {path}: {error.strerror}; it needs {needed_bytes / 1e6:.1f} MB, {free_mb}. "
+        "Free some space, or let the run write elsewhere"
+    )
+
+
+def _sync(directory: Path) -> None:
+    """Make names durable, not only contents."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

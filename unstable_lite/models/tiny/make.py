@@ -1,0 +1,341 @@
+"""Make the embedded default model, `builtin:tiny`: `python -m unstable_lite.models.tiny.make --output DIR`.
+
+Owns the tokenizer's and the model's whole recipe: random-legal games → turns → byte-level BPE →
+a Qwen3 of about a million parameters that imitates those turns. Knows nothing of learning to win:
+no move in its data was chosen for being good, so that the model stands for a base model that knows
+rules and format.
+
+It promises neither language nor play: text that is not of the eight families below comes out as
+noise. Games, tokenizer and the order of batches are a function of the seed; the weights are too, as
+far as PyTorch's kernels with so many threads on this machine are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from unstable_lite.games.environments import Environment
+from unstable_lite.games.players.scripted import random_legal_action
+
+GAME_SHARES = {
+    "TicTacToe-v0-train": 0.20,
+    "ConnectFour-v0-train": 0.22,
+    "SimpleTak-v0-train": 0.20,
+    "Nim-v0-train": 0.12,
+    "KuhnPoker-v0-train": 0.06,
+    "KuhnPoker-v0-short-train": 0.01,
+    "LiarsDice-v0-small-train": 0.05,
+    "LiarsDice-v0-train": 0.03,
+    "IteratedRockPaperScissors-v0-train": 0.03,
+    "PigDice-v0-train": 0.02,
+    "PigDice-v0-short-train": 0.03,
+    "Nim-v0-medium-train": 0.01,
+    "SimpleTak-v0-medium-train": 0.02,
+}
+"""Which games are played, and how often."""
+
+TURNS_PER_GAME = 12
+"""At most so many turns of a game are kept, drawn at random: a game of PigDice has a hundred."""
+
+OTHER_ENVS = (
+    "2048-v0",
+    "Battleship-v0",
+    "Blackjack-v0",
+    "Breakthrough-v0-tiny",
+    "Chopsticks-v0",
+    "ColonelBlotto-v0-small",
+    "FrozenLake-v0-random",
+    "GameOfPureStrategy-v0",
+    "GuessTheNumber-v0",
+    "HighSociety-v0",
+    "IndianPoker-v0-short",
+    "IteratedMatchingPennies-v0",
+    "IteratedPrisonersDilemma-v0",
+    "Mastermind-v0",
+    "MemoryGame-v0",
+    "Minesweeper-v0-small",
+    "Othello-v0-tiny",
+    "Secretary-v0",
+    "SimpleNegotiation-v0-short",
+    "Snake-v0",
+    "TowerOfHanoi-v0",
+)
+"""Envs whose first observation only the tokenizer sees: the rest of its vocabulary is TextArena's English."""
+
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# A prompt costs what its tokens cost, in every turn that is played and again in every turn that is
+# trained. So merges may cross words (a game's rules become a handful of tokens), and only what
+# carries the state of a game stands apart.
+PRE_TOKENS = "|".join(
+    (
+        r"'?\[\d{1,2}\]'?(?:, |$)",  # an item of a list of moves
+        r" (?:\d{1,2}|[XO]) {1,2}(?:\||\n[-+]+\n|\n\n)",  # a cell of TicTacToe or SimpleTak
+        r"(?:[.XO] ){2,3}",  # two or three cells of ConnectFour
+        r"\d{1,2}(?: \d{1,2}){3,}",  # the numbers above its columns
+        r"\.?\n ?(?:\[GAME\] )?Player \d[^\n\d\[\]':]*",  # the head of an event's line
+        r"(?<!Player )\d{1,2}",  # any other number
+    )
+)
+VOCAB_SIZE = 3072
+MAX_TOKEN_LENGTH = 600
+MAX_TURN_TOKENS = 512
+
+OBSERVATION_SHARE = 0.15
+"""Share of the observation's tokens that are predicted too: it teaches the board's layout."""
+OBSERVATION_WEIGHT = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a random-legal player."""
+
+    prompt: str
+    completion: str
+
+
+def tiny_prompt(observation: str) -> str:
+    """The template named `tiny`."""
+    return f"{START}user\n{observation}{END}\n{START}assistant\n"
+
+
+def play_games(num_games: int, rng: random.Random) -> list[Turn]:
+    """Turns of random-legal players, in an order without meaning."""
+    turns: list[Turn] = []
+    for env_id in rng.choices(list(GAME_SHARES), list(GAME_SHARES.values()), k=num_games):
+        env = Environment(env_id, num_players=2, seed=rng.getrandbits(31))
+        game: list[Turn] = []
+        done = False
+        while not done:
+            _, observation = env.observe()
+            action = random_legal_action(env_id, observation, rng)
+            game.append(Turn(tiny_prompt(observation), f"\\boxed{{{action}}}{END}"))
+            done = env.step(action)
+        turns += rng.sample(game, min(TURNS_PER_GAME, len(game)))
+    rng.shuffle(turns)
+    return turns
+
+
+def tokenizer_corpus(turns: list[Turn]) -> Iterator[str]:
+    """The texts between special tokens, as the tokenizer will meet them, the eight families foremost."""
+    for turn in turns:
+        user, assistant = turn.prompt.split(END)
+        yield user.removeprefix(START)
+        yield assistant.removeprefix(f"\n{START}")
+        yield turn.completion.removesuffix(END)
+    for env_id in OTHER_ENVS:
+        for seed in range(2):
+            _, observation = Environment(f"{env_id}-train", _players(env_id), seed).observe()
+            yield f"user\n{observation}"
+
+
+def _players(env_id: str) -> int:
+    single = ("2048", "Blackjack", "FrozenLake", "Guess", "Master", "Mines", "Secretary", "Tower")
+    return 1 if env_id.startswith(single) else 2
+
+
+def train_tokenizer(turns: list[Turn]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: any UTF-8 text comes back exactly."""
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(PRE_TOKENS), "isolated"), byte_level]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        min_frequency=2,
+        max_token_length=MAX_TOKEN_LENGTH,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[PAD, START, END],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(tokenizer_corpus(turns), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+    )
+
+
+def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    """Widths are multiples of 32, for vLLM's attention on the CPU and for LoRA up to rank 32."""
+    return Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=320,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        rope_theta=10_000.0,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTurn:
+    token_ids: list[int]
+    prompt_len: int
+
+
+def encode_turns(tokenizer: PreTrainedTokenizerFast, turns: list[Turn]) -> list[EncodedTurn]:
+    """Prompt and completion apart, as an engine sees them."""
+    prompts = tokenizer([turn.prompt for turn in turns], add_special_tokens=False)["input_ids"]
+    completions = tokenizer([turn.completion for turn in turns], add_special_tokens=False)["input_ids"]
+    encoded = [EncodedTurn(p + c, len(p)) for p, c in zip(prompts, completions, strict=True)]
+    return [turn for turn in encoded if len(turn.token_ids) <= MAX_TURN_TOKENS]
+
+
+def batches(turns: list[EncodedTurn], tokens: int, rng: random.Random) -> Iterator[list[EncodedTurn]]:
+    """For ever: turns of like length together, at most `tokens` with padding, in random order."""
+    while True:
+        chunk = rng.sample(turns, min(len(turns), 16_384))
+        chunk.sort(key=lambda turn: len(turn.token_ids))
+        groups: list[list[EncodedTurn]] = [[]]
+        for turn in chunk:
+            if (len(groups[-1]) + 1) * len(turn.token_ids) > tokens:
+                groups.append([])
+            groups[-1].append(turn)
+        rng.shuffle(groups)
+        yield from groups
+
+
+def imitation_loss(
+    model: Qwen3ForCausalLM, batch: list[EncodedTurn], pad_id: int, observation_share: float
+) -> tuple[torch.Tensor, float]:
+    """Cross-entropy of the completion's tokens plus, lightly, of a share of the observation's.
+
+    Returns what to minimise, and the completion's nats per turn alone.
+    """
+    width = max(len(turn.token_ids) for turn in batch)
+    ids_BT = torch.full((len(batch), width), pad_id)
+    is_answer_BT = torch.zeros((len(batch), width), dtype=torch.bool)
+    is_prompt_BT = torch.zeros((len(batch), width), dtype=torch.bool)
+    for row, turn in enumerate(batch):
+        ids_BT[row, : len(turn.token_ids)] = torch.tensor(turn.token_ids)
+        is_answer_BT[row, turn.prompt_len : len(turn.token_ids)] = True
+        is_prompt_BT[row, 1 : turn.prompt_len] = True
+    is_prompt_BT &= torch.rand(is_prompt_BT.shape) < observation_share
+    # Padding is on the right and attention is causal: no row sees it.
+    hidden_BTD = model.model(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state
+    predicts_BT = (is_answer_BT | is_prompt_BT)[:, 1:]
+    logits_ND = model.lm_head(hidden_BTD[predicts_BT])
+    losses_N = F.cross_entropy(logits_ND.float(), ids_BT[:, 1:][predicts_BT], reduction="none")
+    is_answer_N = is_answer_BT[:, 1:][predicts_BT]
+    answer = losses_N[is_answer_N].sum() / len(batch)
+    observation = losses_N[~is_answer_N].mean() if bool((~is_answer_N).any()) else answer.new_zeros(())
+    return answer + OBSERVATION_WEIGHT * observation, float(answer.detach())
+
+
+def train_model(
+    model: Qwen3ForCausalLM,
+    turns: list[EncodedTurn],
+    *,
+    steps: int,
+    rng: random.Random,
+    batch_tokens: int = 8192,
+    learning_rate: float = 3e-3,
+) -> float:
+    """Imitate `turns` for `steps` steps; the mean nats per turn of the last tenth."""
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
+        lr=learning_rate,
+        betas=(0.9, 0.98),
+        fused=True,
+    )
+    warmup = min(100, max(1, steps // 10))
+    recent: list[float] = []
+    started = time.perf_counter()
+    model.train()
+    for step, batch in zip(range(steps), batches(turns, batch_tokens, rng), strict=False):
+        progress = step / steps
+        scale = min(1.0, (step + 1) / warmup) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * scale
+        loss, answer = imitation_loss(model, batch, model.config.pad_token_id, OBSERVATION_SHARE)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        recent.append(answer)
+        if (step + 1) % 100 == 0:
+            elapsed = time.perf_counter() - started
+            mean = sum(recent[-100:]) / 100
+            print(f"step {step + 1}/{steps}  {elapsed:.0f} s  {mean:.4f} nats per turn", flush=True)
+    return sum(recent[-max(1, steps // 10) :]) / max(1, min(len(recent), steps // 10))
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
+    """What `from_pretrained` and vLLM read, in bf16."""
+    output.mkdir(parents=True, exist_ok=True)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.to(torch.bfloat16).save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    # The template belongs into tokenizer_config.json: one file less, and vLLM reads it there.
+    template = output / "chat_template.jinja"
+    config_file = output / "tokenizer_config.json"
+    config = json.loads(config_file.read_text())
+    config["chat_template"] = CHAT_TEMPLATE
+    config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    template.unlink(missing_ok=True)
+
+
+def make(output: Path, *, games: int, steps: int, seed: int) -> float:
+    """The whole recipe; the model's last nats per turn."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    started = time.perf_counter()
+    turns = play_games(games, rng)
+    print(f"{len(turns)} turns of {games} games in {time.perf_counter() - started:.0f} s", flush=True)
+    tokenizer = train_tokenizer(turns[:20_000])
+    encoded = encode_turns(tokenizer, turns)
+    mean_len = sum(len(turn.token_ids) for turn in encoded) / len(encoded)
+    print(f"{len(tokenizer)} tokens in the vocabulary, {mean_len:.1f} in a turn", flush=True)
+    model = Qwen3ForCausalLM(make_config(tokenizer))
+    nats = train_model(model, encoded, steps=steps, rng=rng)
+    save(model, tokenizer, output)
+    return nats
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the embedded default model, builtin:tiny.")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the weights and the tokenizer")
+    parser.add_argument("--games", type=int, default=40_000, help="random-legal games that are played")
+    parser.add_argument("--steps", type=int, default=3000, help="optimiser steps")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    nats = make(args.output, games=args.games, steps=args.steps, seed=args.seed)
+    print(f"{args.output}: {nats:.4f} nats per turn in the last tenth")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Before anything is spawned: every reason why a config cannot run, and what would go where if it can.
+
+Loads neither torch nor transformers; makes and resets each env once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from unstable_lite.config import Config, read_config
+from unstable_lite.engines.choose import choose_engine, resolve_devices
+from unstable_lite.errors import ConfigError, ModelError, UnsupportedEnvError
+from unstable_lite.games.environments import Environment, probe
+from unstable_lite.games.seats import opponent_problem
+from unstable_lite.games.templates import EXTRACTIONS, TEMPLATES
+from unstable_lite.league.samplers import check_league
+from unstable_lite.learners import LEARNERS
+from unstable_lite.models import resolve_model
+from unstable_lite.reward_transformations import build_reward_transformations
+from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A config that can run, and what was decided about it."""
+
+    config: Config
+    """With `engine.kind` decided and `model_name` resolved."""
+    engine_reason: str
+    engine_devices: tuple[int | str, ...]
+    learner_device: int | str
+    engine_threads: int
+    learner_threads: int
+    adapter_slots_needed: int
+    lagged_opponents: int
+    """How many checkpoints before the current one stay loaded as opponents."""
+    adapter_bytes: int | None
+    """float32 size of one adapter, where the model's config.json is at hand."""
+
+    def opponents(self) -> str:
+        """Who sits where the current policy does not."""
+        league = self.config.league
+        if all(spec.num_actors == spec.num_players for spec in self.config.train_envs):
+            ignored = league.opponent_sampling_strategy != "none"
+            remark = f" (so opponent_sampling_strategy = {league.opponent_sampling_strategy} is not used)" * ignored
+            return f"none: num_actors = num_players, every seat is the current policy's{remark}"
+        return f"{league.opponent_sampling_strategy}, fixed ones: {', '.join(league.fixed_opponents) or 'none'}"
+
+    def describe(self) -> list[tuple[str, str]]:
+        """(what, where) of every process and memory, for a person."""
+        config, rows = self.config, []
+        for index, device in enumerate(self.engine_devices):
+            rows.append((f"engine-{index}", f"{config.engine.kind} on {_device(device, self.engine_threads)}"))
+        rows.append(("engine choice", self.engine_reason))
+        rows.append(("learner", f"{config.algorithm} on {_device(self.learner_device, self.learner_threads)}"))
+        rows.append(("base model", config.model_name))
+        rows.append(("opponents", self.opponents()))
+        slots = f"{config.engine.max_loras} a worker; at least {self.adapter_slots_needed} needed"
+        rows.append(("adapter slots", slots))
+        if self.adapter_bytes is not None:
+            total = self.adapter_bytes * (config.engine.max_loras + 1)
+            size = f"{self.adapter_bytes / MIB:.1f} MiB an adapter, up to {total / MIB:.0f} MiB in shared memory"
+            rows.append(("adapters", size))
+        memory = (
+            f"{config.engine.gpu_memory_utilization:.0%} of the GPU"
+            if self.engine_devices != ("cpu",)
+            else f"up to {config.engine.kv_cache_gb:g} GB for the KV cache"
+        )
+        rows.append(("engine memory", memory))
+        games = f"{config.run.num_collection_workers} training, {config.run.num_eval_workers} evaluation"
+        rows.append(("games in flight", games))
+        rows.append(("buffer", f"{config.buffer_size} steps, batches of {config.learner.batch_size}"))
+        return rows
+
+
+def load_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
+    """Read, validate and plan. Raises ConfigError with every problem at once, of form and of meaning."""
+    config, problems = read_config(path, overrides)
+    if config is not None:
+        problems += [f"{path}: {problem}" for problem in find_problems(config)]
+    if problems or config is None:
+        raise ConfigError(*problems)
+    return make_plan(config)
+
+
+def make_plan(config: Config) -> Plan:
+    """Decide devices, engine and threads for a config. Raises ConfigError with every problem of meaning."""
+    if problems := find_problems(config):
+        raise ConfigError(*problems)
+    engine_devices, learner_devices = resolve_devices(config.engine.devices, config.learner.devices)
+    kind, reason = choose_engine(config.engine.kind, engine_devices)
+    workers_on_cpu = [*engine_devices, *learner_devices].count("cpu")
+    share = max(1, len(os.sched_getaffinity(0)) // max(1, workers_on_cpu))
+    return Plan(
+        config=config.model_copy(
+            update={
+                "engine": config.engine.model_copy(update={"kind": kind}),
+                "model_name": resolve_model(config.model_name),
+            }
+        ),
+        engine_reason=reason,
+        engine_devices=engine_devices,
+        learner_device=learner_devices[0],
+        engine_threads=config.engine.threads or share,
+        learner_threads=config.learner.threads or share,
+        adapter_slots_needed=adapter_slots_needed(config),
+        lagged_opponents=_lagged_opponents(config),
+        adapter_bytes=_adapter_bytes(config),
+    )
+
+
+def adapter_slots_needed(config: Config) -> int:
+    """The current adapter, the next one while games still play the current one, and lagged opponents."""
+    return 2 + _lagged_opponents(config)
+
+
+def _lagged_opponents(config: Config) -> int:
+    strategy = config.league.opponent_sampling_strategy
+    is_lagged = "lagged" in ([strategy] if isinstance(strategy, str) else strategy)
+    return config.league.opponent_lag[1] if is_lagged else 0
+
+
+def find_problems(config: Config) -> list[str]:
+    """Every impossible combination and every name that names nothing."""
+    problems = [*_env_problems(config), *check_league(config), *_number_problems(config)]
+    try:
+        build_reward_transformations(config.rewards)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        resolve_model(config.model_name)
+    except ModelError as error:
+        problems.append(str(error))
+    if config.lora.initial_lora_path and not (config.lora.initial_lora_path / "adapter_config.json").is_file():
+        problems.append(f"lora.initial_lora_path: no adapter_config.json in {config.lora.initial_lora_path}")
+    problems += _unknown("algorithm", config.algorithm, LEARNERS, may_be_import=True)
+    engine_kinds = ("auto", "vllm", "transformers", "scripted")
+    problems += _unknown("engine.kind", config.engine.kind, engine_kinds, may_be_import=True)
+    if not problems:
+        try:
+            choose_engine(config.engine.kind, resolve_devices(config.engine.devices, config.learner.devices)[0])
+        except ConfigError as error:
+            problems += error.problems
+    if config.tracker.wandb_project and importlib.util.find_spec("wandb") is None:
+        problems.append("tracker.wandb_project: wandb is not installed; pip install 'unstable-lite[wandb]'")
+    return problems
+
+
+def _number_problems(config: Config) -> Iterable[str]:
+    engine, batch_size = config.engine, config.learner.batch_size
+    if config.buffer_size < batch_size:
+        yield (
+            f"buffer.buffer_size = {config.buffer_size} is under learner.batch_size = {batch_size}: "
+            "the learner would wait for ever"
+        )
+    if engine.top_p < 1 and not engine.allow_top_p:
+        yield (
+            f"engine.top_p = {engine.top_p}: importance weights need the whole distribution; set it to 1, or "
+            "engine.allow_top_p = true to train on wrong weights"
+        )
+    if engine.max_generation_len >= engine.max_model_len:
+        yield (
+            f"engine.max_generation_len = {engine.max_generation_len} leaves no room for a prompt within "
+            f"engine.max_model_len = {engine.max_model_len}"
+        )
+    if engine.max_loras < (needed := adapter_slots_needed(config)):
+        yield f"engine.max_loras = {engine.max_loras}: this league needs at least {needed} adapter slots"
+    if config.run.eval_every and not config.run.eval_games:
+        yield "run.eval_every needs run.eval_games, the number of games per evaluation"
+    if config.run.eval_games and not config.eval_envs:
+        yield f"run.eval_games = {config.run.eval_games}, but there are no eval_envs"
+    output = config.run.output_dir
+    parent = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        yield f"run.output_dir = {output}: {parent} is not a directory that can be written to"
+
+
+def _env_problems(config: Config) -> Iterable[str]:
+    entries: list[tuple[str, TrainEnvSpec | EvalEnvSpec]] = [
+        *((f"train_envs.{index}", spec) for index, spec in enumerate(config.train_envs)),
+        *((f"eval_envs.{index}", spec) for index, spec in enumerate(config.eval_envs)),
+    ]
+    for where, spec in entries:
+        facts = probe(spec.env_id, spec.num_players)
+        if facts.problem is not None:
+            yield f"{where}: env_id = {spec.env_id!r}: {facts.problem}"
+        yield from _unknown(f"{where}: prompt_template", spec.prompt_template, TEMPLATES)
+        yield from _unknown(f"{where}: action_extraction_fn", spec.action_extraction_fn, EXTRACTIONS)
+        for name in _opponents(config, spec):
+            observation = None
+            if facts.problem is None:
+                observation = Environment(spec.env_id, spec.num_players, seed=0).observe()[1]
+            try:
+                problem = opponent_problem(name, spec.env_id, observation)
+            except UnsupportedEnvError as error:
+                problem = str(error)
+            if problem is not None:
+                yield f"{where}: {problem}"
+
+
+def _opponents(config: Config, spec: TrainEnvSpec | EvalEnvSpec) -> Iterable[str]:
+    """The fixed opponents that may be seated in this env."""
+    if spec.num_players == 1:
+        return []
+    if isinstance(spec, EvalEnvSpec):
+        return [spec.fixed_opponent]
+    strategy = config.league.opponent_sampling_strategy
+    uses_fixed = "fixed" in ([strategy] if isinstance(strategy, str) else strategy)
+    return config.league.fixed_opponents if uses_fixed and spec.num_actors < spec.num_players else []
+
+
+def _unknown(where: str, name: str, known: Iterable[str], may_be_import: bool = False) -> list[str]:
+    if name in known:
+        return []
+    if may_be_import and ":" in name:
+        module = name.partition(":")[0]
+        try:
+            found = importlib.util.find_spec(module)  # looks without loading: it may import torch
+        except ModuleNotFoundError:
+            found = None
+        return [] if found else [f"{where} = {name!r}: no module {module!r} can be imported from here"]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known))}"
+    return [f"{where} = {name!r} is not known; {hint}"]
+
+
+def _adapter_bytes(config: Config) -> int | None:
+    """float32 size of the LoRA on the usual linear layers, from the model's config.json; None where it is not local."""
+    path = Path(resolve_model(config.model_name)) / "config.json"
+    if not path.is_file():
+        return None
+    model = json.loads(path.read_text())
+    try:
+        hidden, layers, heads = model["hidden_size"], model["num_hidden_layers"], model["num_attention_heads"]
+        inner = model["intermediate_size"]
+    except KeyError:
+        return None
+    head_dim = model.get("head_dim") or hidden // heads
+    queries, keys = heads * head_dim, model.get("num_key_value_heads", heads) * head_dim
+    shapes = {
+        "q_proj": (hidden, queries),
+        "k_proj": (hidden, keys),
+        "v_proj": (hidden, keys),
+        "o_proj": (queries, hidden),
+        "gate_proj": (hidden, inner),
+        "up_proj": (hidden, inner),
+        "down_proj": (inner, hidden),
+    }
+    sizes = [sum(shapes[name]) for name in config.lora.target_modules if name in shapes]
+    return 4 * config.lora.lora_rank * layers * sum(sizes) if sizes else None
+
+
+def _device(device: int | str, threads: int) -> str:
+    return f"the CPU, {threads} thread{'s' if threads > 1 else ''}" if device == "cpu" else f"GPU {device}"

@@ -1,0 +1,144 @@
+"""From a written adapter to one that games may ask for: load on every engine, canary, offer; and back again.
+
+The canary: each engine samples a few tokens of a fixed prompt with the new adapter, and the learner scores those very
+tokens. They must agree, and be nearer to the adapter than to the base wherever the learner can tell the two apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from unstable_lite.engines.client import EngineClient, EnginePool
+from unstable_lite.errors import AdapterError, RequestError
+from unstable_lite.learners.client import LearnerClient
+from unstable_lite.transport.adapters import AdapterArena
+
+log = logging.getLogger(__name__)
+
+CANARY_TOKENS = 16
+CANARY_SEED = 20_11
+UNLOAD_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """What one engine's canary told; means over its tokens of |Δ log p|."""
+
+    engine: str
+    n: int
+    mismatch: float
+    """Engine against the learner with the adapter."""
+    base_gap: float
+    """Learner with the adapter against the learner without."""
+    engine_to_base: float
+    """Engine against the learner without the adapter."""
+
+
+class Publisher:
+    def __init__(
+        self,
+        engines: EnginePool,
+        learner: LearnerClient,
+        arena: AdapterArena,
+        canary_prompt: str,
+        max_loras: int,
+        tolerance: float,
+    ) -> None:
+        self._engines = engines
+        self._learner = learner
+        self._arena = arena
+        self._prompt = canary_prompt
+        self._max_loras = max_loras
+        self._tolerance = tolerance
+        self._noise = 0.0
+        """Largest mismatch of the base: what two implementations of the same weights differ by."""
+        self._loaded: set[int] = set()
+        self._slot_freed = asyncio.Condition()
+
+    async def check_base(self) -> dict[str, float]:
+        """The canary without an adapter, before the first game: do engines and learner hold the same base?"""
+        canaries = await self._ask_canaries(0)
+        self._noise = max(canary.mismatch for canary in canaries)
+        return self._verdict(0, canaries)
+
+    async def publish(self, version: int) -> dict[str, float]:
+        """Load `version` everywhere and try it; when this returns, games may use it.
+
+        Waits for a free adapter slot. Raises AdapterError if the canary fails, RequestError if an engine does not
+        load it.
+        """
+        async with self._slot_freed:
+            if len(self._loaded) >= self._max_loras:
+                log.warning("adapter %d waits: %d are loaded, engine.max_loras = %d", version, *self._slots())
+            await self._slot_freed.wait_for(lambda: len(self._loaded) < self._max_loras)
+        self._loaded.add(version)
+        await self._engines.load_adapter(version, self._arena.path(version))
+        return self._verdict(version, await self._ask_canaries(version))
+
+    async def retire_unreferenced(self) -> None:
+        """Unload and unlink what nobody holds any more, for ever."""
+        while True:
+            version = await self._arena.unreferenced.get()
+            try:
+                await self._engines.unload_adapter(version)
+            except* RequestError as errors:
+                # A game that was given up may still have a request in an engine.
+                log.info("adapter %d stays a little longer: %s", version, errors.exceptions[0])
+                asyncio.get_running_loop().call_later(
+                    UNLOAD_RETRY_S, self._arena.unreferenced.put_nowait, version
+                )
+            else:
+                self._arena.unlink(version)
+                async with self._slot_freed:
+                    self._loaded.discard(version)
+                    self._slot_freed.notify_all()
+
+    def _slots(self) -> tuple[int, int]:
+        return len(self._loaded), self._max_loras
+
+    async def _ask_canaries(self, version: int) -> list[Canary]:
+        return [await self._ask_canary(engine, version) for engine in self._engines.engines]
+
+    async def _ask_canary(self, engine: EngineClient, version: int) -> Canary:
+        generation = await engine.generate(
+            self._prompt, version, seed=CANARY_SEED, max_tokens=CANARY_TOKENS
+        )
+        scored = await self._learner.score(generation)
+        return Canary(
+            engine=engine.peer.name,
+            n=len(generation.completion_ids),
+            mismatch=_mean_gap(generation.logprobs, scored.adapter_logprobs),
+            base_gap=_mean_gap(scored.adapter_logprobs, scored.base_logprobs),
+            engine_to_base=_mean_gap(generation.logprobs, scored.base_logprobs),
+        )
+
+    def _verdict(self, version: int, canaries: list[Canary]) -> dict[str, float]:
+        """The worst engine's figures as metrics. Raises AdapterError for an engine that does not sing in tune."""
+        worst = max(canaries, key=lambda canary: canary.mismatch)
+        what = f"adapter {version}" if version else "the base model"
+        if not worst.mismatch <= self._tolerance:
+            raise AdapterError(
+                f"canary: {worst.engine} and the learner disagree about {what} by {worst.mismatch:.4f} in mean log p "
+                f"over {worst.n} tokens (learner.canary_tolerance = {self._tolerance}). They do not hold the same "
+                "weights, or one computes them wrongly; dtype float32 on both sides tells which."
+            )
+        for canary in canaries:
+            can_tell = canary.base_gap > 4 * max(self._noise, 1e-4)
+            if can_tell and canary.engine_to_base <= canary.mismatch:
+                raise AdapterError(
+                    f"canary: {canary.engine} answers as the base model where {what} is asked for (log p is "
+                    f"{canary.engine_to_base:.4f} from the base, {canary.mismatch:.4f} from the adapter)"
+                )
+        return {
+            "canary/mismatch": worst.mismatch,
+            "canary/base_gap": worst.base_gap,
+            "canary/n": worst.n,
+        }
+
+
+def _mean_gap(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).mean())

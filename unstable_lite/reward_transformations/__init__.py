@@ -1,0 +1,110 @@
+"""Reward transforms: of a game's outcome (final), of a turn (step), of a batch (sampling)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from unstable_lite import by_name
+from unstable_lite.errors import ConfigError
+from unstable_lite.reward_transformations.final import (
+    ComposeFinalRewardTransforms,
+    FinalRewardTransform,
+    RoleAdvantageByEnvFormatter,
+    RoleAdvantageFormatter,
+    WinDrawLossFormatter,
+)
+from unstable_lite.reward_transformations.sampling import (
+    ComposeSamplingRewardTransforms,
+    NormalizeRewards,
+    NormalizeRewardsByEnv,
+    SamplingRewardTransform,
+)
+from unstable_lite.reward_transformations.step import (
+    ComposeStepRewardTransforms,
+    PenaltyForInvalidMove,
+    RewardForFormat,
+    StepRewardTransform,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from unstable_lite.config import RewardConfig, Transformation
+
+__all__ = [
+    "FINAL",
+    "SAMPLING",
+    "STEP",
+    "ComposeFinalRewardTransforms",
+    "ComposeSamplingRewardTransforms",
+    "ComposeStepRewardTransforms",
+    "FinalRewardTransform",
+    "NormalizeRewards",
+    "NormalizeRewardsByEnv",
+    "PenaltyForInvalidMove",
+    "RewardForFormat",
+    "RoleAdvantageByEnvFormatter",
+    "RoleAdvantageFormatter",
+    "SamplingRewardTransform",
+    "StepRewardTransform",
+    "WinDrawLossFormatter",
+    "build_reward_transformations",
+    "build_transforms",
+]
+
+T = TypeVar("T")
+
+FINAL: dict[str, Callable[..., FinalRewardTransform]] = {
+    "RoleAdvantageFormatter": RoleAdvantageFormatter,
+    "RoleAdvantageByEnvFormatter": RoleAdvantageByEnvFormatter,
+    "WinDrawLossFormatter": WinDrawLossFormatter,
+}
+STEP: dict[str, Callable[..., StepRewardTransform]] = {
+    "RewardForFormat": RewardForFormat,
+    "PenaltyForInvalidMove": PenaltyForInvalidMove,
+}
+SAMPLING: dict[str, Callable[..., SamplingRewardTransform]] = {
+    "NormalizeRewards": NormalizeRewards,
+    "NormalizeRewardsByEnv": NormalizeRewardsByEnv,
+}
+
+
+def build_transforms(
+    config_entries: Iterable[Transformation | str | Mapping[str, Any]],
+    registry: Mapping[str, Callable[..., T]],
+) -> list[T]:
+    """One transform for each entry: a name of `registry` or `module:Class`, with its keyword arguments.
+
+    Raises ConfigError with every problem of every entry.
+    """
+    transforms: list[T] = []
+    problems: list[str] = []
+    for entry in config_entries:
+        name, keywords = _name_and_keywords(entry)
+        try:
+            transform = by_name.find("reward transformation", name, registry)
+            transforms.append(by_name.call("reward transformation", name, transform, keywords))
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ConfigError(*problems)
+    return transforms
+
+
+def build_reward_transformations(
+    rewards: RewardConfig,
+) -> tuple[ComposeFinalRewardTransforms, ComposeStepRewardTransforms, ComposeSamplingRewardTransforms]:
+    """The three that a buffer takes. Raises ConfigError as `build_transforms` does."""
+    return (
+        ComposeFinalRewardTransforms(build_transforms(rewards.final_reward_transformation, FINAL)),
+        ComposeStepRewardTransforms(build_transforms(rewards.step_reward_transformation, STEP)),
+        ComposeSamplingRewardTransforms(build_transforms(rewards.sampling_reward_transformation, SAMPLING)),
+    )
+
+
+def _name_and_keywords(entry: Transformation | str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    if isinstance(entry, str):
+        return entry, {}
+    fields = dict(entry) if isinstance(entry, Mapping) else entry.model_dump()
+    return fields.pop("name"), fields

@@ -1,0 +1,49 @@
+"""What one turn adds to the outcome: `(player_traj, step_index, reward) -> float`, once per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from unstable_lite.reward_transformations.compose import Compose
+from unstable_lite.types import PlayerTrajectory
+
+StepRewardTransform = Callable[[PlayerTrajectory, int, float], float]
+
+
+class ComposeStepRewardTransforms(Compose[StepRewardTransform]):
+    """Apply in order."""
+
+    def __call__(self, player_traj: PlayerTrajectory, step_index: int, reward: float) -> float:
+        for transform in self.transforms:
+            reward = transform(player_traj, step_index, reward)
+        return reward
+
+
+class RewardForFormat:
+    """Add `reward` where the answer was where the template asks for it, else `penalty` (usually negative)."""
+
+    def __init__(self, reward: float = 0, penalty: float = 0) -> None:
+        self.reward = reward
+        self.penalty = penalty
+
+    def __call__(self, player_traj: PlayerTrajectory, step_index: int, reward: float) -> float:
+        is_right = player_traj.steps[step_index].format_feedback["correct_answer_format"]
+        return reward + (self.reward if is_right else self.penalty)
+
+    def __repr__(self) -> str:
+        return f"RewardForFormat(reward={self.reward}, penalty={self.penalty})"
+
+
+class PenaltyForInvalidMove:
+    """Add `penalty` (usually negative) to an invalid move, `reward` to any other."""
+
+    def __init__(self, reward: float = 0, penalty: float = 0) -> None:
+        self.reward = reward
+        self.penalty = penalty
+
+    def __call__(self, player_traj: PlayerTrajectory, step_index: int, reward: float) -> float:
+        is_invalid = player_traj.steps[step_index].format_feedback["invalid_move"]
+        return reward + (self.penalty if is_invalid else self.reward)
+
+    def __repr__(self) -> str:
+        return f"PenaltyForInvalidMove(reward={self.reward}, penalty={self.penalty})"

@@ -1,0 +1,296 @@
+"""A run and its handle: wire every part, run, and leave nothing behind. `build()` and the command line meet here.
+
+Loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import signal
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unstable_lite.buffers import StepBuffer
+from unstable_lite.checkpoints import create_run_directory
+from unstable_lite.collector import Collector
+from unstable_lite.config import Config
+from unstable_lite.errors import UnstableError
+from unstable_lite.games.environments import Environment
+from unstable_lite.games.templates import format_prompt
+from unstable_lite.league.game_scheduler import GameScheduler
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
+from unstable_lite.plan import Plan, make_plan
+from unstable_lite.publisher import Publisher
+from unstable_lite.reward_transformations import build_reward_transformations
+from unstable_lite.rng import derive_seed
+from unstable_lite.trackers.jsonl import JsonlSink
+from unstable_lite.trackers.tensorboard import TensorBoardSink
+from unstable_lite.trackers.terminal import TerminalInterface
+from unstable_lite.trackers.tracker import Evaluation, Sink, Tracker
+from unstable_lite.training import Training
+from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas
+from unstable_lite.workers import Workers, started_workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What is left of a run when it is over."""
+
+    directory: Path
+    updates: int
+    skipped_updates: int
+    games: int
+    void_games: int
+    dropped_stale_steps: int
+    seconds: float
+    training_seconds: float
+    """From the first training game to the last update, without start-up and the evaluations around it."""
+    evaluations: tuple[Evaluation, ...]
+    alarms: tuple[str, ...]
+    checkpoint: Path | None
+    """The newest one."""
+
+
+class Run:
+    """One run. The league's parts and the buffer may be given; what is not given is made from the config."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        scheduler: GameScheduler | None = None,
+        buffer: StepBuffer | None = None,
+        terminal: TerminalInterface | None = None,
+    ) -> None:
+        self.plan = plan
+        self._scheduler = scheduler
+        self._buffer = buffer
+        self._terminal = terminal or TerminalInterface()
+        self._summary: Summary | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop = asyncio.Event()
+
+    def start(
+        self,
+        learning_steps: int | None = None,
+        num_collection_workers: int | None = None,
+        num_eval_workers: int | None = None,
+        block: bool = True,
+    ) -> Summary | None:
+        """Run to the end and return the summary; with `block=False` return at once (see `wait`, `stop`).
+
+        Numbers that are given replace those of the config. Raises ConfigError for what cannot run.
+        """
+        given = {
+            "learning_steps": learning_steps,
+            "num_collection_workers": num_collection_workers,
+            "num_eval_workers": num_eval_workers,
+        }
+        changes = {name: value for name, value in given.items() if value is not None}
+        config = self.plan.config
+        run_config = type(config.run).model_validate({**config.run.model_dump(), **changes})
+        self.plan = make_plan(config.model_copy(update={"run": run_config}))
+        if block:
+            self._summary = run_in_loop(self.execute())
+            return self._summary
+        self._thread = threading.Thread(target=self._run_in_thread, name="unstable-lite-run")
+        self._thread.start()
+        return None
+
+    def wait(self) -> Summary:
+        """Wait for a run that was started with `block=False`; raises what ended it, if anything did."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._summary is not None, "wait() before start()"
+        return self._summary
+
+    def stop(self) -> None:
+        """Finish the update at hand, save, and end; from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+
+    async def execute(self) -> Summary:
+        """Start the workers, train, evaluate, save. Leaves no process and no shared memory, however it ends."""
+        self._loop = asyncio.get_running_loop()
+        started, config = time.monotonic(), self.plan.config
+        directory = create_run_directory(config)
+        self._terminal.say(f"run directory {directory}")
+        for path in reap_stale_arenas():
+            self._terminal.say(f"removed {path}, left behind by a run that was killed")
+        tracker = Tracker(directory, _sinks(config, directory), config.tracker.keep_games)
+        try:
+            with _log_file(directory / "logs" / "orchestrator.log"), self._stopped_by_signals():
+                async with started_workers(self.plan, directory / "logs", self._terminal.say) as workers:
+                    arena = AdapterArena(
+                        directory.name, directory, bytes_needed=workers.adapter_bytes * (config.engine.max_loras + 2)
+                    )
+                    try:
+                        training = self._wire(directory, workers, arena, tracker)
+                        await training.run()
+                    finally:
+                        arena.close()
+        except BaseExceptionGroup as group:
+            raise _first_reason(group) from group
+        finally:
+            self._terminal.stop()
+            tracker.close()
+        return Summary(
+            directory=directory,
+            updates=training.updates,
+            skipped_updates=training.skipped,
+            games=tracker.games_finished,
+            void_games=tracker.void_games,
+            dropped_stale_steps=training.buffer.dropped_stale,
+            seconds=time.monotonic() - started,
+            training_seconds=training.seconds,
+            evaluations=tuple(tracker.evaluations),
+            alarms=tuple(tracker.alarms),
+            checkpoint=training.checkpoint,
+        )
+
+    def _wire(self, directory: Path, workers: Workers, arena: AdapterArena, tracker: Tracker) -> Training:
+        config = self.plan.config
+        if arena.remark is not None:
+            self._terminal.say(arena.remark)
+        scheduler = self._scheduler or _scheduler(config)
+        buffer = self._buffer or _buffer(config)
+        for env in config.eval_envs:
+            scheduler.registry.add_fixed(env.fixed_opponent, active=False)
+        return Training(
+            plan=self.plan,
+            directory=directory,
+            workers=workers,
+            arena=arena,
+            registry=scheduler.registry,
+            scheduler=scheduler,
+            buffer=buffer,
+            collector=Collector(scheduler, buffer, workers.engines.generate, arena, config.run, tracker.add_record),
+            publisher=Publisher(
+                workers.engines,
+                workers.learner,
+                arena,
+                canary_prompt=_canary_prompt(config),
+                max_loras=config.engine.max_loras,
+                tolerance=config.learner.canary_tolerance,
+            ),
+            tracker=tracker,
+            terminal=self._terminal,
+            stop=self._stop,
+        )
+
+    def _run_in_thread(self) -> None:
+        try:
+            self._summary = run_in_loop(self.execute())
+        except BaseException as error:  # raised again by wait(), in the thread that asks  # noqa: BLE001
+            self._error = error
+
+    @contextlib.contextmanager
+    def _stopped_by_signals(self) -> Iterator[None]:
+        """Ctrl-C once: finish the update at hand, save, end well. Twice: end now."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop, whole_run = asyncio.get_running_loop(), asyncio.current_task()
+        assert whole_run is not None
+
+        def interrupt() -> None:
+            if self._stop.is_set():
+                whole_run.cancel()
+            else:
+                self._terminal.say("interrupted: finishing the update at hand, then saving (Ctrl-C again: end now)")
+                self._stop.set()
+
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, interrupt)
+        try:
+            yield
+        finally:
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(signum)
+
+
+def run_in_loop(coroutine: Coroutine[Any, Any, Summary]) -> Summary:
+    """`asyncio.run`, on uvloop where it exists."""
+    loop_factory: Any = asyncio.new_event_loop
+    with contextlib.suppress(ImportError):
+        from uvloop import new_event_loop as loop_factory
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(coroutine)
+
+
+def _scheduler(config: Config) -> GameScheduler:
+    registry = ModelRegistry(beta=config.league.trueskill_beta)
+    model_sampler = build_model_sampler(config.league, registry, _stream(config, "opponents"))
+    return GameScheduler(model_sampler, build_env_sampler(config), config.run.seed)
+
+
+def _buffer(config: Config) -> StepBuffer:
+    final, step, sampling = build_reward_transformations(config.rewards)
+    return StepBuffer(
+        config.buffer_size,
+        final_reward_transformation=final,
+        step_reward_transformation=step,
+        sampling_reward_transformation=sampling,
+        max_staleness=config.buffer.max_staleness,
+        rng=_stream(config, "buffer"),
+    )
+
+
+def _stream(config: Config, purpose: str) -> random.Random:
+    """A private stream for one of the orchestrator's own choices."""
+    return random.Random(derive_seed(config.run.seed, purpose))
+
+
+def _sinks(config: Config, directory: Path) -> list[Sink]:
+    sinks: list[Sink] = [JsonlSink(directory / "metrics.jsonl"), TensorBoardSink(directory / "tensorboard")]
+    if config.tracker.wandb_project:
+        from unstable_lite.trackers.wandb import WandbSink
+
+        sinks.append(WandbSink(config.tracker.wandb_project, directory.name, config.model_dump(mode="json")))
+    return sinks
+
+
+def _canary_prompt(config: Config) -> str:
+    """What the first player of the first env is shown: a prompt of the kind that the run is about."""
+    spec = config.train_envs[0]
+    _, observation = Environment(spec.env_id, spec.num_players, seed=0).observe()
+    return format_prompt(spec.prompt_template, observation, spec.num_players)
+
+
+@contextlib.contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    """Everything that this package logs, in one file."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("unstable_lite")
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+        handler.close()
+
+
+def _first_reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What ended the run: the first of our own errors in the group, else its first error."""
+    reason: BaseException = group.subgroup(UnstableError) or group
+    while isinstance(reason, BaseExceptionGroup):
+        reason = reason.exceptions[0]
+    return reason

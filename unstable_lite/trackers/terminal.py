@@ -1,0 +1,90 @@
+"""What a person sees of a run: a live line on a terminal, plain dated lines elsewhere, a table at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from unstable_lite.trackers.tracker import Evaluation
+
+PLAIN_LINE_EVERY_S = 5.0
+
+
+class TerminalInterface:
+    """Progress of one run. All methods are cheap and may be called at any time."""
+
+    def __init__(self, console: Console | None = None, quiet: bool = False) -> None:
+        self.console = console or Console(highlight=False)
+        self._quiet = quiet
+        self._progress = Progress(
+            TextColumn("updates"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=self.console,
+        )
+        self._live: Live | None = None
+        self._task = self._progress.add_task("updates", total=None, figures="")
+        self._last_line = 0.0
+
+    def start(self, total_updates: int) -> None:
+        self._progress.update(self._task, total=total_updates)
+        self._progress.reset(self._task)
+        if self.console.is_terminal and not self._quiet:
+            self._live = Live(self._progress, console=self.console, refresh_per_second=4)
+            self._live.start()
+
+    def stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def say(self, text: str) -> None:
+        """One dated line that stays."""
+        if not self._quiet:
+            self.console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", soft_wrap=True)
+
+    def show_update(self, update: int, total: int, figures: str) -> None:
+        self._progress.update(self._task, completed=update, figures=figures)
+        is_due = time.monotonic() - self._last_line >= PLAIN_LINE_EVERY_S or update == total
+        if self._live is None and is_due:
+            self._last_line = time.monotonic()
+            self.say(f"update {update}/{total}  {figures}")
+
+
+def key_value_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    for key, value in rows:
+        table.add_row(f"[bold]{key}[/bold]", value)
+    return table
+
+
+def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
+    table = Table(title="Evaluations (95 % intervals)", title_justify="left")
+    for name in ("when", "model", "env", "opponent"):
+        table.add_column(name)
+    for name in ("games", "win rate", "interval", "draws", "own invalid", "void"):
+        table.add_column(name, justify="right")
+    for evaluation in evaluations:
+        low, high = evaluation.interval
+        table.add_row(
+            evaluation.label,
+            evaluation.model,
+            evaluation.env_id,
+            evaluation.opponent,
+            str(evaluation.n),
+            f"{evaluation.win_rate:.1%}",
+            f"{low:.1%} – {high:.1%}",
+            str(evaluation.draws),
+            f"{evaluation.invalid} ({evaluation.invalid / max(evaluation.n, 1):.1%})",
+            str(evaluation.void),
+        )
+    return table

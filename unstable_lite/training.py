@@ -1,0 +1,215 @@
+"""The run itself, on one page: evaluate; play and learn at the same time; evaluate again.
+
+Everything that plays, learns, counts or saves is given to it, ready; it says in which order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from unstable_lite.buffers import StepBuffer
+from unstable_lite.checkpoints import save_checkpoint
+from unstable_lite.collector import Collector
+from unstable_lite.errors import UnstableError
+from unstable_lite.league.game_scheduler import GameScheduler
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.plan import Plan
+from unstable_lite.publisher import Publisher
+from unstable_lite.trackers.terminal import TerminalInterface
+from unstable_lite.trackers.tracker import Tracker, summarise_evaluation
+from unstable_lite.transport.adapters import AdapterArena
+from unstable_lite.workers import Workers
+
+T = TypeVar("T")
+
+MAX_SKIPPED_IN_A_ROW = 10
+
+
+@dataclass(kw_only=True)
+class Training:
+    plan: Plan
+    directory: Path
+    workers: Workers
+    arena: AdapterArena
+    registry: ModelRegistry
+    scheduler: GameScheduler
+    buffer: StepBuffer
+    collector: Collector
+    publisher: Publisher
+    tracker: Tracker
+    terminal: TerminalInterface
+    stop: asyncio.Event
+    """Set: finish the update at hand, save, and end."""
+    updates: int = 0
+    """Updates done, which is also the version of the newest adapter."""
+    skipped: int = 0
+    seconds: float = 0.0
+    """From the first training game to the last update."""
+    checkpoint: Path | None = None
+    """The newest one."""
+    _skipped_in_a_row: int = 0
+    _started: float = field(default_factory=time.monotonic)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            background = [tasks.create_task(process.watch()) for process in self.workers.processes]
+            background.append(tasks.create_task(self.publisher.retire_unreferenced()))
+            await self._try_base()
+            await self._evaluate("before")
+            await self._learn(tasks)
+            if self.updates:
+                await self._save()
+            if not self.stop.is_set():
+                await self._evaluate("after")
+            for task in background:
+                task.cancel()
+
+    async def _learn(self, tasks: asyncio.TaskGroup) -> None:
+        """Updates while games are played, until there are enough of them."""
+        config = self.plan.config.run
+        num_eval_workers = config.num_eval_workers if self.plan.config.eval_envs else 0
+        collecting = tasks.create_task(self.collector.run(config.num_collection_workers, num_eval_workers))
+        evaluations: list[asyncio.Task[None]] = []
+        self._started = time.monotonic()
+        self.terminal.start(config.learning_steps)
+        while self.updates < config.learning_steps and not self.stop.is_set():
+            await self._update()
+            is_evaluated = config.eval_every and self.updates % config.eval_every == 0
+            if is_evaluated and self.updates < config.learning_steps:
+                evaluations.append(tasks.create_task(self._evaluate(f"update {self.updates}")))
+        self.seconds = time.monotonic() - self._started
+        self.terminal.stop()
+        collecting.cancel()
+        for evaluation in evaluations:
+            await evaluation
+
+    async def _update(self) -> None:
+        """One batch, one optimiser step, one adapter version that every engine holds and games may ask for."""
+        config, version = self.plan.config, self.updates + 1
+        started = time.monotonic()
+        batch = await self._unless_stopped(self.buffer.get_batch(config.learner.batch_size, self.updates))
+        if batch is None:
+            return
+        waited_s = time.monotonic() - started
+        updated = await self.workers.learner.update(batch, version, self.arena.path(version))
+        if updated.skipped is not None:
+            self._count_skipped(updated.skipped)
+            return
+        published = time.monotonic()
+        canary = await self.publisher.publish(version)
+        self._offer(version)
+        figures = {f"learner/{name}": value for name, value in updated.metrics.items()} | canary
+        figures["learner/wait_for_batch_s"] = waited_s
+        figures["learner/publish_s"] = time.monotonic() - published
+        self._report(figures)
+        if version % config.run.checkpoint_every == 0 and version < config.run.learning_steps:
+            await self._save()
+
+    def _offer(self, version: int) -> None:
+        """From here on games may ask for this version; one that is too old to be an opponent is let go."""
+        self.arena.retain(version)
+        self.registry.add_checkpoint(f"ckpt-{version}", adapter_version=version, iteration=version)
+        self.updates = version
+        self._skipped_in_a_row = 0
+        too_old = version - self.plan.lagged_opponents - 1
+        if too_old >= 1:
+            self.registry.set_active(f"ckpt-{too_old}", False)
+            self.arena.release(too_old)
+
+    async def _try_base(self) -> None:
+        canary = await self.publisher.check_base()
+        self.terminal.say(
+            f"engine and learner agree about the base model: mean |Δ log p| {canary['canary/mismatch']:.5f} "
+            f"over {canary['canary/n']:.0f} tokens"
+        )
+
+    async def _evaluate(self, label: str) -> None:
+        config = self.plan.config
+        if not config.run.eval_games:
+            return
+        model, step = self.registry.current, self.updates
+        for env in config.eval_envs:
+            records = await self.collector.evaluate(
+                env, model, config.run.eval_games, label, concurrency=config.run.num_collection_workers
+            )
+            opponent = env.fixed_opponent if env.num_players > 1 else "none"
+            evaluation = summarise_evaluation(label, step, model, env.env_id, opponent, records)
+            self.tracker.add_evaluation(evaluation)
+            self.terminal.say(f"evaluation {label}: {evaluation.describe()}")
+
+    def _count_skipped(self, reason: str) -> None:
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        self._alarm(f"skipped a batch: {reason}")
+        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise UnstableError(
+                f"{self._skipped_in_a_row} batches in a row were skipped, the last because of {reason}: lower "
+                "learner.learning_rate, or look at games.jsonl for rewards that blow up"
+            )
+
+    def _report(self, figures: dict[str, float]) -> None:
+        """One line of metrics, and the alarms that follow from them."""
+        for engine in self.workers.engines.engines:
+            group = f"inference/{engine.peer.name}"
+            figures[f"{group}/queued"] = engine.stats.queued
+            figures[f"{group}/running"] = engine.stats.running
+            figures[f"{group}/tok_s"] = engine.stats.tokens_per_s
+            figures[f"{group}/cached_share"] = engine.stats.cached_share
+        rating = self.registry.get(self.registry.current.uid).rating
+        figures |= {
+            "buffer/size": self.buffer.size(),
+            "buffer/dropped_stale": self.buffer.dropped_stale,
+            "learner/skipped_updates": self.skipped,
+            "run/tokens_per_s": self.workers.engines.generated_tokens / (time.monotonic() - self._started),
+            "run/arena_bytes": self.arena.bytes_used(),
+            "trueskill/current mu": rating.mu,
+            "trueskill/current sigma": rating.sigma,
+        }
+        if figures["learner/mismatch_mean"] > self.plan.config.learner.mismatch_alarm:
+            self._alarm(
+                f"engine and learner disagree by {figures['learner/mismatch_mean']:.3f} in mean |Δ log p| over "
+                f"{figures['learner/mismatch_tokens']:.0f} on-policy tokens"
+            )
+        self.tracker.log_update(self.updates, figures)
+        self.terminal.show_update(self.updates, self.plan.config.run.learning_steps, self._one_line())
+
+    def _one_line(self) -> str:
+        latest, nan = self.tracker.latest, float("nan")
+        group = f"collection-{self.plan.config.train_envs[0].env_id}"
+        alarms = f"  [red]alarms {len(self.tracker.alarms)}[/red]" if self.tracker.alarms else ""
+        return (
+            f"games {latest['run/games']:.0f}  tokens/s {latest['run/tokens_per_s']:.0f}  "
+            f"reward {latest.get(f'{group}/reward', nan):+.2f} (n={latest.get(f'{group}/n', 0):.0f})  "
+            f"staleness {latest['learner/staleness_mean']:.1f}  entropy {latest['learner/entropy']:.2f}{alarms}"
+        )
+
+    def _alarm(self, text: str) -> None:
+        self.tracker.alarm(self.updates, text)
+        self.terminal.say(f"[red]alarm[/red] after update {self.updates}: {text}")
+
+    async def _save(self) -> None:
+        """A checkpoint of everything that has to survive."""
+        state = {
+            "updates": self.updates,
+            "skipped_updates": self.skipped,
+            "registry": self.registry.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "buffer": self.buffer.state_dict(),
+        }
+        checkpoints = self.directory / "checkpoints"
+        self.checkpoint = await save_checkpoint(checkpoints, self.updates, state, self.workers.learner.save)
+
+    async def _unless_stopped(self, waiting: Coroutine[Any, Any, T]) -> T | None:
+        """The result, or None if the run is asked to stop first."""
+        task, stop = asyncio.ensure_future(waiting), asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            stop.cancel()

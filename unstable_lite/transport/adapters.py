@@ -1,0 +1,108 @@
+"""The shared-memory arena: where adapters pass from the learner to the engines.
+
+A version is a PEFT directory in tmpfs, written once by the learner under a name that is never reused. References
+(the current policy, opponents, games in flight) decide when it is unlinked. A lock file says whose arena it is: the
+lock goes when its process goes, however it goes, and the next start removes what it left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "unstable_lite-"
+
+
+class AdapterArena:
+    """The adapters of one run. Version 0 is the base: it has no directory and is never released."""
+
+    def __init__(self, run_id: str, fallback: Path, bytes_needed: int) -> None:
+        """Make the arena in shared memory, or in `fallback` where that is absent or has too little room.
+
+        `remark` says where the arena is if that is not shared memory.
+        """
+        self.remark: str | None = None
+        parent = SHARED_MEMORY
+        if not os.access(SHARED_MEMORY, os.W_OK):
+            self.remark = f"{SHARED_MEMORY} is not there or not writable: adapters go through {fallback}"
+            parent = fallback
+        elif (free := shutil.disk_usage(SHARED_MEMORY).free) < bytes_needed:
+            self.remark = (
+                f"{SHARED_MEMORY} has {free / 1e6:.0f} MB free, {bytes_needed / 1e6:.0f} MB may be needed: "
+                f"adapters go through {fallback}"
+            )
+            parent = fallback
+        self.directory = parent / f"{PREFIX}{run_id}"
+        # Locked under another name first, so that a run that starts now cannot take it for a dead run's.
+        nameless = parent / f".{PREFIX}{run_id}"
+        nameless.mkdir(mode=0o700)
+        self._lock = _try_lock(nameless)
+        nameless.rename(self.directory)
+        self.unreferenced: asyncio.Queue[int] = asyncio.Queue()
+        """Versions that nobody holds any more, to be unloaded from the engines and then unlinked."""
+        self._references: Counter[int] = Counter()
+
+    def path(self, version: int) -> Path:
+        return self.directory / f"v{version}"
+
+    def bytes_used(self) -> int:
+        return sum(file.stat().st_size for file in self.directory.rglob("*") if file.is_file())
+
+    def retain(self, version: int) -> None:
+        self._references[version] += 1
+
+    def release(self, version: int) -> None:
+        self._references[version] -= 1
+        assert self._references[version] >= 0, f"adapter version {version} released more often than retained"
+        if self._references[version] == 0:
+            del self._references[version]
+            if version != 0:
+                self.unreferenced.put_nowait(version)
+
+    def is_referenced(self, version: int) -> bool:
+        return version in self._references
+
+    @property
+    def live_versions(self) -> set[int]:
+        """Referenced versions, the base apart."""
+        return set(self._references) - {0}
+
+    def unlink(self, version: int) -> None:
+        shutil.rmtree(self.path(version), ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def reap_stale_arenas(parent: Path = SHARED_MEMORY) -> list[Path]:
+    """Remove the arenas of runs that are dead; returns what was removed."""
+    reaped = []
+    for directory in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, or reaped by someone else at this moment
+            lock = _try_lock(directory)
+            if lock is not None:
+                shutil.rmtree(directory)
+                os.close(lock)
+                reaped.append(directory)
+    return reaped
+
+
+def _try_lock(directory: Path) -> int | None:
+    """An open, locked descriptor, or None if a living process holds the lock."""
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -1,0 +1,97 @@
+"""The worker's side of the wire, and the frame around every worker's main function.
+
+A worker is a fresh interpreter. Its first line on stdin says who it is; stdin then stays open for as long as the
+orchestrator lives, so that end-of-file means "you are an orphan": the worker exits at once, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import zmq
+
+from unstable_lite.config import Config
+from unstable_lite.transport.messages import MAX_FRAME_BYTES, Crashed, Message, decode, encode
+
+ORPHANED = 70
+"""Exit code of a worker whose orchestrator is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """What a worker is told on its first line of stdin."""
+
+    name: str
+    """`engine-0`, `learner`: also its ZeroMQ identity and the name of its log."""
+    endpoint: str
+    device: str
+    """`cpu`, or `cuda:0` within the worker's own CUDA_VISIBLE_DEVICES."""
+    threads: int
+    config_json: str
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @property
+    def config(self) -> Config:
+        return Config.model_validate_json(self.config_json)
+
+
+class WorkerSocket:
+    """A DEALER that speaks messages instead of bytes."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, spec.name.encode())
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.connect(spec.endpoint)
+
+    def receive(self, wait_s: float) -> list[Message]:
+        """Everything that has arrived, after waiting up to `wait_s` for something to arrive."""
+        messages: list[Message] = []
+        if self._socket.poll(int(wait_s * 1000)):
+            while True:
+                try:
+                    messages += decode(self._socket.recv(zmq.NOBLOCK))
+                except zmq.Again:
+                    break
+        return messages
+
+    def send(self, *messages: Message) -> None:
+        """All of `messages` in one frame; does not block."""
+        if messages:
+            self._socket.send(encode(messages))
+
+    def close(self) -> None:
+        self._context.destroy(linger=1000)
+
+
+def run_worker(main: Callable[[WorkerSpec, WorkerSocket], None]) -> None:
+    """Read the spec, guard against being orphaned, run `main`; a failure is sent, logged, and exits with 1."""
+    spec = WorkerSpec(**json.loads(sys.stdin.readline()))
+    threading.Thread(target=_exit_when_orphaned, daemon=True).start()
+    socket = WorkerSocket(spec)
+    try:
+        main(spec, socket)
+    except Exception as error:
+        traceback.print_exc()
+        socket.send(Crashed(error=f"{type(error).__name__}: {error}"))
+        socket.close()
+        sys.exit(1)
+    socket.close()
+
+
+def _exit_when_orphaned() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(ORPHANED)

@@ -1,0 +1,283 @@
+"""The messages between the orchestrator and its workers, and their bytes.
+
+Frozen dataclasses, packed with msgpack as `[PROTOCOL, [[tag, field, …], …]]`: many messages in one frame, so that
+what queues up travels together. Token arrays are little-endian `bin`, not lists. Every request carries a
+`request_id` and gets exactly one reply with the same id: the reply that its docstring names, or `Failed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgpack
+import numpy as np
+
+from unstable_lite.errors import ProtocolError
+from unstable_lite.types import Generation, Logprobs, TokenIds, TrainItem
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate:
+    """Ask an engine for one completion. Reply: `Generated`."""
+
+    request_id: int
+    prompt: str
+    adapter_version: int
+    """0 is the base."""
+    max_tokens: int
+    temperature: float
+    top_p: float
+    stop: tuple[str, ...]
+    """Stop strings besides the model's end-of-sequence tokens."""
+    seed: int | None
+    """Seed of this request's own random stream; None draws from the engine's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    request_id: int
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadAdapter:
+    """Load a PEFT directory under a version that was never used before. Reply: `Done`."""
+
+    request_id: int
+    version: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnloadAdapter:
+    """Forget a version; no request may use it again. Reply: `Done`."""
+
+    request_id: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One optimiser step on a batch, then write the new adapter to `path`. Reply: `Updated`."""
+
+    request_id: int
+    items: tuple[TrainItem, ...]
+    version: int
+    """The adapter version that this update makes."""
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    request_id: int
+    metrics: dict[str, float]
+    skipped: str | None
+    """Why nothing was learnt and nothing published (a non-finite loss or gradient), or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Log-probabilities of given completion tokens, divided by the run's temperature. Reply: `Scored`."""
+
+    request_id: int
+    prompt_ids: TokenIds
+    completion_ids: TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    request_id: int
+    adapter_logprobs: Logprobs
+    base_logprobs: Logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveLearner:
+    """Write adapter and optimiser state into the directory `path`, which exists. Reply: `Done`."""
+
+    request_id: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    request_id: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The reply to a request that could not be served; the worker itself is well."""
+
+    request_id: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A worker's first message. `facts` is shown at start-up and read by the runtime (see each worker)."""
+
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Unasked, about once a second while there is work."""
+
+    queued: int
+    running: int
+    tokens_per_s: float
+    cached_share: float
+    """Share of prompt tokens that came from the prefix cache since the last report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crashed:
+    """A worker's last message: it cannot go on."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Ask a worker to end. No reply: its exit is the answer."""
+
+
+Message = (
+    Generate
+    | Generated
+    | LoadAdapter
+    | UnloadAdapter
+    | Update
+    | Updated
+    | Score
+    | Scored
+    | SaveLearner
+    | Done
+    | Failed
+    | Ready
+    | EngineStats
+    | Crashed
+    | Stop
+)
+
+_Convert = Callable[[Any], Any]
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _packer(hint: Any) -> _Convert:
+    """From a field's Python value to what msgpack takes."""
+    if hint in (TokenIds, Logprobs):
+        little_endian = "<i4" if hint == TokenIds else "<f4"
+        return lambda array: array.astype(little_endian, copy=False).tobytes()
+    if is_dataclass(hint):
+        pack_fields = _field_packers(hint)
+        return lambda value: [pack(getattr(value, name)) for name, pack in pack_fields]
+    if get_origin(hint) is tuple and (pack_item := _packer(get_args(hint)[0])) is not _identity:
+        return lambda items: [pack_item(item) for item in items]
+    return _identity
+
+
+def _field_packers(cls: Any) -> list[tuple[str, _Convert]]:
+    hints = get_type_hints(cls)
+    return [(f.name, _packer(hints[f.name])) for f in fields(cls)]
+
+
+def _unpacker(hint: Any, where: str) -> _Convert:
+    """From what msgpack gives to the field's Python value; wrong types raise ProtocolError."""
+    if hint in (TokenIds, Logprobs):
+        return _array_unpacker("<i4" if hint == TokenIds else "<f4", where)
+    if is_dataclass(hint):
+        return _dataclass_unpacker(hint, where)
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is tuple:
+        unpack_item = _unpacker(args[0], where)
+        return lambda items: tuple(map(unpack_item, _checked(items, list, where)))
+    if origin is dict:
+        return lambda value: _checked(value, dict, where)
+    if origin is UnionType:
+        kinds: Any = tuple(arg for arg in args if arg is not NoneType) + (NoneType,)
+    else:  # int, float, str, bool, or a Literal of strings
+        kinds = hint if isinstance(hint, type) else str
+    if kinds is float:
+        kinds = (float, int)
+    return lambda value: _checked(value, kinds, where)
+
+
+def _checked(value: Any, kinds: Any, where: str) -> Any:
+    if not isinstance(value, kinds):
+        raise ProtocolError(f"{where}: {type(value).__name__} where {kinds} is expected")
+    return value
+
+
+def _array_unpacker(dtype: str, where: str) -> _Convert:
+    def unpack(value: Any) -> Any:
+        if not isinstance(value, bytes) or len(value) % 4:
+            raise ProtocolError(f"{where}: not a whole number of 4-byte items")
+        return np.frombuffer(value, dtype)
+
+    return unpack
+
+
+def _dataclass_unpacker(cls: Any, where: str) -> _Convert:
+    hints = get_type_hints(cls)
+    unpack_fields = [(f.name, _unpacker(hints[f.name], f"{where}.{f.name}")) for f in fields(cls)]
+
+    def unpack(values: Any) -> Any:
+        if not isinstance(values, list) or len(values) != len(unpack_fields):
+            raise ProtocolError(f"{where}: expected {len(unpack_fields)} fields")
+        arguments = {}
+        for (name, unpack_field), value in zip(unpack_fields, values, strict=True):
+            arguments[name] = unpack_field(value)
+        return cls(**arguments)
+
+    return unpack
+
+
+_CLASSES: tuple[Any, ...] = get_args(Message)
+_PACKERS = {cls: (cls.__name__, _field_packers(cls)) for cls in _CLASSES}
+_UNPACKERS = {cls.__name__: _dataclass_unpacker(cls, cls.__name__) for cls in _CLASSES}
+
+
+def encode(messages: Iterable[Message]) -> bytes:
+    """All of `messages` in one frame."""
+    packed = []
+    for message in messages:
+        tag, pack_fields = _PACKERS[type(message)]
+        packed.append([tag, *[pack(getattr(message, name)) for name, pack in pack_fields]])
+    return msgpack.packb([PROTOCOL, packed])  # type: ignore[no-any-return]
+
+
+def decode(frame: bytes) -> list[Message]:
+    """The messages of one frame.
+
+    Raises ProtocolError if the bytes are not ours: malformed, oversized, of another protocol version, or with
+    fields of a wrong type.
+    """
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
+    try:
+        envelope = msgpack.unpackb(frame)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise ProtocolError(f"frame of {len(frame)} bytes is not msgpack: {error}") from error
+    if not isinstance(envelope, list) or len(envelope) != 2 or not isinstance(envelope[1], list):
+        raise ProtocolError("frame is not [protocol, messages]")
+    version, packed = envelope
+    if version != PROTOCOL:
+        raise ProtocolError(f"peer speaks protocol {version!r}, this side speaks {PROTOCOL}")
+    messages = []
+    for item in packed:
+        known = isinstance(item, list) and item and isinstance(item[0], str) and item[0] in _UNPACKERS
+        if not known:
+            raise ProtocolError(f"unknown message {str(item)[:80]!r}")
+        messages.append(_UNPACKERS[item[0]](item[1:]))
+    return messages

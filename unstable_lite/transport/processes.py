@@ -1,0 +1,87 @@
+"""Worker processes: start a fresh interpreter, watch it, end it.
+
+A worker's stdout and stderr go to `logs/<name>.log`; the last lines of that file are in the error if it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from unstable_lite.errors import WorkerDied
+from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.messages import Stop
+from unstable_lite.transport.sockets import Peer
+
+TAIL_LINES = 15
+
+
+class WorkerProcess:
+    """One child process and its `Peer`."""
+
+    def __init__(self, peer: Peer, log_path: Path) -> None:
+        self.peer = peer
+        self.log_path = log_path
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = False
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self, module: str, spec: WorkerSpec, environment: Mapping[str, str]) -> None:
+        """Start `python -m module`; returns at once, `peer.ready` tells when the worker is up."""
+        with self.log_path.open("ab") as log_file:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                module,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log_file,
+                stderr=log_file,
+                env={**os.environ, **environment},
+                start_new_session=True,  # a Ctrl-C at the terminal is the orchestrator's to handle
+            )
+        assert self._process.stdin is not None
+        self._process.stdin.write(spec.to_line().encode())
+        await self._process.stdin.drain()
+
+    async def watch(self) -> None:
+        """Return when the worker ends after `stop`; raise WorkerDied if it ends by itself."""
+        assert self._process is not None
+        code = await self._process.wait()
+        if not self._stopping:
+            error = self._death(code)
+            self.peer.fail_all(error)
+            raise error
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Ask the worker to end; kill it if it has not after `grace_s`."""
+        self._stopping = True
+        if self._process is None or self._process.returncode is not None:
+            return
+        self.peer.tell(Stop())
+        try:
+            await asyncio.wait_for(self._process.wait(), grace_s)
+        except TimeoutError:
+            self.kill()
+            await self._process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL, now, to the worker and to whatever it started."""
+        self._stopping = True
+        if self._process is not None and self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _death(self, code: int) -> WorkerDied:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if self.peer.crash_reason is not None:
+            return WorkerDied(f"{self.peer.name}: {self.peer.crash_reason}\n(log: {self.log_path})")
+        lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        tail = "\n".join(f"  {line}" for line in lines) or "  (empty)"
+        return WorkerDied(f"{self.peer.name} {how}; the last lines of {self.log_path}:\n{tail}")

@@ -1,0 +1,154 @@
+"""The orchestrator's side of the wire: one ROUTER for all workers, and request/reply over it.
+
+Owns sockets and deadlines; knows nothing of games, tokens or adapters. Messages to one worker that queue up within
+one turn of the event loop travel in one frame; nothing waits for company.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from unstable_lite.errors import ProtocolError, RequestError, WorkerDied
+from unstable_lite.transport.messages import MAX_FRAME_BYTES, Crashed, Failed, Message, Ready, decode, encode
+
+log = logging.getLogger(__name__)
+
+
+class Router:
+    """Binds an ipc endpoint inside a private directory and hands each worker's messages to its `Peer`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.endpoint = f"ipc://{directory / 'bus'}"
+        self.dropped_frames = 0
+        """Frames from peers nobody expects, malformed, or of another protocol version."""
+        self._peers: dict[bytes, Peer] = {}
+        self._outgoing: dict[bytes, list[Message]] = {}
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.bind(self.endpoint)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.FD, self._receive)
+
+    def add_peer(self, peer: Peer) -> None:
+        self._peers[peer.name.encode()] = peer
+
+    def send(self, identity: bytes, message: Message) -> None:
+        if not self._outgoing:
+            self._loop.call_soon(self._flush)
+        self._outgoing.setdefault(identity, []).append(message)
+
+    def close(self) -> None:
+        self._flush()
+        self._loop.remove_reader(self._socket.FD)
+        self._context.destroy(linger=1000)
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, {}
+        for identity, messages in outgoing.items():
+            self._socket.send_multipart([identity, encode(messages)])
+        # ZeroMQ's descriptor is edge-triggered: a send may have swallowed the edge of something that arrived.
+        self._receive()
+
+    def _receive(self) -> None:
+        if self._socket.closed:
+            return
+        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            peer = self._peers.get(identity)
+            try:
+                if peer is None or len(frames) != 1:
+                    raise ProtocolError(f"{len(frames)} frames from {identity[:40]!r}, whom nobody expects")
+                messages = decode(frames[0])
+            except ProtocolError as error:
+                self.dropped_frames += 1
+                log.warning("dropped a frame: %s", error)
+                continue
+            for message in messages:
+                peer.receive(message)
+
+
+class Peer:
+    """Requests to one worker: each gets exactly one reply, or an error at its deadline or at the worker's death."""
+
+    def __init__(self, router: Router, name: str, on_message: Callable[[Message], None] | None = None) -> None:
+        self.name = name
+        self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.crash_reason: str | None = None
+        self._router = router
+        self._identity = name.encode()
+        self._on_message = on_message
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._ids = itertools.count(1)
+        self._dead: WorkerDied | None = None
+        router.add_peer(self)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def tell(self, message: Message) -> None:
+        """Send something that has no reply."""
+        self._router.send(self._identity, message)
+
+    async def ask(self, message_type: Callable[..., Message], timeout_s: float, **fields: Any) -> Any:
+        """Send a request and return its reply.
+
+        Raises RequestError if the worker answers `Failed` or does not answer within `timeout_s`; WorkerDied if it is
+        gone.
+        """
+        if self._dead is not None:
+            raise self._dead
+        request_id = next(self._ids)
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[Any] = loop.create_future()
+        deadline = loop.call_later(timeout_s, self._expire, request_id, timeout_s)
+        self._pending[request_id] = reply
+        self._router.send(self._identity, message_type(request_id=request_id, **fields))
+        try:
+            return await reply
+        finally:
+            deadline.cancel()
+            self._pending.pop(request_id, None)
+
+    def receive(self, message: Message) -> None:
+        request_id: int | None = getattr(message, "request_id", None)
+        if request_id is not None:
+            reply = self._pending.get(request_id)
+            if reply is None or reply.done():
+                return  # it came after its deadline, or its game was cancelled
+            if isinstance(message, Failed):
+                reply.set_exception(RequestError(f"{self.name}: {message.error}"))
+            else:
+                reply.set_result(message)
+        elif isinstance(message, Ready):
+            if not self.ready.done():
+                self.ready.set_result(message.facts)
+        elif isinstance(message, Crashed):
+            self.crash_reason = message.error
+        elif self._on_message is not None:
+            self._on_message(message)
+
+    def fail_all(self, error: WorkerDied) -> None:
+        """The worker is gone: every waiting request ends with `error`, and so does every later one."""
+        self._dead = error
+        for reply in (self.ready, *self._pending.values()):
+            if not reply.done():
+                reply.set_exception(error)
+                reply.exception()  # mark as retrieved: nobody may be waiting for `ready` any more
+
+    def _expire(self, request_id: int, timeout_s: float) -> None:
+        reply = self._pending.get(request_id)
+        if reply is not None and not reply.done():
+            reply.set_exception(RequestError(f"{self.name}: no reply within {timeout_s:g} s"))

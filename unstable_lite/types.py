@@ -1,0 +1,196 @@
+"""The records that pass between the parts of a run.
+
+Plain dataclasses; numpy for token arrays; nothing of torch, engines or sockets.
+Shape suffixes: `P` prompt tokens, `C` completion tokens, `T` their concatenation, `B` rows, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+Logprobs = npt.NDArray[np.float32]
+
+FinishReason = Literal["stop", "length"]
+GameKind = Literal["train", "eval"]
+Outcome = Literal["win", "draw", "loss", "na"]
+"""Place among the players, from the ranks of the final rewards; "na" where there is one player."""
+GameEnd = Literal["natural", "invalid", "truncated", "void"]
+"""How a game ended: by its rules, by an invalid move, by our turn or time cap, or because something broke."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainEnvSpec:
+    """An env to collect training games from (reference: `_types.py`)."""
+
+    env_id: str
+    num_players: int
+    num_actors: int
+    """Seats of the current policy. Equal to `num_players`: mirror self-play, no opponent is sampled."""
+    prompt_template: str = "default"
+    action_extraction_fn: str = "default"
+    max_turns: int = 200
+    """Turn cap over all players; a game that reaches it is truncated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalEnvSpec:
+    """An env to evaluate on: one seat of the current policy, the rest `fixed_opponent`."""
+
+    env_id: str
+    num_players: int
+    prompt_template: str = "default"
+    action_extraction_fn: str = "default"
+    fixed_opponent: str = "google/gemini-2.0-flash-lite-001"
+    max_turns: int = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRef:
+    """A model that can sit at a seat."""
+
+    uid: str
+    """`base`, `ckpt-12`, `fixed-scripted:random`: the key of ratings and metrics."""
+    kind: Literal["checkpoint", "fixed"]
+    adapter_version: int | None = None
+    """For kind "checkpoint": 0 is the base without adapter, n the n-th published adapter."""
+    name: str | None = None
+    """For kind "fixed": `scripted:random`, or a model name at an OpenAI-compatible endpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSpec:
+    """Who sits at seat `pid` and whether its steps are trained on."""
+
+    pid: int
+    model: ModelRef
+    collect_data: bool
+    prompt_template: str
+    action_extraction_fn: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GameSpec:
+    """One game to play; everything that decides it except the sampled actions."""
+
+    game_idx: int
+    """Unique over train and eval games of a run."""
+    kind: GameKind
+    env_id: str
+    num_players: int
+    seed: int
+    """Env seed; train seeds are even, eval seeds odd."""
+    agent_specs: tuple[AgentSpec, ...]
+    max_turns: int
+    eval_label: str | None = None
+    """For evaluations with a quota: which evaluation this game belongs to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One completion, exactly as the engine sampled it."""
+
+    prompt_ids: TokenIds
+    completion_ids: TokenIds
+    """Sampled ids; the stop token is the last one if `finish_reason` is "stop"."""
+    logprobs: Logprobs
+    """Of `completion_ids` under the processed distribution (temperature applied), same length."""
+    text: str
+    """Detokenised completion without special tokens."""
+    finish_reason: FinishReason
+    adapter_version: int
+    """The version that the engine really used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a player answers to an observation."""
+
+    action: str
+    """What goes to the env."""
+    text: str
+    """The whole answer, reasoning included."""
+    prompt: str
+    """What the player was shown, after the template."""
+    format_ok: bool = True
+    """Whether the answer was where the template asks it to be."""
+    generation: Generation | None = None
+    """Present for models that the engines serve."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """One trained turn of one player."""
+
+    pid: int
+    obs: str
+    """The formatted prompt, not the raw observation."""
+    act: str
+    """The whole completion text."""
+    reward: float
+    """Set by the buffer: final reward after the final and the step transformations."""
+    env_id: str
+    generation: Generation
+    format_feedback: dict[str, bool] = field(default_factory=dict)
+    """`correct_answer_format`, `invalid_move`."""
+    step_info: dict[str, Any] = field(default_factory=dict)
+    """`raw_reward`, `env_reward`, `step_reward`, `game_idx`, `turn`, `action`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PlayerTrajectory:
+    """One player's steps in one game."""
+
+    pid: int
+    env_id: str
+    game_idx: int
+    model: ModelRef
+    steps: list[Step] = field(default_factory=list)
+    final_reward: float = 0.0
+    num_turns: int = 0
+    """Turns of all players in this game."""
+    game_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One turn of a game, as a person would read it afterwards."""
+
+    pid: int
+    observation: str
+    text: str
+    action: str
+    format_ok: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class GameRecord:
+    """What became of one GameSpec. Every launched game yields exactly one."""
+
+    spec: GameSpec
+    turns: list[Turn]
+    trajectories: list[PlayerTrajectory]
+    """Of the seats with `collect_data`; empty if the game is void."""
+    rewards: dict[int, float]
+    outcomes: dict[int, Outcome]
+    end: GameEnd
+    invalid_pids: tuple[int, ...] = ()
+    """Players who ended the game by an invalid move."""
+    game_info: dict[int, Any] = field(default_factory=dict)
+    error: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainItem:
+    """One step as the learner sees it: ids, never text."""
+
+    prompt_ids: TokenIds
+    completion_ids: TokenIds
+    logprobs: Logprobs
+    advantage: float
+    adapter_version: int
