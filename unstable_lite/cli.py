@@ -59,12 +59,12 @@ def check(
     with _ErrorsAsMessages(debug):
         from unstable_lite.checkpoints import to_toml
         from unstable_lite.plan import load_plan
-        from unstable_lite.trackers.terminal import key_value_table
+        from unstable_lite.trackers.terminal import key_value_lines
 
         plan = load_plan(config, tuple(overrides or ()))
         console = Console(highlight=False)
         console.print(to_toml(plan.config.model_dump(mode="json")), markup=False, soft_wrap=True)
-        console.print(key_value_table("Plan", plan.describe()))
+        console.print(key_value_lines(plan.describe()), markup=False, soft_wrap=True)
         console.print(f"\n{config} can run.")
 
 
@@ -106,11 +106,11 @@ class _ErrorsAsMessages:
 
 
 def _print_summary(summary: Summary) -> None:
-    from unstable_lite.trackers.terminal import evaluation_table, key_value_table
+    from unstable_lite.trackers.terminal import evaluation_tables, key_value_lines
 
     console = Console(highlight=False)
-    if summary.evaluations:
-        console.print(evaluation_table(summary.evaluations))
+    for table in evaluation_tables(summary.evaluations):
+        console.print(table)
     rows = [
         ("updates", f"{summary.updates}" + (f", {summary.skipped_updates} skipped" * bool(summary.skipped_updates))),
         ("games", f"{summary.games}, {summary.void_games} void"),
@@ -124,7 +124,7 @@ def _print_summary(summary: Summary) -> None:
         ("games, turn by turn", str(summary.directory / "games.jsonl")),
         ("curves", f"tensorboard --logdir {summary.directory / 'tensorboard'}"),
     ]
-    console.print(key_value_table("Run", rows), soft_wrap=True)
+    console.print(key_value_lines(rows), markup=False, soft_wrap=True)
     for alarm in summary.alarms:
         console.print(f"[red]alarm[/red] {alarm}")
 

@@ -7,7 +7,6 @@ long) is void: its record says why, nothing of it is trained or rated, and its s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import traceback
 from collections import Counter
@@ -94,36 +93,34 @@ class Collector:
         for version in versions:
             self._arena.retain(version)
         self.games_in_flight[spec.kind] += 1
-        game = asyncio.create_task(self._run_game(record), name=f"game-{spec.game_idx}")
         try:
-            await asyncio.wait({game}, timeout=self._config.game_timeout_s)
+            (error,) = await asyncio.gather(self._run_game(record), return_exceptions=True)
         finally:
             self.games_in_flight[spec.kind] -= 1
-            game.cancel()  # nothing to cancel unless it timed out or this run is being stopped
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({game})
             for version in versions:
                 self._arena.release(version)
-        self._settle(record, game)
+        self._settle(record, error)
         self._scheduler.update(record)
         self._on_record(record)
         return record
 
     async def _run_game(self, record: GameRecord) -> None:
         spec = record.spec
-        environment = await make_environment(spec.env_id, spec.num_players, spec.seed)
-        players = seat_players(spec, self._generate)
-        await run_game(record, environment, players, self._config.max_action_chars)
+        async with asyncio.timeout(self._config.game_timeout_s):
+            environment = await make_environment(spec.env_id, spec.num_players, spec.seed)
+            players = seat_players(spec, self._generate)
+            await run_game(record, environment, players, self._config.max_action_chars)
 
-    def _settle(self, record: GameRecord, game: asyncio.Task[None]) -> None:
+    def _settle(self, record: GameRecord, error: BaseException | None) -> None:
         """Count a void game and say why; raise what no other game can survive either."""
         env_id = record.spec.env_id
-        error = EnvError("wall-clock cap reached") if game.cancelled() else game.exception()
         if error is None:
             self._voids_in_a_row[env_id] = 0
             return
         if isinstance(error, WorkerDied):
             raise error
+        if isinstance(error, TimeoutError):
+            error = EnvError(f"not over after run.game_timeout_s = {self._config.game_timeout_s:g}")
         record.end, record.error = "void", f"{type(error).__name__}: {error}"
         actions = [(turn.pid, turn.action) for turn in record.turns]
         log.warning(

@@ -33,7 +33,7 @@ class Plan:
     """A config that can run, and what was decided about it."""
 
     config: Config
-    """With `engine.kind` decided and `model_name` resolved."""
+    """With `engine.kind` decided."""
     engine_reason: str
     engine_devices: tuple[int | str, ...]
     learner_device: int | str
@@ -100,12 +100,7 @@ def make_plan(config: Config) -> Plan:
     workers_on_cpu = [*engine_devices, *learner_devices].count("cpu")
     share = max(1, len(os.sched_getaffinity(0)) // max(1, workers_on_cpu))
     return Plan(
-        config=config.model_copy(
-            update={
-                "engine": config.engine.model_copy(update={"kind": kind}),
-                "model_name": resolve_model(config.model_name),
-            }
-        ),
+        config=config.model_copy(update={"engine": config.engine.model_copy(update={"kind": kind})}),
         engine_reason=reason,
         engine_devices=engine_devices,
         learner_device=learner_devices[0],

@@ -1,6 +1,7 @@
 """Adapters as files: a PEFT directory that any engine loads.
 
-Owns names, atomicity and durability; knows nothing of training. Safetensors only: nothing read here can run code.
+Owns names, atomicity and durability; knows nothing of training. Safetensors only: nothing read here can run
+code.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def publish(directory: Path, tensors: Mapping[str, Tensor], peft_config: Mapping
         _sync(directory.parent)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise AdapterError(explain(error, directory, sum(tensor.nbytes for tensor in tensors.values()))) from error
+        needed_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        raise AdapterError(explain(error, directory, needed_bytes)) from error
 
 
 def write(directory: Path, tensors: Mapping[str, Tensor], peft_config: Mapping[str, Any]) -> None:
@@ -68,11 +70,11 @@ def read(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def explain(error: OSError, path: Path, needed_bytes: int) -> str:
     """What, where, what to do."""
     try:
-        free_mb = f"{shutil.disk_usage(path.parent).free / 1e6:.1f} MB are free"
+        free = f"{shutil.disk_usage(path.parent).free / 1e6:.1f} MB are free"
     except OSError:
-        free_mb = "free space unknown"
+        free = "free space unknown"
     return (
-        f"cannot write {path}: {error.strerror}; it needs {needed_bytes / 1e6:.1f} MB, {free_mb}. "
+        f"cannot write {path}: {error.strerror}; it needs {needed_bytes / 1e6:.1f} MB, {free}. "
         "Free some space, or let the run write elsewhere"
     )
 

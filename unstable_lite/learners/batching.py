@@ -1,8 +1,8 @@
 """From steps to padded micro-batches.
 
-Owns which tokens are trained: the completion's, stop token included, and nothing else. Each trained token is listed
-with the position that predicts it, so that padding and prompts cannot be trained by accident. Knows nothing of
-models, losses or what an advantage means. `N` counts a micro-batch's trained tokens.
+Owns which tokens are trained: the completion's, stop token included, and nothing else. Each trained token is
+listed with the position that predicts it, so that padding and prompts cannot be trained by accident. Knows nothing
+of models, losses or what an advantage means. `N` counts a micro-batch's trained tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unstable_lite.types import TrainItem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Rows padded on the right. Under causal attention no token sees what is to its right: no mask is needed."""
+    """Rows padded on the right: under causal attention no token sees its right, so that no mask is needed."""
 
     tokens_BT: Tensor
     source_N: Tensor
@@ -61,7 +61,7 @@ def length(item: TrainItem) -> int:
 
 
 def check(items: Sequence[TrainItem], vocab_size: int) -> None:
-    """Raises RequestError for an item that no engine can have sampled; on a GPU it would be an opaque device assert."""
+    """Raises RequestError for an item that no engine can have sampled; a GPU would answer with a device assert."""
     for i, item in enumerate(items):
         ids = np.concatenate([item.prompt_ids, item.completion_ids])
         if len(item.logprobs) != len(item.completion_ids):
@@ -69,11 +69,12 @@ def check(items: Sequence[TrainItem], vocab_size: int) -> None:
                 f"item {i}: {len(item.logprobs)} logprobs for {len(item.completion_ids)} completion tokens"
             )
         if not len(item.prompt_ids):
-            raise RequestError(f"item {i}: an empty prompt predicts nothing; let the template begin with a token")
-        if ids.min() < 0 or ids.max() >= vocab_size:
+            raise RequestError(f"item {i}: an empty prompt predicts nothing; begin the template with a token")
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(outside):
             raise RequestError(
-                f"item {i}: token id {ids.max() if ids.min() >= 0 else ids.min()} is outside the learner's vocabulary of "
-                f"{vocab_size}; engine and learner must load the same model"
+                f"item {i}: token id {outside[0]} is outside the learner's vocabulary of {vocab_size}; "
+                "engine and learner must load the same model"
             )
 
 
@@ -93,10 +94,8 @@ def fit(items: Sequence[TrainItem], max_train_len: int | None) -> Fitted:
     return Fitted(items=fitted, num_cut=num_cut, num_dropped=len(items) - len(fitted))
 
 
-def make_micro_batches(
-    items: Sequence[TrainItem], max_tokens: int, max_rows: int | None
-) -> list[MicroBatch]:
-    """Rows of similar length together, longest first, so that a batch too big for the memory fails at once."""
+def make_micro_batches(items: Sequence[TrainItem], max_tokens: int, max_rows: int | None) -> list[MicroBatch]:
+    """Rows of similar length together, longest first, so that what does not fit the memory fails at once."""
     rows: list[TrainItem] = []
     batches: list[MicroBatch] = []
     for item in sorted(items, key=length, reverse=True):

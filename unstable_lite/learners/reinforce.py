@@ -1,6 +1,7 @@
 """REINFORCE with truncated importance weights.
 
-Owns the optimiser and the one update on this page. An item's advantage is all that it knows of games and rewards.
+Owns the optimiser and the one update on this page. An item's advantage is all that it knows of games and
+rewards.
 """
 
 from __future__ import annotations
@@ -9,20 +10,35 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from unstable_lite.config import Config
 from unstable_lite.learners import UpdateResult, adapter_files, losses
-from unstable_lite.learners.batching import MicroBatch, check, fit, length, make_micro_batches
+from unstable_lite.learners.batching import check, fit, length, make_micro_batches
 from unstable_lite.learners.model import Policy
 from unstable_lite.types import TrainItem
 
 _STATE = "learner.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What the gradient was made of; `N` counts the batch's trained tokens."""
+
+    loss: float
+    logp_N: Tensor
+    behaviour_logp_N: Tensor
+    entropy_N: Tensor
+    version_N: Tensor
+    mean_length: float
+    padding_share: float
 
 
 class REINFORCELearner:
@@ -54,78 +70,75 @@ class REINFORCELearner:
             "pct_truncated": fitted.num_cut / max(len(items), 1),
             "lr": self._config.learning_rate,
         }
-        skipped: str | None = f"none of {len(items)} steps has room for a completion token within max_train_len"
+        skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
         if fitted.items:
-            batches = make_micro_batches(
-                fitted.items, self._config.max_tokens_per_micro_batch, self._config.mini_batch_size
-            )
             try:
-                trained = self._accumulate_gradient(batches, divisor=self._max_generation_len * len(fitted.items))
-                skipped = self._take_step(trained)
+                trained = self.add_gradient(fitted.items)
+                # Returns the norm from before the clipping.
+                norm = clip_grad_norm_(self._parameters, self._config.gradient_clipping).item()
+                if math.isfinite(trained.loss) and math.isfinite(norm):
+                    self._optimizer.step()
+                    skipped = None
+                else:
+                    skipped = f"not finite: loss {trained.loss:g}, gradient norm {norm:g}"
             finally:
                 self._optimizer.zero_grad(set_to_none=True)
-            metrics |= self._figures(fitted.items, batches, trained, time.perf_counter() - started)
+            metrics |= {"policy_grad_norm": norm, **self._figures(trained)}
         if skipped is None:
             self.step += 1
             self.version = version
             self.samples_seen += len(fitted.items)
-        metrics |= {
-            "step": float(self.step),
-            "samples_seen": float(self.samples_seen),
-            "seconds": time.perf_counter() - started,
-        }
-        return UpdateResult(metrics=metrics, skipped=skipped)
+        seconds = time.perf_counter() - started
+        return UpdateResult(
+            metrics=metrics
+            | {
+                "step": float(self.step),
+                "samples_seen": float(self.samples_seen),
+                "seconds": seconds,
+                "tokens_per_s": sum(map(length, fitted.items)) / seconds,
+            },
+            skipped=skipped,
+        )
 
-    def _accumulate_gradient(self, batches: list[MicroBatch], divisor: float) -> dict[str, Tensor]:
-        """Add up the gradient of the whole batch; returns per-token tensors and the loss."""
-        columns: dict[str, list[Tensor]] = {}
-        for batch in (cpu_batch.to(self.policy.device) for cpu_batch in batches):
+    def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
+        """Add the gradient of the loss on all of `items` to the parameters, micro-batch by micro-batch."""
+        config = self._config
+        divisor = self._max_generation_len * len(items)
+        loss, parts, num_padding, num_positions = torch.zeros((), device=self.policy.device), [], 0, 0
+        for cpu_batch in make_micro_batches(items, config.max_tokens_per_micro_batch, config.mini_batch_size):
+            batch = cpu_batch.to(self.policy.device)
             logp_N, entropy_N = self.policy.logprobs(batch)
-            weight_N = losses.importance_weights(
-                logp_N, batch.behaviour_logp_N, self._config.importance_weight_cap
-            )
-            loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
-            loss.backward()
-            of_batch = {
-                "loss": loss.detach()[None],
-                "logp": logp_N.detach(),
-                "behaviour_logp": batch.behaviour_logp_N,
-                "entropy": entropy_N,
-                "version": batch.version_N,
-            }
-            for name, column in of_batch.items():
-                columns.setdefault(name, []).append(column)
-        return {name: torch.cat(column) for name, column in columns.items()}
+            weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
+            part_loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
+            part_loss.backward()  # type: ignore[no-untyped-call]
+            loss += part_loss.detach()
+            parts.append((logp_N.detach(), batch.behaviour_logp_N, entropy_N, batch.version_N))
+            num_padding += batch.num_padding
+            num_positions += batch.tokens_BT.numel()
+        logp_N, behaviour_logp_N, entropy_N, version_N = map(torch.cat, zip(*parts, strict=True))
+        return Trained(
+            loss=loss.item(),
+            logp_N=logp_N,
+            behaviour_logp_N=behaviour_logp_N,
+            entropy_N=entropy_N,
+            version_N=version_N,
+            mean_length=sum(map(length, items)) / len(items),
+            padding_share=num_padding / num_positions,
+        )
 
-    def _take_step(self, trained: dict[str, Tensor]) -> str | None:
-        """Clip and step, or say why not; the norm is measured before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.gradient_clipping)
-        trained["grad_norm"] = norm
-        loss = trained["loss"].sum().item()
-        if not math.isfinite(loss) or not math.isfinite(norm.item()):
-            return f"loss {loss:g}, gradient norm {norm.item():g}"
-        self._optimizer.step()
-        return None
-
-    def _figures(
-        self, items: list[TrainItem], batches: list[MicroBatch], trained: dict[str, Tensor], seconds: float
-    ) -> dict[str, float]:
-        logp_N, behaviour_logp_N = trained["logp"], trained["behaviour_logp"]
-        staleness_N = (self.version - trained["version"]).float()
-        num_input_tokens = sum(map(length, items))
+    def _figures(self, trained: Trained) -> dict[str, float]:
+        staleness_N = (self.version - trained.version_N).float()
         return {
-            "loss": trained["loss"].sum().item(),
-            "policy_grad_norm": trained["grad_norm"].item(),
-            "logp_mean": logp_N.mean().item(),
-            "entropy": trained["entropy"].mean().item(),
+            "loss": trained.loss,
+            "logp_mean": trained.logp_N.mean().item(),
+            "entropy": trained.entropy_N.mean().item(),
             "staleness_mean": staleness_N.mean().item(),
             "staleness_max": staleness_N.max().item(),
-            "num_tokens": float(len(logp_N)),
-            "avg_train_len": num_input_tokens / len(items),
-            "tokens_per_s": num_input_tokens / seconds,
-            "padding_share": sum(b.num_padding for b in batches) / sum(b.tokens_BT.numel() for b in batches),
-            **losses.importance_figures(logp_N, behaviour_logp_N, self._config.importance_weight_cap),
-            **losses.mismatch_figures(logp_N, behaviour_logp_N, trained["version"] == self.version),
+            "num_tokens": float(len(trained.logp_N)),
+            "avg_train_len": trained.mean_length,
+            "padding_share": trained.padding_share,
+            **losses.importance_figures(trained.logp_N, trained.behaviour_logp_N, self._config.importance_weight_cap),
+            **losses.mismatch_figures(trained.logp_N, trained.behaviour_logp_N, staleness_N == 0),
         }
 
     def save(self, directory: Path) -> None:
@@ -157,8 +170,6 @@ class REINFORCELearner:
             key, _, parameter_name = name.partition("/")
             if parameter_name in indices:
                 state.setdefault(indices[parameter_name], {})[key] = tensor
-        self._optimizer.load_state_dict(
-            {"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]}
-        )
+        self._optimizer.load_state_dict({"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]})
         self.step, self.version = counters["step"], counters["version"]
         self.samples_seen = counters["samples_seen"]

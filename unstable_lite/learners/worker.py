@@ -2,9 +2,9 @@
 
 Owns the loop and what each message leads to. Knows nothing of algorithms, rewards, games or text.
 
-`Ready.facts`: `adapter_bytes` (of one published version), `lora_parameters`, `base_parameters`, `dtype` (of the base),
-`device`, `threads`, `vocab_size`, `max_position_embeddings` (None where the model has no limit), and the versions
-`torch`, `transformers`, `peft`.
+`Ready.facts`: `adapter_bytes` (of one published version), `lora_parameters`, `base_parameters`, `dtype` (of the
+base), `device`, `threads`, `vocab_size`, `max_position_embeddings` (None where the model has no limit), and the
+versions of `torch`, `transformers` and `peft`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from unstable_lite.transport.messages import (
 
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     torch.set_num_threads(spec.threads)
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     learner = load_learner(spec.config, spec.device)
     socket.send(Ready(facts=_facts(learner, spec)))
     while True:
@@ -60,14 +60,16 @@ def _answer(learner: Learner, message: Message) -> Message:
     except torch.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         advice = "lower learner.max_tokens_per_micro_batch or learner.logits_chunk_tokens"
-        return Failed(request_id=message.request_id, error=f"out of memory on {learner.policy.device}: {advice} ({error})")
+        return Failed(
+            request_id=message.request_id, error=f"{learner.policy.device} is out of memory: {advice} ({error})"
+        )
 
 
 def _update(learner: Learner, message: Update) -> Updated:
     result = learner.update(message.items, message.version)
     if result.skipped is None:
-        # An AdapterError ends the worker: its weights have moved on, but no version tells of it. The last saved state
-        # is where to restart from.
+        # An AdapterError ends the worker: its weights have moved on, but no version tells of it. The last saved
+        # state is where to restart from.
         adapter_files.publish(Path(message.path), *learner.policy.adapter_state())
     return Updated(request_id=message.request_id, metrics=result.metrics, skipped=result.skipped)
 

@@ -60,31 +60,33 @@ class TerminalInterface:
             self.say(f"update {update}/{total}  {figures}")
 
 
-def key_value_table(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
-    for key, value in rows:
-        table.add_row(f"[bold]{key}[/bold]", value)
-    return table
+def key_value_lines(rows: Iterable[tuple[str, str]]) -> str:
+    """Aligned lines that are never cut: paths must stay whole to be copied."""
+    rows = list(rows)
+    width = max(len(key) for key, _ in rows) + 2
+    return "\n".join(f"{key:<{width}}{value}" for key, value in rows)
 
 
-def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
-    table = Table(title="Evaluations (95 % intervals)", title_justify="left")
-    for name in ("when", "model", "env", "opponent"):
-        table.add_column(name)
-    for name in ("games", "win rate", "interval", "draws", "own invalid", "void"):
-        table.add_column(name, justify="right")
-    for evaluation in evaluations:
-        low, high = evaluation.interval
-        table.add_row(
-            evaluation.label,
-            evaluation.model,
-            evaluation.env_id,
-            evaluation.opponent,
-            str(evaluation.n),
-            f"{evaluation.win_rate:.1%}",
-            f"{low:.1%} – {high:.1%}",
-            str(evaluation.draws),
-            f"{evaluation.invalid} ({evaluation.invalid / max(evaluation.n, 1):.1%})",
-            str(evaluation.void),
-        )
-    return table
+def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
+    """One table for each env and opponent, in the order of time."""
+    tables = []
+    for env_id, opponent in dict.fromkeys((e.env_id, e.opponent) for e in evaluations):
+        table = Table(title=f"{env_id} against {opponent}", title_justify="left")
+        table.add_column("when")
+        table.add_column("model")
+        for name in ("games", "won", "95 % interval", "drawn", "own invalid"):
+            table.add_column(name, justify="right")
+        for evaluation in evaluations:
+            if (evaluation.env_id, evaluation.opponent) == (env_id, opponent):
+                low, high = evaluation.interval
+                table.add_row(
+                    evaluation.label,
+                    evaluation.model,
+                    f"{evaluation.n}" + f" (+{evaluation.void} void)" * bool(evaluation.void),
+                    f"{evaluation.win_rate:.1%}",
+                    f"{low:.1%} – {high:.1%}",
+                    f"{evaluation.draws}",
+                    f"{evaluation.invalid} ({evaluation.invalid / max(evaluation.n, 1):.1%})",
+                )
+        tables.append(table)
+    return tables

@@ -1,9 +1,13 @@
 """Make the embedded default model, `builtin:tiny`: `python -m unstable_lite.models.tiny.make --output DIR`.
 
 Owns the tokenizer's and the model's whole recipe: random-legal games → turns → byte-level BPE →
-a Qwen3 of about a million parameters that imitates those turns. Knows nothing of learning to win:
-no move in its data was chosen for being good, so that the model stands for a base model that knows
-rules and format.
+a Qwen3 of about a million parameters that imitates them. Knows nothing of learning to win: no move
+in its data was chosen for being good, so that the model stands for a base model that knows rules
+and format.
+
+A random-legal player's next token has a distribution that is known exactly, so the model is
+trained on that, not on one draw from it: what it should learn, which moves are legal, is then in
+every turn.
 
 It promises neither language nor play: text that is not of the eight families below comes out as
 noise. Games, tokenizer and the order of batches are a function of the seed; the weights are too, as
@@ -17,8 +21,10 @@ import json
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -27,7 +33,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from unstable_lite.games.environments import Environment
-from unstable_lite.games.players.scripted import random_legal_action
+from unstable_lite.games.players.scripted import legal_actions
 
 GAME_SHARES = {
     "TicTacToe-v0-train": 0.20,
@@ -105,10 +111,11 @@ OBSERVATION_WEIGHT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a random-legal player."""
+    """One turn of a random-legal player: what it saw, could do, and did."""
 
     prompt: str
-    completion: str
+    completions: tuple[str, ...]
+    chosen: int
 
 
 def tiny_prompt(observation: str) -> str:
@@ -125,9 +132,11 @@ def play_games(num_games: int, rng: random.Random) -> list[Turn]:
         done = False
         while not done:
             _, observation = env.observe()
-            action = random_legal_action(env_id, observation, rng)
-            game.append(Turn(tiny_prompt(observation), f"\\boxed{{{action}}}{END}"))
-            done = env.step(action)
+            actions = legal_actions(env_id, observation)
+            chosen = rng.randrange(len(actions))
+            completions = tuple(f"\\boxed{{{action}}}{END}" for action in actions)
+            game.append(Turn(tiny_prompt(observation), completions, chosen))
+            done = env.step(actions[chosen])
         turns += rng.sample(game, min(TURNS_PER_GAME, len(game)))
     rng.shuffle(turns)
     return turns
@@ -139,7 +148,7 @@ def tokenizer_corpus(turns: list[Turn]) -> Iterator[str]:
         user, assistant = turn.prompt.split(END)
         yield user.removeprefix(START)
         yield assistant.removeprefix(f"\n{START}")
-        yield turn.completion.removesuffix(END)
+        yield turn.completions[turn.chosen].removesuffix(END)
     for env_id in OTHER_ENVS:
         for seed in range(2):
             _, observation = Environment(f"{env_id}-train", _players(env_id), seed).observe()
@@ -200,57 +209,89 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTurn:
-    token_ids: list[int]
-    prompt_len: int
+    prompt_ids: list[int]
+    completions: list[tuple[int, ...]]
+    chosen: int
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.prompt_ids, *self.completions[self.chosen]]
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.completions[self.chosen])
+
+    def next_tokens(self) -> list[dict[int, float]]:
+        """For each token of the chosen completion: the player's distribution, given those before."""
+        path, possible, distributions = self.completions[self.chosen], self.completions, []
+        for position, token in enumerate(path):
+            counts = Counter(completion[position] for completion in possible)
+            distributions.append({t: count / len(possible) for t, count in counts.items()})
+            possible = [completion for completion in possible if completion[position] == token]
+        return distributions
 
 
 def encode_turns(tokenizer: PreTrainedTokenizerFast, turns: list[Turn]) -> list[EncodedTurn]:
-    """Prompt and completion apart, as an engine sees them."""
+    """Prompt and completion apart, as an engine sees them; all but a few very long turns."""
+
+    @cache
+    def completion_ids(completion: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(completion, add_special_tokens=False))
+
     prompts = tokenizer([turn.prompt for turn in turns], add_special_tokens=False)["input_ids"]
-    completions = tokenizer([turn.completion for turn in turns], add_special_tokens=False)["input_ids"]
-    encoded = [EncodedTurn(p + c, len(p)) for p, c in zip(prompts, completions, strict=True)]
-    return [turn for turn in encoded if len(turn.token_ids) <= MAX_TURN_TOKENS]
+    encoded = (
+        EncodedTurn(prompt_ids, [completion_ids(c) for c in turn.completions], turn.chosen)
+        for prompt_ids, turn in zip(prompts, turns, strict=True)
+    )
+    return [turn for turn in encoded if len(turn) <= MAX_TURN_TOKENS]
 
 
 def batches(turns: list[EncodedTurn], tokens: int, rng: random.Random) -> Iterator[list[EncodedTurn]]:
     """For ever: turns of like length together, at most `tokens` with padding, in random order."""
     while True:
         chunk = rng.sample(turns, min(len(turns), 16_384))
-        chunk.sort(key=lambda turn: len(turn.token_ids))
+        chunk.sort(key=len)
         groups: list[list[EncodedTurn]] = [[]]
         for turn in chunk:
-            if (len(groups[-1]) + 1) * len(turn.token_ids) > tokens:
+            if (len(groups[-1]) + 1) * len(turn) > tokens:
                 groups.append([])
             groups[-1].append(turn)
         rng.shuffle(groups)
-        yield from groups
+        yield from (group for group in groups if group)
 
 
 def imitation_loss(
     model: Qwen3ForCausalLM, batch: list[EncodedTurn], pad_id: int, observation_share: float
 ) -> tuple[torch.Tensor, float]:
-    """Cross-entropy of the completion's tokens plus, lightly, of a share of the observation's.
+    """What to minimise, and the divergence from the random-legal player in nats per turn.
 
-    Returns what to minimise, and the completion's nats per turn alone.
+    Shapes: `B` turns, `T` tokens, `N` answer tokens of all turns, `K` possible tokens of all those.
     """
-    width = max(len(turn.token_ids) for turn in batch)
+    width = max(map(len, batch))
     ids_BT = torch.full((len(batch), width), pad_id)
-    is_answer_BT = torch.zeros((len(batch), width), dtype=torch.bool)
     is_prompt_BT = torch.zeros((len(batch), width), dtype=torch.bool)
+    at_N: list[int] = []
+    n_K: list[int] = []
+    token_K: list[int] = []
+    probability_K: list[float] = []
     for row, turn in enumerate(batch):
-        ids_BT[row, : len(turn.token_ids)] = torch.tensor(turn.token_ids)
-        is_answer_BT[row, turn.prompt_len : len(turn.token_ids)] = True
-        is_prompt_BT[row, 1 : turn.prompt_len] = True
-    is_prompt_BT &= torch.rand(is_prompt_BT.shape) < observation_share
+        ids_BT[row, : len(turn)] = torch.tensor(turn.token_ids)
+        is_prompt_BT[row, 1 : len(turn.prompt_ids)] = True
+        for position, distribution in enumerate(turn.next_tokens(), len(turn.prompt_ids) - 1):
+            n_K += [len(at_N)] * len(distribution)
+            token_K += distribution.keys()
+            probability_K += distribution.values()
+            at_N.append(row * (width - 1) + position)
     # Padding is on the right and attention is causal: no row sees it.
     hidden_BTD = model.model(input_ids=ids_BT[:, :-1], use_cache=False).last_hidden_state
-    predicts_BT = (is_answer_BT | is_prompt_BT)[:, 1:]
-    logits_ND = model.lm_head(hidden_BTD[predicts_BT])
-    losses_N = F.cross_entropy(logits_ND.float(), ids_BT[:, 1:][predicts_BT], reduction="none")
-    is_answer_N = is_answer_BT[:, 1:][predicts_BT]
-    answer = losses_N[is_answer_N].sum() / len(batch)
-    observation = losses_N[~is_answer_N].mean() if bool((~is_answer_N).any()) else answer.new_zeros(())
-    return answer + OBSERVATION_WEIGHT * observation, float(answer.detach())
+    logp_NV = model.lm_head(hidden_BTD.flatten(0, 1)[at_N]).float().log_softmax(-1)
+    p_K = torch.tensor(probability_K)
+    cross_entropy = -(p_K * logp_NV[n_K, token_K]).sum() / len(batch)
+    entropy = -float((p_K * p_K.log()).sum()) / len(batch)
+    predicts_BT = (is_prompt_BT & (torch.rand(is_prompt_BT.shape) < observation_share))[:, 1:]
+    logits_MV = model.lm_head(hidden_BTD[predicts_BT]).float()
+    observation = F.cross_entropy(logits_MV, ids_BT[:, 1:][predicts_BT], reduction="sum")
+    loss = cross_entropy + OBSERVATION_WEIGHT * observation / max(1, len(logits_MV))
+    return loss, float(cross_entropy.detach()) - entropy
 
 
 def train_model(
@@ -259,10 +300,10 @@ def train_model(
     *,
     steps: int,
     rng: random.Random,
-    batch_tokens: int = 8192,
+    batch_tokens: int = 4096,
     learning_rate: float = 3e-3,
 ) -> float:
-    """Imitate `turns` for `steps` steps; the mean nats per turn of the last tenth."""
+    """Imitate `turns` for `steps` steps; the mean divergence of the last tenth."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -280,16 +321,16 @@ def train_model(
         scale = min(1.0, (step + 1) / warmup) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * scale
-        loss, answer = imitation_loss(model, batch, model.config.pad_token_id, OBSERVATION_SHARE)
+        loss, divergence = imitation_loss(model, batch, model.config.pad_token_id, OBSERVATION_SHARE)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        recent.append(answer)
+        recent.append(divergence)
         if (step + 1) % 100 == 0:
             elapsed = time.perf_counter() - started
             mean = sum(recent[-100:]) / 100
-            print(f"step {step + 1}/{steps}  {elapsed:.0f} s  {mean:.4f} nats per turn", flush=True)
+            print(f"step {step + 1}/{steps}  {elapsed:.0f} s  {mean:.4f} nats from random-legal", flush=True)
     return sum(recent[-max(1, steps // 10) :]) / max(1, min(len(recent), steps // 10))
 
 
@@ -310,7 +351,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Pa
 
 
 def make(output: Path, *, games: int, steps: int, seed: int) -> float:
-    """The whole recipe; the model's last nats per turn."""
+    """The whole recipe; how far the model is from the player, in nats per turn."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     started = time.perf_counter()
@@ -318,7 +359,7 @@ def make(output: Path, *, games: int, steps: int, seed: int) -> float:
     print(f"{len(turns)} turns of {games} games in {time.perf_counter() - started:.0f} s", flush=True)
     tokenizer = train_tokenizer(turns[:20_000])
     encoded = encode_turns(tokenizer, turns)
-    mean_len = sum(len(turn.token_ids) for turn in encoded) / len(encoded)
+    mean_len = sum(map(len, encoded)) / len(encoded)
     print(f"{len(tokenizer)} tokens in the vocabulary, {mean_len:.1f} in a turn", flush=True)
     model = Qwen3ForCausalLM(make_config(tokenizer))
     nats = train_model(model, encoded, steps=steps, rng=rng)
@@ -329,12 +370,12 @@ def make(output: Path, *, games: int, steps: int, seed: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the embedded default model, builtin:tiny.")
     parser.add_argument("--output", type=Path, required=True, help="folder for the weights and the tokenizer")
-    parser.add_argument("--games", type=int, default=40_000, help="random-legal games that are played")
-    parser.add_argument("--steps", type=int, default=3000, help="optimiser steps")
+    parser.add_argument("--games", type=int, default=25_000, help="random-legal games that are played")
+    parser.add_argument("--steps", type=int, default=2600, help="optimiser steps")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     nats = make(args.output, games=args.games, steps=args.steps, seed=args.seed)
-    print(f"{args.output}: {nats:.4f} nats per turn in the last tenth")
+    print(f"{args.output}: {nats:.4f} nats per turn from the random-legal player")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,380 @@
+"""What the benches share: both sides in processes of their own, measured in turns, told as medians and ratios.
+
+A ratio is taken round by round, between samples that were measured seconds apart, so that a noisy machine slows both
+sides alike. Absolute figures are worth what the machine was worth at that moment; ratios travel.
+Knows nothing of what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from unstable_lite.checkpoints import versions
+from unstable_lite.config import Config
+from unstable_lite.engines.client import EngineClient, EnginePool
+from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.processes import WorkerProcess
+from unstable_lite.transport.sockets import Router
+
+REPOSITORY = Path(__file__).parent.parent
+MB = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    seconds: float
+    """Of one sample, where the bench can choose."""
+    rounds: int
+    """Samples of each side, after one that only warms up."""
+    seed: int
+    small: bool
+    """Sizes for a smoke test: the figures mean nothing."""
+    profile: bool
+
+
+class Failure(Exception):
+    """A measured process died; the last lines of its output are in the message."""
+
+
+# ---------------------------------------------------------------------- processes that are measured
+
+
+class Subject:
+    """A fresh interpreter that runs `python -m module ARGUMENTS` and measures when it is asked to.
+
+    It is frozen between two measurements: it waits for its stdin and does nothing else, whatever it runs inside.
+    """
+
+    def __init__(self, module: str, **arguments: Any) -> None:
+        self.name = f"{module} {json.dumps(arguments)}"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, json.dumps(arguments)],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        self.facts = self._receive()
+
+    def measure(self, **request: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # why it is gone is told below
+        return self._receive()
+
+    def ask_to_end(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def close(self) -> None:
+        self.ask_to_end()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._log.close()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            self._log.seek(0)
+            tail = "\n".join(self._log.read().decode(errors="replace").splitlines()[-20:])
+            raise Failure(f"{self.name} exited with code {code}:\n{tail}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class Subjects:
+    """The subjects of one bench; all of them end with it."""
+
+    def __init__(self) -> None:
+        self._subjects: list[Subject] = []
+
+    def __enter__(self) -> Subjects:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for subject in self._subjects:
+            subject.ask_to_end()
+        for subject in self._subjects:
+            subject.close()
+
+    def start(self, module: str, **arguments: Any) -> Subject:
+        subject = Subject(module, **arguments)
+        self._subjects.append(subject)
+        return subject
+
+
+class Questioner:
+    """The subject's side: its arguments, the requests to measure, the answers."""
+
+    def __init__(self) -> None:
+        self.arguments: dict[str, Any] = json.loads(sys.argv[1])
+        # Libraries print to stdout as they like; answers have a descriptor of their own.
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+
+    def answer(self, answer: Mapping[str, Any]) -> None:
+        self._answers.write(json.dumps(answer) + "\n")
+        self._answers.flush()
+
+    def requests(self) -> Iterator[dict[str, Any]]:
+        """Blocks, the event loop too if there is one: a subject that is not measured must not compute."""
+        for line in sys.stdin:
+            yield json.loads(line)
+
+
+def memory_mb(which: Literal["now", "peak"]) -> float:
+    """Resident memory of this process."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:  # no /proc: the peak is all there is
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 if sys.platform == "darwin" else 1e-3) / MB
+    key = "VmRSS:" if which == "now" else "VmHWM:"
+    return float(next(line for line in lines if line.startswith(key)).split()[1]) * 1024 / MB
+
+
+def forget_peak_memory() -> None:
+    """From here on the peak is that of what comes; where the kernel does not allow it, that of the whole process."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+# ------------------------------------------------------------------------------ an engine that runs
+
+
+def bench_config(**sections: Any) -> Config:
+    env = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
+    return Config.model_validate({"train_envs": [env], **sections})
+
+
+@contextlib.asynccontextmanager
+async def started_engine(config: Config, threads: int) -> AsyncIterator[tuple[EnginePool, WorkerProcess]]:
+    """One engine worker on the CPU, as a run starts it, and no learner."""
+    directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
+    router = Router(directory)
+    client = EngineClient(router, "engine-0", config.engine)
+    process = WorkerProcess(client.peer, directory / "engine-0.log")
+    spec = WorkerSpec(
+        name="engine-0",
+        endpoint=router.endpoint,
+        device="cpu",
+        threads=threads,
+        config_json=config.model_dump_json(),
+    )
+    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    await process.start("unstable_lite.engines.worker", spec, environment)
+    death = asyncio.create_task(process.watch())
+    try:
+        either: set[asyncio.Future[Any]] = {death, client.peer.ready}
+        await asyncio.wait(either, timeout=config.engine.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if death.done():
+            death.result()
+        yield EnginePool([client]), process
+    finally:
+        await process.stop()
+        with contextlib.suppress(Exception):  # its death, if any, has been raised above
+            await death
+        router.close()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process, all threads; NaN where there is no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.nan
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+# ----------------------------------------------------------------------------------- measuring, telling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One quantity and its samples, in the order of the rounds; none where it could not be measured."""
+
+    name: str
+    unit: str
+    samples: tuple[float, ...]
+    remark: str = ""
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.samples) if self.samples else None
+
+    @property
+    def spread(self) -> tuple[float, float] | None:
+        return (min(self.samples), max(self.samples)) if self.samples else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "median": self.median,
+            "spread": self.spread,
+            "n": len(self.samples),
+            "samples": self.samples,
+            "remark": self.remark,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What DESIGN asks for: at least, or at most, so much."""
+
+    bound: Literal["≥", "≤"]
+    value: float
+
+    def is_met(self, value: float) -> bool:
+        return value >= self.value if self.bound == "≥" else value <= self.value
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    bench: str
+    question: str
+    options: Options
+    rows: list[Row] = field(default_factory=list)
+    ratios: list[tuple[Row, Target | None]] = field(default_factory=list)
+    """And other figures that have a target."""
+    sizes: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, name: str, unit: str, samples: list[float], remark: str = "") -> Row:
+        row = Row(name=name, unit=unit, samples=tuple(samples), remark=remark)
+        self.rows.append(row)
+        return row
+
+    def add_ratio(self, name: str, a: Row, b: Row, target: Target | None = None) -> None:
+        """a ÷ b, round by round."""
+        samples = tuple(x / y for x, y in zip(a.samples, b.samples, strict=False) if y)
+        remark = "" if samples else "not measured"
+        self.ratios.append((Row(name=name, unit="×", samples=samples, remark=remark), target))
+
+    def add_figure(self, name: str, unit: str, samples: list[float], target: Target) -> None:
+        self.ratios.append((Row(name=name, unit=unit, samples=tuple(samples)), target))
+
+    def to_json(self) -> dict[str, Any]:
+        ratios = []
+        for row, target in self.ratios:
+            told = row.to_json()
+            told["target"] = None if target is None else f"{target.bound} {target.value:g}"
+            told["is_met"] = None if target is None or row.median is None else target.is_met(row.median)
+            ratios.append(told)
+        return {
+            "bench": self.bench,
+            "question": self.question,
+            "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "seed": self.options.seed,
+            "seconds": self.options.seconds,
+            "rounds": self.options.rounds,
+            "small": self.options.small,
+            "load_average": os.getloadavg(),
+            "sizes": self.sizes,
+            "rows": [row.to_json() for row in self.rows],
+            "ratios": ratios,
+            "notes": self.notes,
+            **versions(),
+        }
+
+    def show(self, console: Console, baseline: dict[str, Any] | None = None) -> None:
+        table = Table(title=self.question, title_justify="left", title_style="bold")
+        table.add_column("what", overflow="fold")
+        for column in ("median", "min – max", "n"):
+            table.add_column(column, justify="right")
+        table.add_column("")
+        if baseline is not None:
+            table.add_column(f"baseline {baseline['date'][:10]}", justify="right")
+            table.add_column("÷ baseline", justify="right")
+        for row in self.rows:
+            table.add_row(*_cells(row, row.remark, baseline, "rows"))
+        table.add_section()
+        for row, target in self.ratios:
+            remark = row.remark
+            if target is not None and row.median is not None:
+                verdict = "met" if target.is_met(row.median) else "[bold]not met[/bold]"
+                remark = f"target {target.bound} {target.value:g}: {verdict}"
+            table.add_row(*_cells(row, remark, baseline, "ratios"))
+        console.print(table)
+        for note in self.notes:
+            console.print(f"  {note}", markup=False, highlight=False)
+        if self.options.small:
+            console.print("  sizes of a smoke test: the figures mean nothing")
+
+
+def _cells(row: Row, remark: str, baseline: dict[str, Any] | None, kind: str) -> list[str]:
+    spread = row.spread
+    cells = [
+        row.name,
+        "–" if row.median is None else f"{_number(row.median)} {row.unit}",
+        "" if spread is None or len(row.samples) < 2 else f"{_number(spread[0])} – {_number(spread[1])}",
+        str(len(row.samples)) if row.samples else "",
+        remark,
+    ]
+    if baseline is not None:
+        before = next((other["median"] for other in baseline[kind] if other["name"] == row.name), None)
+        cells.append("–" if before is None else _number(before))
+        cells.append("–" if not before or row.median is None else f"{row.median / before:.2f}")
+    return cells
+
+
+def _number(value: float) -> str:
+    if value and abs(value) < 100:
+        return f"{value:.3g}"
+    return f"{value:,.0f}"
+
+
+Measure = Callable[[], float]
+
+
+def alternate(cases: Mapping[str, Measure], options: Options) -> dict[str, list[float]]:
+    """Samples of every case: one round warms up, then each round measures all, every other one backwards."""
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    names = list(cases)
+    for name in names:
+        cases[name]()
+    for number in range(options.rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            samples[name].append(cases[name]())
+    return samples
+
+
+def digits(rng: random.Random, num_tokens: int) -> str:
+    """A prompt of so many tokens wherever a digit is a token; no two share a prefix worth caching."""
+    return "".join(rng.choice("0123456789") for _ in range(num_tokens))

@@ -1,0 +1,255 @@
+"""How many turns a second go through the whole orchestrator, against the bare env loop?
+
+The engine is the scripted one: a real process over real ZeroMQ that answers at once, so that what is left is ours:
+scheduling, prompts, messages, records, ratings, reward transforms, buffer, transcripts. The other side is
+`ta.make / reset / get_observation / step` in a loop, with random answers from the same list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import cProfile
+import io
+import pstats
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import textarena as ta
+import uvloop
+
+from bench.harness import Options, Questioner, Report, Subject, Subjects, Target, alternate, cpu_seconds, memory_mb, started_engine
+from unstable_lite.buffers import StepBuffer
+from unstable_lite.collector import Collector
+from unstable_lite.config import Config
+from unstable_lite.engines.client import EnginePool
+from unstable_lite.games.templates import EXTRACTIONS
+from unstable_lite.league.game_scheduler import GameScheduler
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
+from unstable_lite.reward_transformations import build_reward_transformations
+from unstable_lite.trackers.jsonl import JsonlSink
+from unstable_lite.trackers.tracker import Tracker
+from unstable_lite.transport.adapters import AdapterArena
+from unstable_lite.types import GameRecord
+
+MODULE = "bench.orchestrator"
+ENV_ID = "TicTacToe-v0-train"
+REPLIES = tuple(f"\\boxed{{[{cell}]}}" for cell in range(9))
+GAMES = 384
+BATCH_SIZE = 384
+
+
+def run(options: Options) -> Report:
+    report = Report(bench="orchestrator", question="Turns a second through the orchestrator", options=options)
+    report.sizes = {"env": ENV_ID, "games": GAMES, "batch_size": BATCH_SIZE, "replies": len(REPLIES)}
+    variants: dict[str, dict[str, Any]] = {
+        f"{GAMES} games": {},
+        f"{GAMES} games, games.jsonl": {"keep_games": "all"},
+        f"{GAMES} games, every game rated": {"rated": True},
+        "8 games": {"games": 8},
+        "4096 games": {"games": 4096},
+    }
+    if options.small:
+        del variants["4096 games"]
+    with Subjects() as subjects:
+        bare = subjects.start(MODULE, kind="bare", seed=options.seed)
+        sides = {"bare env loop": bare}
+        for name, changes in variants.items():
+            arguments = {"games": GAMES, "keep_games": "none", "rated": False, "seed": options.seed} | changes
+            sides[name] = subjects.start(MODULE, kind="orchestrator", **arguments)
+        samples = alternate({name: _turns(subject, options.seconds) for name, subject in sides.items()}, options)
+        rows = {name: report.add(name, "turns/s", values) for name, values in samples.items()}
+        for name in variants:
+            target = Target(bound="≥", value=0.4) if name == f"{GAMES} games" else None
+            report.add_ratio(f"{name} ÷ bare", rows[name], rows["bare env loop"], target)
+        for name in variants:
+            facts, told = sides[name].facts, sides[name].measure(seconds=0.0)
+            told_mb = f"{facts['import_mb']:.0f} MB after import, {told['peak_mb']:.0f} MB at its peak"
+            report.add(f"memory, {name}", "MB", [told["memory_mb"]], told_mb)
+            report.notes.append(f"{name}: {told['turns_per_game']:.1f} turns a game, {told['void']} void")
+            if name == f"{GAMES} games":
+                report.add_figure(f"memory, {name}", "MB", [told["memory_mb"]], Target(bound="≤", value=100))
+        if options.profile:
+            told = sides[f"{GAMES} games"].measure(seconds=max(options.seconds, 0.2), profile=True)
+            report.notes.append(told["profile"])
+    return report
+
+
+def _turns(subject: Subject, seconds: float) -> Any:
+    return lambda: subject.measure(seconds=seconds)["turns_per_s"]
+
+
+# ------------------------------------------------------------------------------- the bare env loop
+
+
+def measure_bare(questioner: Questioner) -> None:
+    rng = random.Random(questioner.arguments["seed"])
+    actions = [EXTRACTIONS["default"](reply)[0] for reply in REPLIES]
+    questioner.answer({"import_mb": memory_mb("now")})
+    seed = 0
+    for request in questioner.requests():
+        turns, started, cpu_s = 0, time.perf_counter(), time.process_time()
+        while time.perf_counter() - started < request["seconds"]:
+            env = ta.make(ENV_ID)
+            env.reset(num_players=2, seed=seed)
+            env.state.error_allowance = 0  # as our games are played
+            seed, is_done = seed + 1, False
+            while not is_done:
+                env.get_observation()
+                is_done, _ = env.step(rng.choice(actions))
+                turns += 1
+            env.close()
+        seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_s
+        questioner.answer({"turns_per_s": turns / seconds, "cpu_us": 1e6 * cpu_s / max(turns, 1)})
+
+
+# ------------------------------------------------------------------------------ the orchestrator
+
+
+class Counted:
+    """Turns, games and voids of finished games."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.turns = self.games = self.void = 0
+        self._tracker = tracker
+
+    def add_record(self, record: GameRecord) -> None:
+        self.turns += len(record.turns)
+        self.games += 1
+        self.void += record.end == "void"
+        self._tracker.add_record(record)
+
+
+def config_of(arguments: dict[str, Any]) -> Config:
+    is_rated = arguments["rated"]
+    return Config.model_validate(
+        {
+            "run": {"seed": arguments["seed"]},
+            "engine": {"kind": "scripted", "replies": REPLIES},
+            "learner": {"batch_size": BATCH_SIZE},
+            "league": {"opponent_sampling_strategy": "lagged" if is_rated else "none", "opponent_lag": (1, 1)},
+            "tracker": {"keep_games": arguments["keep_games"]},
+            "train_envs": [
+                {
+                    "env_id": ENV_ID,
+                    "num_players": 2,
+                    "num_actors": 1 if is_rated else 2,
+                    "prompt_template": "tiny",
+                }
+            ],
+        }
+    )
+
+
+async def measure_orchestrator(questioner: Questioner) -> None:
+    import_mb = memory_mb("now")
+    arguments = questioner.arguments
+    config = config_of(arguments)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        arena = AdapterArena(f"bench-{directory.name}", directory, bytes_needed=0)
+        tracker = Tracker(directory, [JsonlSink(directory / "metrics.jsonl")], config.tracker.keep_games)
+        try:
+            async with started_engine(config, threads=1) as (pool, worker):
+                registry = ModelRegistry(beta=config.league.trueskill_beta)
+                if arguments["rated"]:
+                    await _add_checkpoints(registry, arena, pool)
+                await _play(questioner, config, arguments["games"], registry, pool, worker.pid, arena, tracker, import_mb)
+        finally:
+            tracker.close()
+            arena.close()
+
+
+async def _play(
+    questioner: Questioner,
+    config: Config,
+    num_games: int,
+    registry: ModelRegistry,
+    pool: EnginePool,
+    engine_pid: int,
+    arena: AdapterArena,
+    tracker: Tracker,
+    import_mb: float,
+) -> None:
+    opponents = build_model_sampler(config.league, registry, random.Random(config.run.seed))
+    scheduler = GameScheduler(opponents, build_env_sampler(config), config.run.seed)
+    final, step, sampling = build_reward_transformations(config.rewards)
+    buffer = StepBuffer(config.buffer_size, final, step, sampling, config.buffer.max_staleness, config.run.seed)
+    version = registry.current.adapter_version or 0
+    counted = Counted(tracker)
+    collector = Collector(scheduler, buffer, pool.generate, arena, config.run, counted.add_record)
+
+    async def learn() -> None:
+        while True:
+            await buffer.get_batch(config.learner.batch_size, version)
+
+    async def report() -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            tracker.log_update(0, {})
+
+    async with asyncio.TaskGroup() as tasks:
+        background = [
+            tasks.create_task(collector.run(num_games, 0)),
+            tasks.create_task(learn()),
+            tasks.create_task(report()),
+        ]
+        questioner.answer({"import_mb": import_mb})
+        for request in questioner.requests():
+            # What the engine had answered when the loop was frozen comes in a burst, and is not counted.
+            await asyncio.sleep(0.1 + 0.2 * request["seconds"])
+            profiler = cProfile.Profile() if request.get("profile") else None
+            turns, started = counted.turns, time.perf_counter()
+            cpu_s, engine_cpu_s = time.process_time(), cpu_seconds(engine_pid)
+            if profiler is not None:
+                profiler.enable()
+            await asyncio.sleep(request["seconds"])
+            if profiler is not None:
+                profiler.disable()
+            seconds = time.perf_counter() - started
+            played = max(counted.turns - turns, 1)
+            answer: dict[str, Any] = {
+                "turns_per_s": (counted.turns - turns) / seconds,
+                "cpu_us": 1e6 * (time.process_time() - cpu_s) / played,
+                "engine_cpu_us": 1e6 * (cpu_seconds(engine_pid) - engine_cpu_s) / played,
+                "memory_mb": memory_mb("now"),
+                "peak_mb": memory_mb("peak"),
+                "turns_per_game": counted.turns / max(counted.games, 1),
+                "void": counted.void,
+            }
+            if profiler is not None:
+                answer["profile"] = _costliest(profiler, counted.turns - turns)
+            questioner.answer(answer)
+        for task in background:
+            task.cancel()
+
+
+async def _add_checkpoints(registry: ModelRegistry, arena: AdapterArena, pool: EnginePool) -> None:
+    """Two checkpoints, so that the current one always meets another model."""
+    for version in (1, 2):
+        arena.path(version).mkdir()
+        (arena.path(version) / "adapter_config.json").write_text("{}")
+        await pool.load_adapter(version, arena.path(version))
+        arena.retain(version)
+        registry.add_checkpoint(f"ckpt-{version}", adapter_version=version, iteration=version)
+
+
+def _costliest(profiler: cProfile.Profile, turns: int) -> str:
+    """The 25 functions with most time of their own; profiling doubles what a call costs."""
+    text = io.StringIO()
+    stats = pstats.Stats(profiler, stream=text)
+    stats.strip_dirs().sort_stats("tottime").print_stats(25)
+    lines = [line for line in text.getvalue().splitlines() if line.strip()]
+    return f"profile of {turns} turns:\n" + "\n".join(lines)
+
+
+if __name__ == "__main__":
+    questioner = Questioner()
+    if questioner.arguments["kind"] == "bare":
+        measure_bare(questioner)
+    else:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(measure_orchestrator(questioner))

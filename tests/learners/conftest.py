@@ -1,0 +1,100 @@
+"""A tiny random model, so that nothing here depends on the one that is shipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from unstable_lite.config import Config
+from unstable_lite.learners.reinforce import REINFORCELearner
+from unstable_lite.types import TrainItem
+
+VOCAB = 300
+
+MakeConfig = Callable[..., Config]
+MakeLearner = Callable[..., REINFORCELearner]
+MakeItems = Callable[..., list[TrainItem]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The model is too small for two, and the machine may be busy."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-qwen3")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.2,  # far from uniform: a wrong temperature or mask must show
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def make_config(model_path: Path) -> MakeConfig:
+    def make(**sections: dict[str, Any]) -> Config:
+        return Config.model_validate(
+            {
+                "model_name": str(model_path),
+                "engine": {"temperature": 0.7, "max_generation_len": 16} | sections.get("engine", {}),
+                "learner": {"dtype": "float32", "learning_rate": 1e-3} | sections.get("learner", {}),
+                "lora": {"lora_rank": 4, "lora_alpha": 8} | sections.get("lora", {}),
+                "train_envs": [{"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2}],
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_learner(make_config: MakeConfig) -> MakeLearner:
+    def make(*, has_signal: bool = True, **sections: dict[str, Any]) -> REINFORCELearner:
+        """`has_signal`: the adapter's B matrices are not zero, so that every parameter has a gradient."""
+        learner = REINFORCELearner(make_config(**sections), "cpu")
+        if has_signal:
+            generator = torch.Generator().manual_seed(1)
+            for name, parameter in learner.policy.parameters.items():
+                if "lora_B" in name:
+                    parameter.data.normal_(0.0, 0.1, generator=generator)
+        return learner
+
+    return make
+
+
+@pytest.fixture
+def make_items() -> MakeItems:
+    def make(num: int = 7, seed: int = 0, adapter_version: int = 0) -> list[TrainItem]:
+        rng = np.random.default_rng(seed)
+        items = []
+        for _ in range(num):
+            num_prompt, num_completion = rng.integers(3, 20), rng.integers(1, 9)
+            items.append(
+                TrainItem(
+                    prompt_ids=rng.integers(0, VOCAB, num_prompt).astype(np.int32),
+                    completion_ids=rng.integers(0, VOCAB, num_completion).astype(np.int32),
+                    logprobs=rng.uniform(-12, -2, num_completion).astype(np.float32),
+                    advantage=float(rng.normal()),
+                    adapter_version=adapter_version,
+                )
+            )
+        return items
+
+    return make

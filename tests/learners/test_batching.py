@@ -1,0 +1,90 @@
+"""Which tokens are trained, and how little is padded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unstable_lite.errors import RequestError
+from unstable_lite.learners.batching import check, fit, length, make_micro_batches, pad
+from unstable_lite.types import TrainItem
+
+
+def item(num_prompt: int, num_completion: int, first_id: int = 1) -> TrainItem:
+    ids = np.arange(first_id, first_id + num_prompt + num_completion, dtype=np.int32)
+    return TrainItem(
+        prompt_ids=ids[:num_prompt],
+        completion_ids=ids[num_prompt:],
+        logprobs=-ids[num_prompt:].astype(np.float32),
+        advantage=float(first_id),
+        adapter_version=first_id,
+    )
+
+
+def test_every_completion_token_is_trained_from_the_position_before_it_and_nothing_else_is() -> None:
+    batch = pad([item(3, 2, first_id=10), item(1, 1, first_id=50)])
+    assert batch.tokens_BT.tolist() == [[10, 11, 12, 13, 14], [50, 51, 0, 0, 0]]
+    assert batch.target_N.tolist() == [13, 14, 51]
+    assert batch.tokens_BT.flatten()[batch.source_N].tolist() == [12, 13, 50]
+    assert batch.behaviour_logp_N.tolist() == [-13, -14, -51]
+    assert batch.advantage_N.tolist() == [10, 10, 50]
+    assert batch.version_N.tolist() == [10, 10, 50]
+    assert batch.num_padding == 3
+
+
+def test_the_completions_tail_is_cut_and_an_overlong_prompt_dropped_and_both_are_counted() -> None:
+    fitted = fit([item(3, 2), item(4, 3), item(5, 1), item(9, 1), item(2, 1)], max_train_len=5)
+    assert [(len(i.prompt_ids), len(i.completion_ids), len(i.logprobs)) for i in fitted.items] == [
+        (3, 2, 2),
+        (4, 1, 1),
+        (2, 1, 1),
+    ]
+    assert fitted.items[1].completion_ids.tolist() == [5]
+    assert (fitted.num_cut, fitted.num_dropped) == (1, 2)
+
+
+def test_without_a_limit_nothing_is_cut() -> None:
+    items = [item(300, 200)]
+    assert fit(items, None).items == items
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=40),
+    max_tokens=st.integers(1, 200),
+    max_rows=st.none() | st.integers(1, 5),
+)
+def test_micro_batches_hold_every_item_once_and_keep_their_limits(
+    lengths: list[tuple[int, int]], max_tokens: int, max_rows: int | None
+) -> None:
+    items = [item(p, c, first_id=100 * i) for i, (p, c) in enumerate(lengths)]
+    batches = make_micro_batches(items, max_tokens, max_rows)
+    for batch in batches:
+        rows, width = batch.tokens_BT.shape
+        assert rows == 1 or rows * width <= max_tokens
+        assert max_rows is None or rows <= max_rows
+    trained = sorted(token for batch in batches for token in batch.target_N.tolist())
+    assert trained == sorted(token for i in items for token in i.completion_ids.tolist())
+    assert sum(b.tokens_BT.numel() - b.num_padding for b in batches) == sum(map(length, items))
+
+
+def test_items_of_one_length_are_not_padded_at_all() -> None:
+    items = [item(5, 3), item(2, 2), item(5, 3), item(2, 2)]
+    assert sum(batch.num_padding for batch in make_micro_batches(items, max_tokens=16, max_rows=None)) == 0
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (replace(item(3, 2), logprobs=np.zeros(1, np.float32)), "item 1: 1 logprobs for 2 completion tokens"),
+        (item(3, 2, first_id=98), "item 1: token id 100 is outside the learner's vocabulary of 100"),
+        (item(3, 2, first_id=-1), "token id -1 is outside"),
+        (item(0, 2), "an empty prompt"),
+    ],
+)
+def test_what_no_engine_can_have_sampled_is_refused(broken: TrainItem, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        check([item(3, 2), broken], vocab_size=100)

@@ -1,0 +1,120 @@
+"""A real learner process over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+
+from unstable_lite.config import Config
+from unstable_lite.errors import RequestError, WorkerDied
+from unstable_lite.learners.reinforce import REINFORCELearner
+from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.messages import SaveLearner, Score, Update
+from unstable_lite.transport.processes import WorkerProcess
+from unstable_lite.transport.sockets import Peer, Router
+
+Start = Callable[[Config], Any]
+
+TIMEOUT_S = 120.0
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    (tmp_path / "bus").mkdir()
+    router = Router(tmp_path / "bus")
+    started: list[WorkerProcess] = []
+
+    async def start_worker(config: Config) -> WorkerProcess:
+        process = WorkerProcess(Peer(router, "learner"), tmp_path / "learner.log")
+        spec = WorkerSpec(
+            name="learner", endpoint=router.endpoint, device="cpu", threads=1, config_json=config.model_dump_json()
+        )
+        await process.start("unstable_lite.learners.worker", spec, {})
+        started.append(process)
+        return process
+
+    yield start_worker
+    for process in started:
+        await process.stop()
+    router.close()
+
+
+def unfinished(directory: Path) -> list[Path]:
+    return list(directory.glob(".*unfinished"))
+
+
+async def test_a_learner_updates_publishes_scores_saves_and_stops(
+    start: Start, make_config: Callable[..., Config], make_items: Callable[..., Any], tmp_path: Path
+) -> None:
+    process = await start(make_config())
+    peer = process.peer
+    facts = await asyncio.wait_for(asyncio.shield(peer.ready), TIMEOUT_S)
+    assert facts["vocab_size"] == 300
+    assert facts["max_position_embeddings"] == 256
+    assert facts["lora_parameters"] * 4 == facts["adapter_bytes"]
+    assert (facts["dtype"], facts["device"], facts["threads"]) == ("float32", "cpu", 1)
+
+    for version in (1, 2):
+        path = tmp_path / f"v{version}"
+        items = tuple(make_items(seed=version))
+        updated = await peer.ask(Update, TIMEOUT_S, items=items, version=version, path=str(path))
+        assert updated.skipped is None
+        assert updated.metrics["step"] == version
+        size = sum(tensor.nbytes for tensor in safetensors.torch.load_file(path / "adapter_model.safetensors").values())
+        assert size == facts["adapter_bytes"]
+        assert not unfinished(tmp_path)
+
+    poisoned = tuple(make_items())
+    object.__setattr__(poisoned[0], "advantage", float("nan"))
+    skipped = await peer.ask(Update, TIMEOUT_S, items=poisoned, version=3, path=str(tmp_path / "v3"))
+    assert "not finite" in skipped.skipped
+    assert not (tmp_path / "v3").exists()
+
+    prompt, completion = np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)
+    scored = await peer.ask(Score, TIMEOUT_S, prompt_ids=prompt, completion_ids=completion)
+    assert len(scored.adapter_logprobs) == len(scored.base_logprobs) == 3
+    with pytest.raises(RequestError, match="token id 300 is outside"):
+        await peer.ask(Score, TIMEOUT_S, prompt_ids=prompt + 296, completion_ids=completion)
+    with pytest.raises(RequestError, match=r"cannot write .*nowhere"):
+        await peer.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "nowhere"))
+
+    (tmp_path / "saved").mkdir()
+    await peer.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "saved"))
+    await process.stop()
+    assert process._process.returncode == 0
+
+    here = REINFORCELearner(make_config(), "cpu")
+    here.load(tmp_path / "saved")
+    assert (here.step, here.version, here.samples_seen) == (2, 2, 14)
+    adapter, base = here.policy.score(prompt, completion)
+    assert adapter == pytest.approx(scored.adapter_logprobs, abs=1e-5)
+    assert base == pytest.approx(scored.base_logprobs, abs=1e-5)
+
+
+async def test_an_adapter_that_cannot_be_published_ends_the_learner_with_the_reason(
+    start: Start, make_config: Callable[..., Config], make_items: Callable[..., Any], tmp_path: Path
+) -> None:
+    process = await start(make_config())
+    await asyncio.wait_for(asyncio.shield(process.peer.ready), TIMEOUT_S)
+    (tmp_path / "file").write_text("in the way")
+    update = asyncio.create_task(
+        process.peer.ask(Update, TIMEOUT_S, items=tuple(make_items(2)), version=1, path=str(tmp_path / "file" / "v1"))
+    )
+    with pytest.raises(WorkerDied, match=r"cannot write .*file/v1: Not a directory"):
+        await process.watch()
+    with pytest.raises(WorkerDied):
+        await update
+
+
+async def test_a_model_that_is_not_there_crashes_the_learner_with_a_clear_message(
+    start: Start, make_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    process = await start(make_config().model_copy(update={"model_name": str(tmp_path / "no-model")}))
+    with pytest.raises(WorkerDied, match=r"ModelError: model_name = .*no-model'?: no config\.json"):
+        await process.watch()

@@ -1,0 +1,239 @@
+"""What is loaded, what is refused, and that our log-probabilities are the model's own."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from transformers.models.qwen3 import modeling_qwen3
+
+from unstable_lite.config import Config
+from unstable_lite.errors import AdapterError, ModelError, RequestError
+from unstable_lite.learners import adapter_files
+from unstable_lite.learners.model import Policy
+from unstable_lite.learners.reinforce import REINFORCELearner
+
+MakeConfig = Callable[..., Config]
+MakeLearner = Callable[..., REINFORCELearner]
+
+PROMPT = np.array([5, 17, 3, 250], np.int32)
+COMPLETION = np.array([7, 7, 299], np.int32)
+
+
+def logprobs_by_transformers(model: Any, temperature: float) -> list[float]:
+    tokens = torch.tensor([*PROMPT, *COMPLETION])[None].long()
+    with torch.no_grad():
+        logp_TV = (model(input_ids=tokens).logits[0].double() / temperature).log_softmax(-1)
+    return [logp_TV[len(PROMPT) - 1 + t, token].item() for t, token in enumerate(COMPLETION)]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_temperature_divides_the_logits(make_learner: MakeLearner, temperature: float) -> None:
+    policy = make_learner(engine={"temperature": temperature}).policy
+    adapter, base = policy.score(PROMPT, COMPLETION)
+    assert adapter.dtype == base.dtype == np.float32
+    assert adapter == pytest.approx(logprobs_by_transformers(policy.model, temperature), abs=1e-4)
+    with policy.model.disable_adapter():
+        assert base == pytest.approx(logprobs_by_transformers(policy.model, temperature), abs=1e-4)
+    assert np.abs(adapter - base).max() > 0.01
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(make_learner: MakeLearner) -> None:
+    with pytest.raises(RequestError, match="token id 300"):
+        make_learner().policy.score(PROMPT, np.array([300], np.int32))
+
+
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+ARCHITECTURES = {
+    "gemma2-softcap": transformers.Gemma2Config(**SMALL, final_logit_softcapping=2.0),
+    "granite-scaling": transformers.GraniteConfig(**SMALL, logits_scaling=3.0),
+    "cohere-scale": transformers.CohereConfig(**SMALL, logit_scale=0.3),
+    "llama-untied": transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_heads_of_other_architectures_are_reproduced(make_config: MakeConfig, tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(tmp_path)
+    policy = Policy(make_config().model_copy(update={"model_name": str(tmp_path)}), "cpu")
+    adapter, _ = policy.score(PROMPT, COMPLETION)
+    assert adapter == pytest.approx(logprobs_by_transformers(policy.model, 0.7), abs=1e-4)
+
+
+def test_an_unknown_head_is_refused_and_not_trained_wrongly(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = modeling_qwen3.Qwen3ForCausalLM.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        output.logits = output.logits * 1.5
+        return output
+
+    monkeypatch.setattr(modeling_qwen3.Qwen3ForCausalLM, "forward", forward)
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ModelError, match="does not reproduce this architecture's logits"):
+            Policy(make_config(learner={"dtype": dtype}), "cpu")
+
+
+def test_the_bases_dropout_is_off_while_it_trains(make_config: MakeConfig, model_path: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, attention_dropout=0.5)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["attention_dropout"] == 0.5
+    policy = Policy(make_config().model_copy(update={"model_name": str(tmp_path)}), "cpu")
+    tokens = torch.arange(20)[None]
+    assert policy.model.training
+    assert torch.equal(policy._hidden(tokens), policy._hidden(tokens))
+
+
+@pytest.mark.parametrize(("checkpointing", "forwards"), [(True, 2), (False, 1)])
+def test_gradient_checkpointing_really_recomputes(
+    make_learner: MakeLearner, make_items: Callable[..., Any], checkpointing: bool, forwards: int
+) -> None:
+    learner = make_learner(learner={"gradient_checkpointing": checkpointing, "activation_checkpointing": checkpointing})
+    calls = []
+    learner.policy._base.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    learner.add_gradient(make_items(3))
+    assert len(calls) == forwards
+
+
+def test_the_trainer_cache_changes_nothing_but_memory(
+    make_learner: MakeLearner, make_items: Callable[..., Any]
+) -> None:
+    off = {"gradient_checkpointing": False, "activation_checkpointing": False}
+    plain, cached = make_learner(learner=off), make_learner(learner=off | {"use_trainer_cache": True})
+    for learner in (plain, cached):
+        learner.update(make_items(), 1)
+    for name, parameter in plain.policy.parameters.items():
+        assert torch.allclose(parameter, cached.policy.parameters[name], atol=1e-6)
+
+
+def test_a_target_that_matches_no_module_is_an_error_that_names_it(make_config: MakeConfig) -> None:
+    with pytest.raises(ModelError, match=r"no module of Qwen3ForCausalLM is called 'query'; it has .*q_proj"):
+        Policy(make_config(lora={"target_modules": ["q_proj", "query"]}), "cpu")
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"model_type": "resnet"}'])
+def test_a_model_that_is_none_is_a_clear_error(make_config: MakeConfig, tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        Policy(make_config().model_copy(update={"model_name": str(tmp_path)}), "cpu")
+
+
+def test_the_seed_decides_the_fresh_adapter(make_config: MakeConfig) -> None:
+    config = make_config()
+    other = config.model_copy(update={"run": config.run.model_copy(update={"seed": 1})})
+    first, again, different = (
+        torch.cat([p.flatten() for p in Policy(c, "cpu").parameters.values()]) for c in (config, config, other)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, different)
+
+
+def test_a_published_adapter_loads_in_plain_peft_with_equal_logits(
+    make_learner: MakeLearner, model_path: Path, tmp_path: Path
+) -> None:
+    policy = make_learner().policy
+    adapter_files.publish(tmp_path / "v1", *policy.adapter_state())
+    assert {path.name for path in (tmp_path / "v1").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "v1"))
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(input_ids=tokens).logits, policy.model.eval()(input_ids=tokens).logits)
+
+
+def test_a_published_adapter_has_what_vllm_asks_for(
+    make_learner: MakeLearner, model_path: Path, tmp_path: Path
+) -> None:
+    adapter_files.publish(tmp_path / "v1", *make_learner(learner={"dtype": "bfloat16"}).policy.adapter_state())
+    config = json.loads((tmp_path / "v1/adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA"
+    assert config["base_model_name_or_path"] == str(model_path)
+    assert isinstance(config["target_modules"], list)
+    assert config["modules_to_save"] is None
+    assert (config["r"], config["lora_alpha"], config["bias"], config["use_dora"]) == (4, 8, "none", False)
+    tensors = safetensors.torch.load_file(tmp_path / "v1/adapter_model.safetensors")
+    assert len(tensors) == 2 * 7 * 2
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in tensors
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+
+
+def test_publishing_is_all_or_nothing(
+    make_learner: MakeLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = make_learner().policy
+
+    def is_full(descriptor: int) -> None:
+        assert not (tmp_path / "v1").exists()  # nobody sees a half-written version
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", is_full)
+    with pytest.raises(AdapterError, match=r"cannot write .*/v1: No space left on device; it needs 0\.0 MB, .* free"):
+        adapter_files.publish(tmp_path / "v1", *policy.adapter_state())
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    adapter_files.publish(tmp_path / "v1", *policy.adapter_state())
+    with pytest.raises(AdapterError, match="written once"):
+        adapter_files.publish(tmp_path / "v1", *policy.adapter_state())
+
+
+def test_an_initial_adapter_is_where_training_goes_on(make_learner: MakeLearner, tmp_path: Path) -> None:
+    first = make_learner(learner={"dtype": "bfloat16"})
+    adapter_files.publish(tmp_path / "v1", *first.policy.adapter_state())
+    config = {"lora_rank": 4, "lora_alpha": 8, "initial_lora_path": str(tmp_path / "v1")}
+    second = make_learner(has_signal=False, lora=config, learner={"dtype": "bfloat16"})
+    for name, parameter in first.policy.parameters.items():
+        assert torch.equal(parameter, second.policy.parameters[name]), name  # exact: float32 all the way
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"lora_rank": 8}, "r is 4, this run's is 8"),
+        ({"lora_alpha": 16}, "lora_alpha is 8.0, this run's is 16"),
+        ({"target_modules": ["q_proj"]}, r"target_modules is \['down_proj'.*this run's is \['q_proj'\]"),
+    ],
+)
+def test_an_initial_adapter_of_another_shape_is_refused(
+    make_learner: MakeLearner, make_config: MakeConfig, tmp_path: Path, lora: dict[str, Any], message: str
+) -> None:
+    adapter_files.publish(tmp_path / "v1", *make_learner().policy.adapter_state())
+    with pytest.raises(ModelError, match=message):
+        Policy(make_config(lora=lora | {"initial_lora_path": str(tmp_path / "v1")}), "cpu")
+
+
+def test_an_initial_adapter_of_another_base_or_none_at_all_is_refused(
+    make_learner: MakeLearner, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    tensors, config = make_learner().policy.adapter_state()
+    name = next(iter(tensors))
+    adapter_files.publish(tmp_path / "v1", tensors | {name: torch.zeros(4, 99)}, config)
+    with pytest.raises(ModelError, match=r"is not of this base: .* has shape \(4, 99\) there, \(4, 64\) here"):
+        Policy(make_config(lora={"initial_lora_path": str(tmp_path / "v1")}), "cpu")
+    (tmp_path / "v1/adapter_model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ModelError, match="no PEFT adapter"):
+        Policy(make_config(lora={"initial_lora_path": str(tmp_path / "v1")}), "cpu")

@@ -1,0 +1,103 @@
+"""Small real runs: the config, the process, and what must be gone afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+SMALL = """
+model_name = "builtin:tiny"
+[run]
+learning_steps = 3
+num_collection_workers = 24
+num_eval_workers = 2
+eval_games = 6
+checkpoint_every = 2
+output_dir = "OUTPUT"
+name = "small"
+[engine]
+kind = "transformers"
+temperature = 1.0
+max_generation_len = 12
+max_model_len = 512
+[learner]
+batch_size = 24
+learning_rate = 1e-3
+gradient_checkpointing = false
+activation_checkpointing = false
+[league]
+opponent_sampling_strategy = { mirror = 0.5, fixed = 0.5 }
+fixed_opponents = ["scripted:random"]
+[[train_envs]]
+env_id = "Nim-v0-train"
+num_players = 2
+num_actors = 1
+prompt_template = "tiny"
+[[eval_envs]]
+env_id = "Nim-v0-train"
+num_players = 2
+prompt_template = "tiny"
+fixed_opponent = "scripted:random"
+"""
+
+
+def write_small(directory: Path) -> Path:
+    path = directory / "small.toml"
+    path.write_text(SMALL.replace("OUTPUT", str(directory / "outputs")))
+    return path
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "unstable_lite", *map(str, arguments)]
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    """A run as a user would start it, without a terminal."""
+    return subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"}
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 240) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=timeout_s)
+    return process.returncode, out, err
+
+
+def run(*arguments: str | Path) -> tuple[int, str, str]:
+    return finish(start(*arguments))
+
+
+def run_directory(directory: Path) -> Path:
+    (found,) = (directory / "outputs").glob("*/*")
+    return found
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def num_updates(directory: Path) -> int:
+    """Updates that metrics.jsonl of the one run in `directory` tells of."""
+    lines = [line for path in directory.glob("outputs/*/*/metrics.jsonl") for line in path.read_text().splitlines()]
+    return sum('"learner/loss"' in line for line in lines)
+
+
+def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def are_gone(processes: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(processes, timeout=0)[1]
+
+
+def arenas_named(name: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"unstable_lite-*{name}*"))

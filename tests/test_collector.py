@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unstable_lite.buffers import StepBuffer
+from unstable_lite.collector import Collector
+from unstable_lite.config import RunConfig
+from unstable_lite.errors import EnvError, WorkerDied
+from unstable_lite.league.game_scheduler import GameScheduler
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.samplers import FixedOpponentModelSampler, UniformRandomEnvSampler
+from unstable_lite.transport.adapters import AdapterArena
+from unstable_lite.types import EvalEnvSpec, GameRecord, Generation, TrainEnvSpec
+
+TICTACTOE = TrainEnvSpec(env_id="TicTacToe-v0-train", num_players=2, num_actors=1, prompt_template="tiny")
+EVAL = EvalEnvSpec(
+    env_id="Nim-v0-train", num_players=2, prompt_template="tiny", fixed_opponent="scripted:random", max_turns=60
+)
+
+
+def answer(text: str, version: int = 0) -> Generation:
+    return Generation(
+        prompt_ids=np.array([1], np.int32),
+        completion_ids=np.array([2], np.int32),
+        logprobs=np.array([-1.0], np.float32),
+        text=text,
+        finish_reason="stop",
+        adapter_version=version,
+    )
+
+
+async def any_cell(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    await asyncio.sleep(0)
+    return answer(f"\\boxed{{[{random.Random(prompt).randrange(9)}]}}", version)
+
+
+class League:
+    """A collector with everything real around it but the engines."""
+
+    def __init__(self, tmp_path: Path, generate: Any = any_cell, buffer_size: int = 10_000, **run: Any) -> None:
+        self.records: list[GameRecord] = []
+        self.registry = ModelRegistry()
+        self.registry.add_fixed("scripted:random")
+        sampler = FixedOpponentModelSampler(self.registry, random.Random(0))
+        self.scheduler = GameScheduler(sampler, UniformRandomEnvSampler([TICTACTOE], [EVAL]), 0)
+        self.buffer = StepBuffer(buffer_size)
+        self.arena = AdapterArena("collector", tmp_path, bytes_needed=1 << 60)
+        self.arena.retain(0)
+        self.collector = Collector(
+            self.scheduler, self.buffer, generate, self.arena, RunConfig(**run), self.records.append
+        )
+
+    async def collect_until(self, is_enough: Callable[[], bool], workers: int = 8, eval_workers: int = 0) -> None:
+        task = asyncio.create_task(self.collector.run(workers, eval_workers))
+        while not is_enough() and not task.done():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            pass
+
+
+@pytest.fixture
+async def league(tmp_path: Path) -> AsyncIterator[League]:
+    made = League(tmp_path)
+    yield made
+    made.arena.close()
+
+
+async def test_every_launched_game_gives_one_record_and_its_steps_reach_the_buffer(league: League) -> None:
+    await league.collect_until(lambda: len(league.records) >= 15)
+    indices = [record.spec.game_idx for record in league.records]
+    assert len(indices) == len(set(indices))
+    steps = sum(len(t.steps) for record in league.records for t in record.trajectories)
+    assert league.buffer.added == steps
+
+
+async def test_no_game_starts_while_the_buffer_is_full_and_nothing_is_thrown_away(tmp_path: Path) -> None:
+    league = League(tmp_path, buffer_size=5)
+    task = asyncio.create_task(league.collector.run(4, 0))
+    while not league.buffer.is_full or league.collector.games_in_flight["train"]:
+        await asyncio.sleep(0.001)
+    finished = len(league.records)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert len(league.records) == finished
+    assert league.buffer.size() == league.buffer.added >= 5
+    league.buffer.drain()
+    while len(league.records) == finished:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    league.arena.close()
+
+
+async def test_evaluation_games_never_reach_the_buffer_and_are_balanced_over_seats(league: League) -> None:
+    records = await league.collector.evaluate(EVAL, league.registry.current, 40, "before", concurrency=7)
+    assert len(records) == 40
+    assert league.buffer.added == 0
+    seats = Counter(agent.pid for r in records for agent in r.spec.agent_specs if agent.model.uid == "base")
+    assert seats == {0: 20, 1: 20}
+    assert all(record.spec.seed % 2 == 1 for record in records)
+
+
+async def test_a_game_whose_engine_fails_is_void_not_trained_not_rated_and_its_slot_returns(tmp_path: Path) -> None:
+    calls = 0
+
+    async def fails_sometimes(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+        nonlocal calls
+        calls += 1
+        if calls % 5 == 0:
+            raise RuntimeError("the engine said no")
+        return await any_cell(prompt, version, stop)
+
+    league = League(tmp_path, fails_sometimes)
+    await league.collect_until(lambda: len(league.records) >= 40)
+    void = [record for record in league.records if record.end == "void"]
+    whole = [record for record in league.records if record.end != "void"]
+    assert void
+    assert whole
+    assert all("the engine said no" in str(record.error) for record in void)
+    assert league.buffer.added == sum(len(t.steps) for r in whole for t in r.trajectories)
+    assert league.registry.get("base").games == len(whole)
+    league.arena.close()
+
+
+async def test_an_env_that_keeps_breaking_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    async def always_fails(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+        raise RuntimeError("out of order")
+
+    league = League(tmp_path, always_fails, max_void_games=6)
+    with pytest.raises(ExceptionGroup) as caught:
+        await league.collector.run(2, 0)
+    (error,) = {str(error) for error in caught.value.exceptions if isinstance(error, EnvError)}
+    assert "TicTacToe-v0-train broke 6 times in a row" in error
+    assert "out of order" in error
+    league.arena.close()
+
+
+async def test_a_dead_worker_is_not_a_void_game_but_the_end(tmp_path: Path) -> None:
+    async def dead(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+        raise WorkerDied("engine-0 was killed")
+
+    league = League(tmp_path, dead)
+    with pytest.raises(ExceptionGroup) as caught:
+        await league.collector.run(2, 0)
+    assert caught.group_contains(WorkerDied, match="engine-0")
+    assert league.records == []
+    league.arena.close()
+
+
+async def test_a_game_over_its_wall_clock_cap_is_void(tmp_path: Path) -> None:
+    async def never(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    league = League(tmp_path, never, game_timeout_s=0.05)
+    await league.collect_until(lambda: len(league.records) >= 3, workers=2)
+    assert {record.error for record in league.records} == {"EnvError: not over after run.game_timeout_s = 0.05"}
+    assert league.collector.games_in_flight["train"] == 0
+    league.arena.close()
+
+
+async def test_adapter_versions_are_held_while_games_play_them_and_let_go_after(tmp_path: Path) -> None:
+    held: list[bool] = []
+
+    async def look(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+        held.append(league.arena.is_referenced(version))
+        return await any_cell(prompt, version, stop)
+
+    league = League(tmp_path, look)
+    league.registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
+    await league.collect_until(lambda: len(league.records) >= 10)
+    assert held
+    assert all(held)
+    assert not league.arena.is_referenced(1)
+    league.arena.close()
+
+
+async def test_cancelling_the_collector_leaves_no_game_and_no_task(league: League) -> None:
+    before = asyncio.all_tasks()
+    await league.collect_until(lambda: len(league.records) >= 5, workers=20, eval_workers=5)
+    assert asyncio.all_tasks() == before
+    assert league.collector.games_in_flight.total() == 0
+    assert league.arena.live_versions == set()

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unstable_lite.config import Config, parse_config, read_config
+from unstable_lite.errors import ConfigError
+from unstable_lite.plan import find_problems, load_plan, make_plan
+
+ENV = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
+EVAL_ENV = {
+    "env_id": "TicTacToe-v0-train",
+    "num_players": 2,
+    "prompt_template": "tiny",
+    "fixed_opponent": "scripted:random",
+}
+
+
+def problems_of(**sections: Any) -> list[str]:
+    config, problems = parse_config({"train_envs": [ENV], **sections})
+    assert config is not None
+    return problems + find_problems(config)
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_minimal_config_has_the_references_defaults() -> None:
+    config = Config.model_validate({"train_envs": [ENV]})
+    assert (config.learner.batch_size, config.learner.learning_rate, config.learner.gradient_clipping) == (384, 1e-5, 0.2)
+    assert (config.lora.lora_rank, config.lora.lora_alpha, config.lora.lora_dropout) == (32, 32, 0)
+    assert (config.engine.temperature, config.engine.max_generation_len, config.engine.max_loras) == (0.6, 4096, 8)
+    assert (config.run.learning_steps, config.run.num_collection_workers, config.run.num_eval_workers) == (200, 256, 16)
+    assert config.buffer_size == 768
+    assert find_problems(config) == []
+
+
+def test_a_config_survives_the_way_to_a_worker() -> None:
+    config = Config.model_validate({"train_envs": [ENV], "eval_envs": [EVAL_ENV]})
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        """
+        model_nam = "x"
+        [run]
+        learning_steps = "many"
+        [lora]
+        lora_rnak = 8
+        [buffer]
+        buffer_size = 10
+        [engine]
+        max_generation_len = 9000
+        [[train_envs]]
+        env_id = "TicTacTo-v0-train"
+        num_players = 2
+        num_actors = 2
+        prompt_template = "quen3-zs"
+        [[train_envs]]
+        num_players = 2
+        """,
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_plan(path)
+    text = str(caught.value)
+    for part in (
+        "'model_nam'; did you mean 'model_name'?",
+        "run.learning_steps = 'many'",
+        "'lora.lora_rnak'; did you mean 'lora_rank'?",
+        "buffer.buffer_size = 10 is under learner.batch_size = 384",
+        "engine.max_generation_len = 9000 leaves no room",
+        "'TicTacTo-v0-train': no such env id; did you mean 'TicTacToe-v0-train'",
+        "'quen3-zs' is not known; did you mean 'qwen3-zs'?",
+        "'train_envs.1.env_id' is missing",
+    ):
+        assert part in text
+    assert all(str(path) in problem for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"engine": {"top_p": 0.95}}, "engine.top_p = 0.95"),
+        ({"engine": {"max_loras": 1}}, "needs at least 2 adapter slots"),
+        ({"engine": {"kind": "vlm"}}, "did you mean 'vllm'?"),
+        ({"engine": {"kind": "no_such_module:Engine"}}, "no module 'no_such_module'"),
+        ({"algorithm": "reinforc"}, "did you mean 'reinforce'?"),
+        ({"model_name": "builtin:tinny"}, "built-in models are builtin:tiny"),
+        ({"model_name": "./nowhere"}, "no config.json"),
+        ({"run": {"eval_games": 10}}, "there are no eval_envs"),
+        ({"run": {"eval_every": 10}}, "run.eval_every needs run.eval_games"),
+        ({"run": {"output_dir": __file__ + "/out"}}, "not a directory that can be written to"),
+        ({"lora": {"initial_lora_path": "/nowhere"}}, "no adapter_config.json in /nowhere"),
+        ({"league": {"env_sampling_strategy": "randm"}}, "'random'"),
+        ({"rewards": {"step_reward_transformation": ["RewardForFormt"]}}, "'RewardForFormat'"),
+        ({"eval_envs": [{**EVAL_ENV, "fixed_opponent": "scripted:perfect"}]}, "scripted:random"),
+        ({"eval_envs": [{**EVAL_ENV, "env_id": "Othello-v0-train"}]}, "Othello"),
+        ({"tracker": {"wandb_project": "p"}}, "wandb is not installed"),
+        (
+            {
+                "train_envs": [{**ENV, "num_actors": 1}],
+                "league": {"opponent_sampling_strategy": {"lagged": 1.0}, "opponent_lag": [1, 9]},
+            },
+            "needs at least 11 adapter slots",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_key_and_a_way_out(sections: dict[str, Any], says: str) -> None:
+    assert any(says in problem for problem in problems_of(**sections)), problems_of(**sections)
+
+
+def test_top_p_below_one_can_be_insisted_on() -> None:
+    assert problems_of(engine={"top_p": 0.95, "allow_top_p": True}) == []
+
+
+def test_a_named_opponent_without_its_key_is_refused_and_with_it_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    sections = {"eval_envs": [{**EVAL_ENV, "fixed_opponent": "google/gemini-2.0-flash-lite-001"}]}
+    assert any("set OPENROUTER_API_KEY" in problem for problem in problems_of(**sections))
+    monkeypatch.setenv("OPENROUTER_API_KEY", "secret")
+    assert problems_of(**sections) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("model_name = ", "not TOML"), ("\x00", "not TOML"), ("", "'train_envs' is missing")]
+)
+def test_a_malformed_file_is_one_clear_message(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_plan(written(tmp_path, text))
+
+
+def test_a_missing_file_and_a_directory_are_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent.toml", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            load_plan(path)
+
+
+def test_overrides_change_any_key_and_keep_their_types(tmp_path: Path) -> None:
+    path = written(tmp_path, '[[train_envs]]\nenv_id = "TicTacToe-v0-train"\nnum_players = 2\nnum_actors = 2\n')
+    overrides = (
+        "learner.batch_size=64",
+        "learner.learning_rate=1e-3",
+        "engine.kind=scripted",
+        "league.opponent_sampling_strategy={mirror=1.0}",
+    )
+    config, problems = read_config(path, overrides)
+    assert config is not None
+    assert problems == []
+    assert config.learner.batch_size == 64
+    assert config.learner.learning_rate == 1e-3
+    assert config.engine.kind == "scripted"
+    assert config.league.opponent_sampling_strategy == {"mirror": 1.0}
+
+
+@pytest.mark.parametrize("override", ["batch_size", "=3", "train_envs.env_id=x", "model_name.x=1"])
+def test_an_override_that_fits_nowhere_is_refused(tmp_path: Path, override: str) -> None:
+    path = written(tmp_path, 'model_name = "x"\n[[train_envs]]\nenv_id = "x"\n')
+    with pytest.raises(ConfigError, match="override"):
+        read_config(path, (override,))
+
+
+def test_the_plan_says_what_goes_where() -> None:
+    plan = make_plan(Config.model_validate({"train_envs": [ENV], "engine": {"kind": "scripted", "devices": ["cpu", "cpu"]}}))
+    rows = dict(plan.describe())
+    assert rows["engine-0"].startswith("scripted on the CPU")
+    assert "engine-1" in rows
+    assert "reinforce on the CPU" in rows["learner"]
+    assert "at least 2 needed" in rows["adapter slots"]
+
+
+def test_an_opponent_strategy_that_nobody_will_use_is_said() -> None:
+    plan = make_plan(Config.model_validate({"train_envs": [ENV], "league": {"opponent_sampling_strategy": "mirror"}}))
+    assert "is not used" in plan.opponents()

@@ -1,0 +1,249 @@
+"""Whole runs, as a user starts them: real processes, real games, real training of the real tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import runs
+from unstable_lite.config import Config
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory and the output of one run of three updates."""
+    directory = tmp_path_factory.mktemp("finished")
+    code, out, err = runs.run("run", runs.write_small(directory))
+    assert code == 0, out + err
+    assert err == ""
+    return runs.run_directory(directory), out
+
+
+def metrics(directory: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_n_learning_steps_make_n_updates_and_n_dense_versions(finished: tuple[Path, str]) -> None:
+    updates = [line for line in metrics(finished[0]) if "learner/loss" in line]
+    assert [line["step"] for line in updates] == [1, 2, 3]
+    assert [line["learner/step"] for line in updates] == [1, 2, 3]
+    assert updates[-1]["learner/samples_seen"] == 3 * 24
+
+
+def test_every_update_measures_the_canary_mismatch_and_staleness(finished: tuple[Path, str]) -> None:
+    for line in metrics(finished[0]):
+        if "learner/loss" in line:
+            assert 0 <= line["canary/mismatch"] < 0.1
+            assert line["canary/n"] > 0
+            assert line["learner/staleness_max"] <= 8
+            assert line["learner/mismatch_mean"] < 0.1
+
+
+def test_checkpoints_are_whole_and_latest_points_to_the_last(finished: tuple[Path, str]) -> None:
+    checkpoints = finished[0] / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"ckpt-2", "ckpt-3", "latest"}
+    assert (checkpoints / "latest").resolve().name == "ckpt-3"
+    for name in ("adapter_model.safetensors", "adapter_config.json", "league.json"):
+        assert (checkpoints / "ckpt-3" / name).is_file()
+    state = json.loads((checkpoints / "ckpt-3" / "league.json").read_text())
+    assert state["updates"] == 3
+    assert state["registry"]["current"] == "ckpt-3"
+
+
+def test_the_saved_config_is_the_resolved_one_and_loads_again(finished: tuple[Path, str]) -> None:
+    raw = tomllib.loads((finished[0] / "config.toml").read_text())
+    config = Config.model_validate(raw)
+    assert config.learner.batch_size == 24
+    assert config.engine.kind == "transformers"
+    assert config.league.opponent_sampling_strategy == {"mirror": 0.5, "fixed": 0.5}
+
+
+def test_games_are_kept_with_their_turns_and_evaluations_with_their_counts(finished: tuple[Path, str]) -> None:
+    games = [json.loads(line) for line in (finished[0] / "games.jsonl").read_text().splitlines()]
+    assert {game["kind"] for game in games} == {"train", "eval"}
+    assert len({game["game_idx"] for game in games}) == len(games)
+    evaluations = [json.loads(line) for line in (finished[0] / "eval.jsonl").read_text().splitlines()]
+    assert [(line["label"], line["model"], line["n"] + line["void"]) for line in evaluations] == [
+        ("before", "base", 6),
+        ("after", "ckpt-3", 6),
+    ]
+
+
+def test_tensorboard_shows_the_same_numbers_under_the_references_names(finished: tuple[Path, str]) -> None:
+    events = EventAccumulator(str(finished[0] / "tensorboard"))
+    events.Reload()
+    tags = events.Tags()["tensors"]
+    group = "collection-Nim-v0-train"
+    for tag in (
+        "learner/loss",
+        "learner/policy_grad_norm",
+        f"{group}/Win Rate",
+        f"{group}/Respone Length (char)",
+        f"{group}/Format Success Rate - invalid_move",
+        "inference/engine-0/tok_s",
+    ):
+        assert tag in tags
+    assert [event.step for event in events.Tensors("learner/loss")] == [1, 2, 3]
+
+
+def test_the_output_ends_with_a_table_and_the_paths(finished: tuple[Path, str]) -> None:
+    directory, out = finished
+    assert "Nim-v0-train against scripted:random" in out
+    assert "95 % interval" in out
+    assert str(directory / "checkpoints" / "ckpt-3") in out
+
+
+def test_nothing_stays_in_shared_memory(finished: tuple[Path, str]) -> None:
+    assert runs.arenas_named(finished[0].name) == []
+
+
+def test_logs_hold_one_file_for_each_process(finished: tuple[Path, str]) -> None:
+    assert {path.name for path in (finished[0] / "logs").iterdir()} == {
+        "orchestrator.log",
+        "engine-0.log",
+        "learner.log",
+    }
+
+
+def test_the_orchestrator_loads_neither_torch_nor_transformers_during_a_run(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from unstable_lite.plan import load_plan\n"
+        "from unstable_lite.runtime import Run\n"
+        "run = Run(load_plan(Path(sys.argv[1]), ('run.learning_steps=1', 'run.eval_games=0')))\n"
+        "run.start()\n"
+        "heavy = {'torch', 'transformers', 'peft', 'vllm'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(runs.write_small(tmp_path))], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_finishes_the_update_saves_and_exits_well(tmp_path: Path) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), "run.learning_steps=10000")
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 2)
+    children = runs.children_of(process)
+    assert len(children) == 2
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process)
+    assert code == 0, out + err
+    assert "finishing the update at hand" in out
+    directory = runs.run_directory(tmp_path)
+    last = max(line["step"] for line in metrics(directory))
+    assert (directory / "checkpoints" / "latest").resolve().name == f"ckpt-{last}"
+    assert f"updates  {last}" in " ".join(out.split("\n")).replace("updates               ", "updates  ")
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    assert runs.arenas_named(directory.name) == []
+
+
+def test_ctrl_c_twice_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), "run.learning_steps=10000", "learner.batch_size=100000")
+    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/eval.jsonl")) and len(runs.children_of(process)) == 2)
+    children = runs.children_of(process)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    code, _, err = runs.finish(process, 30)
+    assert code in (0, 130)
+    assert "Traceback" not in err
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    assert runs.arenas_named(runs.run_directory(tmp_path).name) == []
+
+
+def test_a_killed_orchestrator_takes_its_workers_along_and_the_next_start_cleans_up(tmp_path: Path) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), "run.learning_steps=10000")
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 1)
+    children = runs.children_of(process)
+    os.kill(process.pid, signal.SIGKILL)
+    runs.finish(process)
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    name = runs.run_directory(tmp_path).name
+    assert runs.arenas_named(name)
+    (tmp_path / "next").mkdir()
+    code, out, _ = runs.run("run", runs.write_small(tmp_path / "next"), "run.learning_steps=1", "run.eval_games=0")
+    assert code == 0
+    assert f"unstable_lite-{name}, left behind" in out
+    assert runs.arenas_named(name) == []
+
+
+@pytest.mark.parametrize("victim", ["engine-0", "learner"])
+def test_a_worker_that_dies_ends_the_run_at_once_and_is_named(tmp_path: Path, victim: str) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), "run.learning_steps=10000")
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 1)
+    children = runs.children_of(process)
+    package = "engines" if victim == "engine-0" else "learners"
+    (worker,) = [child for child in children if any(package in part for part in child.cmdline())]
+    worker.kill()
+    code, _, err = runs.finish(process, 60)
+    assert code == 1
+    assert f"{victim} was killed by SIGKILL; the last lines of" in err
+    assert "Traceback" not in err
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    assert runs.arenas_named(runs.run_directory(tmp_path).name) == []
+
+
+def test_without_room_in_shared_memory_the_run_goes_through_its_own_directory(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from unstable_lite.transport import adapters\n"
+        "adapters.SHARED_MEMORY = Path(sys.argv[2])\n"
+        "from unstable_lite.cli import main\n"
+        "sys.argv = ['unstable-lite', 'run', sys.argv[1], 'run.learning_steps=1', 'run.eval_games=0']\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(runs.write_small(tmp_path)), str(tmp_path / "absent")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "adapters go through" in done.stdout
+    assert not list(runs.run_directory(tmp_path).glob("unstable_lite-*"))
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ('lora.target_modules=["no_such_proj"]', "no_such_proj"),
+        ("model_name=/nowhere/at/all", "no config.json in /nowhere/at/all"),
+        ("run.learning_stepps=3", "did you mean 'learning_steps'"),
+        (f"run.output_dir={__file__}/x", "not a directory that can be written to"),
+        ("engine.max_model_len=20", "leaves no room"),
+    ],
+)
+def test_bad_input_is_one_clear_message_no_traceback_and_nothing_left(tmp_path: Path, override: str, says: str) -> None:
+    before = set(runs.arenas_named(""))
+    code, _, err = runs.run("run", runs.write_small(tmp_path), override, "engine.max_generation_len=12")
+    if says == "leaves no room":
+        code, _, err = runs.run("run", runs.write_small(tmp_path), "engine.max_model_len=12")
+    assert code == 1
+    assert says in err
+    assert "Traceback" not in err
+    assert set(runs.arenas_named("")) <= before
+
+
+def test_a_model_of_an_architecture_that_is_not_a_causal_lm_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "vit", "architectures": ["ViTModel"]}')
+    code, _, err = runs.run("run", runs.write_small(tmp_path), f"model_name={model}")
+    assert code == 1
+    assert str(model) in err
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    code, _, err = runs.run("run", runs.write_small(tmp_path), "model_name=/nowhere", "--debug")
+    assert code == 1
+    assert "Traceback" in err

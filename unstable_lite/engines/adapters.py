@@ -1,0 +1,62 @@
+"""Which adapter versions an engine holds, and for how many requests each is in use.
+
+The rules that all engines share: a version is loaded once, is never used again once unloaded, and stays as long as a
+request needs it. Knows no weights and no library.
+"""
+
+from __future__ import annotations
+
+from unstable_lite.errors import AdapterError, RequestError
+
+BASE = 0
+"""The version that means: no adapter."""
+
+
+class AdapterVersions:
+    def __init__(self, max_loras: int) -> None:
+        self._max_loras = max_loras
+        self._in_use = {BASE: 0}
+        self._retired: set[int] = set()
+
+    def check_new(self, version: int) -> None:
+        """Raises AdapterError if `version` cannot be loaded."""
+        if version <= BASE:
+            raise AdapterError(f"adapter version {version}: versions count from 1; {BASE} is the base")
+        if version in self._in_use:
+            raise AdapterError(f"adapter version {version} is loaded already")
+        if version in self._retired:
+            raise AdapterError(f"adapter version {version} was unloaded: a version is never used again")
+        if len(self._in_use) > self._max_loras:
+            loaded = ", ".join(str(known) for known in sorted(self._in_use) if known != BASE)
+            raise AdapterError(
+                f"adapter version {version}: all {self._max_loras} slots are taken (versions {loaded}); "
+                "unload one or raise engine.max_loras"
+            )
+
+    def add(self, version: int) -> None:
+        """It is loaded now."""
+        self._in_use[version] = 0
+
+    def remove(self, version: int) -> None:
+        """Raises AdapterError if `version` is not loaded or still in use."""
+        if version == BASE or version not in self._in_use:
+            raise AdapterError(f"adapter version {version} is not loaded; {self._loaded()}")
+        if count := self._in_use[version]:
+            raise AdapterError(f"adapter version {version} has {count} unfinished requests")
+        del self._in_use[version]
+        self._retired.add(version)
+
+    def check_loaded(self, version: int) -> None:
+        """Raises RequestError if a request cannot use `version`: never the base in its place."""
+        if version not in self._in_use:
+            raise RequestError(f"adapter version {version} is not loaded; {self._loaded()}")
+
+    def acquire(self, version: int) -> None:
+        """One more request uses `version`."""
+        self._in_use[version] += 1
+
+    def release(self, version: int) -> None:
+        self._in_use[version] -= 1
+
+    def _loaded(self) -> str:
+        return f"loaded: {', '.join(map(str, sorted(self._in_use)))}"

@@ -1,0 +1,180 @@
+"""Many adapters in one batch: rows stand grouped by adapter version, and each linear layer serves every group.
+
+Owns reading PEFT directories and the arithmetic of LoRA. Knows no requests and no cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from unstable_lite.engines.adapters import BASE
+from unstable_lite.errors import AdapterError
+
+_UNSUPPORTED = (
+    "use_dora",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
+    "lora_bias",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Neighbouring tokens of one adapter version."""
+
+    start: int
+    stop: int
+    version: int
+
+
+class Groups:
+    """The groups of the forward pass that runs now; shared by all layers."""
+
+    def __init__(self) -> None:
+        self.current: list[Group] = []
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeights:
+    """One layer's low-rank pair, transposed, the scale within `b`: W x + (x a) b."""
+
+    a_IR: Tensor
+    b_RO: Tensor
+
+
+class LoraLinear(nn.Module):
+    """A linear layer with one effective weight, or one low-rank pair, for each adapter version."""
+
+    def __init__(self, base: nn.Module, groups: Groups, is_merged: bool) -> None:
+        super().__init__()
+        self.base = base
+        self._groups = groups
+        self._is_merged = is_merged
+        # transformers' Conv1D (GPT-2) keeps its weight transposed.
+        self.weight_IO: Tensor = base.weight.data if _is_conv1d(base) else base.weight.data.t()
+        self.merged: dict[int, Tensor] = {BASE: self.weight_IO}
+        self.low_rank: dict[int, LoraWeights] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = self._groups.current
+        if len(groups) == 1 and groups[0].version == BASE:
+            return self.base(x)
+        x_NI = x.reshape(-1, x.shape[-1])
+        if self._is_merged:
+            out_NO = x_NI.new_empty(len(x_NI), self.weight_IO.shape[1])
+            for group in groups:
+                weight_IO = self.merged.get(group.version, self.weight_IO)
+                torch.mm(x_NI[group.start : group.stop], weight_IO, out=out_NO[group.start : group.stop])
+            if self.base.bias is not None:
+                out_NO += self.base.bias
+        else:
+            out_NO = self.base(x).view(len(x_NI), -1)
+            for group in groups:
+                if (pair := self.low_rank.get(group.version)) is not None:
+                    low_NR = x_NI[group.start : group.stop] @ pair.a_IR
+                    out_NO[group.start : group.stop].addmm_(low_NR, pair.b_RO)
+        return out_NO.view(*x.shape[:-1], -1)
+
+    def load(self, version: int, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
+        """Takes float32 pairs; whatever is rounded to the engine's dtype is rounded once."""
+        device, dtype = self.weight_IO.device, self.weight_IO.dtype
+        a_IR, b_RO = a_RI.to(device, torch.float32).t(), scale * b_OR.to(device, torch.float32).t()
+        if self._is_merged:
+            self.merged[version] = torch.addmm(self.weight_IO.float(), a_IR, b_RO).to(dtype)
+        else:
+            self.low_rank[version] = LoraWeights(a_IR.to(dtype).contiguous(), b_RO.to(dtype).contiguous())
+
+    def unload(self, version: int) -> None:
+        self.merged.pop(version, None)
+        self.low_rank.pop(version, None)
+
+
+class LoraModel:
+    """The linear layers of a model that adapters may change."""
+
+    def __init__(self, model: nn.Module, merge: bool) -> None:
+        self.groups = Groups()
+        self._merge = merge
+        self._model = model
+        self._layers: dict[str, LoraLinear] = {}
+
+    def load(self, version: int, directory: Path, max_rank: int) -> None:
+        """Raises AdapterError for what is no LoRA adapter of this base; the model is then as before."""
+        pairs, scale = read_adapter(directory, max_rank)
+        for name, (a_RI, b_OR) in pairs.items():
+            self._check_fits(name, a_RI, b_OR, directory)
+        for name, (a_RI, b_OR) in pairs.items():
+            if name not in self._layers:
+                self._layers[name] = LoraLinear(self._model.get_submodule(name), self.groups, self._merge)
+                self._model.set_submodule(name, self._layers[name])
+            self._layers[name].load(version, a_RI, b_OR, scale)
+
+    def unload(self, version: int) -> None:
+        for layer in self._layers.values():
+            layer.unload(version)
+
+    def _check_fits(self, name: str, a_RI: Tensor, b_OR: Tensor, directory: Path) -> None:
+        try:
+            layer = self._model.get_submodule(name)
+        except AttributeError:
+            raise AdapterError(f"{directory}: adapts {name}, which the base does not have") from None
+        layer = layer.base if isinstance(layer, LoraLinear) else layer
+        if not (isinstance(layer, nn.Linear) or _is_conv1d(layer)) or layer is self._model.get_output_embeddings():
+            raise AdapterError(f"{directory}: adapts {name}; only the linear layers under the model's head can be")
+        weight = layer.weight
+        fan_out, fan_in = reversed(weight.shape) if _is_conv1d(layer) else weight.shape
+        if a_RI.shape[1] != fan_in or b_OR.shape[0] != fan_out or a_RI.shape[0] != b_OR.shape[1]:
+            raise AdapterError(
+                f"{directory} does not fit the base: {name} is {fan_in} to {fan_out}, "
+                f"lora_A is {tuple(a_RI.shape)}, lora_B {tuple(b_OR.shape)}"
+            )
+
+
+def read_adapter(directory: Path, max_rank: int) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
+    """The pairs (A, B) of a PEFT directory by module name, and their scale. Raises AdapterError."""
+    try:
+        config = json.loads((directory / "adapter_config.json").read_text())
+        tensors = load_file(directory / "adapter_model.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise AdapterError(f"{directory} is no PEFT adapter in safetensors: {error}") from error
+    scale = _check_config(config, directory, max_rank)
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, half = key.removeprefix("base_model.model.").rpartition(".lora_")
+        if half not in ("A.weight", "B.weight") or tensor.dim() != 2:
+            raise AdapterError(f"{directory}: {key} is no half of a low-rank pair of a linear layer")
+        pairs.setdefault(name, {})[half[0]] = tensor
+    if not pairs or any(len(pair) != 2 for pair in pairs.values()):
+        raise AdapterError(f"{directory}: lora_A and lora_B do not come in pairs")
+    return {name: (pair["A"], pair["B"]) for name, pair in pairs.items()}, scale
+
+
+def _check_config(config: Mapping[str, Any], directory: Path, max_rank: int) -> float:
+    """The scale alpha / r. Raises AdapterError for what would be computed wrongly."""
+    if config.get("peft_type") != "LORA":
+        raise AdapterError(f"{directory}: peft_type is {config.get('peft_type')!r}; only LORA can be served")
+    if present := [key for key in _UNSUPPORTED if config.get(key)] + ["bias"] * (config.get("bias") not in (None, "none")):
+        raise AdapterError(f"{directory}: {', '.join(present)} cannot be served; plain LoRA can")
+    rank = config["r"]
+    if rank > max_rank:
+        raise AdapterError(f"{directory}: rank {rank}; the engine was started for at most lora_rank = {max_rank}")
+    scale: float = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
+    return scale
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return isinstance(module, transformers.pytorch_utils.Conv1D)

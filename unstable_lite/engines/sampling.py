@@ -1,0 +1,65 @@
+"""Draw one token a row, and say how probable it was.
+
+The randomness of a row is a function of its seed and of how many tokens it has drawn: nothing that happens in other
+rows changes it. Knows no requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this take the most probable token, and report its probability at temperature 1, as vLLM does."""
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def sample(
+    logits_BV: Tensor, temperature_B: npt.NDArray[Any], top_p_B: npt.NDArray[Any], uniform_B: npt.NDArray[Any]
+) -> tuple[list[int], list[float]]:
+    """Token ids, and their log-probabilities after temperature and top_p. Overwrites `logits_BV`."""
+    device = logits_BV.device
+    is_greedy_B = temperature_B < GREEDY_BELOW
+    temperature = torch.from_numpy(np.where(is_greedy_B, 1.0, temperature_B).astype(np.float32)).to(device)
+    scaled_BV = logits_BV.float().div_(temperature[:, None])
+    top_p_B = np.where(is_greedy_B, 1.0, top_p_B).astype(np.float32)
+    if (top_p_B < 1).any():
+        scaled_BV = _keep_top_p(scaled_BV, torch.from_numpy(top_p_B).to(device))
+    scaled_BV -= scaled_BV.amax(-1, keepdim=True)
+    cumulative_BV = scaled_BV.exp().cumsum(-1)
+    total_B1 = cumulative_BV[:, -1:].contiguous()
+    # The first token whose cumulative weight exceeds u × total: u < 1, so a token of weight 0 is never the one.
+    target_B1 = torch.from_numpy(uniform_B).to(device)[:, None] * total_B1
+    id_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
+    if is_greedy_B.any():
+        greedy_B1 = torch.from_numpy(is_greedy_B).to(device)[:, None]
+        id_B1 = torch.where(greedy_B1, scaled_BV.argmax(-1, keepdim=True), id_B1)
+    logprob_B1 = scaled_BV.gather(-1, id_B1) - total_B1.log()
+    return id_B1[:, 0].tolist(), logprob_B1[:, 0].tolist()
+
+
+def _keep_top_p(scaled_BV: Tensor, top_p_B: Tensor) -> Tensor:
+    """-inf for all but the smallest set of most probable tokens whose probabilities reach `top_p`."""
+    ascending_BV, order_BV = scaled_BV.sort(-1)
+    is_cut_BV = ascending_BV.softmax(-1).cumsum(-1) <= 1 - top_p_B[:, None]
+    is_cut_BV[:, -1] = False
+    return scaled_BV.masked_fill(torch.zeros_like(is_cut_BV).scatter_(-1, order_BV, is_cut_BV), -torch.inf)
+
+
+def uniforms(seed_B: npt.NDArray[np.uint64], count_B: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
+    """One number in [0, 1) for the `count`-th draw of each stream, exact in float32."""
+    bits = _mix(_mix(seed_B) + count_B * _GOLDEN)
+    return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64: neighbouring numbers in, unrelated bits out."""
+    x = x + _GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,88 @@
+"""Text to token ids and back, the same way for every engine with a model.
+
+Owns the tokenizer and what ends a completion: the model's own end tokens, and the requests' stop strings. Knows no
+weights.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import tokenizers
+import transformers
+from tokenizers.decoders import DecodeStream
+
+from unstable_lite.errors import ModelError
+from unstable_lite.types import TokenIds
+
+KNOWN_PROMPTS = 8192
+"""Games of one env open alike: so many prompts are tokenised once."""
+
+
+class Tokenizer:
+    def __init__(self, model_path: str) -> None:
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ModelError(f"{model_path}: no tokenizer can be loaded from it: {error}") from error
+        if not isinstance(getattr(tokenizer, "backend_tokenizer", None), tokenizers.Tokenizer):
+            raise ModelError(f"{model_path}: its tokenizer has no fast (Rust) form; use a model with a tokenizer.json")
+        self.path = model_path
+        self._fast: tokenizers.Tokenizer = tokenizer.backend_tokenizer
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self._bos: str | None = tokenizer.bos_token
+        self.stop_ids = frozenset(_stop_ids(model_path, tokenizer))
+        self.encode = functools.lru_cache(KNOWN_PROMPTS)(self._encode)
+
+    def _encode(self, prompt: str) -> TokenIds:
+        # A template may have written the first token already; twice is a prompt the model has never seen.
+        has_bos = self._bos is not None and prompt.startswith(self._bos)
+        return np.array(self._fast.encode(prompt, add_special_tokens=not has_bos).ids, np.int32)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._fast.decode(ids, skip_special_tokens=True)
+
+    def decode_batch(self, batch: list[list[int]]) -> list[str]:
+        return self._fast.decode_batch(batch, skip_special_tokens=True)
+
+    def watch(self, stop: tuple[str, ...]) -> StopWatch | None:
+        return StopWatch(self._fast, stop) if any(stop) else None
+
+
+class StopWatch:
+    """Reads one completion as it grows, and knows where a stop string begins."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, stop: tuple[str, ...]) -> None:
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._stop = tuple(filter(None, stop))
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def is_stopped_by(self, token_id: int) -> bool:
+        """Whether this token completes a stop string; `text` is then what stands before it."""
+        new_text = self._stream.step(self._tokenizer, token_id) or ""
+        if not new_text:
+            return False
+        searched = len(self.text)
+        self.text += new_text
+        starts = [self.text.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stop]
+        found = [start for start in starts if start >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+        return bool(found)
+
+
+def _stop_ids(model_path: str, tokenizer: transformers.PreTrainedTokenizerBase) -> set[int]:
+    """The end tokens of the tokenizer, of the model's config, and of its generation config."""
+    ids: set[int] = set()
+    sources = [getattr(tokenizer, "eos_token_id", None)]
+    for read in (transformers.GenerationConfig.from_pretrained, transformers.AutoConfig.from_pretrained):
+        try:
+            sources.append(read(model_path).eos_token_id)
+        except (OSError, ValueError, AttributeError):
+            continue  # the file is optional, and so is its entry
+    for source in sources:
+        ids.update(source if isinstance(source, list) else [source] if source is not None else [])
+    return ids
