@@ -20,7 +20,18 @@ from typing import Any
 import textarena as ta
 import uvloop
 
-from bench.harness import Options, Questioner, Report, Subject, Subjects, Target, alternate, cpu_seconds, memory_mb, started_engine
+from bench.harness import (
+    Options,
+    Questioner,
+    Report,
+    Subject,
+    Subjects,
+    Target,
+    alternate,
+    cpu_seconds,
+    memory_mb,
+    started_engine,
+)
 from unstable_lite.buffers import StepBuffer
 from unstable_lite.collector import Collector
 from unstable_lite.config import Config
@@ -157,7 +168,9 @@ async def measure_orchestrator(questioner: Questioner) -> None:
                 registry = ModelRegistry(beta=config.league.trueskill_beta)
                 if arguments["rated"]:
                     await _add_checkpoints(registry, arena, pool)
-                await _play(questioner, config, arguments["games"], registry, pool, worker.pid, arena, tracker, import_mb)
+                await _play(
+                    questioner, config, arguments["games"], registry, pool, worker.pid, arena, tracker, import_mb
+                )
         finally:
             tracker.close()
             arena.close()

@@ -60,7 +60,11 @@ def command(*arguments: str | Path) -> list[str]:
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
     """A run as a user would start it, without a terminal."""
     return subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"}
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
     )
 
 
@@ -100,4 +104,4 @@ def are_gone(processes: list[psutil.Process]) -> bool:
 
 
 def arenas_named(name: str) -> list[Path]:
-    return list(Path("/dev/shm").glob(f"unstable_lite-*{name}*"))
+    return list(Path("/dev/shm").glob(f"unstable_lite-{name}*"))

@@ -32,7 +32,11 @@ def written(tmp_path: Path, text: str) -> Path:
 
 def test_a_minimal_config_has_the_references_defaults() -> None:
     config = Config.model_validate({"train_envs": [ENV]})
-    assert (config.learner.batch_size, config.learner.learning_rate, config.learner.gradient_clipping) == (384, 1e-5, 0.2)
+    assert (config.learner.batch_size, config.learner.learning_rate, config.learner.gradient_clipping) == (
+        384,
+        1e-5,
+        0.2,
+    )
     assert (config.lora.lora_rank, config.lora.lora_alpha, config.lora.lora_dropout) == (32, 32, 0)
     assert (config.engine.temperature, config.engine.max_generation_len, config.engine.max_loras) == (0.6, 4096, 8)
     assert (config.run.learning_steps, config.run.num_collection_workers, config.run.num_eval_workers) == (200, 256, 16)
@@ -168,7 +172,9 @@ def test_an_override_that_fits_nowhere_is_refused(tmp_path: Path, override: str)
 
 
 def test_the_plan_says_what_goes_where() -> None:
-    plan = make_plan(Config.model_validate({"train_envs": [ENV], "engine": {"kind": "scripted", "devices": ["cpu", "cpu"]}}))
+    plan = make_plan(
+        Config.model_validate({"train_envs": [ENV], "engine": {"kind": "scripted", "devices": ["cpu", "cpu"]}})
+    )
     rows = dict(plan.describe())
     assert rows["engine-0"].startswith("scripted on the CPU")
     assert "engine-1" in rows

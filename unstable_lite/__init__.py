@@ -34,7 +34,11 @@ _HOMES = {
     "TrainEnvSpec": "types",
     "build": "build",
 }
-_MODULES = {"samplers": "league.samplers", "reward_transformations": "reward_transformations"}
+_MODULES = {
+    "errors": "errors",
+    "reward_transformations": "reward_transformations",
+    "samplers": "league.samplers",
+}
 
 __all__ = [
     "Collector",

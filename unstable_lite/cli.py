@@ -25,9 +25,7 @@ app = typer.Typer(
 )
 
 ConfigPath = Annotated[Path, typer.Argument(help="A TOML file; examples/ has some.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="section.key=value …, for example learner.batch_size=64")
-]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …, for example learner.batch_size=64")]
 EXIT_INTERRUPTED = 130
 
 

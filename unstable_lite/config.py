@@ -93,7 +93,7 @@ class LearnerConfig(Section):
     gradient_clipping: float = Field(0.2, gt=0)
     """Largest L2 norm of the gradient."""
     activation_checkpointing: bool = True
-    """Recompute a layer's activations in the backward pass. `gradient_checkpointing` is the same; either turns it on."""
+    """Recompute a layer's activations in the backward pass. `gradient_checkpointing` means the same; one is enough."""
     gradient_checkpointing: bool = True
     use_trainer_cache: bool = False
     """Keep the model's KV cache on in training forwards. Reference option; only costs memory."""

@@ -88,9 +88,7 @@ class Publisher:
             except* RequestError as errors:
                 # A game that was given up may still have a request in an engine.
                 log.info("adapter %d stays a little longer: %s", version, errors.exceptions[0])
-                asyncio.get_running_loop().call_later(
-                    UNLOAD_RETRY_S, self._arena.unreferenced.put_nowait, version
-                )
+                asyncio.get_running_loop().call_later(UNLOAD_RETRY_S, self._arena.unreferenced.put_nowait, version)
             else:
                 self._arena.unlink(version)
                 async with self._slot_freed:
@@ -104,9 +102,7 @@ class Publisher:
         return [await self._ask_canary(engine, version) for engine in self._engines.engines]
 
     async def _ask_canary(self, engine: EngineClient, version: int) -> Canary:
-        generation = await engine.generate(
-            self._prompt, version, seed=CANARY_SEED, max_tokens=CANARY_TOKENS
-        )
+        generation = await engine.generate(self._prompt, version, seed=CANARY_SEED, max_tokens=CANARY_TOKENS)
         scored = await self._learner.score(generation)
         return Canary(
             engine=engine.peer.name,

@@ -20,8 +20,8 @@ from typing import Any
 from unstable_lite.buffers import StepBuffer
 from unstable_lite.checkpoints import create_run_directory
 from unstable_lite.collector import Collector
-from unstable_lite.config import Config
-from unstable_lite.errors import UnstableError
+from unstable_lite.config import Config, parse_config
+from unstable_lite.errors import ConfigError, UnstableError
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.templates import format_prompt
 from unstable_lite.league.game_scheduler import GameScheduler
@@ -97,9 +97,11 @@ class Run:
             "num_eval_workers": num_eval_workers,
         }
         changes = {name: value for name, value in given.items() if value is not None}
-        config = self.plan.config
-        run_config = type(config.run).model_validate({**config.run.model_dump(), **changes})
-        self.plan = make_plan(config.model_copy(update={"run": run_config}))
+        raw = self.plan.config.model_dump()
+        config, problems = parse_config({**raw, "run": {**raw["run"], **changes}})
+        if problems or config is None:
+            raise ConfigError(*problems)
+        self.plan = make_plan(config)
         if block:
             self._summary = run_in_loop(self.execute())
             return self._summary
@@ -193,7 +195,7 @@ class Run:
     def _run_in_thread(self) -> None:
         try:
             self._summary = run_in_loop(self.execute())
-        except BaseException as error:  # raised again by wait(), in the thread that asks  # noqa: BLE001
+        except BaseException as error:  # raised again by wait(), in the thread that asks
             self._error = error
 
     @contextlib.contextmanager

@@ -52,6 +52,8 @@ class Training:
     """From the first training game to the last update."""
     checkpoint: Path | None = None
     """The newest one."""
+    _saved: int = 0
+    """The update that `checkpoint` is of."""
     _skipped_in_a_row: int = 0
     _started: float = field(default_factory=time.monotonic)
 
@@ -62,7 +64,7 @@ class Training:
             await self._try_base()
             await self._evaluate("before")
             await self._learn(tasks)
-            if self.updates:
+            if self.updates != self._saved:
                 await self._save()
             if not self.stop.is_set():
                 await self._evaluate("after")
@@ -203,6 +205,7 @@ class Training:
         }
         checkpoints = self.directory / "checkpoints"
         self.checkpoint = await save_checkpoint(checkpoints, self.updates, state, self.workers.learner.save)
+        self._saved = self.updates
 
     async def _unless_stopped(self, waiting: Coroutine[Any, Any, T]) -> T | None:
         """The result, or None if the run is asked to stop first."""

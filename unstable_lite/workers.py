@@ -96,7 +96,7 @@ async def _ready(process: WorkerProcess, timeout_s: float) -> dict[str, Any]:
             death.result()
         if not process.peer.ready.done():
             raise UnstableError(
-                f"{process.peer.name} was not up after {timeout_s:g} s; see {process.log_path}, or raise start_timeout_s"
+                f"{process.peer.name} was not up after start_timeout_s = {timeout_s:g}; see {process.log_path}"
             )
         return process.peer.ready.result()
     finally:

@@ -138,9 +138,7 @@ def test_a_bid_of_all_dice_leaves_only_a_higher_face_or_the_call() -> None:
         "\nYour current Dice are: 3, 4\n Player 0 bids 3 of face 5."
     )
     assert legal_actions("LiarsDice-v0-small-train", observation) == ["[Call]", "[Bid: 3, 6]"]
-    assert legal_actions("LiarsDice-v0", f"{observation}\n Player 1 bids 9 of face 6.") == [
-        "[Call]"
-    ]
+    assert legal_actions("LiarsDice-v0", f"{observation}\n Player 1 bids 9 of face 6.") == ["[Call]"]
 
 
 def test_an_unknown_env_names_itself_and_what_is_supported() -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import safetensors.torch
+import torch
 
 from unstable_lite.config import Config
 from unstable_lite.errors import RequestError, WorkerDied
+from unstable_lite.learners import UpdateResult, worker
 from unstable_lite.learners.reinforce import REINFORCELearner
 from unstable_lite.transport.child import WorkerSpec
-from unstable_lite.transport.messages import SaveLearner, Score, Update
+from unstable_lite.transport.messages import Failed, SaveLearner, Score, Update
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.sockets import Peer, Router
 
@@ -95,6 +99,27 @@ async def test_a_learner_updates_publishes_scores_saves_and_stops(
     adapter, base = here.policy.score(prompt, completion)
     assert adapter == pytest.approx(scored.adapter_logprobs, abs=1e-5)
     assert base == pytest.approx(scored.base_logprobs, abs=1e-5)
+
+
+@dataclass
+class OutOfMemory:
+    """A learner whose every update fails."""
+
+    policy: Any = field(default_factory=lambda: SimpleNamespace(device="cuda:0"))
+
+    def update(self, items: object, version: int) -> UpdateResult:
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    def save(self, directory: Path) -> None: ...
+
+    def load(self, directory: Path) -> None: ...
+
+
+def test_out_of_memory_fails_the_update_with_what_to_do_and_the_worker_goes_on() -> None:
+    reply = worker._answer(OutOfMemory(), Update(request_id=5, items=(), version=1, path="/nowhere"))
+    assert isinstance(reply, Failed)
+    assert reply.request_id == 5
+    assert "cuda:0 is out of memory: lower learner.max_tokens_per_micro_batch" in reply.error
 
 
 async def test_an_adapter_that_cannot_be_published_ends_the_learner_with_the_reason(

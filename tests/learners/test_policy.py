@@ -182,6 +182,21 @@ def test_a_published_adapter_has_what_vllm_asks_for(
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
 
 
+def test_whoever_sees_a_published_version_sees_all_of_it(
+    make_learner: MakeLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    fsync = os.fsync
+
+    def look_and_sync(descriptor: int) -> None:
+        seen.append(len(list((tmp_path / "v1").glob("*"))))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", look_and_sync)
+    adapter_files.publish(tmp_path / "v1", *make_learner().policy.adapter_state())
+    assert set(seen) == {0, 2}
+
+
 def test_publishing_is_all_or_nothing(
     make_learner: MakeLearner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
 
 
 TOKENIZER = AutoTokenizer.from_pretrained(WEIGHTS)  # hypothesis wants no fixture
@@ -144,7 +144,12 @@ def answer(model: Any, tokenizer: Any, observation: str) -> str:
     """Sampled at temperature 1, stop token included."""
     ids = tokenizer(make.tiny_prompt(observation), return_tensors="pt")["input_ids"]
     output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, max_new_tokens=16
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        max_new_tokens=16,
     )
     text = tokenizer.decode(output[0, ids.shape[1] :])
     assert isinstance(text, str)

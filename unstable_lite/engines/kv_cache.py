@@ -1,13 +1,17 @@
-"""Keys and values of every sequence, one slot each, and which of them a new prompt can start from.
+"""Keys and values of every sequence, one slot each, and what of them a new prompt can start from.
 
-The first slots are those of running requests; behind them stand finished sequences, kept because games of one env,
-and turns of one game, open alike. A prefix is reused by copying it, token by token exact, and only within one adapter
-version. Knows no model and no requests.
+The first slots are those of running requests; behind them finished sequences are kept, because games of one env, and
+turns of one game, open alike. A prefix is reused by copying it, exact to the token, and within one adapter version
+only. Knows no model and no requests.
 
 Shapes: `L` layers, `S` slots, `T` token positions, `H` key/value heads, `D` head width.
 """
 
 from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,83 +19,125 @@ import torch
 
 from unstable_lite.types import TokenIds
 
+IntArray = npt.NDArray[np.int64]
+
 _NOBODY = -1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """What the model fixes."""
+
+    num_layers: int
+    num_heads: int
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_layers * self.num_heads * (self.key_width + self.value_width) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The longest beginning that a prompt shares with a slot, and that it will share once that is computed."""
+
+    slot: int
+    length: int
+    promised: int
+
+
 class KVCache:
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_heads: int,
-        key_width: int,
-        value_width: int,
-        max_len: int,
-        num_running: int,
-        num_kept: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, shape: CacheShape, max_len: int, num_running: int, num_kept: int) -> None:
         num_slots = num_running + num_kept
-        # Zeros, not empty: what is masked out must still be finite. The system gives pages as they are written.
-        self.key_LSTHD = torch.zeros(num_layers, num_slots, max_len, num_heads, key_width, dtype=dtype, device=device)
-        self.value_LSTHD = torch.zeros(
-            num_layers, num_slots, max_len, num_heads, value_width, dtype=dtype, device=device
-        )
-        self.token_ST = np.zeros((num_slots, max_len), np.int32)
+        sizes = (shape.num_layers, num_slots, max_len, shape.num_heads)
+        # Zeros, not empty: what is masked out must be finite too. The system hands out pages as they are written.
+        self.key_LSTHD = torch.zeros(*sizes, shape.key_width, dtype=shape.dtype, device=shape.device)
+        self.value_LSTHD = torch.zeros(*sizes, shape.value_width, dtype=shape.dtype, device=shape.device)
         self.length_S = np.zeros(num_slots, np.int64)
-        """How many tokens of a slot have keys and values."""
+        """How many tokens have keys and values."""
+        self.max_len = max_len
+        self.num_running = num_running
+        self.num_kept = num_kept
+        self._token_ST = np.zeros((num_slots, max_len), np.int32)
+        self._promised_S = np.zeros(num_slots, np.int64)
         self._version_S = np.full(num_slots, _NOBODY, np.int64)
         self._used_at_S = np.zeros(num_slots, np.int64)
         self._now = 0
-        self._num_running = num_running
-        self._free = list(reversed(range(num_running)))
+        self._free = list(range(num_running))
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def best_prefix(self, ids: TokenIds, version: int) -> tuple[int, int]:
-        """The slot that shares the longest prefix with `ids`, and that prefix's length."""
-        is_same_ST = self.token_ST[:, : len(ids)] == ids
-        shared_S = np.where(is_same_ST.all(1), len(ids), is_same_ST.argmin(1))
-        shared_S = np.minimum(shared_S, self.length_S) * (self._version_S == version)
-        slot = int(shared_S.argmax())
-        return slot, int(shared_S[slot])
+    def find(self, ids: TokenIds, version: int) -> Prefix:
+        """What a prompt can start from."""
+        slots = np.flatnonzero(self._version_S == version)
+        if not len(slots):
+            return Prefix(0, 0, 0)
+        shared = self._shared(slots, ids)
+        ready = np.minimum(shared, self.length_S[slots])
+        best = int(ready.argmax())
+        promised = int(np.minimum(shared, self._promised_S[slots]).max())
+        return Prefix(int(slots[best]), int(ready[best]), promised)
 
     def take(self, ids: TokenIds, version: int, source: int, shared: int) -> int:
-        """A slot for a new sequence that starts with the first `shared` tokens of slot `source`."""
-        # The lowest free slot: attention of running rows reads all slots up to the highest one in use.
-        slot = min(self._free)
-        self._free.remove(slot)
+        """A slot for a sequence whose first `shared` tokens are those of slot `source`."""
+        # The lowest free one: attention over running rows reads every slot up to the highest in use.
+        slot = heapq.heappop(self._free)
         if shared and source != slot:
-            self._copy(source, slot, shared)
-        self.token_ST[slot, : len(ids)] = ids
-        self.length_S[slot] = shared
+            self._copy(source, slot, 0, shared)
+        self._token_ST[slot, : len(ids)] = ids
         self._version_S[slot] = version
+        self.length_S[slot] = shared
+        self._promised_S[slot] = len(ids)
         self._touch(source)
         return slot
 
-    def give_back(self, slot: int) -> None:
-        """The sequence is finished: keep it for prompts to come, unless one that is kept holds it already."""
-        self._free.append(slot)
-        if len(self.length_S) == self._num_running:
+    def extend(self, slots: Sequence[int], count_R: IntArray, position_N: IntArray, id_N: IntArray) -> None:
+        """So many tokens more of each of `slots` have keys and values now."""
+        self._token_ST[np.repeat(slots, count_R), position_N] = id_N
+        self.length_S[slots] += count_R
+
+    def give_back(self, slot: int, num_prompt_tokens: int) -> None:
+        """The sequence is finished: keep a copy, unless its prompt is kept already."""
+        heapq.heappush(self._free, slot)
+        self._promised_S[slot] = 0
+        if not self.num_kept:
             return
         length, version = int(self.length_S[slot]), int(self._version_S[slot])
-        ids = self.token_ST[slot, :length]
-        kept = slice(self._num_running, None)
-        is_same_ST = self.token_ST[kept, :length] == ids
-        shared_S = np.where(is_same_ST.all(1), length, is_same_ST.argmin(1))
-        shared_S = np.minimum(shared_S, self.length_S[kept]) * (self._version_S[kept] == version)
+        kept = self.num_running + np.flatnonzero(self._version_S[self.num_running :] == version)
+        shared, target = 0, -1
+        if len(kept):
+            shared_S = np.minimum(self._shared(kept, self._token_ST[slot, :length]), self.length_S[kept])
+            best = int(shared_S.argmax())
+            shared, target = int(shared_S[best]), int(kept[best])
+        if shared < num_prompt_tokens - 1:
+            if shared == 0 or shared < self.length_S[target]:
+                shared, target = 0, self.num_running + int(self._used_at_S[self.num_running :].argmin())
+            self._copy(slot, target, shared, length)
+            self._token_ST[target, :length] = self._token_ST[slot, :length]
+            self._version_S[target] = version
+            self.length_S[target] = length
+        self._touch(target)
 
     def forget(self, version: int) -> None:
-        """Nothing starts from this version's sequences any more."""
-        self.length_S[self._version_S == version] = 0
-        self._version_S[self._version_S == version] = _NOBODY
+        """Nothing starts from sequences of this version any more; their slots are the first to be reused."""
+        is_gone_S = self._version_S == version
+        self._version_S[is_gone_S] = _NOBODY
+        self._used_at_S[is_gone_S] = 0
 
-    def _copy(self, source: int, target: int, length: int) -> None:
+    def _shared(self, slots: IntArray, ids: TokenIds) -> IntArray:
+        """How many tokens from the start are equal, for each slot."""
+        differs_ST = self._token_ST[slots, : len(ids)] != ids
+        first_S = differs_ST.argmax(1)
+        return np.where(differs_ST[np.arange(len(slots)), first_S], first_S, len(ids))
+
+    def _copy(self, source: int, target: int, start: int, stop: int) -> None:
         for kind in (self.key_LSTHD, self.value_LSTHD):
-            kind[:, target, :length] = kind[:, source, :length]
+            kind[:, target, start:stop] = kind[:, source, start:stop]
 
     def _touch(self, slot: int) -> None:
         self._now += 1

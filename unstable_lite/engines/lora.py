@@ -6,11 +6,13 @@ Owns reading PEFT directories and the arithmetic of LoRA. Knows no requests and 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from safetensors import SafetensorError
@@ -112,6 +114,17 @@ class LoraModel:
         self._model = model
         self._layers: dict[str, LoraLinear] = {}
 
+    def set_groups(self, versions: Sequence[int], stop_R: npt.NDArray[np.int64]) -> None:
+        """Row i of the next pass ends before token `stop_R[i]` and is of `versions[i]`; equal ones are neighbours."""
+        groups: list[Group] = []
+        start = 0
+        for index, version in enumerate(versions):
+            if index + 1 == len(versions) or versions[index + 1] != version:
+                stop = int(stop_R[index])
+                groups.append(Group(start, stop, version))
+                start = stop
+        self.groups.current = groups
+
     def load(self, version: int, directory: Path, max_rank: int) -> None:
         """Raises AdapterError for what is no LoRA adapter of this base; the model is then as before."""
         pairs, scale = read_adapter(directory, max_rank)
@@ -167,7 +180,9 @@ def _check_config(config: Mapping[str, Any], directory: Path, max_rank: int) -> 
     """The scale alpha / r. Raises AdapterError for what would be computed wrongly."""
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"{directory}: peft_type is {config.get('peft_type')!r}; only LORA can be served")
-    if present := [key for key in _UNSUPPORTED if config.get(key)] + ["bias"] * (config.get("bias") not in (None, "none")):
+    if present := [key for key in _UNSUPPORTED if config.get(key)] + ["bias"] * (
+        config.get("bias") not in (None, "none")
+    ):
         raise AdapterError(f"{directory}: {', '.join(present)} cannot be served; plain LoRA can")
     rank = config["r"]
     if rank > max_rank:

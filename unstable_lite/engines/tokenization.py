@@ -41,11 +41,12 @@ class Tokenizer:
         has_bos = self._bos is not None and prompt.startswith(self._bos)
         return np.array(self._fast.encode(prompt, add_special_tokens=not has_bos).ids, np.int32)
 
-    def decode(self, ids: list[int]) -> str:
-        return self._fast.decode(ids, skip_special_tokens=True)
-
-    def decode_batch(self, batch: list[list[int]]) -> list[str]:
-        return self._fast.decode_batch(batch, skip_special_tokens=True)
+    def text(self, completion_ids: list[int], stop_watch: StopWatch | None = None) -> str:
+        """A completion as text, without special tokens and without what stopped it."""
+        if stop_watch is not None and stop_watch.has_stopped:
+            return stop_watch.text
+        end = -1 if completion_ids[-1] in self.stop_ids else None
+        return self._fast.decode(completion_ids[:end], skip_special_tokens=True)
 
     def watch(self, stop: tuple[str, ...]) -> StopWatch | None:
         return StopWatch(self._fast, stop) if any(stop) else None
@@ -56,6 +57,7 @@ class StopWatch:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, stop: tuple[str, ...]) -> None:
         self.text = ""
+        self.has_stopped = False
         self._tokenizer = tokenizer
         self._stop = tuple(filter(None, stop))
         self._stream = DecodeStream(skip_special_tokens=True)
@@ -71,7 +73,8 @@ class StopWatch:
         found = [start for start in starts if start >= 0]
         if found:
             self.text = self.text[: min(found)]
-        return bool(found)
+            self.has_stopped = True
+        return self.has_stopped
 
 
 def _stop_ids(model_path: str, tokenizer: transformers.PreTrainedTokenizerBase) -> set[int]:

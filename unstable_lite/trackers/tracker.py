@@ -100,9 +100,7 @@ def summarise_evaluation(
 
 
 class Tracker:
-    def __init__(
-        self, run_directory: Path, sinks: Sequence[Sink], keep_games: Literal["all", "eval", "none"]
-    ) -> None:
+    def __init__(self, run_directory: Path, sinks: Sequence[Sink], keep_games: Literal["all", "eval", "none"]) -> None:
         self.evaluations: list[Evaluation] = []
         self.games_finished = 0
         self.void_games = 0
@@ -227,9 +225,7 @@ def record_to_json(record: GameRecord) -> dict[str, Any]:
             {"pid": agent.pid, "model": agent.model.uid, "collect_data": agent.collect_data}
             for agent in spec.agent_specs
         ],
-        "turns": [
-            [turn.pid, turn.observation, turn.text, turn.action, turn.format_ok] for turn in record.turns
-        ],
+        "turns": [[turn.pid, turn.observation, turn.text, turn.action, turn.format_ok] for turn in record.turns],
         "rewards": record.rewards,
         "outcomes": record.outcomes,
         "end": record.end,

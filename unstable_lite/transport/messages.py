@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -205,7 +205,7 @@ def _unpacker(hint: Any, where: str) -> _Convert:
     if origin is dict:
         return lambda value: _checked(value, dict, where)
     if origin is UnionType:
-        kinds: Any = tuple(arg for arg in args if arg is not NoneType) + (NoneType,)
+        kinds: Any = args
     else:  # int, float, str, bool, or a Literal of strings
         kinds = hint if isinstance(hint, type) else str
     if kinds is float:

@@ -25,6 +25,4 @@ class PolicyPlayer:
         prompt = format_prompt(self._template, observation, self._num_players)
         generation = await self._generate(prompt, self._version, self._stop)
         action, format_ok = self._extract(generation.text)
-        return Reply(
-            action=action, text=generation.text, prompt=prompt, format_ok=format_ok, generation=generation
-        )
+        return Reply(action=action, text=generation.text, prompt=prompt, format_ok=format_ok, generation=generation)

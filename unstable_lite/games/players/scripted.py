@@ -99,8 +99,7 @@ def legal_actions(env_id: str, observation: str) -> list[str]:
     read = LEGAL_ACTIONS.get(env_id.partition("-v0")[0])
     if read is None:
         raise UnsupportedEnvError(
-            f"no scripted player for {env_id!r}: there is one for any variant of "
-            f"{', '.join(LEGAL_ACTIONS)}"
+            f"no scripted player for {env_id!r}: there is one for any variant of {', '.join(LEGAL_ACTIONS)}"
         )
     return read(observation)
 

@@ -1,4 +1,4 @@
-"""Make the embedded default model, `builtin:tiny`: `python -m unstable_lite.models.tiny.make --output DIR`.
+"""Make the embedded model: `python -m unstable_lite.models.tiny.make --output DIR`.
 
 Owns the tokenizer's and the model's whole recipe: random-legal games → turns → byte-level BPE →
 a Qwen3 of about a million parameters that imitates them. Knows nothing of learning to win: no move
@@ -43,7 +43,7 @@ GAME_SHARES = {
     "KuhnPoker-v0-train": 0.06,
     "KuhnPoker-v0-short-train": 0.01,
     "LiarsDice-v0-small-train": 0.05,
-    "LiarsDice-v0-train": 0.03,
+    "LiarsDice-v0-train": 0.01,
     "IteratedRockPaperScissors-v0-train": 0.03,
     "PigDice-v0-train": 0.02,
     "PigDice-v0-short-train": 0.03,
@@ -78,7 +78,7 @@ OTHER_ENVS = (
     "Snake-v0",
     "TowerOfHanoi-v0",
 )
-"""Envs whose first observation only the tokenizer sees: the rest of its vocabulary is TextArena's English."""
+"""Envs of which the tokenizer sees first observations: the rest of its vocabulary is English."""
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -143,7 +143,7 @@ def play_games(num_games: int, rng: random.Random) -> list[Turn]:
 
 
 def tokenizer_corpus(turns: list[Turn]) -> Iterator[str]:
-    """The texts between special tokens, as the tokenizer will meet them, the eight families foremost."""
+    """The texts between special tokens, as the tokenizer will meet them."""
     for turn in turns:
         user, assistant = turn.prompt.split(END)
         yield user.removeprefix(START)
@@ -164,9 +164,7 @@ def train_tokenizer(turns: list[Turn]) -> PreTrainedTokenizerFast:
     """Byte-level BPE: any UTF-8 text comes back exactly."""
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PRE_TOKENS), "isolated"), byte_level]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PRE_TOKENS), "isolated"), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
@@ -177,7 +175,7 @@ def train_tokenizer(turns: list[Turn]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(tokenizer_corpus(turns), trainer)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token=END,
         pad_token=PAD,
@@ -199,7 +197,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=4096,
-        rope_theta=10_000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=None,
@@ -221,7 +219,7 @@ class EncodedTurn:
         return len(self.prompt_ids) + len(self.completions[self.chosen])
 
     def next_tokens(self) -> list[dict[int, float]]:
-        """For each token of the chosen completion: the player's distribution, given those before."""
+        """For each token of the chosen completion: the player's distribution, given the path."""
         path, possible, distributions = self.completions[self.chosen], self.completions, []
         for position, token in enumerate(path):
             counts = Counter(completion[position] for completion in possible)
@@ -260,14 +258,14 @@ def batches(turns: list[EncodedTurn], tokens: int, rng: random.Random) -> Iterat
 
 
 def imitation_loss(
-    model: Qwen3ForCausalLM, batch: list[EncodedTurn], pad_id: int, observation_share: float
+    model: Qwen3ForCausalLM, batch: list[EncodedTurn], observation_share: float
 ) -> tuple[torch.Tensor, float]:
     """What to minimise, and the divergence from the random-legal player in nats per turn.
 
     Shapes: `B` turns, `T` tokens, `N` answer tokens of all turns, `K` possible tokens of all those.
     """
     width = max(map(len, batch))
-    ids_BT = torch.full((len(batch), width), pad_id)
+    ids_BT = torch.zeros((len(batch), width), dtype=torch.long)
     is_prompt_BT = torch.zeros((len(batch), width), dtype=torch.bool)
     at_N: list[int] = []
     n_K: list[int] = []
@@ -290,7 +288,7 @@ def imitation_loss(
     predicts_BT = (is_prompt_BT & (torch.rand(is_prompt_BT.shape) < observation_share))[:, 1:]
     logits_MV = model.lm_head(hidden_BTD[predicts_BT]).float()
     observation = F.cross_entropy(logits_MV, ids_BT[:, 1:][predicts_BT], reduction="sum")
-    loss = cross_entropy + OBSERVATION_WEIGHT * observation / max(1, len(logits_MV))
+    loss: torch.Tensor = cross_entropy + OBSERVATION_WEIGHT * observation / max(1, len(logits_MV))
     return loss, float(cross_entropy.detach()) - entropy
 
 
@@ -301,17 +299,15 @@ def train_model(
     steps: int,
     rng: random.Random,
     batch_tokens: int = 4096,
-    learning_rate: float = 3e-3,
+    learning_rate: float = 6e-3,
 ) -> float:
     """Imitate `turns` for `steps` steps; the mean divergence of the last tenth."""
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
-        lr=learning_rate,
-        betas=(0.9, 0.98),
-        fused=True,
-    )
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=learning_rate, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
     warmup = min(100, max(1, steps // 10))
     recent: list[float] = []
     started = time.perf_counter()
@@ -319,18 +315,20 @@ def train_model(
     for step, batch in zip(range(steps), batches(turns, batch_tokens, rng), strict=False):
         progress = step / steps
         scale = min(1.0, (step + 1) / warmup) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * scale
-        loss, divergence = imitation_loss(model, batch, model.config.pad_token_id, OBSERVATION_SHARE)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * scale
+        loss, divergence = imitation_loss(model, batch, OBSERVATION_SHARE)
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         recent.append(divergence)
         if (step + 1) % 100 == 0:
             elapsed = time.perf_counter() - started
             mean = sum(recent[-100:]) / 100
-            print(f"step {step + 1}/{steps}  {elapsed:.0f} s  {mean:.4f} nats from random-legal", flush=True)
+            _say(f"step {step + 1}/{steps}  {elapsed:.0f} s  {mean:.4f} nats from random-legal")
     return sum(recent[-max(1, steps // 10) :]) / max(1, min(len(recent), steps // 10))
 
 
@@ -339,7 +337,8 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Pa
     output.mkdir(parents=True, exist_ok=True)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.to(torch.bfloat16).save_pretrained(output)
+    model.bfloat16()
+    model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     # The template belongs into tokenizer_config.json: one file less, and vLLM reads it there.
     template = output / "chat_template.jinja"
@@ -356,26 +355,30 @@ def make(output: Path, *, games: int, steps: int, seed: int) -> float:
     torch.manual_seed(seed)
     started = time.perf_counter()
     turns = play_games(games, rng)
-    print(f"{len(turns)} turns of {games} games in {time.perf_counter() - started:.0f} s", flush=True)
+    _say(f"{len(turns)} turns of {games} games in {time.perf_counter() - started:.0f} s")
     tokenizer = train_tokenizer(turns[:20_000])
     encoded = encode_turns(tokenizer, turns)
     mean_len = sum(map(len, encoded)) / len(encoded)
-    print(f"{len(tokenizer)} tokens in the vocabulary, {mean_len:.1f} in a turn", flush=True)
-    model = Qwen3ForCausalLM(make_config(tokenizer))
+    _say(f"{len(tokenizer)} tokens in the vocabulary, {mean_len:.1f} in a turn")
+    model = Qwen3ForCausalLM(make_config(tokenizer))  # type: ignore[no-untyped-call]
     nats = train_model(model, encoded, steps=steps, rng=rng)
     save(model, tokenizer, output)
     return nats
 
 
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the embedded default model, builtin:tiny.")
     parser.add_argument("--output", type=Path, required=True, help="folder for the weights and the tokenizer")
-    parser.add_argument("--games", type=int, default=25_000, help="random-legal games that are played")
-    parser.add_argument("--steps", type=int, default=2600, help="optimiser steps")
+    parser.add_argument("--games", type=int, default=20_000, help="random-legal games that are played")
+    parser.add_argument("--steps", type=int, default=1200, help="optimiser steps")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     nats = make(args.output, games=args.games, steps=args.steps, seed=args.seed)
-    print(f"{args.output}: {nats:.4f} nats per turn from the random-legal player")
+    _say(f"{args.output}: {nats:.4f} nats per turn from the random-legal player")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,238 @@
+"""How long from a new adapter in shared memory to the first token sampled from it, and does generation stall meanwhile?
+
+Learner and engine run as in a run. Each sample is a real update that writes a real adapter; then, step by step: load
+on the engine, canary sampled by the engine, canary scored by the learner, first token of a request that asks for the
+new version. Once with an idle engine, once while it serves requests without end; there the longest gap between two
+finished requests that overlaps the load is the stall, to be held against the longest gap of a quiet time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.harness import Options, Questioner, Report, Subject, Subjects, Target, alternate, bench_config, digits
+from unstable_lite.config import Config
+from unstable_lite.plan import make_plan
+from unstable_lite.publisher import CANARY_SEED, CANARY_TOKENS
+from unstable_lite.transport.adapters import AdapterArena
+from unstable_lite.transport.messages import Done, LoadAdapter
+from unstable_lite.types import Generation, Step
+from unstable_lite.workers import Workers, started_workers
+
+MODULE = "bench.handoff"
+ENGINES = {
+    "transformers": ("unstable_lite.engines.transformers",),
+    "vllm": ("unstable_lite.engines.vllm", "vllm"),
+}
+"""Engine kind to the modules without which it cannot run."""
+STEPS = {
+    "own_load_s": "engine's own load",
+    "load_s": "load, message included",
+    "canary_s": f"canary of {CANARY_TOKENS} tokens",
+    "score_s": "canary scored",
+    "first_token_s": "first token",
+    "total_s": "publish → first token",
+    "without_canary_s": "load and first token, canary apart",
+}
+STALL = {"stall_s": "longest gap during a load", "quiet_s": "longest gap in a quiet time"}
+MS = 1000.0
+
+
+def run(options: Options) -> Report:
+    report = Report(bench="handoff", question="From a new adapter to its first token", options=options)
+    report.sizes = {"model": "shape of builtin:tiny, random weights", "prompt": 100, "load": _load_size(options.small)}
+    with tempfile.TemporaryDirectory() as name, Subjects() as subjects:
+        arguments = {"directory": name, "seed": options.seed, "load": _load_size(options.small)}
+        subjects.start(MODULE, kind="make", **arguments).close()
+        for kind, modules in ENGINES.items():
+            if any(importlib.util.find_spec(module) is None for module in modules):
+                report.add(f"{kind}: {STEPS['total_s']}", "ms", [], "not installed")
+                continue
+            subject = subjects.start(MODULE, kind=kind, **arguments)
+            _add(report, kind, subject, options)
+            subject.close()
+    report.notes.append("canary and first token each take whole requests: prefill of 100 prompt tokens included")
+    return report
+
+
+def _load_size(small: bool) -> int:
+    return 4 if small else 32
+
+
+def _add(report: Report, kind: str, subject: Subject, options: Options) -> None:
+    told: dict[str, list[dict[str, float]]] = {"idle": [], "under load": []}
+    alternate({state: _measure(subject, told[state], state, options.seconds) for state in told}, options)
+    for state, answers in told.items():
+        answers = answers[1:]  # the first one warmed up
+        rows = {
+            key: report.add(f"{kind}, {state}: {what}", "ms", [MS * answer[key] for answer in answers])
+            for key, what in (STEPS if state == "idle" else STEPS | STALL).items()
+        }
+        report.add_ratio(
+            f"{kind}, {state}: publish → first token ÷ own load",
+            rows["total_s"],
+            rows["own_load_s"],
+            Target(bound="≤", value=2) if state == "idle" else None,
+        )
+        report.add_ratio(
+            f"{kind}, {state}: the same, canary apart ÷ own load", rows["without_canary_s"], rows["own_load_s"]
+        )
+        if state == "under load":
+            allowed = [MS * (answer["quiet_s"] + answer["own_load_s"]) for answer in answers]
+            bound = report.add(f"{kind}: longest quiet gap + own load", "ms", allowed)
+            report.add_ratio(
+                f"{kind}: stall ÷ (quiet gap + own load)", rows["stall_s"], bound, Target(bound="≤", value=1)
+            )
+
+
+def _measure(subject: Subject, told: list[dict[str, float]], state: str, seconds: float) -> Callable[[], float]:
+    def measure() -> float:
+        told.append(subject.measure(loaded=state == "under load", seconds=seconds))
+        return told[-1]["total_s"]
+
+    return measure
+
+
+# --------------------------------------------------------------------------------------- subjects
+
+
+def config_of(directory: Path, kind: str) -> Config:
+    return bench_config(
+        model_name=str(directory / "model"),
+        engine={
+            "kind": kind,
+            "devices": ["cpu"],
+            "temperature": 1.0,
+            "max_generation_len": 32,
+            "max_model_len": 512,
+            "max_parallel_seq": 64,
+            "max_loras": 4,
+        },
+        learner={"batch_size": 8, "devices": ["cpu"]},
+        lora={"lora_rank": 16},
+        run={"output_dir": str(directory)},
+    )
+
+
+class Handoff:
+    """Hands one version after another from the learner to the engine, with a clock in hand."""
+
+    def __init__(self, workers: Workers, arena: AdapterArena, seed: int) -> None:
+        self._engine = workers.engines.engines[0]
+        self._learner = workers.learner
+        self._arena = arena
+        self._rng = random.Random(seed)
+        self._versions = itertools.count(1)
+        self._finished: list[float] = []
+        """When each request of the load finished."""
+        self._has_finished = asyncio.Event()
+
+    async def hand_over(self) -> dict[str, float]:
+        version = next(self._versions)
+        batch = [_step(await self._engine.generate(self._prompt(), 0, max_tokens=8), reward) for reward in (-1.0, 1.0)]
+        updated = await self._learner.update(batch, version, self._arena.path(version))
+        assert updated.skipped is None, updated.skipped
+
+        clock = [time.perf_counter()]
+        path = str(self._arena.path(version))
+        loaded: Done = await self._engine.peer.ask(LoadAdapter, 300.0, version=version, path=path)
+        clock.append(time.perf_counter())
+        canary = await self._engine.generate(self._prompt(), version, seed=CANARY_SEED, max_tokens=CANARY_TOKENS)
+        clock.append(time.perf_counter())
+        await self._learner.score(canary)
+        clock.append(time.perf_counter())
+        await self._engine.generate(self._prompt(), version, max_tokens=1)
+        clock.append(time.perf_counter())
+
+        await self._engine.unload_adapter(version)
+        self._arena.unlink(version)
+        steps = [after - before for before, after in itertools.pairwise(clock)]
+        return {
+            "own_load_s": loaded.seconds,
+            **dict(zip(("load_s", "canary_s", "score_s", "first_token_s"), steps, strict=True)),
+            "total_s": clock[-1] - clock[0],
+            "without_canary_s": steps[0] + steps[3],
+            "load_began": clock[0],
+            "load_ended": clock[1],
+        }
+
+    async def hand_over_under_load(self, num_requests: int, quiet_s: float) -> dict[str, float]:
+        self._finished.clear()
+        async with asyncio.TaskGroup() as tasks:
+            load = [tasks.create_task(self._generate_for_ever()) for _ in range(num_requests)]
+            await asyncio.sleep(0.2)
+            quiet_from = time.perf_counter()
+            await asyncio.sleep(quiet_s)
+            quiet_to = time.perf_counter()
+            told = await self.hand_over()
+            self._has_finished.clear()
+            await self._has_finished.wait()  # the gap that the load began may end only now
+            for task in load:
+                task.cancel()
+        told["quiet_s"] = self._longest_gap(quiet_from, quiet_to)
+        told["stall_s"] = self._longest_gap(told["load_began"], told["load_ended"])
+        return told
+
+    async def _generate_for_ever(self) -> None:
+        while True:
+            await self._engine.generate(self._prompt(), 0, max_tokens=self._rng.randint(4, 32))
+            self._finished.append(time.perf_counter())
+            self._has_finished.set()
+
+    def _longest_gap(self, begin: float, end: float) -> float:
+        """Between two finished requests, of the gaps that overlap `begin … end`."""
+        gaps = [
+            after - before for before, after in itertools.pairwise(self._finished) if after > begin and before < end
+        ]
+        return max(gaps, default=0.0)
+
+    def _prompt(self) -> str:
+        return digits(self._rng, 100)
+
+
+def _step(generation: Generation, reward: float) -> Step:
+    return Step(pid=0, obs="", act=generation.text, reward=reward, env_id="", generation=generation)
+
+
+async def measure(questioner: Questioner) -> None:
+    arguments = questioner.arguments
+    directory = Path(arguments["directory"])
+    logs = directory / f"logs-{arguments['kind']}"
+    logs.mkdir()
+    plan = make_plan(config_of(directory, arguments["kind"]))
+    async with started_workers(plan, logs, say=lambda _: None) as workers:
+        arena = AdapterArena(f"bench-{directory.name}-{arguments['kind']}", directory, 8 * workers.adapter_bytes)
+        try:
+            handoff = Handoff(workers, arena, arguments["seed"])
+            questioner.answer({})
+            for request in questioner.requests():
+                if request["loaded"]:
+                    told = await handoff.hand_over_under_load(arguments["load"], request["seconds"])
+                else:
+                    told = await handoff.hand_over()
+                questioner.answer(told)
+        finally:
+            arena.close()
+
+
+def make(arguments: dict[str, Any]) -> None:
+    from bench import models  # loads torch, which the orchestrator's side does without
+
+    models.make_tiny(Path(arguments["directory"]) / "model", arguments["seed"])
+
+
+if __name__ == "__main__":
+    questioner = Questioner()
+    if questioner.arguments["kind"] == "make":
+        make(questioner.arguments)
+        questioner.answer({})
+    else:
+        asyncio.run(measure(questioner))

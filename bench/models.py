@@ -1,0 +1,88 @@
+"""Models and adapters that only benches need: right shapes, random weights, no end-of-sequence token in sight.
+
+With random weights a completion practically never ends early, so that every engine is given the same work.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from unstable_lite.config import Config
+from unstable_lite.learners import adapter_files
+from unstable_lite.learners.model import Policy
+from unstable_lite.models import BUILTIN
+
+END = "<|im_end|>"
+
+
+def make_tiny(directory: Path, seed: int) -> Path:
+    """The shape and the tokenizer of `builtin:tiny`; where that is not there, one of its size."""
+    builtin = BUILTIN["builtin:tiny"]
+    if (builtin / "config.json").is_file():
+        shutil.copytree(builtin, directory, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
+        shape = Qwen3Config.from_pretrained(builtin)
+    else:
+        shape = Qwen3Config(
+            vocab_size=1024,
+            hidden_size=128,
+            intermediate_size=320,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            eos_token_id=256,
+            pad_token_id=256,
+        )
+        _byte_tokenizer().save_pretrained(directory)
+    return _save_random(shape, directory, seed)
+
+
+def make_wide_vocabulary(directory: Path, vocab_size: int, seed: int) -> Path:
+    """A small body under a head as wide as Qwen3's: what a loss costs there is the logits."""
+    shape = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    return _save_random(shape, directory, seed)
+
+
+def make_adapters(config: Config, directory: Path, versions: list[int], seed: int) -> dict[int, Path]:
+    """PEFT directories as the learner writes them, with weights that change what the model says."""
+    tensors, peft_config = Policy(config, "cpu").adapter_state()
+    generator = torch.Generator().manual_seed(seed)
+    paths = {}
+    for version in versions:
+        noise = {name: 0.05 * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
+        paths[version] = directory / f"v{version}"
+        adapter_files.publish(paths[version], noise, peft_config)
+    return paths
+
+
+def _save_random(shape: Qwen3Config, directory: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(shape).save_pretrained(directory)  # type: ignore[no-untyped-call]
+    return directory
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END
+    )

@@ -1,0 +1,74 @@
+"""What DESIGN says about the code itself."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import unstable_lite
+
+PACKAGE = Path(unstable_lite.__file__).parent
+REFERENCE_NAMES = {
+    "build", "Collector", "StepBuffer", "EpisodeBuffer", "REINFORCELearner", "Tracker", "ModelRegistry",
+    "GameScheduler", "TerminalInterface", "TrainEnvSpec", "EvalEnvSpec",
+}  # fmt: skip
+
+
+def _loaded_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    heavy = {"torch", "transformers", "numpy", "pydantic", "textarena", "rich", "zmq"}
+    assert not heavy & _loaded_after("import unstable_lite")
+
+
+def test_every_module_of_the_orchestrator_loads_without_torch() -> None:
+    loaded = _loaded_after("import unstable_lite.cli, unstable_lite.build, unstable_lite.trackers.tensorboard")
+    assert not {"torch", "transformers", "peft", "vllm"} & loaded
+
+
+def test_the_references_names_are_public() -> None:
+    assert REFERENCE_NAMES <= set(unstable_lite.__all__)
+    for name in unstable_lite.__all__:
+        assert getattr(unstable_lite, name).__name__ == name
+    assert unstable_lite.samplers.UniformRandomEnvSampler
+    assert unstable_lite.reward_transformations.RoleAdvantageByEnvFormatter
+
+
+def test_imports_point_down() -> None:
+    lint = subprocess.run(
+        [str(Path(sys.executable).parent / "lint-imports")], cwd=PACKAGE.parent, capture_output=True, text=True
+    )
+    assert lint.returncode == 0, lint.stdout
+
+
+def _handlers(tree: ast.AST) -> list[ast.ExceptHandler]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)]
+
+
+def test_everything_is_caught_only_at_the_outermost_frame_of_a_process_or_thread() -> None:
+    catch_all = []
+    for path in PACKAGE.rglob("*.py"):
+        for handler in _handlers(ast.parse(path.read_text())):
+            names = ast.unparse(handler.type) if handler.type else "everything"
+            if names in ("Exception", "BaseException", "everything"):
+                catch_all.append(str(path.relative_to(PACKAGE)))
+    assert sorted(catch_all) == ["games/environments.py", "runtime.py", "transport/child.py"]
+
+
+def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
+    names = {path.stem for path in PACKAGE.rglob("*")}
+    assert not {"utils", "helpers", "manager", "misc", "common"} & names
+
+
+def test_every_module_says_what_it_owns() -> None:
+    silent = [
+        str(path)
+        for path in PACKAGE.rglob("*.py")
+        if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert silent == []

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unstable_lite as unstable
+from unstable_lite.config import Config
+from unstable_lite.errors import ConfigError
+
+NIM = unstable.TrainEnvSpec(env_id="Nim-v0-train", num_players=2, num_actors=2, prompt_template="tiny")
+
+
+def small(tmp_path: Path, **keywords: Any) -> unstable.Run:
+    return unstable.build(
+        train_envs=[NIM],
+        max_generation_len=12,
+        batch_size=16,
+        learning_rate=1e-3,
+        vllm_config={"temperature": 1.0, "max_model_len": 512},
+        run={"output_dir": str(tmp_path)},
+        **keywords,
+    )
+
+
+def test_keywords_land_in_the_sections_that_a_toml_would_name(tmp_path: Path) -> None:
+    config = small(tmp_path, lora_config={"lora_rank": 8}, engine={"max_loras": 5}, mini_batch_size=2).plan.config
+    assert config.lora.lora_rank == 8
+    assert config.engine.max_loras == 5
+    assert config.engine.max_generation_len == 12
+    assert config.engine.temperature == 1.0
+    assert config.learner.mini_batch_size == 2
+    assert config.train_envs == (NIM,)
+
+
+def test_build_without_keywords_equals_a_toml_without_keys() -> None:
+    run = unstable.build(train_envs=[NIM])
+    expected = Config.model_validate({"train_envs": [NIM]})
+    assert run.plan.config.model_copy(update={"engine": expected.engine}) == expected
+
+
+@pytest.mark.parametrize(
+    ("keywords", "says"),
+    [
+        ({"buffer_size": 3}, "buffer.buffer_size = 3"),
+        ({"vllm_config": {"temprature": 1}}, "vllm_config.temprature"),
+        ({"enginee": {"kind": "vllm"}}, "did you mean 'engine'"),
+        ({"algorithm": "a3c"}, "algorithm"),
+        ({"learning_rate": -1.0}, "learner.learning_rate"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_build_itself(keywords: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        unstable.build(train_envs=[NIM], **keywords)
+
+
+def test_a_run_in_the_background_can_be_stopped_and_waited_for(tmp_path: Path) -> None:
+    run = small(tmp_path)
+    assert run.start(learning_steps=10_000, num_collection_workers=16, num_eval_workers=0, block=False) is None
+    deadline = time.monotonic() + 120
+    while not any(tmp_path.glob("*/*/metrics.jsonl")) or time.monotonic() > deadline:
+        time.sleep(0.1)
+    time.sleep(1)
+    run.stop()
+    summary = run.wait()
+    assert summary.updates < 10_000
+    if summary.updates:
+        assert summary.checkpoint is not None
+        assert summary.checkpoint.name == f"ckpt-{summary.updates}"
+
+
+def test_an_error_in_the_background_is_raised_by_wait(tmp_path: Path) -> None:
+    run = small(tmp_path, lora_config={"target_modules": ["no_such_proj"]})
+    run.start(learning_steps=1, num_collection_workers=4, num_eval_workers=0, block=False)
+    with pytest.raises(unstable.errors.UnstableError, match="no_such_proj"):
+        run.wait()
+
+
+def test_start_refuses_numbers_that_make_no_sense(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="learning_steps"):
+        small(tmp_path).start(learning_steps=0)

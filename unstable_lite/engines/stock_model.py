@@ -1,0 +1,118 @@
+"""A stock causal language model of transformers: load it, and make sure that this engine computes what it computes.
+
+What is not taken is found out by comparing, not by a list of names: the model runs as it comes, and then through the
+engine's cache and attention; where the two disagree, the model is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from unstable_lite.engines.kv_cache import CacheShape
+from unstable_lite.errors import ModelError
+
+_PROBE = "unstable_lite_probe"
+_ADVICE = "take another model, or engine.kind = 'vllm'"
+
+RunLogits = Callable[[list[int], list[list[int]], list[int], list[bool]], Tensor]
+
+
+def load(path: str, dtype: str, device: torch.device) -> Any:
+    """Raises ModelError if it cannot be loaded."""
+    try:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=choose_dtype(dtype, device), attn_implementation="sdpa"
+        )
+        model = model.eval().requires_grad_(False).to(device)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"{path} cannot be loaded as a causal language model: {error}") from error
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"{path} does not fit the memory of {device}: {error}") from error
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise ModelError(f"{path}: {type(model).__name__} computes the logits of all tokens always; {_ADVICE}")
+    return model
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    if dtype != "auto":
+        chosen: torch.dtype = getattr(torch, dtype)
+        return chosen
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.float32
+
+
+def position_limit(model: Any) -> int | None:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def cache_shape(model: Any) -> CacheShape:
+    """What the model's attention layers store for a token, seen by running one. Raises ModelError if they differ."""
+    seen: dict[int, tuple[int, int, int]] = {}
+
+    def look(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[3])
+        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+    transformers.AttentionInterface.register(_PROBE, look)
+    model.set_attn_implementation(_PROBE)
+    _stock_logits(model, [0])
+    if not seen or sorted(seen) != list(range(len(seen))) or len(set(seen.values())) != 1:
+        raise ModelError(
+            f"{type(model).__name__}: its layers do not all attend in one way through transformers' attention "
+            f"interface; {_ADVICE}"
+        )
+    num_heads, key_width, value_width = seen[0]
+    return CacheShape(
+        num_layers=len(seen),
+        num_heads=num_heads,
+        key_width=key_width,
+        value_width=value_width,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
+def check_same(model: Any, attention_name: str, run: RunLogits, num_slots: int) -> None:
+    """Switch the model to the engine's attention; raise ModelError if its logits are not the stock ones.
+
+    Two sequences in one pass, one of them in pieces: what leaks from one to the other, or gets lost between the
+    pieces, changes the logits.
+    """
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    long, short = ((np.arange(size) * 7919 + 11 * size) % vocab_size for size in (13, 6))
+    model.set_attn_implementation("sdpa")
+    expected = [_stock_logits(model, long.tolist()), _stock_logits(model, short.tolist())][:num_slots]
+    model.set_attn_implementation(attention_name)
+    with torch.inference_mode():
+        run([0], [long[:5].tolist()], [0], [True])
+        got = run(
+            [0, 1][:num_slots],
+            [long[5:12].tolist(), short.tolist()][:num_slots],
+            [0, 0][:num_slots],
+            [True] * min(num_slots, 2),
+        )
+        got = torch.cat([run([0], [long[12:].tolist()], [0], [True]), got[1:]])
+    wanted = torch.cat(expected)
+    error = float((got - wanted).norm() / (wanted - wanted.mean(-1, keepdim=True)).norm())
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
+    if not error < tolerance:
+        raise ModelError(
+            f"{type(model).__name__}: the embedded engine's logits differ from the stock model's by {error:.2g} "
+            f"({tolerance:g} is allowed): it does something this engine does not know; {_ADVICE}"
+        )
+
+
+@torch.inference_mode()
+def _stock_logits(model: Any, ids: list[int]) -> Tensor:
+    input_ids = torch.tensor([ids], device=model.device)
+    logits: Tensor = model(input_ids=input_ids, use_cache=False, logits_to_keep=1).logits[0].float()
+    return logits

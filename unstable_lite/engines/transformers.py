@@ -1,0 +1,297 @@
+"""The embedded engine: any stock causal language model of transformers, on the CPU, MPS or CUDA.
+
+Continuous batching: a step is one forward pass over the new tokens of every running request, laid flat and grouped by
+adapter version, so that the stock model sees one row without padding. Owns admission, the pass, and what ends a
+completion. Knows no sockets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from unstable_lite.engines import stock_model
+from unstable_lite.engines.adapters import BASE, AdapterVersions
+from unstable_lite.engines.attention import CachedAttention
+from unstable_lite.engines.kv_cache import CacheShape, KVCache
+from unstable_lite.engines.lora import LoraModel
+from unstable_lite.engines.requests import check_length
+from unstable_lite.engines.sampling import sample, uniforms
+from unstable_lite.engines.tokenization import StopWatch, Tokenizer
+from unstable_lite.errors import ModelError
+from unstable_lite.models import resolve_model
+from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.messages import EngineStats, Generate, Generated
+from unstable_lite.types import FinishReason, Generation, TokenIds
+
+PROMPT_TOKENS_PER_STEP = {"cpu": 512, "mps": 2048, "cuda": 8192}
+WORTH_WAITING = 16
+"""Tokens that a request must save to wait for another one's prefix to be computed."""
+KEPT_PER_RUNNING = 8
+"""Finished sequences kept for their prefixes, at most, for each that runs."""
+MERGED_BYTES = 1 << 28
+"""Adapters are merged into copies of the weights where the copies of all slots take no more."""
+ACTIVATION_BYTES = 1 << 30
+"""What a pass itself needs on a GPU."""
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One request."""
+
+    request: Generate
+    prompt_ids: TokenIds
+    max_tokens: int
+    seed: int
+    ids: list[int]
+    """Prompt and completion."""
+    stop_watch: StopWatch | None
+    slot: int = -1
+    num_computed: int = 0
+    """How many of `ids` have keys and values."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of the completion."""
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """The next tokens of one row that go through the model."""
+
+    row: Row
+    stop: int
+    """Past the last of them."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stop == len(self.row.ids)
+
+
+class TransformersEngine:
+    def __init__(self, spec: WorkerSpec) -> None:
+        config = spec.config
+        self._device = torch.device(spec.device)
+        torch.set_num_threads(spec.threads)
+        transformers.utils.logging.disable_progress_bar()
+        path = resolve_model(config.model_name)
+        self._tokenizer = Tokenizer(path)
+        self._model = stock_model.load(path, config.engine.dtype, self._device)
+        self._max_model_len = min(config.engine.max_model_len, stock_model.position_limit(self._model) or 1 << 62)
+        self._max_rank = config.lora.lora_rank
+        shape = stock_model.cache_shape(self._model)
+        num_slots = self._num_slots(shape, config.engine.kv_cache_gb, config.engine.gpu_memory_utilization)
+        num_running = min(num_slots, config.engine.max_parallel_seq)
+        num_kept = min(num_slots - num_running, KEPT_PER_RUNNING * num_running)
+        self._cache = KVCache(shape, self._max_model_len, num_running, num_kept)
+        self._attention = CachedAttention(self._cache)
+        weight_bytes = sum(parameter.nbytes for parameter in self._model.parameters())
+        is_merged = weight_bytes * config.engine.max_loras <= MERGED_BYTES
+        self._lora = LoraModel(self._model, is_merged)
+        self._adapters = AdapterVersions(config.engine.max_loras)
+        self._queue: deque[Row] = deque()
+        self._running: list[Row] = []
+        self._rng = np.random.default_rng([config.run.seed, *spec.name.encode()])
+        self._prompt_tokens_per_step = PROMPT_TOKENS_PER_STEP[self._device.type]
+        self._num_generated = self._num_prompt = self._num_cached = 0
+        self._reported_at = time.monotonic()
+        stock_model.check_same(self._model, self._attention.name, self._logits, num_running)
+        self._cache.forget(BASE)
+        self.facts: dict[str, Any] = {
+            "kind": "transformers",
+            "model": config.model_name,
+            "device": spec.device,
+            "dtype": str(shape.dtype).removeprefix("torch."),
+            "threads": spec.threads,
+            "max_model_len": self._max_model_len,
+            "vocab_size": self._model.get_input_embeddings().weight.shape[0],
+            "parallel_seq": num_running,
+            "kept_seq": num_kept,
+            "adapters": "merged copies" if is_merged else "low-rank terms",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+
+    def add_request(self, request: Generate) -> None:
+        version = request.adapter_version
+        self._adapters.check_loaded(version)
+        prompt_ids = self._tokenizer.encode(request.prompt)
+        max_tokens = check_length(len(prompt_ids), request.max_tokens, self._max_model_len)
+        self._adapters.acquire(version)
+        self._queue.append(
+            Row(
+                request=request,
+                prompt_ids=prompt_ids,
+                max_tokens=max_tokens,
+                seed=int(self._rng.integers(1 << 63)) if request.seed is None else request.seed % (1 << 64),
+                ids=prompt_ids.tolist(),
+                stop_watch=self._tokenizer.watch(request.stop),
+            )
+        )
+
+    def has_unfinished(self) -> bool:
+        return bool(self._queue or self._running)
+
+    @torch.inference_mode()
+    def step(self) -> list[Generated]:
+        self._admit()
+        feeds = self._next_feeds()
+        logits_BV = self._logits(
+            [feed.row.slot for feed in feeds],
+            [feed.row.ids[feed.row.num_computed : feed.stop] for feed in feeds],
+            [feed.row.request.adapter_version for feed in feeds],
+            [feed.is_whole for feed in feeds],
+        )
+        for feed in feeds:
+            feed.row.num_computed = feed.stop
+        whole = [feed.row for feed in feeds if feed.is_whole]
+        if whole:
+            self._append(whole, *self._sample(whole, logits_BV))
+        return self._take_finished()
+
+    def load_adapter(self, version: int, path: Path) -> None:
+        self._adapters.check_new(version)
+        self._lora.load(version, path, self._max_rank)
+        self._adapters.add(version)
+
+    def unload_adapter(self, version: int) -> None:
+        self._adapters.remove(version)
+        self._lora.unload(version)
+        self._cache.forget(version)
+
+    def stats(self) -> EngineStats:
+        now = time.monotonic()
+        stats = EngineStats(
+            queued=len(self._queue),
+            running=len(self._running),
+            tokens_per_s=self._num_generated / max(now - self._reported_at, 1e-9),
+            cached_share=self._num_cached / max(self._num_prompt, 1),
+        )
+        self._num_generated = self._num_prompt = self._num_cached = 0
+        self._reported_at = now
+        return stats
+
+    def _admit(self) -> None:
+        """Give slots to queued requests, as long as there are slots and this step has room for their prompts."""
+        room = self._prompt_tokens_per_step - sum(len(row.ids) - row.num_computed for row in self._running)
+        waiting: list[Row] = []
+        while self._queue and room > 0 and len(waiting) < self._cache.num_free:
+            row = self._queue.popleft()
+            version, size = row.request.adapter_version, len(row.prompt_ids)
+            prefix = self._cache.find(row.prompt_ids, version)
+            shared = min(prefix.length, size - 1)  # the last token's logits are what is asked for
+            if min(prefix.promised, size - 1) >= shared + WORTH_WAITING:
+                waiting.append(row)
+                continue
+            row.slot = self._cache.take(row.prompt_ids, version, prefix.slot, shared)
+            row.num_computed = shared
+            room -= size - shared
+            self._running.append(row)
+            self._num_prompt += size
+            self._num_cached += shared
+        self._queue.extendleft(reversed(waiting))
+        self._running.sort(key=lambda row: row.request.adapter_version)
+
+    def _next_feeds(self) -> list[Feed]:
+        """Every decoding row's last token, and as many prompt tokens as a step takes."""
+        feeds = []
+        room = self._prompt_tokens_per_step
+        for row in self._running:
+            count = len(row.ids) - row.num_computed
+            if count > 1:
+                count = min(count, room)
+                room -= count
+            if count:
+                feeds.append(Feed(row, row.num_computed + count))
+        return feeds
+
+    def _logits(
+        self, slots: Sequence[int], new_ids: Sequence[list[int]], versions: Sequence[int], wanted: Sequence[bool]
+    ) -> Tensor:
+        """Run new tokens of some slots through the model; the logits after the last one, of the wanted slots.
+
+        Rows of one version must be neighbours.
+        """
+        count_R = np.array([len(ids) for ids in new_ids])
+        stop_R = count_R.cumsum()
+        id_N = np.array([token for ids in new_ids for token in ids], np.int64)
+        position_N = np.arange(len(id_N)) + np.repeat(self._cache.length_S[list(slots)] - (stop_R - count_R), count_R)
+        self._attention.plan(slots, count_R, position_N)
+        self._lora.set_groups(versions, stop_R)
+        output = self._model(
+            input_ids=torch.from_numpy(id_N).to(self._device)[None],
+            position_ids=torch.from_numpy(position_N).to(self._device)[None],
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(stop_R[np.array(wanted)] - 1).to(self._device),
+        )
+        self._cache.extend(slots, count_R, position_N, id_N)
+        logits_BV: Tensor = output.logits[0]
+        return logits_BV
+
+    def _sample(self, rows: Sequence[Row], logits_BV: Tensor) -> tuple[list[int], list[float]]:
+        requests = [row.request for row in rows]
+        return sample(
+            logits_BV,
+            np.array([request.temperature for request in requests]),
+            np.array([request.top_p for request in requests]),
+            uniforms(
+                np.array([row.seed for row in rows], np.uint64),
+                np.array([len(row.logprobs) for row in rows], np.uint64),
+            ),
+        )
+
+    def _append(self, rows: Iterable[Row], ids: Iterable[int], logprobs: Iterable[float]) -> None:
+        for row, token_id, logprob in zip(rows, ids, logprobs, strict=True):
+            row.ids.append(token_id)
+            row.logprobs.append(logprob)
+            is_stop = token_id in self._tokenizer.stop_ids
+            if is_stop or (row.stop_watch is not None and row.stop_watch.is_stopped_by(token_id)):
+                row.finish_reason = "stop"
+            elif len(row.logprobs) == row.max_tokens:
+                row.finish_reason = "length"
+        self._num_generated += len(rows)
+
+    def _take_finished(self) -> list[Generated]:
+        finished = [row for row in self._running if row.finish_reason]
+        if finished:
+            self._running = [row for row in self._running if not row.finish_reason]
+        return [self._finish(row) for row in finished]
+
+    def _finish(self, row: Row) -> Generated:
+        version, size = row.request.adapter_version, len(row.prompt_ids)
+        self._cache.give_back(row.slot, size)
+        self._adapters.release(version)
+        completion_ids = row.ids[size:]
+        generation = Generation(
+            prompt_ids=row.prompt_ids,
+            completion_ids=np.array(completion_ids, np.int32),
+            logprobs=np.array(row.logprobs, np.float32),
+            text=self._tokenizer.text(completion_ids, row.stop_watch),
+            finish_reason=row.finish_reason or "length",
+            adapter_version=version,
+        )
+        return Generated(request_id=row.request.request_id, generation=generation)
+
+    def _num_slots(self, shape: CacheShape, kv_cache_gb: float, gpu_memory_utilization: float) -> int:
+        """How many sequences of full length the memory holds."""
+        knob, num_bytes = f"engine.kv_cache_gb = {kv_cache_gb:g}", kv_cache_gb * 2**30
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            knob = f"engine.gpu_memory_utilization = {gpu_memory_utilization:g}"
+            num_bytes = free - (1 - gpu_memory_utilization) * total - ACTIVATION_BYTES
+        num_slots = int(num_bytes / (shape.bytes_per_token * self._max_model_len))
+        if num_slots < 1:
+            needed = shape.bytes_per_token * self._max_model_len / 2**30
+            raise ModelError(
+                f"{knob} leaves {max(num_bytes, 0) / 2**30:.2f} GiB for keys and values, and one sequence of "
+                f"{self._max_model_len} tokens takes {needed:.2f}; lower engine.max_model_len or raise it"
+            )
+        return num_slots
