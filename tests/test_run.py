@@ -249,3 +249,16 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     code, _, err = runs.run("run", runs.write_small(tmp_path), "model_name=/nowhere", "--debug")
     assert code == 1
     assert "Traceback" in err
+
+
+def test_training_goes_on_from_an_adapter_and_evaluates_it_first(finished: tuple[Path, str], tmp_path: Path) -> None:
+    adapter = finished[0] / "checkpoints" / "ckpt-3"
+    code, out, err = runs.run("run", runs.write_small(tmp_path), f"lora.initial_lora_path={adapter}")
+    assert code == 0, out + err
+    assert "agree about initial" in out
+    directory = runs.run_directory(tmp_path)
+    evaluations = [json.loads(line) for line in (directory / "eval.jsonl").read_text().splitlines()]
+    assert [line["model"] for line in evaluations] == ["initial", "ckpt-3"]
+    updates = [line for line in metrics(directory) if "learner/loss" in line]
+    assert [line["step"] for line in updates] == [1, 2, 3]
+    assert all(0 <= line["learner/staleness_mean"] <= 8 for line in updates)

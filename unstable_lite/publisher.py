@@ -31,7 +31,7 @@ class Canary:
     engine: str
     n: int
     mismatch: float
-    """Engine against the learner with the adapter."""
+    """Engine against the learner, with what the engine was asked for."""
     base_gap: float
     """Learner with the adapter against the learner without."""
     engine_to_base: float
@@ -104,11 +104,12 @@ class Publisher:
     async def _ask_canary(self, engine: EngineClient, version: int) -> Canary:
         generation = await engine.generate(self._prompt, version, seed=CANARY_SEED, max_tokens=CANARY_TOKENS)
         scored = await self._learner.score(generation)
+        expected = scored.adapter_logprobs if version else scored.base_logprobs
         return Canary(
             engine=engine.peer.name,
             n=len(generation.completion_ids),
-            mismatch=_mean_gap(generation.logprobs, scored.adapter_logprobs),
-            base_gap=_mean_gap(scored.adapter_logprobs, scored.base_logprobs),
+            mismatch=_mean_gap(generation.logprobs, expected),
+            base_gap=_mean_gap(expected, scored.base_logprobs),
             engine_to_base=_mean_gap(generation.logprobs, scored.base_logprobs),
         )
 

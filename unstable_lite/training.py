@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from unstable_lite.publisher import Publisher
 from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.trackers.tracker import Tracker, summarise_evaluation
 from unstable_lite.transport.adapters import AdapterArena
+from unstable_lite.types import ModelRef
 from unstable_lite.workers import Workers
 
 T = TypeVar("T")
@@ -46,7 +48,8 @@ class Training:
     stop: asyncio.Event
     """Set: finish the update at hand, save, and end."""
     updates: int = 0
-    """Updates done, which is also the version of the newest adapter."""
+    version: int = 0
+    """Of the newest adapter: `updates`, or one more where training starts from an adapter."""
     skipped: int = 0
     seconds: float = 0.0
     """From the first training game to the last update."""
@@ -55,13 +58,14 @@ class Training:
     _saved: int = 0
     """The update that `checkpoint` is of."""
     _skipped_in_a_row: int = 0
+    _offered: deque[ModelRef] = field(default_factory=deque)
     _started: float = field(default_factory=time.monotonic)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(process.watch()) for process in self.workers.processes]
             background.append(tasks.create_task(self.publisher.retire_unreferenced()))
-            await self._try_base()
+            await self._start_policy()
             await self._evaluate("before")
             await self._learn(tasks)
             if self.updates != self._saved:
@@ -92,9 +96,9 @@ class Training:
 
     async def _update(self) -> None:
         """One batch, one optimiser step, one adapter version that every engine holds and games may ask for."""
-        config, version = self.plan.config, self.updates + 1
+        config, version = self.plan.config, self.version + 1
         started = time.monotonic()
-        batch = await self._unless_stopped(self.buffer.get_batch(config.learner.batch_size, self.updates))
+        batch = await self._unless_stopped(self.buffer.get_batch(config.learner.batch_size, self.version))
         if batch is None:
             return
         waited_s = time.monotonic() - started
@@ -104,30 +108,36 @@ class Training:
             return
         published = time.monotonic()
         canary = await self.publisher.publish(version)
-        self._offer(version)
+        self.updates += 1
+        self._skipped_in_a_row = 0
+        self._offer(f"ckpt-{self.updates}", version)
         figures = {f"learner/{name}": value for name, value in updated.metrics.items()} | canary
         figures["learner/wait_for_batch_s"] = waited_s
         figures["learner/publish_s"] = time.monotonic() - published
         self._report(figures)
-        if version % config.run.checkpoint_every == 0 and version < config.run.learning_steps:
+        if self.updates % config.run.checkpoint_every == 0 and self.updates < config.run.learning_steps:
             await self._save()
 
-    def _offer(self, version: int) -> None:
+    def _offer(self, uid: str, version: int) -> None:
         """From here on games may ask for this version; one that is too old to be an opponent is let go."""
         self.arena.retain(version)
-        self.registry.add_checkpoint(f"ckpt-{version}", adapter_version=version, iteration=version)
-        self.updates = version
-        self._skipped_in_a_row = 0
-        too_old = version - self.plan.lagged_opponents - 1
-        if too_old >= 1:
-            self.registry.set_active(f"ckpt-{too_old}", False)
-            self.arena.release(too_old)
+        self.version = version
+        self._offered.append(self.registry.add_checkpoint(uid, adapter_version=version, iteration=self.updates))
+        if len(self._offered) > 1 + self.plan.lagged_opponents:
+            too_old = self._offered.popleft()
+            self.registry.set_active(too_old.uid, False)
+            self.arena.release(too_old.adapter_version or 0)
 
-    async def _try_base(self) -> None:
+    async def _start_policy(self) -> None:
+        """Try the base on every engine, and the adapter that training starts from, if there is one."""
         canary = await self.publisher.check_base()
+        if self.plan.config.lora.initial_lora_path is not None:
+            await self.workers.learner.publish(1, self.arena.path(1))
+            canary = await self.publisher.publish(1)
+            self._offer("initial", 1)
         self.terminal.say(
-            f"engine and learner agree about the base model: mean |Δ log p| {canary['canary/mismatch']:.5f} "
-            f"over {canary['canary/n']:.0f} tokens"
+            f"engine and learner agree about {self.registry.current.uid}: mean |Δ log p| "
+            f"{canary['canary/mismatch']:.5f} over {canary['canary/n']:.0f} tokens"
         )
 
     async def _evaluate(self, label: str) -> None:

@@ -31,6 +31,9 @@ _UNSUPPORTED = (
     "trainable_token_indices",
     "target_parameters",
     "lora_bias",
+    "alora_invocation_tokens",
+    "use_bdlora",
+    "use_qalora",
 )
 
 
@@ -128,8 +131,7 @@ class LoraModel:
     def load(self, version: int, directory: Path, max_rank: int) -> None:
         """Raises AdapterError for what is no LoRA adapter of this base; the model is then as before."""
         pairs, scale = read_adapter(directory, max_rank)
-        for name, (a_RI, b_OR) in pairs.items():
-            self._check_fits(name, a_RI, b_OR, directory)
+        check_fits(self._model, pairs, directory)
         for name, (a_RI, b_OR) in pairs.items():
             if name not in self._layers:
                 self._layers[name] = LoraLinear(self._model.get_submodule(name), self.groups, self._merge)
@@ -139,22 +141,6 @@ class LoraModel:
     def unload(self, version: int) -> None:
         for layer in self._layers.values():
             layer.unload(version)
-
-    def _check_fits(self, name: str, a_RI: Tensor, b_OR: Tensor, directory: Path) -> None:
-        try:
-            layer = self._model.get_submodule(name)
-        except AttributeError:
-            raise AdapterError(f"{directory}: adapts {name}, which the base does not have") from None
-        layer = layer.base if isinstance(layer, LoraLinear) else layer
-        if not (isinstance(layer, nn.Linear) or _is_conv1d(layer)) or layer is self._model.get_output_embeddings():
-            raise AdapterError(f"{directory}: adapts {name}; only the linear layers under the model's head can be")
-        weight = layer.weight
-        fan_out, fan_in = reversed(weight.shape) if _is_conv1d(layer) else weight.shape
-        if a_RI.shape[1] != fan_in or b_OR.shape[0] != fan_out or a_RI.shape[0] != b_OR.shape[1]:
-            raise AdapterError(
-                f"{directory} does not fit the base: {name} is {fan_in} to {fan_out}, "
-                f"lora_A is {tuple(a_RI.shape)}, lora_B {tuple(b_OR.shape)}"
-            )
 
 
 def read_adapter(directory: Path, max_rank: int) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
@@ -174,6 +160,24 @@ def read_adapter(directory: Path, max_rank: int) -> tuple[dict[str, tuple[Tensor
     if not pairs or any(len(pair) != 2 for pair in pairs.values()):
         raise AdapterError(f"{directory}: lora_A and lora_B do not come in pairs")
     return {name: (pair["A"], pair["B"]) for name, pair in pairs.items()}, scale
+
+
+def check_fits(model: Any, pairs: Mapping[str, tuple[Tensor, Tensor]], directory: Path) -> None:
+    """Raises AdapterError if a pair belongs to no linear layer of `model`, or is not of its shape."""
+    for name, (a_RI, b_OR) in pairs.items():
+        try:
+            layer = model.get_submodule(name)
+        except AttributeError:
+            raise AdapterError(f"{directory}: adapts {name}, which the base does not have") from None
+        layer = layer.base if isinstance(layer, LoraLinear) else layer
+        if not (isinstance(layer, nn.Linear) or _is_conv1d(layer)) or layer is model.get_output_embeddings():
+            raise AdapterError(f"{directory}: adapts {name}; only the linear layers under the model's head can be")
+        fan_in, fan_out = layer.weight.shape if _is_conv1d(layer) else reversed(layer.weight.shape)
+        if a_RI.shape[1] != fan_in or b_OR.shape[0] != fan_out or a_RI.shape[0] != b_OR.shape[1]:
+            raise AdapterError(
+                f"{directory} does not fit the base: {name} goes from {fan_in} to {fan_out}, "
+                f"lora_A is {tuple(a_RI.shape)}, lora_B {tuple(b_OR.shape)}"
+            )
 
 
 def _check_config(config: Mapping[str, Any], directory: Path, max_rank: int) -> float:

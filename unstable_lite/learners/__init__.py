@@ -29,6 +29,9 @@ class Learner(Protocol):
     policy: Any
     """A `learners.model.Policy`."""
 
+    version: int
+    """Of the adapter that the policy now holds; 0 is the base without one."""
+
     def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
         """One optimiser step, which makes adapter `version`; or none, and the reason."""
 

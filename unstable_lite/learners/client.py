@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unstable_lite.config import LearnerConfig
-from unstable_lite.transport.messages import SaveLearner, Score, Scored, Update, Updated
+from unstable_lite.transport.messages import Publish, SaveLearner, Score, Scored, Update, Updated
 from unstable_lite.transport.sockets import Peer, Router
 from unstable_lite.types import Generation, Step, TrainItem
 
@@ -34,6 +34,10 @@ class LearnerClient:
             Update, self._config.update_timeout_s, items=items, version=version, path=str(path)
         )
         return updated
+
+    async def publish(self, version: int, path: Path) -> None:
+        """Write the adapter that training starts from, as `version`."""
+        await self.peer.ask(Publish, SAVE_TIMEOUT_S, version=version, path=str(path))
 
     async def score(self, generation: Generation) -> Scored:
         """The learner's own log-probabilities of the tokens that an engine sampled."""

@@ -24,6 +24,7 @@ from unstable_lite.transport.messages import (
     Done,
     Failed,
     Message,
+    Publish,
     Ready,
     SaveLearner,
     Score,
@@ -47,10 +48,12 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
 
 
 def _answer(learner: Learner, message: Message) -> Message:
-    assert isinstance(message, (Update, Score, SaveLearner)), message
+    assert isinstance(message, (Update, Publish, Score, SaveLearner)), message
     try:
         if isinstance(message, Update):
             return _update(learner, message)
+        if isinstance(message, Publish):
+            return _publish(learner, message)
         if isinstance(message, Score):
             adapter, base = learner.policy.score(message.prompt_ids, message.completion_ids)
             return Scored(request_id=message.request_id, adapter_logprobs=adapter, base_logprobs=base)
@@ -72,6 +75,13 @@ def _update(learner: Learner, message: Update) -> Updated:
         # state is where to restart from.
         adapter_files.publish(Path(message.path), *learner.policy.adapter_state())
     return Updated(request_id=message.request_id, metrics=result.metrics, skipped=result.skipped)
+
+
+def _publish(learner: Learner, message: Publish) -> Done:
+    started = time.perf_counter()
+    adapter_files.publish(Path(message.path), *learner.policy.adapter_state())
+    learner.version = message.version
+    return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
 
 
 def _save(learner: Learner, message: SaveLearner) -> Message:

@@ -82,6 +82,15 @@ class Updated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Publish:
+    """Write the adapter that training starts from to `path`, as `version`. Reply: `Done`."""
+
+    request_id: int
+    version: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """Log-probabilities of given completion tokens, divided by the run's temperature. Reply: `Scored`."""
 
@@ -156,6 +165,7 @@ Message = (
     | UnloadAdapter
     | Update
     | Updated
+    | Publish
     | Score
     | Scored
     | SaveLearner

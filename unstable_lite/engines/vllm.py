@@ -1,0 +1,219 @@
+"""vLLM as it comes: `LLMEngine.add_request` and `step`, adapters by `LoRARequest`. Nothing of it is patched.
+
+Owns vLLM's settings and the translation of requests. Tokenises by the code that all engines share: token ids go in and
+come out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import transformers
+
+from unstable_lite.config import EngineConfig
+from unstable_lite.engines.adapters import BASE, AdapterVersions
+from unstable_lite.engines.lora import check_fits, read_adapter
+from unstable_lite.engines.requests import check_length
+from unstable_lite.engines.tokenization import Tokenizer
+from unstable_lite.errors import AdapterError, ModelError, RequestError
+from unstable_lite.models import resolve_model
+from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.messages import EngineStats, Generate, Generated
+from unstable_lite.types import Generation, TokenIds
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM allocates for; an adapter of a rank between takes the next."""
+
+
+class VLLMEngine:
+    def __init__(self, spec: WorkerSpec) -> None:
+        config = spec.config
+        _prepare_environment(config.engine, spec)
+        # The environment is read when vLLM is imported.
+        import vllm
+        from vllm.lora.request import LoRARequest
+
+        self._sampling_params, self._lora_request = vllm.SamplingParams, LoRARequest
+        self._output_kind = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+        path = resolve_model(config.model_name)
+        self._tokenizer = Tokenizer(path)
+        self._bare_model = _bare_model(path)
+        self._max_model_len = min(config.engine.max_model_len, _position_limit(self._bare_model))
+        self._max_rank = config.lora.lora_rank
+        self._max_parallel_seq = config.engine.max_parallel_seq
+        eager = config.engine.enforce_eager
+        arguments = vllm.EngineArgs(
+            model=path,
+            dtype=config.engine.dtype,
+            seed=_seed(config.run.seed, spec.name),
+            max_model_len=self._max_model_len,
+            max_num_seqs=self._max_parallel_seq,
+            enable_lora=True,
+            max_loras=config.engine.max_loras,
+            # One more than can be loaded: vLLM must never evict a version that we hold for loaded.
+            max_cpu_loras=config.engine.max_loras + 1,
+            max_lora_rank=min(rank for rank in LORA_RANKS if rank >= self._max_rank),
+            enforce_eager=spec.device == "cpu" if eager is None else eager,
+            gpu_memory_utilization=config.engine.gpu_memory_utilization,
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",
+            disable_log_stats=True,
+        )
+        try:
+            self._engine = vllm.LLMEngine.from_engine_args(arguments)
+        except (ValueError, RuntimeError, OSError, NotImplementedError, KeyError, ImportError) as error:
+            raise ModelError(
+                f"vLLM {vllm.__version__} cannot serve {config.model_name} with LoRA on {spec.device}: {error}\n"
+                "(where the model is the reason, take another or engine.kind = 'transformers'; where memory is, lower "
+                "engine.max_model_len, engine.max_parallel_seq or engine.max_loras)"
+            ) from error
+        self._adapters = AdapterVersions(config.engine.max_loras)
+        self._paths: dict[int, str] = {}
+        self._requests: dict[str, tuple[Generate, TokenIds]] = {}
+        self._num_generated = self._num_prompt = self._num_cached = 0
+        self._reported_at = time.monotonic()
+        model_config = self._engine.model_config
+        self.facts: dict[str, Any] = {
+            "kind": "vllm",
+            "model": config.model_name,
+            "device": spec.device,
+            "dtype": str(model_config.dtype).removeprefix("torch."),
+            "threads": spec.threads,
+            "max_model_len": self._max_model_len,
+            "vocab_size": model_config.get_vocab_size(),
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+
+    def add_request(self, request: Generate) -> None:
+        version = request.adapter_version
+        self._adapters.check_loaded(version)
+        prompt_ids = self._tokenizer.encode(request.prompt)
+        max_tokens = check_length(len(prompt_ids), request.max_tokens, self._max_model_len)
+        stop = [text for text in request.stop if text]
+        params = self._sampling_params(
+            max_tokens=max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            seed=request.seed,
+            stop=stop,
+            stop_token_ids=sorted(self._tokenizer.stop_ids),
+            logprobs=0,
+            detokenize=bool(stop),
+            output_kind=self._output_kind,
+        )
+        name = str(request.request_id)
+        try:
+            self._engine.add_request(
+                name, {"prompt_token_ids": prompt_ids.tolist()}, params, lora_request=self._adapter(version)
+            )
+        except ValueError as error:
+            raise RequestError(f"vLLM refused the request: {error}") from error
+        self._adapters.acquire(version)
+        self._requests[name] = (request, prompt_ids)
+
+    def step(self) -> list[Generated]:
+        return [self._finish(output) for output in self._engine.step() if output.finished]
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def load_adapter(self, version: int, path: Path) -> None:
+        self._adapters.check_new(version)
+        # vLLM takes more than it computes rightly: an adapter of unknown modules or of another base may pass.
+        pairs, _ = read_adapter(path, self._max_rank)
+        check_fits(self._bare_model, pairs, path)
+        self._paths[version] = str(path)
+        try:
+            is_loaded = self._engine.add_lora(self._adapter(version))
+        except (ValueError, RuntimeError, OSError, KeyError, AssertionError) as error:
+            raise AdapterError(f"adapter version {version}: vLLM cannot load {path}: {error}") from error
+        if not is_loaded or version not in self._engine.list_loras():
+            raise AdapterError(f"adapter version {version}: vLLM did not load {path}, and does not say why")
+        self._adapters.add(version)
+
+    def unload_adapter(self, version: int) -> None:
+        self._adapters.remove(version)
+        self._engine.remove_lora(version)
+        del self._paths[version]
+
+    def stats(self) -> EngineStats:
+        now, unfinished = time.monotonic(), len(self._requests)
+        running = min(unfinished, self._max_parallel_seq)
+        stats = EngineStats(
+            queued=unfinished - running,
+            running=running,
+            tokens_per_s=self._num_generated / max(now - self._reported_at, 1e-9),
+            cached_share=self._num_cached / max(self._num_prompt, 1),
+        )
+        self._num_generated = self._num_prompt = self._num_cached = 0
+        self._reported_at = now
+        return stats
+
+    def _adapter(self, version: int) -> Any:
+        """Name, id and path, all three of them never used for another version: they are the prefix cache's key."""
+        if version == BASE:
+            return None
+        return self._lora_request(lora_name=f"v{version}", lora_int_id=version, lora_path=self._paths[version])
+
+    def _finish(self, output: RequestOutput) -> Generated:
+        request, prompt_ids = self._requests.pop(output.request_id)
+        self._adapters.release(request.adapter_version)
+        completion = output.outputs[0]
+        completion_ids = list(completion.token_ids)
+        is_stop_string = isinstance(completion.stop_reason, str)
+        self._num_generated += len(completion_ids)
+        self._num_prompt += len(prompt_ids)
+        self._num_cached += output.num_cached_tokens or 0
+        generation = Generation(
+            prompt_ids=prompt_ids,
+            completion_ids=np.array(completion_ids, np.int32),
+            logprobs=np.array(
+                [position[token].logprob for token, position in zip(completion_ids, completion.logprobs, strict=True)],
+                np.float32,
+            ),
+            text=completion.text if is_stop_string else self._tokenizer.text(completion_ids),
+            finish_reason=completion.finish_reason,
+            adapter_version=output.lora_request.lora_int_id if output.lora_request else BASE,
+        )
+        return Generated(request_id=request.request_id, generation=generation)
+
+
+def _prepare_environment(config: EngineConfig, spec: WorkerSpec) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this worker already is the engine's process
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if spec.device == "cpu":
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(config.kv_cache_gb))
+        # vLLM would bind itself to every core, the learner's too. It also forbids to set the threads later.
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        torch.set_num_threads(spec.threads)
+
+
+def _bare_model(path: str) -> Any:
+    """The model's modules without weights, to check adapters against. Raises ModelError if transformers has none."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"{path} cannot be loaded as a causal language model: {error}") from error
+
+
+def _position_limit(model: Any) -> int:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62
+
+
+def _seed(run_seed: int, name: str) -> int:
+    """Workers of one run must not draw alike."""
+    return int(np.random.SeedSequence([run_seed, *name.encode()]).generate_state(1)[0] >> 1)
