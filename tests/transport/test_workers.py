@@ -97,7 +97,7 @@ async def test_a_killed_worker_fails_every_waiting_request_and_is_named_with_its
 async def test_a_worker_that_does_not_answer_fails_the_request_at_its_deadline(wire: Wire) -> None:
     os.kill(wire.process.pid, signal.SIGSTOP)
     started = time.monotonic()
-    with pytest.raises(RequestError, match=r"no reply within 0\.3 s"):
+    with pytest.raises(RequestError, match="engine-0: no reply before its deadline"):
         await wire.engine.peer.ask(UnloadAdapter, 0.3, version=1)
     assert time.monotonic() - started < 10
     os.kill(wire.process.pid, signal.SIGCONT)

@@ -72,7 +72,9 @@ class EnginePool:
 
     async def generate(self, prompt: str, version: int, stop: tuple[str, ...] = ()) -> Generation:
         """One completion by the worker with the fewest requests in flight."""
-        engine = min(self.engines, key=lambda engine: engine.peer.num_pending)
+        engine = self.engines[0]
+        if len(self.engines) > 1:
+            engine = min(self.engines, key=lambda engine: engine.peer.num_pending)
         generation = await engine.generate(prompt, version, stop)
         self.generated_tokens += len(generation.completion_ids)
         return generation

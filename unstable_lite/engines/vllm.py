@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM allocates for; an adapter of a rank between takes the next."""
 
+_WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False}
+"""vLLM 0.32 on the CPU dies of a request with a seed whose prompt is cut ("CPU Generator does not use offset")."""
+
 
 class VLLMEngine:
     def __init__(self, spec: WorkerSpec) -> None:
@@ -50,7 +53,7 @@ class VLLMEngine:
         self._max_model_len = min(config.engine.max_model_len, _position_limit(self._bare_model))
         self._max_rank = config.lora.lora_rank
         self._max_parallel_seq = config.engine.max_parallel_seq
-        eager = config.engine.enforce_eager
+        is_cpu, eager = spec.device == "cpu", config.engine.enforce_eager
         arguments = vllm.EngineArgs(
             model=path,
             dtype=config.engine.dtype,
@@ -62,11 +65,12 @@ class VLLMEngine:
             # One more than can be loaded: vLLM must never evict a version that we hold for loaded.
             max_cpu_loras=config.engine.max_loras + 1,
             max_lora_rank=min(rank for rank in LORA_RANKS if rank >= self._max_rank),
-            enforce_eager=spec.device == "cpu" if eager is None else eager,
+            enforce_eager=is_cpu if eager is None else eager,
             gpu_memory_utilization=config.engine.gpu_memory_utilization,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
+            **(_WHOLE_PROMPTS | {"max_num_batched_tokens": max(4096, self._max_model_len)} if is_cpu else {}),
         )
         try:
             self._engine = vllm.LLMEngine.from_engine_args(arguments)

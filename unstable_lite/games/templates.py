@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from unstable_lite.by_name import suggestion
 from unstable_lite.errors import ConfigError
@@ -99,9 +100,10 @@ _BRACE = re.compile(r"\\boxed\{|[{}]")
 
 def _without_markup(observation: str) -> str:
     """Chat markup that an opponent spells out in its words must not end our player's turn."""
-    return _MARKUP.sub("< ", observation)
+    return _MARKUP.sub("< ", observation) if "<" in observation else observation
 
 
+@cache
 def _game(num_players: int, is_zero_sum: bool) -> str:
     if num_players == 1:
         return "You are playing a single-player game. Make valid moves and get as far as you can."

@@ -111,7 +111,8 @@ class Tracker:
         self._keep_games = keep_games
         self._games_file = (run_directory / "games.jsonl").open("a", encoding="utf-8")
         self._eval_file = (run_directory / "eval.jsonl").open("a", encoding="utf-8")
-        self._windows: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._windows: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        """By group and name."""
         self._games_of: dict[str, int] = defaultdict(int)
         self._started = time.monotonic()
 
@@ -151,8 +152,8 @@ class Tracker:
     def log_update(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line of everything: `metrics` of this update, and the windows over games."""
         everything = dict(metrics)
-        for name, window in self._windows.items():
-            everything[name] = sum(window) / len(window)
+        for (group, name), window in self._windows.items():
+            everything[f"{group}/{name}"] = sum(window) / len(window)
         for group, games in self._games_of.items():
             everything[f"{group}/step"] = games
             everything[f"{group}/n"] = min(games, WINDOW)
@@ -179,16 +180,16 @@ class Tracker:
         self._games_of[group] += 1
         self._add_outcome(group, record, trajectory.pid, "Draw")
         for step in trajectory.steps:
-            self._add(f"{group}/Respone Length (char)", len(step.act))
-            self._add(f"{group}/Response Length (token)", len(step.generation.completion_ids))
-            self._add(f"{group}/Observation Length (char)", len(step.obs))
+            self._add(group, "Respone Length (char)", len(step.act))
+            self._add(group, "Response Length (token)", len(step.generation.completion_ids))
+            self._add(group, "Observation Length (char)", len(step.obs))
             for name, value in step.format_feedback.items():
-                self._add(f"{group}/Format Success Rate - {name}", value)
-        self._add(f"{group}/Game Length", trajectory.num_turns)
-        self._add(f"{group}/Ended by own invalid move", trajectory.pid in record.invalid_pids)
+                self._add(group, f"Format Success Rate - {name}", value)
+        self._add(group, "Game Length", trajectory.num_turns)
+        self._add(group, "Ended by own invalid move", trajectory.pid in record.invalid_pids)
         own_invalid = trajectory.pid in record.invalid_pids
-        self._add(f"{group}/Ended by others' invalid move", bool(record.invalid_pids) and not own_invalid)
-        self._add(f"{group}/Truncated", record.end == "truncated")
+        self._add(group, "Ended by others' invalid move", bool(record.invalid_pids) and not own_invalid)
+        self._add(group, "Truncated", record.end == "truncated")
 
     def _add_evaluated(self, record: GameRecord) -> None:
         opponents = [agent.model.name for agent in record.spec.agent_specs if agent.model.kind == "fixed"]
@@ -200,16 +201,16 @@ class Tracker:
 
     def _add_outcome(self, group: str, record: GameRecord, pid: int, draw_name: str) -> None:
         reward_name = "reward" if record.spec.kind == "train" else "Reward"
-        self._add(f"{group}/{reward_name}", record.rewards[pid])
-        self._add(f"{group}/Reward (pid={pid})", record.rewards[pid])
+        self._add(group, reward_name, record.rewards[pid])
+        self._add(group, f"Reward (pid={pid})", record.rewards[pid])
         outcome = record.outcomes[pid]
         if outcome != "na":
-            self._add(f"{group}/Win Rate", outcome == "win")
-            self._add(f"{group}/Loss Rate", outcome == "loss")
-            self._add(f"{group}/{draw_name}", outcome == "draw")
+            self._add(group, "Win Rate", outcome == "win")
+            self._add(group, "Loss Rate", outcome == "loss")
+            self._add(group, draw_name, outcome == "draw")
 
-    def _add(self, name: str, value: float) -> None:
-        self._windows[name].append(value)
+    def _add(self, group: str, name: str, value: float) -> None:
+        self._windows[group, name].append(value)
 
 
 def record_to_json(record: GameRecord) -> dict[str, Any]:

@@ -202,37 +202,35 @@ def _field_packers(cls: Any) -> list[tuple[str, _Convert]]:
     return [(f.name, _packer(hints[f.name])) for f in fields(cls)]
 
 
-def _unpacker(hint: Any, where: str) -> _Convert:
-    """From what msgpack gives to the field's Python value; wrong types raise ProtocolError."""
+def _unpacker(hint: Any, where: str) -> tuple[Any, _Convert | None]:
+    """What msgpack must give for a field of this type, and what makes the field's value of it (None: it is the value)."""
     if hint in (TokenIds, Logprobs):
-        return _array_unpacker("<i4" if hint == TokenIds else "<f4", where)
+        return bytes, _array_unpacker("<i4" if hint == TokenIds else "<f4", where)
     if is_dataclass(hint):
-        return _dataclass_unpacker(hint, where)
+        return list, _dataclass_unpacker(hint, where)
     origin, args = get_origin(hint), get_args(hint)
     if origin is tuple:
-        unpack_item = _unpacker(args[0], where)
-        return lambda items: tuple(map(unpack_item, _checked(items, list, where)))
+        kinds, unpack = _unpacker(args[0], where)
+
+        def unpack_items(items: list[Any]) -> tuple[Any, ...]:
+            if not all(isinstance(item, kinds) for item in items):
+                raise ProtocolError(f"{where}: an item is not of {kinds}")
+            return tuple(items) if unpack is None else tuple(map(unpack, items))
+
+        return list, unpack_items
     if origin is dict:
-        return lambda value: _checked(value, dict, where)
+        return dict, None
     if origin is UnionType:
-        kinds: Any = args
-    else:  # int, float, str, bool, or a Literal of strings
-        kinds = hint if isinstance(hint, type) else str
-    if kinds is float:
-        kinds = (float, int)
-    return lambda value: _checked(value, kinds, where)
-
-
-def _checked(value: Any, kinds: Any, where: str) -> Any:
-    if not isinstance(value, kinds):
-        raise ProtocolError(f"{where}: {type(value).__name__} where {kinds} is expected")
-    return value
+        return args, None
+    if hint is float:
+        return (float, int), None
+    return (hint if isinstance(hint, type) else str), None  # int, str, bool, or a Literal of strings
 
 
 def _array_unpacker(dtype: str, where: str) -> _Convert:
-    def unpack(value: Any) -> Any:
-        if not isinstance(value, bytes) or len(value) % 4:
-            raise ProtocolError(f"{where}: not a whole number of 4-byte items")
+    def unpack(value: bytes) -> Any:
+        if len(value) % 4:
+            raise ProtocolError(f"{where}: {len(value)} bytes are not a whole number of 4-byte items")
         return np.frombuffer(value, dtype)
 
     return unpack
@@ -240,14 +238,16 @@ def _array_unpacker(dtype: str, where: str) -> _Convert:
 
 def _dataclass_unpacker(cls: Any, where: str) -> _Convert:
     hints = get_type_hints(cls)
-    unpack_fields = [(f.name, _unpacker(hints[f.name], f"{where}.{f.name}")) for f in fields(cls)]
+    plan = [(f.name, *_unpacker(hints[f.name], f"{where}.{f.name}")) for f in fields(cls)]
 
-    def unpack(values: Any) -> Any:
-        if not isinstance(values, list) or len(values) != len(unpack_fields):
-            raise ProtocolError(f"{where}: expected {len(unpack_fields)} fields")
+    def unpack(values: list[Any]) -> Any:
+        if len(values) != len(plan):
+            raise ProtocolError(f"{where}: expected {len(plan)} fields, got {len(values)}")
         arguments = {}
-        for (name, unpack_field), value in zip(unpack_fields, values, strict=True):
-            arguments[name] = unpack_field(value)
+        for (name, kinds, convert), value in zip(plan, values, strict=True):
+            if not isinstance(value, kinds):
+                raise ProtocolError(f"{where}.{name}: {type(value).__name__} where {kinds} is expected")
+            arguments[name] = value if convert is None else convert(value)
         return cls(**arguments)
 
     return unpack

@@ -20,6 +20,9 @@ from unstable_lite.transport.messages import MAX_FRAME_BYTES, Crashed, Failed, M
 
 log = logging.getLogger(__name__)
 
+SWEEP_EVERY_S = 0.1
+"""How late a request may be failed."""
+
 
 class Router:
     """Binds an ipc endpoint inside a private directory and hands each worker's messages to its `Peer`."""
@@ -89,7 +92,9 @@ class Peer:
         self._router = router
         self._identity = name.encode()
         self._on_message = on_message
-        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._pending: dict[int, tuple[asyncio.Future[Any], float]] = {}
+        """By request id: who waits, and until when."""
+        self._sweep: asyncio.TimerHandle | None = None
         self._ids = itertools.count(1)
         self._dead: WorkerDied | None = None
         router.add_peer(self)
@@ -113,19 +118,19 @@ class Peer:
         request_id = next(self._ids)
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[Any] = loop.create_future()
-        deadline = loop.call_later(timeout_s, self._expire, request_id, timeout_s)
-        self._pending[request_id] = reply
+        self._pending[request_id] = reply, loop.time() + timeout_s
+        if self._sweep is None:
+            self._sweep = loop.call_later(SWEEP_EVERY_S, self._fail_overdue, loop)
         self._router.send(self._identity, message_type(request_id=request_id, **fields))
         try:
             return await reply
         finally:
-            deadline.cancel()
-            self._pending.pop(request_id, None)
+            del self._pending[request_id]
 
     def receive(self, message: Message) -> None:
         request_id: int | None = getattr(message, "request_id", None)
         if request_id is not None:
-            reply = self._pending.get(request_id)
+            reply, _ = self._pending.get(request_id, (None, None))
             if reply is None or reply.done():
                 return  # it came after its deadline, or its game was cancelled
             if isinstance(message, Failed):
@@ -143,12 +148,15 @@ class Peer:
     def fail_all(self, error: WorkerDied) -> None:
         """The worker is gone: every waiting request ends with `error`, and so does every later one."""
         self._dead = error
-        for reply in (self.ready, *self._pending.values()):
+        for reply in (self.ready, *(reply for reply, _ in self._pending.values())):
             if not reply.done():
                 reply.set_exception(error)
                 reply.exception()  # mark as retrieved: nobody may be waiting for `ready` any more
 
-    def _expire(self, request_id: int, timeout_s: float) -> None:
-        reply = self._pending.get(request_id)
-        if reply is not None and not reply.done():
-            reply.set_exception(RequestError(f"{self.name}: no reply within {timeout_s:g} s"))
+    def _fail_overdue(self, loop: asyncio.AbstractEventLoop) -> None:
+        """One timer for all requests: a timer for each would cost more than the requests themselves."""
+        now = loop.time()
+        for reply, deadline in self._pending.values():
+            if deadline <= now and not reply.done():
+                reply.set_exception(RequestError(f"{self.name}: no reply before its deadline"))
+        self._sweep = loop.call_later(SWEEP_EVERY_S, self._fail_overdue, loop) if self._pending else None

@@ -36,24 +36,25 @@ from unstable_lite.games.environments import Environment
 from unstable_lite.games.players.scripted import legal_actions
 
 GAME_SHARES = {
-    "TicTacToe-v0-train": 0.20,
-    "ConnectFour-v0-train": 0.22,
-    "SimpleTak-v0-train": 0.20,
-    "Nim-v0-train": 0.12,
-    "KuhnPoker-v0-train": 0.06,
-    "KuhnPoker-v0-short-train": 0.01,
-    "LiarsDice-v0-small-train": 0.05,
-    "LiarsDice-v0-train": 0.01,
-    "IteratedRockPaperScissors-v0-train": 0.03,
-    "PigDice-v0-train": 0.02,
-    "PigDice-v0-short-train": 0.03,
-    "Nim-v0-medium-train": 0.01,
+    "TicTacToe-v0-train": 0.17,
+    "ConnectFour-v0-train": 0.24,
+    "SimpleTak-v0-train": 0.18,
     "SimpleTak-v0-medium-train": 0.02,
+    "Nim-v0-train": 0.13,
+    "Nim-v0-medium-train": 0.02,
+    "Nim-v0-large-train": 0.01,
+    "KuhnPoker-v0-train": 0.05,
+    "KuhnPoker-v0-short-train": 0.01,
+    "LiarsDice-v0-small-train": 0.09,
+    "LiarsDice-v0-train": 0.015,
+    "IteratedRockPaperScissors-v0-train": 0.02,
+    "PigDice-v0-train": 0.015,
+    "PigDice-v0-short-train": 0.03,
 }
 """Which games are played, and how often."""
 
 TURNS_PER_GAME = 12
-"""At most so many turns of a game are kept, drawn at random: a game of PigDice has a hundred."""
+"""At most so many turns of a game are kept, half of them the last: there moves are illegal at all."""
 
 OTHER_ENVS = (
     "2048-v0",
@@ -96,8 +97,11 @@ PRE_TOKENS = "|".join(
         r" (?:\d{1,2}|[XO]) {1,2}(?:\||\n[-+]+\n|\n\n)",  # a cell of TicTacToe or SimpleTak
         r"(?:[.XO] ){2,3}",  # two or three cells of ConnectFour
         r"\d{1,2}(?: \d{1,2}){3,}",  # the numbers above its columns
+        r"\n  pile \d{1,2}: \d{1,2}",  # a pile of Nim
+        r"\tPlayer \d{1,2}: \d{1,2}(?:; )?",  # how many dice a player has
+        r"\d{1,2} of face \d",  # a bid of LiarsDice
         r"\.?\n ?(?:\[GAME\] )?Player \d[^\n\d\[\]':]*",  # the head of an event's line
-        r"(?<!Player )\d{1,2}",  # any other number
+        r"(?<!Player )\d{1,2}(?:, )?",  # any other number
     )
 )
 VOCAB_SIZE = 3072
@@ -137,7 +141,9 @@ def play_games(num_games: int, rng: random.Random) -> list[Turn]:
             completions = tuple(f"\\boxed{{{action}}}{END}" for action in actions)
             game.append(Turn(tiny_prompt(observation), completions, chosen))
             done = env.step(actions[chosen])
-        turns += rng.sample(game, min(TURNS_PER_GAME, len(game)))
+        last = TURNS_PER_GAME // 2
+        early, late = game[:-last], game[-last:]
+        turns += late + rng.sample(early, min(TURNS_PER_GAME - last, len(early)))
     rng.shuffle(turns)
     return turns
 
@@ -374,7 +380,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the embedded default model, builtin:tiny.")
     parser.add_argument("--output", type=Path, required=True, help="folder for the weights and the tokenizer")
     parser.add_argument("--games", type=int, default=20_000, help="random-legal games that are played")
-    parser.add_argument("--steps", type=int, default=1200, help="optimiser steps")
+    parser.add_argument("--steps", type=int, default=2000, help="optimiser steps")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     nats = make(args.output, games=args.games, steps=args.steps, seed=args.seed)
