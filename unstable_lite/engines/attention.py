@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from unstable_lite.engines.kv_cache import KVCache
+from unstable_lite.errors import ModelError
 
 IntArray = npt.NDArray[np.int64]
 
@@ -105,8 +106,16 @@ class CachedAttention:
         value_1HND: Tensor,
         attention_mask: Tensor | None,
         scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
+        if softcap is not None or (sliding_window is not None and sliding_window < self._cache.max_len):
+            raise ModelError(
+                f"{type(module).__name__} attends with a sliding window of {sliding_window} tokens or a soft cap "
+                f"({softcap}), which the embedded engine does not compute; lower engine.max_model_len to the window, "
+                "take another model, or engine.kind = 'vllm'"
+            )
         keys_STHD = self._cache.key_LSTHD[module.layer_idx]
         values_STHD = self._cache.value_LSTHD[module.layer_idx]
         keys_STHD.flatten(0, 1).index_copy_(0, self.write_at, key_1HND[0].transpose(0, 1))

@@ -33,7 +33,7 @@ def load(path: str, dtype: str, device: torch.device) -> Any:
         )
         model = model.eval().requires_grad_(False).to(device)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"{path} cannot be loaded as a causal language model: {error}") from error
+        raise ModelError(f"{path} cannot be loaded as a causal language model: {error}\n({_ADVICE})") from error
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{path} does not fit the memory of {device}: {error}") from error
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:

@@ -28,10 +28,12 @@ class Tokenizer:
             raise ModelError(f"{model_path}: no tokenizer can be loaded from it: {error}") from error
         if not isinstance(getattr(tokenizer, "backend_tokenizer", None), tokenizers.Tokenizer):
             raise ModelError(f"{model_path}: its tokenizer has no fast (Rust) form; use a model with a tokenizer.json")
-        self.path = model_path
         self._fast: tokenizers.Tokenizer = tokenizer.backend_tokenizer
         self._fast.no_truncation()
         self._fast.no_padding()
+        if not self._fast.encode("0").ids:
+            # transformers makes up an empty tokenizer where there is none.
+            raise ModelError(f"{model_path}: its tokenizer turns text into nothing; is its tokenizer.json missing?")
         self._bos: str | None = tokenizer.bos_token
         self.stop_ids = frozenset(_stop_ids(model_path, tokenizer))
         self.encode = functools.lru_cache(KNOWN_PROMPTS)(self._encode)

@@ -20,6 +20,7 @@ from unstable_lite.config import EngineConfig
 from unstable_lite.engines.adapters import BASE, AdapterVersions
 from unstable_lite.engines.lora import check_fits, read_adapter
 from unstable_lite.engines.requests import check_length
+from unstable_lite.engines.sampling import GREEDY_BELOW
 from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import AdapterError, ModelError, RequestError
 from unstable_lite.models import resolve_model
@@ -107,7 +108,8 @@ class VLLMEngine:
         stop = [text for text in request.stop if text]
         params = self._sampling_params(
             max_tokens=max_tokens,
-            temperature=request.temperature,
+            # vLLM raises temperatures between 0 and 0.01 to 0.01, and then samples.
+            temperature=0.0 if request.temperature < GREEDY_BELOW else request.temperature,
             top_p=request.top_p,
             seed=request.seed,
             stop=stop,

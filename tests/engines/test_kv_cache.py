@@ -1,0 +1,97 @@
+"""Prefixes are found exact to the token, within one version, and copied without loss."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from unstable_lite.engines.kv_cache import CacheShape, KVCache
+
+SHAPE = CacheShape(
+    num_layers=2, num_heads=1, key_width=4, value_width=3, dtype=torch.float32, device=torch.device("cpu")
+)
+
+
+def tokens(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+
+def compute(cache: KVCache, slot: int, text: str, seed: float) -> None:
+    """What a forward pass over the rest of `text` does."""
+    start = int(cache.length_S[slot])
+    new = tokens(text)[start:]
+    position = np.arange(start, start + len(new))
+    for kind in (cache.key_LSTHD, cache.value_LSTHD):
+        kind[:, slot, position] = (torch.from_numpy(new).float() + seed)[None, :, None, None]
+    cache.extend([slot], np.array([len(new)]), position, new)
+
+
+def run(cache: KVCache, text: str, version: int = 0) -> int:
+    """A request from its start to its end; how many of its tokens were there already."""
+    prefix = cache.find(tokens(text), version)
+    shared = min(prefix.length, len(text) - 1)
+    slot = cache.take(tokens(text), version, prefix.slot, shared)
+    compute(cache, slot, text, seed=version)
+    expected = torch.from_numpy(tokens(text)).float() + version
+    assert torch.equal(cache.key_LSTHD[1, slot, : len(text), 0, 0], expected)
+    assert torch.equal(cache.value_LSTHD[0, slot, : len(text), 0, 2], expected)
+    cache.give_back(slot, len(text))
+    return shared
+
+
+@pytest.fixture(params=[0, 2, 6], ids=lambda kept: f"{kept} kept")
+def cache(request: pytest.FixtureRequest) -> KVCache:
+    return KVCache(SHAPE, max_len=32, num_running=2, num_kept=request.param)
+
+
+def test_the_longest_common_beginning_is_reused(cache: KVCache) -> None:
+    assert run(cache, "rules; move 1") == 0
+    assert run(cache, "rules; move 1, 2") == len("rules; move 1")
+    assert run(cache, "rules; pass") == len("rules; ")
+    assert run(cache, "rules; pass") == len("rules; pass") - 1
+
+
+def test_versions_share_nothing(cache: KVCache) -> None:
+    run(cache, "same words", version=1)
+    assert run(cache, "same words", version=2) == 0
+    assert run(cache, "same words", version=0) == 0
+
+
+def test_what_is_kept_outlives_the_slots_of_running_requests() -> None:
+    cache = KVCache(SHAPE, max_len=32, num_running=1, num_kept=6)
+    games = [f"{game} of many games" for game in "abcde"]
+    for game in games:
+        run(cache, game)
+    assert [run(cache, game + "!") for game in games] == [len(games[0])] * 5
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    cache = KVCache(SHAPE, max_len=32, num_running=1, num_kept=2)
+    for game in ("aaaa", "bbbb", "aaaa", "cccc", "x"):
+        run(cache, game)
+    assert cache.find(tokens("bbbb"), 0).length == 0
+    assert cache.find(tokens("cccc"), 0).length == 4
+
+
+def test_a_forgotten_version_serves_nothing(cache: KVCache) -> None:
+    run(cache, "old words", version=1)
+    run(cache, "old words", version=2)
+    cache.forget(1)
+    assert cache.find(tokens("old words"), 1).length == 0
+    assert run(cache, "old words", version=2) == len("old words") - 1
+
+
+def test_a_running_prompt_promises_what_it_has_not_computed_yet(cache: KVCache) -> None:
+    slot = cache.take(tokens("twins"), 3, 0, 0)
+    prefix = cache.find(tokens("twins and more"), 3)
+    assert (prefix.length, prefix.promised) == (0, len("twins"))
+    compute(cache, slot, "twins", seed=0)
+    assert cache.find(tokens("twins and more"), 3).length == len("twins")
+
+
+def test_random_requests_never_get_another_ones_tokens() -> None:
+    rng = np.random.default_rng(0)
+    cache = KVCache(SHAPE, max_len=32, num_running=2, num_kept=5)
+    for _ in range(300):
+        run(cache, "".join(rng.choice(list("ab"), rng.integers(1, 30))), version=int(rng.integers(3)))

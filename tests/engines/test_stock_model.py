@@ -1,0 +1,121 @@
+"""Which models the embedded engine takes, and that it says so of those it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from random_models import make_adapter, make_model, make_tokenizer
+from remote_engine import engine_spec
+
+from unstable_lite.engines.transformers import TransformersEngine
+from unstable_lite.errors import ModelError
+from unstable_lite.transport.messages import Generate
+
+
+def load(path: Path, **engine: Any) -> TransformersEngine:
+    return TransformersEngine(engine_spec(model=str(path), kind="transformers", **({"max_model_len": 128} | engine)))
+
+
+def generate(engine: TransformersEngine, *versions: int) -> list[Any]:
+    for number, version in enumerate(versions):
+        engine.add_request(
+            Generate(
+                request_id=number,
+                prompt=f"Player {number}, your move:",
+                adapter_version=version,
+                max_tokens=6,
+                temperature=0.8,
+                top_p=1.0,
+                stop=(),
+                seed=number,
+            )
+        )
+    finished = {}
+    while engine.has_unfinished():
+        finished.update({done.request_id: done.generation for done in engine.step()})
+    return [finished[number] for number in range(len(versions))]
+
+
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 4}),
+    ("Llama", {"num_key_value_heads": 1, "head_dim": 16}),
+    ("GPT2", {"n_embd": 64, "n_head": 4, "n_layer": 2}),
+    ("GPTNeoX", {}),
+    ("Granite", {"logits_scaling": 4.0}),
+    ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), MODELS, ids=[name for name, _ in MODELS])
+def test_stock_models_of_many_kinds_are_served_with_adapters(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    import peft
+    import torch
+    import transformers
+
+    path = make_model(tmp_path / "model", name, **fields)
+    targets = {"GPT2": ["c_attn", "c_proj", "c_fc"], "GPTNeoX": ["query_key_value", "dense_h_to_4h"]}
+    adapter = make_adapter(
+        path,
+        tmp_path / "adapter",
+        1,
+        target_modules=targets.get(name, ["q_proj", "v_proj", "o_proj"]),
+        fan_in_fan_out=name == "GPT2",
+    )
+    engine = load(path)
+    engine.load_adapter(1, adapter)
+    base = transformers.AutoModelForCausalLM.from_pretrained(path)
+    judges = [base, peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(path), adapter)]
+    for generation, version in zip(generate(engine, 0, 1, 0, 1), (0, 1, 0, 1), strict=True):
+        ids = [*generation.prompt_ids.tolist(), *generation.completion_ids.tolist()]
+        with torch.inference_mode():
+            logits = judges[version].eval()(input_ids=torch.tensor([ids[:-1]])).logits[0]
+        size = len(generation.completion_ids)
+        logprobs = (logits[-size:] / 0.8).log_softmax(-1)[torch.arange(size), torch.tensor(ids[-size:])]
+        np.testing.assert_allclose(generation.logprobs, logprobs.numpy(), atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("Mamba", {"state_size": 8}, "MambaForCausalLM"),
+        ("Bloom", {"n_head": 4, "n_layer": 2}, "BloomForCausalLM"),
+        ("Gemma2", {"sliding_window": 64}, "sliding window"),
+        ("Mistral", {"sliding_window": 64}, "sliding window"),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "attend"),
+    ],
+)
+def test_a_model_that_would_be_computed_wrongly_is_refused_with_what_to_do(
+    name: str, fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=reason) as caught:
+        load(make_model(tmp_path, name, **fields))
+    assert "engine.kind = 'vllm'" in str(caught.value)
+
+
+def test_a_model_with_a_wide_window_is_served_within_it(tmp_path: Path) -> None:
+    assert len(generate(load(make_model(tmp_path, "Mistral", sliding_window=128)), 0)) == 1
+
+
+def test_a_directory_without_model_or_tokenizer_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
+    with pytest.raises(ModelError, match="tokenizer"):
+        load(tmp_path)
+    make_tokenizer(tmp_path)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load(tmp_path)
+
+
+def test_memory_for_less_than_one_sequence_is_refused_with_the_sizes(model_dir: Path) -> None:
+    with pytest.raises(ModelError, match=r"kv_cache_gb = 0\.0001.*max_model_len"):
+        load(model_dir, max_model_len=1024, kv_cache_gb=0.0001)
+
+
+def test_with_memory_for_one_sequence_requests_are_served_one_after_the_other(model_dir: Path) -> None:
+    engine = load(model_dir, max_model_len=1024, kv_cache_gb=0.0011, dtype="float32")
+    assert engine.facts["parallel_seq"] == 1
+    assert len(generate(engine, 0, 0, 0)) == 3

@@ -1,0 +1,104 @@
+"""The engine process as the orchestrator meets it: a real child, a real socket, an engine without a model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from remote_engine import RemoteEngine
+
+from unstable_lite.transport.child import ORPHANED
+from unstable_lite.transport.messages import Crashed, Done, EngineStats, Failed, Ready, Stop
+
+Start = Callable[..., RemoteEngine]
+
+
+@pytest.fixture
+def scripted(start_engine: Start) -> RemoteEngine:
+    engine = start_engine(kind="scripted", replies=["\\boxed{[4]}", "naïve 🎲"], max_model_len=64, max_loras=2)
+    facts = engine.wait_for_type(Ready, 60).facts
+    assert (facts["kind"], facts["max_model_len"]) == ("scripted", 64)
+    return engine
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    return tmp_path
+
+
+def test_a_worker_answers_what_its_engine_says(scripted: RemoteEngine) -> None:
+    prompt = "où? 🎲"
+    generations = scripted.generate(*[scripted.request(prompt, max_tokens=50, seed=seed) for seed in range(20)])
+    assert {generation.text for generation in generations} == {"\\boxed{[4]}", "naïve 🎲"}
+    for generation in generations:
+        assert generation.prompt_ids.tolist() == list(prompt.encode())
+        assert generation.completion_ids.tolist() == [*generation.text.encode(), 256]
+        assert generation.logprobs.tolist() == [-1.0] * len(generation.completion_ids)
+        assert (generation.finish_reason, generation.adapter_version) == ("stop", 0)
+
+
+def test_the_scripted_engine_cuts_at_the_length_and_repeats_itself_by_seed(scripted: RemoteEngine) -> None:
+    first, second = (scripted.generate(*[scripted.request("p", max_tokens=3, seed=i) for i in range(8)]) for _ in "ab")
+    assert [generation.text for generation in first] == [generation.text for generation in second]
+    assert all(g.finish_reason == "length" and len(g.completion_ids) == 3 for g in first)
+
+
+def test_every_refusal_is_a_reply(scripted: RemoteEngine) -> None:
+    unknown, too_long = scripted.ask(scripted.request("p", version=7), scripted.request("x" * 64))
+    assert isinstance(unknown, Failed) and "7" in unknown.error and "loaded" in unknown.error
+    assert isinstance(too_long, Failed) and "64" in too_long.error and "63" in too_long.error
+
+
+def test_adapters_are_booked(scripted: RemoteEngine, adapter: Path) -> None:
+    assert isinstance(scripted.load(1, adapter), Done)
+    assert isinstance(scripted.load(2, adapter), Done)
+    assert "max_loras" in scripted.load(3, adapter).error
+    assert "already" in scripted.load(1, adapter).error
+    assert scripted.generate(scripted.request("p", version=2))[0].adapter_version == 2
+    assert isinstance(scripted.unload(1), Done)
+    assert "never used again" in scripted.load(1, adapter).error
+    assert "adapter_config.json" in scripted.load(3, adapter / "nowhere").error
+
+
+def test_stop_ends_a_worker_with_0(scripted: RemoteEngine) -> None:
+    scripted.send(Stop())
+    assert scripted.process.wait(10) == 0
+
+
+def test_a_worker_whose_orchestrator_is_gone_ends_by_itself(scripted: RemoteEngine) -> None:
+    assert scripted.process.stdin is not None
+    scripted.process.stdin.close()
+    assert scripted.process.wait(5) == ORPHANED
+
+
+def test_an_idle_worker_takes_its_time_and_none_of_the_processor(scripted: RemoteEngine) -> None:
+    time.sleep(0.3)
+    ticks = (int(Path(f"/proc/{scripted.process.pid}/stat").read_text().split()[13]) for _ in range(2))
+    before = next(ticks)
+    time.sleep(1.0)
+    assert next(ticks) - before <= 10
+
+
+def test_a_worker_without_torch_stays_without(scripted: RemoteEngine) -> None:
+    assert "libtorch" not in Path(f"/proc/{scripted.process.pid}/maps").read_text()
+
+
+def test_a_model_that_cannot_be_loaded_is_the_last_message(start_engine: Start, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
+    engine = start_engine(kind="transformers", model=str(tmp_path))
+    crash = engine.wait_for_type(Crashed, 120)
+    assert "ModelError" in crash.error and str(tmp_path) in crash.error
+    assert engine.process.wait(20) == 1
+
+
+def test_a_busy_worker_tells_how_busy_it_is(start_engine: Start, model_dir: Path) -> None:
+    engine = start_engine(kind="transformers", model=str(model_dir), max_model_len=1024, max_parallel_seq=4)
+    engine.wait_for_type(Ready, 120)
+    engine.send(*[engine.request(f"{number} of many", max_tokens=900) for number in range(40)])
+    stats = engine.wait_for_type(EngineStats)
+    assert stats.tokens_per_s > 0
+    assert stats.running <= 4 and stats.queued > 0
+    assert 0 <= stats.cached_share <= 1
