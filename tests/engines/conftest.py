@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from random_models import make_adapter, make_model
 from remote_engine import RemoteEngine
 

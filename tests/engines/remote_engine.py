@@ -16,6 +16,7 @@ from typing import Any
 import zmq
 
 from unstable_lite.config import Config
+from unstable_lite.engines.engine import Engine
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import (
     Generate,
@@ -42,7 +43,30 @@ def engine_spec(endpoint: str = "", device: str = "cpu", model: str = "", **engi
             "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
         }
     )
-    return WorkerSpec(name="engine-0", endpoint=endpoint, device=device, threads=1, config_json=config.model_dump_json())
+    return WorkerSpec(
+        name="engine-0", endpoint=endpoint, device=device, threads=1, config_json=config.model_dump_json()
+    )
+
+
+def generate(engine: Engine, *versions: int) -> list[Generation]:
+    """Drive an engine within this process: one request for each version."""
+    for number, version in enumerate(versions):
+        engine.add_request(
+            Generate(
+                request_id=number,
+                prompt=f"Player {number}, your move:",
+                adapter_version=version,
+                max_tokens=6,
+                temperature=0.8,
+                top_p=1.0,
+                stop=(),
+                seed=number,
+            )
+        )
+    finished = {}
+    while engine.has_unfinished():
+        finished.update({done.request_id: done.generation for done in engine.step()})
+    return [finished[number] for number in range(len(versions))]
 
 
 class RemoteEngine:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from random_models import make_adapter
 from remote_engine import START_TIMEOUT_S, RemoteEngine
 from unstable_lite.transport.messages import Done, Failed, Ready
@@ -203,9 +204,7 @@ def test_a_stop_string_ends_a_completion_and_is_cut_from_its_text(engine: Engine
             continue
         stop = text[pairs[0] : pairs[0] + 2]
         at = text.index(stop)
-        (stopped,) = remote.generate(
-            remote.request(prompt, max_tokens=30, temperature=1e-6, stop=("never met", stop))
-        )
+        (stopped,) = remote.generate(remote.request(prompt, max_tokens=30, temperature=1e-6, stop=("never met", stop)))
         assert (stopped.finish_reason, stopped.text) == ("stop", text[:at])
         size = len(stopped.completion_ids)
         assert stopped.completion_ids.tolist() == generation.completion_ids.tolist()[:size]
@@ -226,7 +225,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_its_size_and_the_limit(eng
 def test_a_completion_ends_where_the_context_ends(engine: Engine) -> None:
     (generation,) = engine.remote.generate(engine.remote.request("y" * (MAX_MODEL_LEN - 5), max_tokens=200))
     ids = generation.completion_ids.tolist()
-    assert len(ids) == 5 and generation.finish_reason == "length" or ids[-1] == STOP_ID
+    assert (len(ids), generation.finish_reason) == (5, "length") or ids[-1] == STOP_ID
 
 
 def test_an_unknown_adapter_is_an_error_and_never_the_base(engine: Engine) -> None:
@@ -304,7 +303,9 @@ def test_the_same_seed_draws_the_same_tokens_in_whatever_company(engine: Engine,
     if not engine.is_exact:
         pytest.skip("in bfloat16 the company changes the last bits of the logits")
     remote = engine.remote
-    alone = [remote.generate(remote.request(p, adapters[0], seed=i, max_tokens=16))[0] for i, p in enumerate(prompts(3))]
+    alone = [
+        remote.generate(remote.request(p, adapters[0], seed=i, max_tokens=16))[0] for i, p in enumerate(prompts(3))
+    ]
     crowd = [remote.request(prompt, version, max_tokens=11) for prompt in prompts(8) for version in (0, adapters[1])]
     again = [remote.request(prompt, adapters[0], seed=i, max_tokens=16) for i, prompt in enumerate(prompts(3))]
     together = remote.generate(*crowd[:9], *again, *crowd[9:])[9:12]

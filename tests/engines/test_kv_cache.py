@@ -24,7 +24,7 @@ def compute(cache: KVCache, slot: int, text: str, seed: float) -> None:
     position = np.arange(start, start + len(new))
     for kind in (cache.key_LSTHD, cache.value_LSTHD):
         kind[:, slot, position] = (torch.from_numpy(new).float() + seed)[None, :, None, None]
-    cache.extend([slot], np.array([len(new)]), position, new)
+    cache.extend(np.array([slot]), np.array([len(new)]), position, new)
 
 
 def run(cache: KVCache, text: str, version: int = 0) -> int:

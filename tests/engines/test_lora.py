@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from remote_engine import engine_spec
-from test_stock_model import generate
 
 import unstable_lite.engines.transformers
+from remote_engine import engine_spec, generate
 from unstable_lite.engines.transformers import TransformersEngine
 
 

@@ -7,36 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_models import make_adapter, make_model, make_tokenizer
-from remote_engine import engine_spec
 
+from random_models import make_adapter, make_model, make_tokenizer
+from remote_engine import engine_spec, generate
 from unstable_lite.engines.transformers import TransformersEngine
 from unstable_lite.errors import ModelError
-from unstable_lite.transport.messages import Generate
 
 
 def load(path: Path, **engine: Any) -> TransformersEngine:
     return TransformersEngine(engine_spec(model=str(path), kind="transformers", **({"max_model_len": 128} | engine)))
-
-
-def generate(engine: TransformersEngine, *versions: int) -> list[Any]:
-    for number, version in enumerate(versions):
-        engine.add_request(
-            Generate(
-                request_id=number,
-                prompt=f"Player {number}, your move:",
-                adapter_version=version,
-                max_tokens=6,
-                temperature=0.8,
-                top_p=1.0,
-                stop=(),
-                seed=number,
-            )
-        )
-    finished = {}
-    while engine.has_unfinished():
-        finished.update({done.request_id: done.generation for done in engine.step()})
-    return [finished[number] for number in range(len(versions))]
 
 
 MODELS: list[tuple[str, dict[str, Any]]] = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from random_models import make_model, make_tokenizer
 
+from random_models import make_model, make_tokenizer
 from unstable_lite.engines.tokenization import Tokenizer
 
 

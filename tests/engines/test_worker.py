@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from remote_engine import RemoteEngine
 
+from remote_engine import RemoteEngine
 from unstable_lite.transport.child import ORPHANED
 from unstable_lite.transport.messages import Crashed, Done, EngineStats, Failed, Ready, Stop
 

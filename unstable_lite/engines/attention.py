@@ -9,7 +9,6 @@ Shapes: `N` tokens of the pass, `R` rows of a bucket, `Q` queries a row, `T` key
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from unstable_lite.engines.kv_cache import KVCache
@@ -56,10 +55,9 @@ class CachedAttention:
         self._cache = cache
         transformers.AttentionInterface.register(self.name, self._attend)
 
-    def plan(self, slots: Sequence[int], counts: Sequence[int], position_N: IntArray) -> None:
-        """Prepare a pass: row i has `counts[i]` new tokens, which stand one row after the other."""
+    def plan(self, slot_R: IntArray, count_R: IntArray, position_N: IntArray) -> None:
+        """Prepare a pass: row i has `count_R[i]` new tokens, which stand one row after the other."""
         device, max_len = self._cache.key_LSTHD.device, self._cache.max_len
-        slot_R, count_R = np.array(slots), np.array(counts)
         start_R = count_R.cumsum() - count_R
         self.write_at = torch.from_numpy(slot_R.repeat(count_R) * max_len + position_N).to(device)
         self.buckets = []
@@ -100,11 +98,11 @@ class CachedAttention:
 
     def _attend(
         self,
-        module: nn.Module,
+        module: Any,
         query_1HND: Tensor,
         key_1HND: Tensor,
         value_1HND: Tensor,
-        attention_mask: Tensor | None,
+        _mask: Tensor | None,
         scaling: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
@@ -123,7 +121,7 @@ class CachedAttention:
         query_NHD = query_1HND[0].transpose(0, 1)
         out_NHD = query_NHD.new_empty(*query_NHD.shape[:2], values_STHD.shape[-1])
         for bucket in self.buckets:
-            query_RQHD = query_NHD[bucket.take_RQ].unflatten(0, (bucket.num_rows, -1))
+            query_RQHD = query_NHD[bucket.take_RQ].view(bucket.num_rows, -1, *query_NHD.shape[1:])
             out_RHQD = scaled_dot_product_attention(
                 query_RQHD.transpose(1, 2),
                 _select(keys_STHD, bucket).transpose(1, 2),

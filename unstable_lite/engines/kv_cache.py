@@ -10,7 +10,6 @@ Shapes: `L` layers, `S` slots, `T` token positions, `H` key/value heads, `D` hea
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,10 +95,10 @@ class KVCache:
         self._touch(source)
         return slot
 
-    def extend(self, slots: Sequence[int], count_R: IntArray, position_N: IntArray, id_N: IntArray) -> None:
-        """So many tokens more of each of `slots` have keys and values now."""
-        self._token_ST[np.repeat(slots, count_R), position_N] = id_N
-        self.length_S[slots] += count_R
+    def extend(self, slot_R: IntArray, count_R: IntArray, position_N: IntArray, id_N: IntArray) -> None:
+        """So many tokens more of these slots have keys and values now."""
+        self._token_ST[np.repeat(slot_R, count_R), position_N] = id_N
+        self.length_S[slot_R] += count_R
 
     def give_back(self, slot: int, num_prompt_tokens: int) -> None:
         """The sequence is finished: keep a copy, unless its prompt is kept already."""

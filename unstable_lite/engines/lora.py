@@ -64,20 +64,21 @@ class LoraWeights:
 class LoraLinear(nn.Module):
     """A linear layer with one effective weight, or one low-rank pair, for each adapter version."""
 
-    def __init__(self, base: nn.Module, groups: Groups, is_merged: bool) -> None:
+    def __init__(self, base: Any, groups: Groups, is_merged: bool) -> None:
         super().__init__()
-        self.base = base
+        self.base: Any = base  # nn.Linear or Conv1D
         self._groups = groups
         self._is_merged = is_merged
         # transformers' Conv1D (GPT-2) keeps its weight transposed.
-        self.weight_IO: Tensor = base.weight.data if _is_conv1d(base) else base.weight.data.t()
+        self.weight_IO: Tensor = base.weight if _is_conv1d(base) else base.weight.t()
         self.merged: dict[int, Tensor] = {BASE: self.weight_IO}
         self.low_rank: dict[int, LoraWeights] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         groups = self._groups.current
         if len(groups) == 1 and groups[0].version == BASE:
-            return self.base(x)
+            whole: Tensor = self.base(x)
+            return whole
         x_NI = x.reshape(-1, x.shape[-1])
         if self._is_merged:
             out_NO = x_NI.new_empty(len(x_NI), self.weight_IO.shape[1])
@@ -166,7 +167,7 @@ def check_fits(model: Any, pairs: Mapping[str, tuple[Tensor, Tensor]], directory
     """Raises AdapterError if a pair belongs to no linear layer of `model`, or is not of its shape."""
     for name, (a_RI, b_OR) in pairs.items():
         try:
-            layer = model.get_submodule(name)
+            layer: Any = model.get_submodule(name)
         except AttributeError:
             raise AdapterError(f"{directory}: adapts {name}, which the base does not have") from None
         layer = layer.base if isinstance(layer, LoraLinear) else layer

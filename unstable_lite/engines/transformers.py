@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,7 @@ class TransformersEngine:
         config = spec.config
         self._device = torch.device(spec.device)
         torch.set_num_threads(spec.threads)
-        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         path = resolve_model(config.model_name)
         self._tokenizer = Tokenizer(path)
         self._model = stock_model.load(path, config.engine.dtype, self._device)
@@ -220,11 +220,11 @@ class TransformersEngine:
 
         Rows of one version must be neighbours.
         """
-        count_R = np.array([len(ids) for ids in new_ids])
+        slot_R, count_R = np.array(slots), np.array([len(ids) for ids in new_ids])
         stop_R = count_R.cumsum()
         id_N = np.array([token for ids in new_ids for token in ids], np.int64)
-        position_N = np.arange(len(id_N)) + np.repeat(self._cache.length_S[list(slots)] - (stop_R - count_R), count_R)
-        self._attention.plan(slots, count_R, position_N)
+        position_N = np.arange(len(id_N)) + np.repeat(self._cache.length_S[slot_R] - (stop_R - count_R), count_R)
+        self._attention.plan(slot_R, count_R, position_N)
         self._lora.set_groups(versions, stop_R)
         output = self._model(
             input_ids=torch.from_numpy(id_N).to(self._device)[None],
@@ -232,7 +232,7 @@ class TransformersEngine:
             use_cache=False,
             logits_to_keep=torch.from_numpy(stop_R[np.array(wanted)] - 1).to(self._device),
         )
-        self._cache.extend(slots, count_R, position_N, id_N)
+        self._cache.extend(slot_R, count_R, position_N, id_N)
         logits_BV: Tensor = output.logits[0]
         return logits_BV
 
@@ -248,7 +248,7 @@ class TransformersEngine:
             ),
         )
 
-    def _append(self, rows: Iterable[Row], ids: Iterable[int], logprobs: Iterable[float]) -> None:
+    def _append(self, rows: Sequence[Row], ids: Sequence[int], logprobs: Sequence[float]) -> None:
         for row, token_id, logprob in zip(rows, ids, logprobs, strict=True):
             row.ids.append(token_id)
             row.logprobs.append(logprob)

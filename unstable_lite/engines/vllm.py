@@ -211,7 +211,7 @@ def _bare_model(path: str) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(config)
+            return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{path} cannot be loaded as a causal language model: {error}") from error
 
