@@ -16,6 +16,7 @@ config = Config.model_validate(
         "run": {"learning_steps": int(sys.argv[1]) if len(sys.argv) > 1 else 20, "num_collection_workers": 64},
         "engine": {"temperature": 1.0, "max_generation_len": 16, "max_model_len": 512},
         "learner": {"batch_size": 128, "learning_rate": 1e-3},
+        "league": {"opponent_sampling_strategy": "fixed", "fixed_opponents": ["scripted:random"]},
         "train_envs": [{"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 1, "prompt_template": "tiny"}],
     }
 )

@@ -5,7 +5,6 @@ Loads neither torch nor transformers; makes and resets each env once.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import json
 import os
@@ -13,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from unstable_lite.by_name import suggestion
 from unstable_lite.config import Config, read_config
 from unstable_lite.engines.choose import choose_engine, resolve_devices
 from unstable_lite.errors import ConfigError, ModelError, UnsupportedEnvError
@@ -222,9 +222,7 @@ def _unknown(where: str, name: str, known: Iterable[str], may_be_import: bool = 
         except ModuleNotFoundError:
             found = None
         return [] if found else [f"{where} = {name!r}: no module {module!r} can be imported from here"]
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known))}"
-    return [f"{where} = {name!r} is not known; {hint}"]
+    return [f"{where} = {name!r} is not known; {suggestion(name, known)}"]
 
 
 def _adapter_bytes(config: Config) -> int | None:

@@ -101,16 +101,19 @@ def test_a_turn_costs_few_tokens(tokenizer: Any, env_id: str, most: int) -> None
     assert max(answer_lens) <= 6
 
 
-@pytest.mark.parametrize("env_id", FAMILIES)
-def test_its_moves_are_legal(model: Any, tokenizer: Any, env_id: str) -> None:
-    turns = random.Random(1).sample(random_turns(env_id, games=40), 100)
+def test_its_moves_are_legal(model: Any, tokenizer: Any) -> None:
     torch.manual_seed(0)
-    is_legal = [
-        answer(model, tokenizer, observation)
-        in {f"\\boxed{{{action}}}<|im_end|>" for action in legal_actions(env_id, observation)}
-        for observation, _ in turns
-    ]
-    assert sum(is_legal) >= 0.95 * len(is_legal)
+    share_legal = {}
+    for env_id in FAMILIES:
+        turns = random.Random(1).sample(random_turns(env_id, games=40), 60)
+        is_legal = [
+            answer(model, tokenizer, observation)
+            in {f"\\boxed{{{action}}}<|im_end|>" for action in legal_actions(env_id, observation)}
+            for observation, _ in turns
+        ]
+        share_legal[env_id] = sum(is_legal) / len(is_legal)
+    assert sum(share_legal.values()) / len(share_legal) >= 0.95, share_legal
+    assert min(share_legal.values()) >= 0.85, share_legal
 
 
 def test_the_recipe_runs_and_its_tokenizer_is_a_function_of_the_seed(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ def _field_packers(cls: Any) -> list[tuple[str, _Convert]]:
 
 
 def _unpacker(hint: Any, where: str) -> tuple[Any, _Convert | None]:
-    """What msgpack must give for a field of this type, and what makes the field's value of it (None: it is the value)."""
+    """What msgpack must give for a field of this type, and what makes the value of it (None: it is the value)."""
     if hint in (TokenIds, Logprobs):
         return bytes, _array_unpacker("<i4" if hint == TokenIds else "<f4", where)
     if is_dataclass(hint):
