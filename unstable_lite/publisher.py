@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 CANARY_TOKENS = 16
 CANARY_SEED = 20_11
+BASE_CANARIES = 8
+"""Samples that each engine gives of the base, once: a short answer may hold tokens that any distribution is sure of."""
 UNLOAD_RETRY_S = 1.0
 
 
@@ -61,7 +63,11 @@ class Publisher:
 
     async def check_base(self) -> dict[str, float]:
         """The canary without an adapter, before the first game: do engines and learner hold the same base?"""
-        canaries = await self._ask_canaries(0)
+        canaries = [
+            await self._ask_canary(engine, 0, CANARY_SEED + index)
+            for engine in self._engines.engines
+            for index in range(BASE_CANARIES)
+        ]
         self._noise = max(canary.mismatch for canary in canaries)
         return self._verdict(0, canaries)
 
@@ -77,7 +83,8 @@ class Publisher:
             await self._slot_freed.wait_for(lambda: len(self._loaded) < self._max_loras)
         self._loaded.add(version)
         await self._engines.load_adapter(version, self._arena.path(version))
-        return self._verdict(version, await self._ask_canaries(version))
+        canaries = [await self._ask_canary(engine, version, CANARY_SEED) for engine in self._engines.engines]
+        return self._verdict(version, canaries)
 
     async def retire_unreferenced(self) -> None:
         """Unload and unlink what nobody holds any more, for ever."""
@@ -98,11 +105,8 @@ class Publisher:
     def _slots(self) -> tuple[int, int]:
         return len(self._loaded), self._max_loras
 
-    async def _ask_canaries(self, version: int) -> list[Canary]:
-        return [await self._ask_canary(engine, version) for engine in self._engines.engines]
-
-    async def _ask_canary(self, engine: EngineClient, version: int) -> Canary:
-        generation = await engine.generate(self._prompt, version, seed=CANARY_SEED, max_tokens=CANARY_TOKENS)
+    async def _ask_canary(self, engine: EngineClient, version: int, seed: int) -> Canary:
+        generation = await engine.generate(self._prompt, version, seed=seed, max_tokens=CANARY_TOKENS)
         scored = await self._learner.score(generation)
         expected = scored.adapter_logprobs if version else scored.base_logprobs
         return Canary(

@@ -132,22 +132,21 @@ class Run:
         for path in reap_stale_arenas():
             self._terminal.say(f"removed {path}, left behind by a run that was killed")
         tracker = Tracker(directory, _sinks(config, directory), config.tracker.keep_games)
+        arena: AdapterArena | None = None
         try:
             with _log_file(directory / "logs" / "orchestrator.log"), self._stopped_by_signals():
                 async with started_workers(self.plan, directory / "logs", self._terminal.say) as workers:
-                    arena = AdapterArena(
-                        directory.name, directory, bytes_needed=workers.adapter_bytes * (config.engine.max_loras + 2)
-                    )
-                    try:
-                        training = self._wire(directory, workers, arena, tracker)
-                        await training.run()
-                    finally:
-                        arena.close()
+                    needed = workers.adapter_bytes * (config.engine.max_loras + 2)
+                    arena = AdapterArena(directory.name, fallback=directory, bytes_needed=needed)
+                    training = self._wire(directory, workers, arena, tracker)
+                    await training.run()
         except BaseExceptionGroup as group:
             raise _first_reason(group) from group
         finally:
             self._terminal.stop()
             tracker.close()
+            if arena is not None:
+                arena.close()  # after the workers: a learner that is still writing would bring it back
         return Summary(
             directory=directory,
             updates=training.updates,

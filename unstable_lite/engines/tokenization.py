@@ -41,7 +41,9 @@ class Tokenizer:
     def _encode(self, prompt: str) -> TokenIds:
         # A template may have written the first token already; twice is a prompt the model has never seen.
         has_bos = self._bos is not None and prompt.startswith(self._bos)
-        return np.array(self._fast.encode(prompt, add_special_tokens=not has_bos).ids, np.int32)
+        # The batch call is the one that does not also work out which characters each token came from.
+        (encoding,) = self._fast.encode_batch_fast([prompt], add_special_tokens=not has_bos)
+        return np.array(encoding.ids, np.int32)
 
     def text(self, completion_ids: list[int], stop_watch: StopWatch | None = None) -> str:
         """A completion as text, without special tokens and without what stopped it."""

@@ -36,7 +36,7 @@ from unstable_lite.types import FinishReason, Generation, TokenIds
 PROMPT_TOKENS_PER_STEP = {"cpu": 512, "mps": 2048, "cuda": 8192}
 WORTH_WAITING = 16
 """Tokens that a request must save to wait for another one's prefix to be computed."""
-KEPT_PER_RUNNING = 8
+KEPT_PER_RUNNING = 4
 """Finished sequences kept for their prefixes, at most, for each that runs."""
 MERGED_BYTES = 1 << 28
 """Adapters are merged into copies of the weights where the copies of all slots take no more."""
