@@ -27,7 +27,7 @@ from bench.harness import (
     alternate,
     bench_config,
     cores,
-    digits,
+    letters,
     memory_mb,
     started_engine,
 )
@@ -174,7 +174,7 @@ async def measure_embedded(questioner: Questioner, kind: str = "transformers") -
         for request in questioner.requests():
             told = Told(request["seconds"], arguments["prompt"])
             while not told.is_over:
-                texts = [digits(rng, arguments["prompt"]) for _ in range(arguments["requests"])]
+                texts = [letters(rng, arguments["prompt"]) for _ in range(arguments["requests"])]
                 versions = [version_of(index, request["adapters"]) for index in range(len(texts))]
                 for generation in await asyncio.gather(*map(pool.generate, texts, versions)):
                     told.add(len(generation.prompt_ids), len(generation.completion_ids))
@@ -212,7 +212,7 @@ def measure_vllm(questioner: Questioner) -> None:
     for request in questioner.requests():
         told = Told(request["seconds"], arguments["prompt"])
         while not told.is_over:
-            batch = [encode(digits(rng, arguments["prompt"])) for _ in range(arguments["requests"])]
+            batch = [encode(letters(rng, arguments["prompt"])) for _ in range(arguments["requests"])]
             versions = [version_of(index, request["adapters"]) for index in range(len(batch))]
             adapters = [LoRARequest(f"v{v}", v, str(directory / f"v{v}")) if v else None for v in versions]
             tokens = [TokensPrompt(prompt_token_ids=ids) for ids in batch]
@@ -237,7 +237,7 @@ def measure_plain(questioner: Questioner) -> None:
     for request in questioner.requests():
         told = Told(request["seconds"], arguments["prompt"])
         while not told.is_over:
-            batch = [encode(digits(rng, arguments["prompt"])) for _ in range(arguments["requests"])]
+            batch = [encode(letters(rng, arguments["prompt"])) for _ in range(arguments["requests"])]
             tokens_BT = torch.tensor(batch)
             with torch.inference_mode():
                 output_BT = model.generate(

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Options, Questioner, Report, Subject, Subjects, Target, alternate, bench_config, digits
+from bench.harness import Options, Questioner, Report, Subject, Subjects, Target, alternate, bench_config, letters
 from unstable_lite.config import Config
 from unstable_lite.plan import make_plan
 from unstable_lite.publisher import CANARY_SEED, CANARY_TOKENS
@@ -195,7 +195,7 @@ class Handoff:
         return max(gaps, default=0.0)
 
     def _prompt(self) -> str:
-        return digits(self._rng, 100)
+        return letters(self._rng, 100)
 
 
 def _step(generation: Generation, reward: float) -> Step:

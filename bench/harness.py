@@ -375,6 +375,6 @@ def alternate(cases: Mapping[str, Measure], options: Options) -> dict[str, list[
     return samples
 
 
-def digits(rng: random.Random, num_tokens: int) -> str:
-    """A prompt of so many tokens wherever a digit is a token; no two share a prefix worth caching."""
-    return "".join(rng.choice("0123456789") for _ in range(num_tokens))
+def letters(rng: random.Random, num_tokens: int) -> str:
+    """A prompt of so many tokens: letters that no tokenizer here merges; no two share a prefix worth caching."""
+    return "".join(rng.choice("QZXJVK") for _ in range(num_tokens))

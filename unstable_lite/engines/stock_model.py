@@ -28,11 +28,12 @@ RunLogits = Callable[[list[int], list[list[int]], list[int], list[bool]], Tensor
 def load(path: str, dtype: str, device: torch.device) -> Any:
     """Raises ModelError if it cannot be loaded."""
     try:
+        width = transformers.AutoConfig.from_pretrained(path).get_text_config().hidden_size
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=choose_dtype(dtype, device), attn_implementation="sdpa"
+            path, dtype=choose_dtype(dtype, device, width), attn_implementation="sdpa"
         )
         model = model.eval().requires_grad_(False).to(device)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
         raise ModelError(f"{path} cannot be loaded as a causal language model: {error}\n({_ADVICE})") from error
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{path} does not fit the memory of {device}: {error}") from error
@@ -41,13 +42,16 @@ def load(path: str, dtype: str, device: torch.device) -> Any:
     return model
 
 
-def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+def choose_dtype(dtype: str, device: torch.device, width: int) -> torch.dtype:
     if dtype != "auto":
         chosen: torch.dtype = getattr(torch, dtype)
         return chosen
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return torch.float32
+    # Measured on a Zen 4 core: narrow models are 15 % faster in float32 (the sums are short, the conversions are not),
+    # at a width of 256 bfloat16 is 20 to 45 % faster; emulated, it is slower.
+    has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if device.type == "cpu" and has_bfloat16 and width >= 256 else torch.float32
 
 
 def position_limit(model: Any) -> int | None:

@@ -36,10 +36,8 @@ from unstable_lite.types import FinishReason, Generation, TokenIds
 PROMPT_TOKENS_PER_STEP = {"cpu": 512, "mps": 2048, "cuda": 8192}
 WORTH_WAITING = 16
 """Tokens that a request must save to wait for another one's prefix to be computed."""
-KEPT_PER_RUNNING = 4
+KEPT_PER_RUNNING = 8
 """Finished sequences kept for their prefixes, at most, for each that runs."""
-MERGED_BYTES = 1 << 28
-"""Adapters are merged into copies of the weights where the copies of all slots take no more."""
 ACTIVATION_BYTES = 1 << 30
 """What a pass itself needs on a GPU."""
 
@@ -93,9 +91,7 @@ class TransformersEngine:
         num_kept = min(num_slots - num_running, KEPT_PER_RUNNING * num_running)
         self._cache = KVCache(shape, self._max_model_len, num_running, num_kept)
         self._attention = CachedAttention(self._cache)
-        weight_bytes = sum(parameter.nbytes for parameter in self._model.parameters())
-        is_merged = weight_bytes * config.engine.max_loras <= MERGED_BYTES
-        self._lora = LoraModel(self._model, is_merged)
+        self._lora = LoraModel(self._model)
         self._adapters = AdapterVersions(config.engine.max_loras)
         self._queue: deque[Row] = deque()
         self._running: list[Row] = []
@@ -115,7 +111,6 @@ class TransformersEngine:
             "vocab_size": self._model.get_input_embeddings().weight.shape[0],
             "parallel_seq": num_running,
             "kept_seq": num_kept,
-            "adapters": "merged copies" if is_merged else "low-rank terms",
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
