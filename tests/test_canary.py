@@ -30,7 +30,7 @@ def test_an_engine_that_lies_ends_the_run_and_is_named(
         f"engine.kind=lying_engines:{engine}",
         "run.learning_steps=3",
         "run.eval_games=0",
-        "learner.learning_rate=3e-3",
+        "learner.learning_rate=1e-2",
     )
     assert code == 1
     assert says in err

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Publisher:
         self._max_loras = max_loras
         self._tolerance = tolerance
         self._noise = 0.0
-        """Largest mismatch of the base: what two implementations of the same weights differ by."""
+        """Mean mismatch of the base: what two implementations of the same weights differ by."""
         self._loaded: set[int] = set()
         self._slot_freed = asyncio.Condition()
 
@@ -68,7 +69,7 @@ class Publisher:
             for engine in self._engines.engines
             for index in range(BASE_CANARIES)
         ]
-        self._noise = max(canary.mismatch for canary in canaries)
+        self._noise = fmean(canary.mismatch for canary in canaries)
         return self._verdict(0, canaries)
 
     async def publish(self, version: int) -> dict[str, float]:

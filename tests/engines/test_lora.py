@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from remote_engine import engine_spec, generate
 
+from remote_engine import engine_spec, generate
 from unstable_lite.engines.lora import Group, Groups, LoraLinear
 from unstable_lite.engines.transformers import TransformersEngine
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
