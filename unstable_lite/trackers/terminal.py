@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from unstable_lite.trackers.tracker import Evaluation
 
@@ -28,18 +29,18 @@ class TerminalInterface:
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"),
             console=self.console,
         )
+        self._figures = ""
         self._live: Live | None = None
-        self._task = self._progress.add_task("updates", total=None, figures="")
+        self._task = self._progress.add_task("updates", total=None)
         self._last_line = 0.0
 
     def start(self, total_updates: int) -> None:
         self._progress.update(self._task, total=total_updates)
         self._progress.reset(self._task)
         if self.console.is_terminal and not self._quiet:
-            self._live = Live(self._progress, console=self.console, refresh_per_second=4)
+            self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4)
             self._live.start()
 
     def stop(self) -> None:
@@ -52,8 +53,12 @@ class TerminalInterface:
         if not self._quiet:
             self.console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", soft_wrap=True)
 
+    def _render(self) -> Group:
+        return Group(self._progress, Text.from_markup(self._figures, overflow="ellipsis"))
+
     def show_update(self, update: int, total: int, figures: str) -> None:
-        self._progress.update(self._task, completed=update, figures=figures)
+        self._progress.update(self._task, completed=update)
+        self._figures = figures
         is_due = time.monotonic() - self._last_line >= PLAIN_LINE_EVERY_S or update == total
         if self._live is None and is_due:
             self._last_line = time.monotonic()
