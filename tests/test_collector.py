@@ -89,6 +89,7 @@ async def test_no_game_starts_while_the_buffer_is_full_and_nothing_is_thrown_awa
     task = asyncio.create_task(league.collector.run(4, 0))
     while not league.buffer.is_full or league.collector.games_in_flight["train"]:
         await asyncio.sleep(0.001)
+        assert len(league.records) <= 2 * 4, "games start although the buffer is full"
     finished = len(league.records)
     for _ in range(100):
         await asyncio.sleep(0)

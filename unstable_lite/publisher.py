@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -64,11 +65,8 @@ class Publisher:
 
     async def check_base(self) -> dict[str, float]:
         """The canary without an adapter, before the first game: do engines and learner hold the same base?"""
-        canaries = [
-            await self._ask_canary(engine, 0, CANARY_SEED + index)
-            for engine in self._engines.engines
-            for index in range(BASE_CANARIES)
-        ]
+        seeds = range(CANARY_SEED, CANARY_SEED + BASE_CANARIES)
+        canaries = await self._ask_canaries(0, seeds)
         self._noise = fmean(canary.mismatch for canary in canaries)
         return self._verdict(0, canaries)
 
@@ -84,8 +82,7 @@ class Publisher:
             await self._slot_freed.wait_for(lambda: len(self._loaded) < self._max_loras)
         self._loaded.add(version)
         await self._engines.load_adapter(version, self._arena.path(version))
-        canaries = [await self._ask_canary(engine, version, CANARY_SEED) for engine in self._engines.engines]
-        return self._verdict(version, canaries)
+        return self._verdict(version, await self._ask_canaries(version, [CANARY_SEED]))
 
     async def retire_unreferenced(self) -> None:
         """Unload and unlink what nobody holds any more, for ever."""
@@ -105,6 +102,11 @@ class Publisher:
 
     def _slots(self) -> tuple[int, int]:
         return len(self._loaded), self._max_loras
+
+    async def _ask_canaries(self, version: int, seeds: Iterable[int]) -> list[Canary]:
+        """Every engine's answers to every seed, asked for at once."""
+        engines = self._engines.engines
+        return await asyncio.gather(*(self._ask_canary(engine, version, seed) for engine in engines for seed in seeds))
 
     async def _ask_canary(self, engine: EngineClient, version: int, seed: int) -> Canary:
         generation = await engine.generate(self._prompt, version, seed=seed, max_tokens=CANARY_TOKENS)

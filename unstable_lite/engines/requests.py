@@ -1,8 +1,37 @@
-"""What makes a request one that can be served, for every engine alike."""
+"""What every engine does alike with requests: refuse what cannot be served, count what was."""
 
 from __future__ import annotations
 
+import time
+
 from unstable_lite.errors import RequestError
+from unstable_lite.transport.messages import EngineStats
+
+
+class Throughput:
+    """Tokens since the last report."""
+
+    def __init__(self) -> None:
+        self._generated = self._prompt = self._cached = 0
+        self._reported_at = time.monotonic()
+
+    def count(self, generated: int = 0, prompt: int = 0, cached: int = 0) -> None:
+        """`cached` of the `prompt` tokens were not computed again."""
+        self._generated += generated
+        self._prompt += prompt
+        self._cached += cached
+
+    def report(self, queued: int, running: int) -> EngineStats:
+        now = time.monotonic()
+        stats = EngineStats(
+            queued=queued,
+            running=running,
+            tokens_per_s=self._generated / max(now - self._reported_at, 1e-9),
+            cached_share=self._cached / max(self._prompt, 1),
+        )
+        self._generated = self._prompt = self._cached = 0
+        self._reported_at = now
+        return stats
 
 
 def check_length(num_prompt_tokens: int, max_tokens: int, max_model_len: int) -> int:

@@ -7,7 +7,6 @@ completion. Knows no sockets.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from unstable_lite.engines.adapters import BASE, AdapterVersions
 from unstable_lite.engines.attention import CachedAttention
 from unstable_lite.engines.kv_cache import CacheShape, KVCache
 from unstable_lite.engines.lora import LoraModel
-from unstable_lite.engines.requests import check_length
+from unstable_lite.engines.requests import Throughput, check_length
 from unstable_lite.engines.sampling import sample, uniforms
 from unstable_lite.engines.tokenization import StopWatch, Tokenizer
 from unstable_lite.errors import ModelError
@@ -97,8 +96,7 @@ class TransformersEngine:
         self._running: list[Row] = []
         self._rng = np.random.default_rng([config.run.seed, *spec.name.encode()])
         self._prompt_tokens_per_step = PROMPT_TOKENS_PER_STEP[self._device.type]
-        self._num_generated = self._num_prompt = self._num_cached = 0
-        self._reported_at = time.monotonic()
+        self._throughput = Throughput()
         stock_model.check_same(self._model, self._attention.name, self._logits, num_running)
         self._cache.forget(BASE)
         self.facts: dict[str, Any] = {
@@ -163,16 +161,7 @@ class TransformersEngine:
         self._cache.forget(version)
 
     def stats(self) -> EngineStats:
-        now = time.monotonic()
-        stats = EngineStats(
-            queued=len(self._queue),
-            running=len(self._running),
-            tokens_per_s=self._num_generated / max(now - self._reported_at, 1e-9),
-            cached_share=self._num_cached / max(self._num_prompt, 1),
-        )
-        self._num_generated = self._num_prompt = self._num_cached = 0
-        self._reported_at = now
-        return stats
+        return self._throughput.report(queued=len(self._queue), running=len(self._running))
 
     def _admit(self) -> None:
         """Give slots to queued requests, as long as there are slots and this step has room for their prompts."""
@@ -190,8 +179,7 @@ class TransformersEngine:
             row.num_computed = shared
             room -= size - shared
             self._running.append(row)
-            self._num_prompt += size
-            self._num_cached += shared
+            self._throughput.count(prompt=size, cached=shared)
         self._queue.extendleft(reversed(waiting))
         self._running.sort(key=lambda row: row.request.adapter_version)
 
@@ -252,7 +240,7 @@ class TransformersEngine:
                 row.finish_reason = "stop"
             elif len(row.logprobs) == row.max_tokens:
                 row.finish_reason = "length"
-        self._num_generated += len(rows)
+        self._throughput.count(generated=len(rows))
 
     def _take_finished(self) -> list[Generated]:
         finished = [row for row in self._running if row.finish_reason]

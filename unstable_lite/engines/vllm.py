@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ import transformers
 from unstable_lite.config import EngineConfig
 from unstable_lite.engines.adapters import BASE, AdapterVersions
 from unstable_lite.engines.lora import check_fits, read_adapter
-from unstable_lite.engines.requests import check_length
+from unstable_lite.engines.requests import Throughput, check_length
 from unstable_lite.engines.sampling import GREEDY_BELOW
 from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import AdapterError, ModelError, RequestError
@@ -84,8 +83,7 @@ class VLLMEngine:
         self._adapters = AdapterVersions(config.engine.max_loras)
         self._paths: dict[int, str] = {}
         self._requests: dict[str, tuple[Generate, TokenIds]] = {}
-        self._num_generated = self._num_prompt = self._num_cached = 0
-        self._reported_at = time.monotonic()
+        self._throughput = Throughput()
         model_config = self._engine.model_config
         self.facts: dict[str, Any] = {
             "kind": "vllm",
@@ -154,17 +152,9 @@ class VLLMEngine:
         del self._paths[version]
 
     def stats(self) -> EngineStats:
-        now, unfinished = time.monotonic(), len(self._requests)
+        unfinished = len(self._requests)
         running = min(unfinished, self._max_parallel_seq)
-        stats = EngineStats(
-            queued=unfinished - running,
-            running=running,
-            tokens_per_s=self._num_generated / max(now - self._reported_at, 1e-9),
-            cached_share=self._num_cached / max(self._num_prompt, 1),
-        )
-        self._num_generated = self._num_prompt = self._num_cached = 0
-        self._reported_at = now
-        return stats
+        return self._throughput.report(queued=unfinished - running, running=running)
 
     def _adapter(self, version: int) -> Any:
         """Name, id and path, all three of them never used for another version: they are the prefix cache's key."""
@@ -178,9 +168,7 @@ class VLLMEngine:
         completion = output.outputs[0]
         completion_ids = list(completion.token_ids)
         is_stop_string = isinstance(completion.stop_reason, str)
-        self._num_generated += len(completion_ids)
-        self._num_prompt += len(prompt_ids)
-        self._num_cached += output.num_cached_tokens or 0
+        self._throughput.count(len(completion_ids), len(prompt_ids), output.num_cached_tokens or 0)
         generation = Generation(
             prompt_ids=prompt_ids,
             completion_ids=np.array(completion_ids, np.int32),
