@@ -49,21 +49,34 @@ def run(
 
 @app.command()
 def check(
-    config: ConfigPath,
+    config: Annotated[Path | None, typer.Argument(help="A TOML file; --memory does without.")] = None,
     overrides: Overrides = None,
+    memory: Annotated[
+        tuple[str, float] | None,
+        typer.Option("--memory", metavar="MODEL GIB", help="Compute what fits on a GPU of so much memory."),
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
 ) -> None:
     """Validate a config; print it resolved, with what would go where. Starts nothing."""
     with _ErrorsAsMessages(debug):
         from unstable_lite.checkpoints import to_toml
+        from unstable_lite.memory import describe
         from unstable_lite.plan import load_plan
         from unstable_lite.trackers.terminal import key_value_lines
 
-        plan = load_plan(config, tuple(overrides or ()))
         console = Console(highlight=False)
-        console.print(to_toml(plan.config.model_dump(mode="json")), markup=False, soft_wrap=True)
-        console.print(key_value_lines(plan.describe()), markup=False, soft_wrap=True)
-        console.print(f"\n{config} can run.")
+        plan = load_plan(config, tuple(overrides or ())) if config is not None else None
+        if memory is not None:
+            model_name, vram_gib = memory
+            console.print(f"computed for a GPU of {vram_gib:g} GiB, {config or 'all defaults'}:\n", markup=False)
+            rows = describe(model_name, vram_gib, plan.config if plan else None)
+            console.print(key_value_lines(rows), markup=False, soft_wrap=True)
+        elif plan is not None:
+            console.print(to_toml(plan.config.model_dump(mode="json")), markup=False, soft_wrap=True)
+            console.print(key_value_lines(plan.describe()), markup=False, soft_wrap=True)
+            console.print(f"\n{config} can run.")
+        else:
+            raise ConfigError("check needs a TOML file, or --memory MODEL GIB")
 
 
 @app.command()

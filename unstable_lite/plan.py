@@ -6,7 +6,6 @@ Loads neither torch nor transformers; makes and resets each env once.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from unstable_lite.games.seats import opponent_problem
 from unstable_lite.games.templates import EXTRACTIONS, TEMPLATES
 from unstable_lite.league.samplers import check_league
 from unstable_lite.learners import LEARNERS
+from unstable_lite.memory import shape_of
 from unstable_lite.models import resolve_model
 from unstable_lite.reward_transformations import build_reward_transformations
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
@@ -226,29 +226,9 @@ def _unknown(where: str, name: str, known: Iterable[str], may_be_import: bool = 
 
 
 def _adapter_bytes(config: Config) -> int | None:
-    """float32 size of the LoRA on the usual linear layers, from the model's config.json; None where it is not local."""
-    path = Path(resolve_model(config.model_name)) / "config.json"
-    if not path.is_file():
-        return None
-    model = json.loads(path.read_text())
-    try:
-        hidden, layers, heads = model["hidden_size"], model["num_hidden_layers"], model["num_attention_heads"]
-        inner = model["intermediate_size"]
-    except KeyError:
-        return None
-    head_dim = model.get("head_dim") or hidden // heads
-    queries, keys = heads * head_dim, model.get("num_key_value_heads", heads) * head_dim
-    shapes = {
-        "q_proj": (hidden, queries),
-        "k_proj": (hidden, keys),
-        "v_proj": (hidden, keys),
-        "o_proj": (queries, hidden),
-        "gate_proj": (hidden, inner),
-        "up_proj": (hidden, inner),
-        "down_proj": (inner, hidden),
-    }
-    sizes = [sum(shapes[name]) for name in config.lora.target_modules if name in shapes]
-    return 4 * config.lora.lora_rank * layers * sum(sizes) if sizes else None
+    """float32 size of the LoRA on the usual linear layers; None where the model's shape is not known."""
+    shape = shape_of(config.model_name)
+    return (4 * shape.lora_parameters(config.lora) or None) if shape else None
 
 
 def _device(device: int | str, threads: int) -> str:

@@ -1,0 +1,159 @@
+"""What is computed against what is allocated, and the table in the README against both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import runs
+from unstable_lite import memory
+from unstable_lite.config import Config, EngineConfig, LearnerConfig, LoraConfig
+from unstable_lite.learners import batching
+from unstable_lite.learners.model import Policy
+from unstable_lite.types import TrainItem
+
+README = Path(__file__).parents[2] / "README.md"
+WIDE = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+DEEP = {"hidden_size": 96, "intermediate_size": 384, "num_attention_heads": 6, "num_key_value_heads": 3}
+
+
+def peak_bytes(function: Callable[[], None]) -> int:
+    """The most that is allocated at once while `function` runs, on top of what was there."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    assert profile.profiler is not None
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+def make_policy(directory: Path, shape: dict[str, int], layers: int, vocab_size: int, **learner: Any) -> Policy:
+    config = Qwen3Config(
+        **shape,
+        num_hidden_layers=layers,
+        head_dim=32,
+        vocab_size=vocab_size,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return Policy(config_of(directory, **learner), "cpu")
+
+
+def config_of(directory: Path, **learner: Any) -> Config:
+    env = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2}
+    return Config.model_validate(
+        {"model_name": str(directory), "train_envs": [env], "learner": learner, "lora": {"lora_rank": 16}}
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("is_checkpointed", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "layers", "vocab_size"), [(WIDE, 3, 400), (DEEP, 8, 400), (DEEP, 2, 30_000)], ids=["wide", "deep", "head"]
+)
+def test_the_computed_memory_of_an_update_is_what_is_allocated(
+    tmp_path: Path, dtype: str, is_checkpointed: bool, shape: dict[str, int], layers: int, vocab_size: int
+) -> None:
+    learner = {
+        "dtype": dtype,
+        "gradient_checkpointing": is_checkpointed,
+        "activation_checkpointing": is_checkpointed,
+        "logits_chunk_tokens": 256,
+    }
+    policy = make_policy(tmp_path, shape, layers, vocab_size, **learner)
+    ids = np.arange(600, dtype=np.int32) % 400
+    item = TrainItem(
+        prompt_ids=ids[:200],
+        completion_ids=ids[200:],
+        logprobs=np.zeros(400, np.float32),
+        advantage=1.0,
+        adapter_version=0,
+    )
+    batch = batching.pad([item, item])
+
+    def update() -> None:
+        logp_N, _ = policy.logprobs(batch)
+        (-logp_N.sum() / 1000).backward()
+
+    update()  # from here on the gradients are there
+    config = config_of(tmp_path, **learner)
+    found = memory.shape_of(str(tmp_path))
+    assert found is not None
+    computed = memory.learner_memory(found, config.learner, config.lora, is_bfloat16=dtype == "bfloat16")
+    activations = computed.total(batch.tokens_BT.numel()) - computed.base - computed.adapter
+    assert activations == pytest.approx(peak_bytes(update), rel=0.2)
+
+
+def test_parameters_of_base_and_adapter_are_counted_as_they_are(tmp_path: Path) -> None:
+    policy = make_policy(tmp_path, WIDE, 3, 400, dtype="float32")
+    shape = memory.shape_of(str(tmp_path))
+    assert shape is not None
+    lora = config_of(tmp_path).lora
+    assert shape.lora_parameters(lora) == sum(parameter.numel() for parameter in policy.parameters.values())
+    assert shape.base_parameters == pytest.approx(policy.num_base_parameters, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen3-0.6B", 0.60),
+        ("Qwen/Qwen3-1.7B-Base", 1.72),
+        ("Qwen/Qwen3-4B", 4.02),
+        ("Qwen/Qwen3-8B", 8.19),
+        ("Qwen/Qwen3-14B", 14.77),
+        ("meta-llama/Llama-3.2-1B-Instruct", 1.24),
+        ("meta-llama/Llama-3.2-3B", 3.21),
+        ("meta-llama/Llama-3.1-8B", 8.03),
+        ("google/gemma-3-1b-pt", 1.00),
+    ],
+)
+def test_well_known_shapes_have_the_published_number_of_parameters(name: str, billions: float) -> None:
+    shape = memory.shape_of(name)
+    assert shape is not None
+    assert shape.base_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_the_largest_micro_batch_fits_and_one_token_more_does_not() -> None:
+    for name, shape in memory.KNOWN_SHAPES.items():
+        for is_checkpointed in (True, False):
+            learner = LearnerConfig(gradient_checkpointing=is_checkpointed, activation_checkpointing=is_checkpointed)
+            needed = memory.learner_memory(shape, learner, LoraConfig())
+            limit = 80 * memory.GIB
+            tokens = needed.longest(limit)
+            assert needed.total(tokens) <= limit < needed.total(tokens + 1), name
+    small = memory.learner_memory(memory.KNOWN_SHAPES["Qwen/Qwen3-14B"], LearnerConfig(), LoraConfig())
+    assert small.longest(8 * memory.GIB) == 0
+
+
+def test_keys_and_values_are_counted_as_an_engine_stores_them() -> None:
+    engine = memory.engine_memory(memory.KNOWN_SHAPES["Qwen/Qwen3-1.7B"], EngineConfig(), LoraConfig())
+    assert engine.kv_per_token == 2 * 2 * 28 * 8 * 128  # keys and values, 16 bit, 28 layers, 8 heads of 128
+
+
+def test_check_memory_says_what_fits_with_or_without_a_config(tmp_path: Path) -> None:
+    code, out, err = runs.run("check", "--memory", "Qwen/Qwen3-1.7B-Base", "24")
+    assert (code, err) == (0, "")
+    assert "computed for a GPU of 24 GiB" in out
+    code, small, _ = runs.run("check", runs.write_small(tmp_path), "--memory", "Qwen/Qwen3-1.7B-Base", "24")
+    assert code == 0
+    assert small != out
+    code, _, err = runs.run("check", "--memory", "nobody/knows", "24")
+    assert code == 1
+    assert "its shape is not known" in err
+
+
+def test_the_table_in_the_readme_is_what_is_computed() -> None:
+    rows = memory.table(["Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B"], [16, 24, 48, 80, 141])
+    text = README.read_text()
+    for row in rows:
+        assert f"| {' | '.join(row)} |" in text
