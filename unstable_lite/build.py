@@ -27,8 +27,8 @@ def build(
     model_name: str = "builtin:tiny",
     train_envs: Sequence[TrainEnvSpec],
     eval_envs: Sequence[EvalEnvSpec] | None = None,
-    env_sampling_strategy: str = "random",
-    opponent_sampling_strategy: str | Mapping[str, float] = "none",
+    env_sampling_strategy: str | Mapping[str, Mapping[str, Any]] = "random",
+    opponent_sampling_strategy: str | Mapping[str, Any] = "none",
     fixed_opponents: Sequence[str] = ("google/gemini-2.0-flash-lite-001",),
     algorithm: str = "reinforce",
     max_train_len: int | None = None,
@@ -66,7 +66,7 @@ def build(
         "use_trainer_cache": use_trainer_cache,
     }
     league = {
-        "env_sampling_strategy": env_sampling_strategy,
+        "env_sampling_strategy": _plain(env_sampling_strategy),
         "opponent_sampling_strategy": _plain(opponent_sampling_strategy),
         "fixed_opponents": tuple(fixed_opponents),
     }
@@ -91,5 +91,5 @@ def build(
     return Run(make_plan(config))
 
 
-def _plain(strategy: str | Mapping[str, float]) -> str | dict[str, float]:
+def _plain(strategy: str | Mapping[str, Any]) -> str | dict[str, Any]:
     return strategy if isinstance(strategy, str) else dict(strategy)

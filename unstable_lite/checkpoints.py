@@ -105,17 +105,21 @@ def to_toml(table: dict[str, Any], prefix: str = "") -> str:
         if value is None:
             continue
         if isinstance(value, dict):
-            subtables.append(f"\n[{prefix}{key}]\n{to_toml(value, f'{prefix}{key}.')}")
+            subtables.append(f"\n[{prefix}{_toml_key(key)}]\n{to_toml(value, f'{prefix}{_toml_key(key)}.')}")
         elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             subtables += [f"\n[[{prefix}{key}]]\n{to_toml(item, f'{prefix}{key}.')}" for item in value]
         else:
-            lines.append(f"{key} = {_toml_value(value)}\n")
+            lines.append(f"{_toml_key(key)} = {_toml_value(value)}\n")
     return "".join(lines) + "".join(subtables)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key, ensure_ascii=False)
 
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items()) + " }"
     return json.dumps(value, ensure_ascii=False)

@@ -10,7 +10,7 @@ import copy
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -160,12 +160,17 @@ class RewardConfig(Section):
 
 
 class LeagueConfig(Section):
-    env_sampling_strategy: str = "random"
-    opponent_sampling_strategy: str | dict[str, Annotated[float, Field(gt=0)]] = "none"
-    """`none`, `mirror`, `fixed`, `lagged`, or weights: `{ mirror = 0.5, fixed = 0.5 }`."""
+    env_sampling_strategy: str | dict[str, dict[str, Any]] = "random"
+    """`random`, `weighted`, `round-robin`, `learning-progress`, or `module:Class`; with options as a table of one
+    name: `{ weighted = { weights = { "Nim-v0-train" = 2, "KuhnPoker-v0-train" = 1 } } }`."""
+    opponent_sampling_strategy: str | dict[str, Any] = "none"
+    """`none`, `mirror`, `fixed`, `lagged`, `uniform`, `random`, `match-quality`, `ts-dist`, `ts-dist-biased`, `pfsp`,
+    `module:Class`, or a mixture: `{ mirror = 0.6, fixed = 0.1, pfsp = { weight = 0.3, weighting = "even" } }`.
+    What each draws, and its options: league/samplers/model_samplers.py. From `random` on they draw fixed opponents too.
+    """
     fixed_opponents: tuple[str, ...] = ("google/gemini-2.0-flash-lite-001",)
     opponent_lag: tuple[int, int] = (1, 7)
-    """`lagged`: how many checkpoints back, at least and at most."""
+    """Updates back, at least and at most, of the checkpoints that may be opponents."""
     trueskill_beta: float = Field(4.0, gt=0)
 
 

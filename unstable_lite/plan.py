@@ -18,7 +18,7 @@ from unstable_lite.errors import ConfigError, ModelError, UnsupportedEnvError
 from unstable_lite.games.environments import Environment, probe
 from unstable_lite.games.seats import opponent_problem
 from unstable_lite.games.templates import EXTRACTIONS, TEMPLATES
-from unstable_lite.league.samplers import check_league
+from unstable_lite.league.samplers import check_league, uses_checkpoints, uses_fixed
 from unstable_lite.learners import LEARNERS
 from unstable_lite.memory import shape_of
 from unstable_lite.models import resolve_model
@@ -118,9 +118,7 @@ def adapter_slots_needed(config: Config) -> int:
 
 
 def _lagged_opponents(config: Config) -> int:
-    strategy = config.league.opponent_sampling_strategy
-    is_lagged = "lagged" in ([strategy] if isinstance(strategy, str) else strategy)
-    return config.league.opponent_lag[1] if is_lagged else 0
+    return config.league.opponent_lag[1] if uses_checkpoints(config.league) else 0
 
 
 def find_problems(config: Config) -> list[str]:
@@ -207,9 +205,8 @@ def _opponents(config: Config, spec: TrainEnvSpec | EvalEnvSpec) -> Iterable[str
         return []
     if isinstance(spec, EvalEnvSpec):
         return [spec.fixed_opponent]
-    strategy = config.league.opponent_sampling_strategy
-    uses_fixed = "fixed" in ([strategy] if isinstance(strategy, str) else strategy)
-    return config.league.fixed_opponents if uses_fixed and spec.num_actors < spec.num_players else []
+    is_seated = spec.num_actors < spec.num_players and uses_fixed(config.league)
+    return config.league.fixed_opponents if is_seated else []
 
 
 def _unknown(where: str, name: str, known: Iterable[str], may_be_import: bool = False) -> list[str]:

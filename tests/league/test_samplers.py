@@ -1,20 +1,35 @@
 import json
 import random
+import tomllib
 from collections import Counter
 
 import pytest
+import trueskill
+from hypothesis import given
+from hypothesis import strategies as st
 
+from unstable_lite.checkpoints import to_toml
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
-from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.model_registry import ModelRegistry, Rating
 from unstable_lite.league.samplers import (
+    MODEL_SAMPLERS,
     BaseModelSampler,
+    BiasedRatingDistanceModelSampler,
     FixedOpponentModelSampler,
     LaggedModelSampler,
+    LearningProgressEnvSampler,
+    MatchQualityModelSampler,
     MirrorModelSampler,
     MixtureModelSampler,
     NoOpponentModelSampler,
+    PrioritizedFictitiousModelSampler,
+    RandomModelSampler,
+    RatingDistanceModelSampler,
+    RoundRobinEnvSampler,
+    UniformModelSampler,
     UniformRandomEnvSampler,
+    WeightedEnvSampler,
     build_env_sampler,
     build_model_sampler,
     check_league,
@@ -75,6 +90,74 @@ def test_env_samplers_go_on_where_they_were_saved():
         assert before.sample("eval") == after.sample("eval")
 
 
+def test_weighted_envs_come_in_proportion_to_their_weights():
+    sampler = WeightedEnvSampler(TRAIN, EVAL, weights={"A": 6, "B": 3, "C": 1})
+    counts = Counter(sampler.sample("train").env_id for _ in range(5000))
+    assert counts["A"] == pytest.approx(3000, abs=150)
+    assert counts["C"] == pytest.approx(500, abs=100)
+    assert {sampler.sample("eval").env_id for _ in range(100)} == set("XY")
+
+
+def test_round_robin_takes_every_env_in_turn_and_goes_on_where_it_was_saved():
+    before, after = RoundRobinEnvSampler(TRAIN), RoundRobinEnvSampler(TRAIN)
+    assert [before.sample("train").env_id for _ in range(4)] == ["A", "B", "C", "A"]
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.sample("train").env_id == "B"
+
+
+def test_envs_of_different_player_counts_take_turns_under_one_id():
+    envs = [TrainEnvSpec(env_id="A", num_players=n, num_actors=1) for n in (1, 2, 3)]
+    sampler = WeightedEnvSampler(envs, weights={"A": 1})
+    assert {sampler.sample("train").num_players for _ in range(100)} == {1, 2, 3}
+
+
+def a_curriculum(**options):
+    return LearningProgressEnvSampler(TRAIN, EVAL, **options)
+
+
+def test_an_env_whose_reward_rises_or_falls_is_drawn_more_than_one_that_stands_still():
+    sampler = a_curriculum(fast=0.1, slow=0.01, min_share=0.3)
+    for game in range(200):
+        sampler.update("A", 1.0, None)
+        sampler.update("B", float(game >= 100), None)
+        sampler.update("C", float(game < 150), None)
+    standing, rising, falling = sampler.probabilities()
+    assert standing == pytest.approx(0.1)
+    assert rising > 0.2
+    assert falling > 0.2
+    counts = Counter(sampler.sample("train").env_id for _ in range(2000))
+    assert counts["B"] == pytest.approx(2000 * rising, abs=150)
+
+
+def test_before_any_game_and_without_any_progress_envs_are_drawn_alike():
+    sampler = a_curriculum()
+    assert sampler.probabilities() == [1 / 3] * 3
+    for env_id in "ABCAAB":
+        sampler.update(env_id, 0.7, -0.7)
+    assert sampler.probabilities() == pytest.approx([1 / 3] * 3)
+
+
+@given(st.lists(st.tuples(st.sampled_from("ABC"), st.floats(-1, 1)), max_size=60), st.floats(0.01, 1))
+def test_a_curriculum_is_a_distribution_that_leaves_no_env_out(games, min_share):
+    sampler = a_curriculum(min_share=min_share)
+    for env_id, reward in games:
+        sampler.update(env_id, reward, None)
+    probabilities = sampler.probabilities()
+    assert sum(probabilities) == pytest.approx(1)
+    assert min(probabilities) >= min_share / 3 - 1e-12
+
+
+def test_a_curriculum_goes_on_where_it_was_saved():
+    before, after = a_curriculum(), a_curriculum()
+    for game in range(20):
+        before.update("AB"[game % 2], game / 20, None)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.probabilities() == before.probabilities() != [1 / 3] * 3
+    for sampler in (before, after):
+        sampler.update("A", 1.0, None)
+    assert after.probabilities() == before.probabilities()
+
+
 def test_the_env_list_names_the_training_envs():
     assert UniformRandomEnvSampler(TRAIN, EVAL).env_list() == "A,B,C"
 
@@ -132,6 +215,138 @@ def test_a_lag_range_that_is_none_is_refused(lag):
         LaggedModelSampler(a_registry(), random.Random(0), lag_range=lag)
 
 
+def test_uniform_is_uniform_over_active_checkpoints_and_random_over_fixed_ones_too():
+    registry = a_registry(3, fixed=["x"])
+    registry.set_active("ckpt-1", False)
+    counts = drawn(UniformModelSampler(registry, random.Random(0)), 3000)
+    assert set(counts) == {"base", "ckpt-2", "ckpt-3"}
+    assert all(abs(count - 1000) < 150 for count in counts.values())
+    counts = drawn(RandomModelSampler(registry, random.Random(0)), 4000)
+    assert set(counts) == {"base", "ckpt-2", "ckpt-3", "fixed-x"}
+    assert all(abs(count - 1000) < 150 for count in counts.values())
+
+
+EQUAL = Rating(25.0, 4.0)
+
+
+def a_rated_registry(ratings, current=EQUAL):
+    """Fixed opponents a, b, c, … with these ratings, and the current policy."""
+    registry = a_registry(fixed=[chr(ord("a") + index) for index in range(len(ratings))])
+    for meta, rating in zip(registry.fixed(), ratings, strict=True):
+        meta.rating = rating
+    registry.get("base").rating = current
+    return registry
+
+
+RATINGS = st.builds(Rating, st.floats(-60, 110), st.floats(0.5, 9))
+
+
+def weights_of(sampler_class, registry, **options):
+    sampler = sampler_class(registry, random.Random(0), **options)
+    return sampler.weights(registry.get(registry.get_current_ckpt()), registry.others())
+
+
+@given(st.lists(RATINGS, min_size=1, max_size=6), RATINGS)
+def test_match_quality_weighs_by_what_trueskill_itself_computes(ratings, current):
+    registry = a_rated_registry(ratings, current)
+    env = trueskill.TrueSkill(beta=4.0)
+    for weight, rating in zip(weights_of(MatchQualityModelSampler, registry), ratings, strict=True):
+        expected = env.quality([(env.create_rating(*current),), (env.create_rating(*rating),)])
+        assert weight == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+@given(st.lists(RATINGS, min_size=2, max_size=6), RATINGS)
+def test_ts_dist_prefers_the_nearer_and_the_biased_form_the_stronger(ratings, current):
+    registry = a_rated_registry(ratings, current)
+    near = weights_of(RatingDistanceModelSampler, registry)
+    strong = weights_of(BiasedRatingDistanceModelSampler, registry)
+    assert sum(near) == pytest.approx(len(ratings) - 1) or sum(near) == len(ratings)
+    for a, weight_a, strong_a in zip(ratings, near, strong, strict=True):
+        assert weight_a >= -1e-12
+        assert strong_a >= 0
+        for b, weight_b, strong_b in zip(ratings, near, strong, strict=True):
+            if abs(a.mu - current.mu) < abs(b.mu - current.mu) - 1e-6:
+                assert weight_a >= weight_b
+            if a.mu < b.mu:
+                assert strong_a <= strong_b
+
+
+def test_ts_dist_biased_weighs_by_the_difference_over_25():
+    registry = a_rated_registry([Rating(50.0, 1.0), Rating(25.0, 1.0), Rating(0.0, 1.0)])
+    stronger, equal, weaker = weights_of(BiasedRatingDistanceModelSampler, registry)
+    assert stronger / equal == pytest.approx(2.718281828)
+    assert equal / weaker == pytest.approx(2.718281828)
+
+
+@pytest.mark.parametrize("name", ["match-quality", "ts-dist", "ts-dist-biased", "pfsp"])
+def test_weighted_opponents_are_never_the_policy_itself_unless_nobody_else_is_there(name):
+    registry = a_registry(2)
+    registry.get("base").rating, registry.get("ckpt-1").rating = Rating(20.0, 4.0), Rating(23.0, 4.0)
+    sampler = MODEL_SAMPLERS[name](registry, random.Random(0))
+    assert set(drawn(sampler)) == {"base", "ckpt-1"}
+    registry.set_active("ckpt-1", False)
+    assert set(drawn(sampler)) == {"base"}  # ts-dist: its only weight is 0
+    registry.set_active("base", False)
+    assert set(drawn(sampler)) == {"ckpt-2"}
+
+
+def a_pfsp(registry, **options):
+    return PrioritizedFictitiousModelSampler(registry, random.Random(0), **options)
+
+
+def test_pfsp_measures_the_policys_win_rate_against_each_opponent_a_draw_counting_half():
+    registry = a_registry(1, fixed=["x", "y"])
+    sampler = a_pfsp(registry, prior_games=2, decay=1.0)
+    for score in (1.0, 1.0, -1.0, 0.0):
+        sampler.update({0: "ckpt-1", 1: "fixed-x"}, {0: score, 1: -score}, "E")
+    sampler.update({0: "base", 1: "ckpt-1"}, {0: 1.0, 1: -1.0}, "E")
+    assert sampler.win_rate("fixed-x") == pytest.approx((2.5 + 1) / (4 + 2))
+    assert sampler.win_rate("base") == pytest.approx(1 / 3)
+    assert sampler.win_rate("fixed-y") == 0.5
+
+
+def test_pfsp_counts_each_opponent_of_a_table_and_nothing_of_mirror_games():
+    registry = a_registry(1, fixed=["x", "y"])
+    sampler = a_pfsp(registry)
+    sampler.update({0: "ckpt-1", 1: "ckpt-1"}, {0: 1.0, 1: -1.0}, "E")
+    sampler.update({0: "fixed-x", 1: "fixed-y"}, {0: 1.0, 1: -1.0}, "E")
+    assert sampler.state_dict()["results"] == {}
+    sampler.update({0: "fixed-x", 1: "ckpt-1", 2: "fixed-y"}, {0: 1.0, 1: 0.0, 2: -1.0}, "E")
+    assert sampler.win_rate("fixed-x") < 0.5 < sampler.win_rate("fixed-y")
+
+
+def test_pfsp_forgets_what_the_policy_once_was():
+    sampler = a_pfsp(a_registry(1, fixed=["x"]), decay=0.9)
+    for score in [-1.0] * 100 + [1.0] * 100:
+        sampler.update({0: "ckpt-1", 1: "fixed-x"}, {0: score, 1: -score}, "E")
+    assert sampler.win_rate("fixed-x") > 0.9
+
+
+@given(st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from([-1.0, 0.0, 1.0])), max_size=80))
+def test_pfsp_hard_prefers_who_wins_and_even_who_is_as_good(games):
+    registry = a_registry(0, fixed="xyz")
+    samplers = {name: a_pfsp(registry, weighting=name) for name in ("hard", "even")}
+    for sampler in samplers.values():
+        for name, score in games:
+            sampler.update({0: "base", 1: f"fixed-{name}"}, {0: score, 1: -score}, "E")
+    uids = [meta.uid for meta in registry.others()]
+    rates = [samplers["hard"].win_rate(uid) for uid in uids]
+    hard, even = (sampler.weights(registry.get("base"), registry.others()) for sampler in samplers.values())
+    assert all(weight > 0 for weight in hard + even)
+    assert [weight**0.5 for weight in hard] == pytest.approx([1 - rate for rate in rates])
+    assert even == pytest.approx([rate * (1 - rate) for rate in rates])
+
+
+def test_pfsp_goes_on_where_it_was_saved():
+    registry = a_registry(1, fixed="xy")
+    before, after = a_pfsp(registry), a_pfsp(registry)
+    before.update({0: "ckpt-1", 1: "fixed-x"}, {0: 1.0, 1: -1.0}, "E")
+    drawn(before, 5)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.win_rate("fixed-x") == before.win_rate("fixed-x") != 0.5
+    assert [before.sample_opponent() for _ in range(20)] == [after.sample_opponent() for _ in range(20)]
+
+
 def test_a_mixture_draws_in_proportion_to_its_weights():
     config = a_config(opponent_sampling_strategy={"mirror": 6, "lagged": 3, "fixed": 1}, fixed_opponents=["x"])
     registry = a_registry(1)
@@ -179,6 +394,12 @@ def test_a_mixture_without_one_positive_weight_each_is_refused(weights):
         ("mirror", MirrorModelSampler),
         ("fixed", FixedOpponentModelSampler),
         ("lagged", LaggedModelSampler),
+        ("uniform", UniformModelSampler),
+        ("random", RandomModelSampler),
+        ("match-quality", MatchQualityModelSampler),
+        ("ts-dist", RatingDistanceModelSampler),
+        ("ts-dist-biased", BiasedRatingDistanceModelSampler),
+        ("pfsp", PrioritizedFictitiousModelSampler),
         ({"mirror": 1.0}, MixtureModelSampler),
     ],
 )
@@ -190,6 +411,39 @@ def test_strategies_are_found_by_name(strategy, sampler_class):
 def test_the_lag_comes_from_the_config():
     league = a_config(opponent_sampling_strategy={"lagged": 1}, opponent_lag=[2, 3]).league
     assert set(drawn(build_model_sampler(league, a_registry(9), random.Random(0)))) == {"ckpt-6", "ckpt-7"}
+
+
+def test_a_table_gives_a_strategy_its_weight_and_its_options():
+    strategy = {"mirror": 3, "pfsp": {"weight": 1, "prior_games": 8.0, "weighting": "even"}, "lagged": {}}
+    league = a_config(opponent_sampling_strategy=strategy, fixed_opponents=[]).league
+    mixture = build_model_sampler(league, a_registry(1), random.Random(0))
+    assert mixture.weights == [3, 1, 1.0]
+    mixture.update({0: "ckpt-1", 1: "base"}, {0: 1.0, 1: -1.0}, "E")
+    assert mixture.samplers[1].win_rate("base") == pytest.approx(5 / 9)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sampler_class"),
+    [
+        ("random", UniformRandomEnvSampler),
+        ("round-robin", RoundRobinEnvSampler),
+        ("learning-progress", LearningProgressEnvSampler),
+        ({"weighted": {"weights": {"A": 2}}}, WeightedEnvSampler),
+        ({"learning-progress": {"min_share": 0.5}}, LearningProgressEnvSampler),
+    ],
+)
+def test_env_strategies_are_found_by_name_and_survive_being_written_as_toml(strategy, sampler_class):
+    config = a_config(env_sampling_strategy=strategy)
+    again = Config.model_validate(tomllib.loads(to_toml(config.model_dump(mode="json"))))
+    assert again == config
+    sampler = build_env_sampler(again)
+    assert type(sampler) is sampler_class
+    assert sampler.sample("train").env_id == "A"
+
+
+def test_a_users_class_in_a_mixture_survives_being_written_as_toml():
+    config = a_config(opponent_sampling_strategy={f"{__name__}:Oldest": 0.5, "pfsp": {"weight": 0.5}})
+    assert Config.model_validate(tomllib.loads(to_toml(config.model_dump(mode="json")))) == config
 
 
 def test_fixed_opponents_are_registered_only_where_they_may_play():
@@ -230,7 +484,9 @@ def test_asking_for_an_opponent_that_is_not_there_is_an_error_that_says_so():
 # check
 
 
-@pytest.mark.parametrize("strategy", ["mirror", "fixed", "lagged", {"mirror": 0.6, "lagged": 0.3, "fixed": 0.1}])
+@pytest.mark.parametrize(
+    "strategy", ["mirror", "fixed", "lagged", "pfsp", {"mirror": 0.6, "lagged": 0.3, "fixed": 0.1}]
+)
 @pytest.mark.parametrize("num_actors", [1, 2])
 def test_a_sound_league_has_no_problems(strategy, num_actors):
     assert check_league(a_config(num_actors, opponent_sampling_strategy=strategy)) == []
@@ -249,11 +505,24 @@ def test_the_default_league_is_sound_for_mirror_self_play():
         (1, {"opponent_sampling_strategy": "fixed", "fixed_opponents": []}, "fixed_opponents is empty"),
         (1, {"opponent_sampling_strategy": {"fixed": 1}, "fixed_opponents": []}, "fixed_opponents is empty"),
         (2, {"opponent_lag": [7, 1]}, "opponent_lag"),
+        (1, {"opponent_lag": [7, 1], "opponent_sampling_strategy": "lagged"}, "opponent_lag"),
         (2, {"opponent_sampling_strategy": {}}, "empty table"),
         (2, {"opponent_sampling_strategy": {"none": 1}}, "mixture"),
         (1, {"opponent_sampling_strategy": "miror"}, "did you mean 'mirror'"),
         (1, {"opponent_sampling_strategy": {"laged": 1}}, "did you mean 'lagged'"),
         (2, {"env_sampling_strategy": "uniform"}, "env_sampling_strategy"),
+        (1, {"opponent_sampling_strategy": {"mirror": 0}}, "the weight of 'mirror' is 0"),
+        (1, {"opponent_sampling_strategy": {"pfsp": {"weight": True}}}, "the weight of 'pfsp' is True"),
+        (1, {"opponent_sampling_strategy": {"pfsp": {"wieghting": "hard"}}}, "did you mean 'weighting'"),
+        (1, {"opponent_sampling_strategy": {"pfsp": {"weighting": "had"}}}, "did you mean 'hard'"),
+        (1, {"opponent_sampling_strategy": {"pfsp": {"decay": 0.0}}}, "decay = 0.0"),
+        (1, {"opponent_sampling_strategy": {"mirror": {"k": 1}}}, "unknown keyword 'k'"),
+        (2, {"env_sampling_strategy": {"weighted": {}}}, "'weights' is missing"),
+        (2, {"env_sampling_strategy": {"weighted": {"weights": {}}}}, "train env 'A' has no weight"),
+        (2, {"env_sampling_strategy": {"weighted": {"weights": {"A": 1, "a": 1}}}}, "no train env 'a'"),
+        (2, {"env_sampling_strategy": {"weighted": {"weights": {"A": -1}}}}, "the weight of 'A' is -1"),
+        (2, {"env_sampling_strategy": {"learning-progress": {"slow": 0.5}}}, "slow < fast"),
+        (2, {"env_sampling_strategy": {"random": {}, "round-robin": {}}}, "one name with its options"),
     ],
 )
 def test_every_problem_of_a_league_is_found_before_the_run(num_actors, league, message):

@@ -5,6 +5,7 @@ Owns the TrueSkill ratings. Knows nothing of adapters' files, of games or of how
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -116,6 +117,23 @@ class ModelRegistry:
         """Active ones, in the order of their registration."""
         return [m for m in self._models.values() if m.kind == "fixed" and m.active]
 
+    def others(self) -> list[ModelMeta]:
+        """Every active model but the current policy: checkpoints first, then fixed ones."""
+        return [*(meta for meta in self.checkpoints() if meta.uid != self._current_uid), *self.fixed()]
+
+    def lag(self, uid: str) -> int:
+        """Updates from checkpoint `uid` to the current policy."""
+        iterations = self._models[self._current_uid].iteration, self._models[uid].iteration
+        assert iterations[0] is not None and iterations[1] is not None, f"{uid} is no checkpoint"
+        return iterations[0] - iterations[1]
+
+    def match_quality(self, uid: str, other: str) -> float:
+        """TrueSkill's chance of a draw between two, relative to that of equals who are known for sure; 0 to 1."""
+        (mu, sigma), (other_mu, other_sigma) = self._models[uid].rating, self._models[other].rating
+        known = 2 * self._trueskill.beta**2
+        spread = known + sigma**2 + other_sigma**2
+        return math.sqrt(known / spread) * math.exp(-((mu - other_mu) ** 2) / (2 * spread))
+
     def update_ratings(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:  # noqa: ARG002
         """Count one game and rate it: who sat where, and the final score of each seat.
 
@@ -129,7 +147,7 @@ class ModelRegistry:
             self._models[uid].games += 1
         for pair in _pairs(list(uids.values())):
             self.match_counts[pair] += 1
-        places = _mean_rank_of_models(uids, scores)
+        places = mean_ranks(uids, scores)
         if len(places) > 1:
             self._count_outcomes(places)
             self._rate(places)
@@ -174,7 +192,7 @@ class ModelRegistry:
             self._models[uid].rating = Rating(rating.mu, rating.sigma)
 
 
-def _mean_rank_of_models(uids: Mapping[int, str], scores: Mapping[int, float]) -> dict[str, float]:
+def mean_ranks(uids: Mapping[int, str], scores: Mapping[int, float]) -> dict[str, float]:
     """0 is best; a seat's rank is the number of seats that scored more."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for pid, uid in uids.items():

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from unstable_lite import by_name
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.league.samplers.env_samplers import BaseEnvSampler, UniformRandomEnvSampler
+from unstable_lite.league.samplers.env_samplers import (
+    BaseEnvSampler,
+    LearningProgressEnvSampler,
+    RoundRobinEnvSampler,
+    UniformRandomEnvSampler,
+    WeightedEnvSampler,
+)
 from unstable_lite.league.samplers.model_samplers import (
     BaseModelSampler,
+    BiasedRatingDistanceModelSampler,
     FixedOpponentModelSampler,
     LaggedModelSampler,
+    MatchQualityModelSampler,
     MirrorModelSampler,
     MixtureModelSampler,
     NoOpponentModelSampler,
+    PrioritizedFictitiousModelSampler,
+    RandomModelSampler,
+    RatingDistanceModelSampler,
+    UniformModelSampler,
+    WeightedModelSampler,
 )
 from unstable_lite.rng import derive_seed
 
@@ -28,42 +42,102 @@ __all__ = [
     "MODEL_SAMPLERS",
     "BaseEnvSampler",
     "BaseModelSampler",
+    "BiasedRatingDistanceModelSampler",
     "FixedOpponentModelSampler",
     "LaggedModelSampler",
+    "LearningProgressEnvSampler",
+    "MatchQualityModelSampler",
     "MirrorModelSampler",
     "MixtureModelSampler",
     "NoOpponentModelSampler",
+    "PrioritizedFictitiousModelSampler",
+    "RandomModelSampler",
+    "RatingDistanceModelSampler",
+    "RoundRobinEnvSampler",
+    "UniformModelSampler",
     "UniformRandomEnvSampler",
+    "WeightedEnvSampler",
+    "WeightedModelSampler",
     "build_env_sampler",
     "build_model_sampler",
     "check_league",
+    "strategies",
+    "uses_checkpoints",
+    "uses_fixed",
 ]
 
-ENV_SAMPLERS: dict[str, Callable[..., BaseEnvSampler]] = {"random": UniformRandomEnvSampler}
+ENV_SAMPLERS: dict[str, Callable[..., BaseEnvSampler]] = {
+    "random": UniformRandomEnvSampler,
+    "weighted": WeightedEnvSampler,
+    "round-robin": RoundRobinEnvSampler,
+    "learning-progress": LearningProgressEnvSampler,
+}
 MODEL_SAMPLERS: dict[str, Callable[..., BaseModelSampler]] = {
     "none": NoOpponentModelSampler,
     "mirror": MirrorModelSampler,
     "fixed": FixedOpponentModelSampler,
     "lagged": LaggedModelSampler,
+    "uniform": UniformModelSampler,
+    "random": RandomModelSampler,
+    "match-quality": MatchQualityModelSampler,
+    "ts-dist": RatingDistanceModelSampler,
+    "ts-dist-biased": BiasedRatingDistanceModelSampler,
+    "pfsp": PrioritizedFictitiousModelSampler,
 }
 
 
+def strategies(league: LeagueConfig) -> list[str]:
+    """The samplers that `opponent_sampling_strategy` names."""
+    strategy = league.opponent_sampling_strategy
+    return [strategy] if isinstance(strategy, str) else list(strategy)
+
+
+def uses_fixed(league: LeagueConfig) -> bool:
+    """Whether `fixed_opponents` may be drawn; a user's own sampler may draw any model of the registry."""
+    return any(name not in ("none", "mirror", "lagged", "uniform") for name in strategies(league))
+
+
+def uses_checkpoints(league: LeagueConfig) -> bool:
+    """Whether checkpoints before the current one may be drawn."""
+    return any(name not in ("none", "mirror", "fixed") for name in strategies(league))
+
+
 def build_env_sampler(config: Config) -> BaseEnvSampler:
-    sampler = by_name.find("env_sampling_strategy", config.league.env_sampling_strategy, ENV_SAMPLERS)
-    return sampler(config.train_envs, config.eval_envs, rng_seed=derive_seed(config.run.seed, "env_sampler"))
+    """Raises ConfigError for a name or option that there is not."""
+    strategy = config.league.env_sampling_strategy
+    ((name, options),) = [(strategy, {})] if isinstance(strategy, str) else strategy.items()
+    sampler = by_name.find("env_sampling_strategy", name, ENV_SAMPLERS)
+    rng_seed = derive_seed(config.run.seed, "env_sampler")
+    with_envs = partial(sampler, config.train_envs, config.eval_envs, rng_seed=rng_seed)
+    return by_name.call("env_sampling_strategy", name, with_envs, options)
 
 
 def build_model_sampler(league: LeagueConfig, registry: ModelRegistry, rng: random.Random) -> BaseModelSampler:
-    """Registers `fixed_opponents` where the strategy may use them. A user's class gets `(registry, rng)`."""
+    """Registers `fixed_opponents` where the strategy may use them. A user's class gets `(registry, rng)` and options.
+
+    Raises ConfigError for a name, weight or option that there is not.
+    """
     strategy = league.opponent_sampling_strategy
-    names = [strategy] if isinstance(strategy, str) else list(strategy)
-    if _may_use_fixed(names):
+    if uses_fixed(league):
         for name in league.fixed_opponents:
             registry.add_fixed(name)
-    samplers = [_build_one(name, league, registry, rng) for name in names]
     if isinstance(strategy, str):
-        return samplers[0]
-    return MixtureModelSampler(registry, rng, samplers, list(strategy.values()))
+        return _build_one(strategy, {}, league, registry, rng)
+    samplers, weights = [], []
+    problems: list[str] = []
+    for name, given in strategy.items():
+        options = dict(given) if isinstance(given, Mapping) else {"weight": given}
+        weight = options.pop("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight > 0:
+            problems.append(f"opponent_sampling_strategy: the weight of {name!r} is {weight!r}; a number above 0")
+        try:
+            samplers.append(_build_one(name, options, league, registry, rng))
+            weights.append(weight)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return MixtureModelSampler(registry, rng, samplers, weights)
 
 
 def check_league(config: Config) -> list[str]:
@@ -71,7 +145,7 @@ def check_league(config: Config) -> list[str]:
     league = config.league
     problems = []
     strategy = league.opponent_sampling_strategy
-    names = [strategy] if isinstance(strategy, str) else list(strategy)
+    names = strategies(league)
     if not names:
         problems.append("opponent_sampling_strategy is an empty table: give at least one strategy a weight")
     if isinstance(strategy, dict) and "none" in strategy:
@@ -81,9 +155,13 @@ def check_league(config: Config) -> list[str]:
         problems.append(f"opponent_lag = [{least}, {most}]: must be [least, most] with 0 <= least <= most")
     if "fixed" in names and not league.fixed_opponents:
         problems.append("opponent_sampling_strategy uses 'fixed', and fixed_opponents is empty")
-    problems += _unknown("env_sampling_strategy", league.env_sampling_strategy, ENV_SAMPLERS)
-    for name in names:
-        problems += _unknown("opponent_sampling_strategy", name, MODEL_SAMPLERS)
+    if isinstance(league.env_sampling_strategy, str) or len(league.env_sampling_strategy) == 1:
+        problems += _problems_of(lambda: build_env_sampler(config))
+    else:
+        problems.append("env_sampling_strategy: a table must hold one name with its options: { weighted = { … } }")
+    if names:
+        found = _problems_of(lambda: build_model_sampler(league, ModelRegistry(), random.Random(0)))
+        problems += [problem for problem in found if problem not in problems]
     for spec in config.train_envs:
         if not 1 <= spec.num_actors <= spec.num_players:
             problems.append(
@@ -101,21 +179,18 @@ def check_league(config: Config) -> list[str]:
     return problems
 
 
-def _build_one(name: str, league: LeagueConfig, registry: ModelRegistry, rng: random.Random) -> BaseModelSampler:
+def _build_one(
+    name: str, options: Mapping[str, Any], league: LeagueConfig, registry: ModelRegistry, rng: random.Random
+) -> BaseModelSampler:
     sampler = by_name.find("opponent_sampling_strategy", name, MODEL_SAMPLERS)
     if sampler is LaggedModelSampler:
-        return sampler(registry, rng, lag_range=league.opponent_lag)
-    return sampler(registry, rng)
+        sampler = partial(sampler, lag_range=league.opponent_lag)
+    return by_name.call("opponent_sampling_strategy", name, partial(sampler, registry, rng), options)
 
 
-def _may_use_fixed(names: list[str]) -> bool:
-    """A user's own sampler may choose any model of the registry."""
-    return any(name == "fixed" or name not in MODEL_SAMPLERS for name in names)
-
-
-def _unknown(what: str, name: str, known: Mapping[str, object]) -> list[str]:
+def _problems_of(build: Callable[[], object]) -> list[str]:
     try:
-        by_name.find(what, name, known)
+        build()
     except ConfigError as error:
         return list(error.problems)
     return []

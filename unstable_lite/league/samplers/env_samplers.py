@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
+from unstable_lite.by_name import suggestion
 from unstable_lite.errors import ConfigError
 from unstable_lite.rng import derive_seed, restore, state_of
 from unstable_lite.types import EvalEnvSpec, GameKind, TrainEnvSpec
 
+_ROUNDING = 1e-6
+"""Averages of equal rewards that differ by less differ by rounding alone: no progress to be scaled up."""
+
 
 class BaseEnvSampler:
-    """Override `_choose_train`, `_choose_eval` and `update`; extend the state where `update` keeps something.
+    """Override `_choose_train`, and `update` to learn from results; extend the state where anything is kept.
 
+    Evaluations take any env alike, unless `_choose_eval` is overridden too.
     Train and eval have a random stream each: how many evaluations run does not change what is trained on.
     """
 
@@ -55,7 +60,7 @@ class BaseEnvSampler:
         raise NotImplementedError
 
     def _choose_eval(self) -> EvalEnvSpec:
-        raise NotImplementedError
+        return self._eval_rng.choice(self.eval_env_specs)
 
 
 class UniformRandomEnvSampler(BaseEnvSampler):
@@ -64,5 +69,120 @@ class UniformRandomEnvSampler(BaseEnvSampler):
     def _choose_train(self) -> TrainEnvSpec:
         return self._train_rng.choice(self.train_env_specs)
 
-    def _choose_eval(self) -> EvalEnvSpec:
-        return self._eval_rng.choice(self.eval_env_specs)
+
+class WeightedEnvSampler(BaseEnvSampler):
+    """In proportion to a weight for each env id."""
+
+    def __init__(
+        self,
+        train_env_specs: Sequence[TrainEnvSpec],
+        eval_env_specs: Sequence[EvalEnvSpec] = (),
+        rng_seed: int = 489,
+        *,
+        weights: Mapping[str, float],
+    ) -> None:
+        super().__init__(train_env_specs, eval_env_specs, rng_seed)
+        env_ids = {spec.env_id for spec in self.train_env_specs}
+        problems = [f"weighted: no train env {name!r}; {suggestion(name, env_ids)}" for name in set(weights) - env_ids]
+        problems += [f"weighted: train env {name!r} has no weight" for name in sorted(env_ids - set(weights))]
+        for name, weight in weights.items():
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight > 0:
+                problems.append(f"weighted: the weight of {name!r} is {weight!r}; it must be a number above 0")
+        if problems:
+            raise ConfigError(*problems)
+        self._weights = [weights[spec.env_id] for spec in self.train_env_specs]
+
+    def _choose_train(self) -> TrainEnvSpec:
+        (chosen,) = self._train_rng.choices(self.train_env_specs, self._weights)
+        return chosen
+
+
+class RoundRobinEnvSampler(BaseEnvSampler):
+    """One after the other, in the order of the configuration."""
+
+    _position = 0
+
+    def _choose_train(self) -> TrainEnvSpec:
+        chosen = self.train_env_specs[self._position % len(self.train_env_specs)]
+        self._position += 1
+        return chosen
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._position = state["position"]
+
+
+class LearningProgressEnvSampler(BaseEnvSampler):
+    """More of the envs where the policy's reward is on the move, up or down.
+
+    An env's learning progress is `|fast - slow|`: two exponential averages of the actors' reward, at rates `fast` and
+    `slow` a game (Kanitscheider et al. 2021, "Multi-task curriculum learning in a complex, visual, hard-exploration
+    domain: Minecraft"; absolute progress as in Matiisen et al. 2017, "Teacher-Student Curriculum Learning"). The
+    probability of an env is `min_share / n + (1 - min_share) * progress / (sum of all progress)`: what is mastered, or
+    still too hard, is looked at now and then. Rewards of the envs should be of one scale. A zero-sum game whose every
+    seat is the policy's has a mean reward of 0 for ever, and so shows no progress.
+    """
+
+    def __init__(
+        self,
+        train_env_specs: Sequence[TrainEnvSpec],
+        eval_env_specs: Sequence[EvalEnvSpec] = (),
+        rng_seed: int = 489,
+        *,
+        fast: float = 0.02,
+        slow: float = 0.002,
+        min_share: float = 0.2,
+    ) -> None:
+        super().__init__(train_env_specs, eval_env_specs, rng_seed)
+        if not 0 < slow < fast <= 1 or not 0 < min_share <= 1:
+            raise ConfigError(
+                f"learning-progress: slow = {slow}, fast = {fast}, min_share = {min_share}: "
+                "0 < slow < fast <= 1 and 0 < min_share <= 1 are needed"
+            )
+        self._rates = (fast, slow)
+        self._min_share = min_share
+        self._games: dict[str, int] = {}
+        self._averages: dict[str, tuple[float, float]] = {}
+        """By env id: fast and slow, started at 0."""
+
+    def progress(self, env_id: str) -> float:
+        """0 for an env that was never played."""
+        games = self._games.get(env_id, 0)
+        if not games:
+            return 0.0
+        # Divided by the weight that its games have in it so far, an average does not remember that it started at 0.
+        weights = zip(self._averages[env_id], self._rates, strict=True)
+        fast, slow = (average / (1 - (1 - rate) ** games) for average, rate in weights)
+        difference = abs(fast - slow)
+        return difference if difference > _ROUNDING else 0.0
+
+    def probabilities(self) -> list[float]:
+        """Of the training envs, in their order."""
+        progress = [self.progress(spec.env_id) for spec in self.train_env_specs]
+        total, n = sum(progress), len(progress)
+        if total == 0:
+            return [1 / n] * n
+        return [self._min_share / n + (1 - self._min_share) * value / total for value in progress]
+
+    def update(self, env_id: str, avg_actor_reward: float, avg_opponent_reward: float | None) -> None:  # noqa: ARG002
+        before = self._averages.get(env_id, (0.0, 0.0))
+        pairs = zip(before, self._rates, strict=True)
+        fast, slow = (average + rate * (avg_actor_reward - average) for average, rate in pairs)
+        self._averages[env_id] = (fast, slow)
+        self._games[env_id] = self._games.get(env_id, 0) + 1
+
+    def _choose_train(self) -> TrainEnvSpec:
+        (chosen,) = self._train_rng.choices(self.train_env_specs, self.probabilities())
+        return chosen
+
+    def state_dict(self) -> dict[str, Any]:
+        averages = {env_id: list(averages) for env_id, averages in self._averages.items()}
+        return super().state_dict() | {"games": dict(self._games), "averages": averages}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._games = dict(state["games"])
+        self._averages = {env_id: (fast, slow) for env_id, (fast, slow) in state["averages"].items()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from unstable_lite.by_name import suggestion
 from unstable_lite.errors import ConfigError
-from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.model_registry import ModelMeta, ModelRegistry, mean_ranks
 from unstable_lite.rng import restore, state_of
 from unstable_lite.types import ModelRef
 
@@ -73,11 +75,132 @@ class LaggedModelSampler(BaseModelSampler):
         self.lag_range = lag_range
 
     def sample_opponent(self) -> ModelRef:
-        current = self.registry.current
-        checkpoints = [meta.ref for meta in self.registry.checkpoints()] or [current]
         least, most = self.lag_range
-        lagged = [ref for ref in checkpoints if least <= _version(current) - _version(ref) <= most]
-        return self._rng.choice(lagged or checkpoints[:1])
+        checkpoints = self.registry.checkpoints()
+        lagged = [meta for meta in checkpoints if least <= self.registry.lag(meta.uid) <= most]
+        return self._rng.choice(lagged or checkpoints[:1]).ref
+
+
+class UniformModelSampler(BaseModelSampler):
+    """Uniform over the active checkpoints, the current policy among them."""
+
+    def sample_opponent(self) -> ModelRef:
+        return self._rng.choice(self.registry.checkpoints()).ref
+
+
+class RandomModelSampler(BaseModelSampler):
+    """Uniform over all active models: checkpoints, the current policy among them, and fixed opponents."""
+
+    def sample_opponent(self) -> ModelRef:
+        return self._rng.choice([*self.registry.checkpoints(), *self.registry.fixed()]).ref
+
+
+class WeightedModelSampler(BaseModelSampler):
+    """An active model other than the current policy, in proportion to `weights`; override that.
+
+    Where there is no other model, the current policy; where all weights are 0, any of them.
+    """
+
+    def sample_opponent(self) -> ModelRef:
+        others = self.registry.others()
+        if not others:
+            return self.registry.current
+        weights = self.weights(self.registry.get(self.registry.get_current_ckpt()), others)
+        (chosen,) = self._rng.choices(others, weights if sum(weights) > 0 else None)
+        return chosen.ref
+
+    def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:
+        """One for each of `others`, none negative; they need not sum to 1."""
+        raise NotImplementedError
+
+
+class MatchQualityModelSampler(WeightedModelSampler):
+    """In proportion to the TrueSkill match quality: near in μ, and known well (Herbrich et al. 2006, "TrueSkill")."""
+
+    def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:
+        return [self.registry.match_quality(current.uid, other.uid) for other in others]
+
+
+class RatingDistanceModelSampler(WeightedModelSampler):
+    """`1 - |Δμ| / Σ|Δμ|`: the nearer in μ, the likelier (reference, `ts-dist`)."""
+
+    def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:
+        distances = [abs(other.rating.mu - current.rating.mu) for other in others]
+        total = sum(distances)
+        return [1 - distance / total for distance in distances] if total > 0 else [1.0] * len(others)
+
+
+class BiasedRatingDistanceModelSampler(WeightedModelSampler):
+    """In proportion to `exp(Δμ / 25)`, where Δμ is the opponent's μ less our own: stronger ones are likelier."""
+
+    def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:
+        differences = [other.rating.mu - current.rating.mu for other in others]
+        highest = max(differences)  # taken off everywhere: no weight overflows, and their proportions stay
+        return [math.exp((difference - highest) / 25) for difference in differences]
+
+
+class PrioritizedFictitiousModelSampler(WeightedModelSampler):
+    """Prioritised fictitious self-play (Vinyals et al. 2019): by how often the policy beats the opponent.
+
+    With `p` the measured win rate, a draw counting half: `hard` weighs an opponent by `(1 - p)^k`, `even` by
+    `p (1 - p)`. The policy is one lineage: a result of any of its checkpoints counts, and is worth `decay` times as
+    much after each further game against the same opponent. `prior_games` imagined games at one half stand beside the
+    measured ones, so an opponent that was never met weighs as an even match does.
+    """
+
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        rng: random.Random,
+        weighting: str = "hard",
+        k: float = 2.0,
+        prior_games: float = 2.0,
+        decay: float = 0.99,
+    ) -> None:
+        super().__init__(registry, rng)
+        weightings: dict[str, Callable[[float], float]] = {
+            "hard": lambda p: (1 - p) ** k,
+            "even": lambda p: p * (1 - p),
+        }
+        if weighting not in weightings:
+            raise ConfigError(f"pfsp: weighting = {weighting!r} is not known; {suggestion(weighting, weightings)}")
+        if k <= 0 or prior_games <= 0 or not 0 < decay <= 1:
+            raise ConfigError(
+                f"pfsp: k = {k} and prior_games = {prior_games} must be above 0, decay = {decay} above 0 and at most 1"
+            )
+        self._weight = weightings[weighting]
+        self._prior_games = prior_games
+        self._decay = decay
+        self._results: dict[str, tuple[float, float]] = {}
+        """By opponent: points and games of the policy, decayed."""
+
+    def win_rate(self, uid: str) -> float:
+        """Of the policy against `uid`, the prior included."""
+        points, games = self._results.get(uid, (0.0, 0.0))
+        return (points + self._prior_games / 2) / (games + self._prior_games)
+
+    def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:  # noqa: ARG002
+        return [self._weight(self.win_rate(other.uid)) for other in others]
+
+    def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:  # noqa: ARG002
+        """The newest checkpoint at the table is the policy; every other model is an opponent that it met."""
+        ranks = mean_ranks(uids, scores)
+        checkpoints = [meta for uid in ranks if (meta := self.registry.get(uid)).iteration is not None]
+        if not checkpoints:
+            return
+        policy = max(checkpoints, key=lambda meta: meta.iteration or 0).uid
+        for uid, rank in ranks.items():
+            if uid != policy:
+                points, games = self._results.get(uid, (0.0, 0.0))
+                result = 0.5 if rank == ranks[policy] else float(rank > ranks[policy])
+                self._results[uid] = (points * self._decay + result, games * self._decay + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"results": {uid: list(result) for uid, result in self._results.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._results = {uid: (points, games) for uid, (points, games) in state["results"].items()}
 
 
 class MixtureModelSampler(BaseModelSampler):
@@ -111,8 +234,3 @@ class MixtureModelSampler(BaseModelSampler):
         for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
             sampler.load_state_dict(saved)
         super().load_state_dict(state)
-
-
-def _version(ref: ModelRef) -> int:
-    assert ref.adapter_version is not None
-    return ref.adapter_version
