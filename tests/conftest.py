@@ -6,6 +6,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("unhurried", deadline=None)  # no test asserts a time
+settings.load_profile("unhurried")
 
 HAS_CUDA = Path("/proc/driver/nvidia/version").exists()
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
