@@ -36,6 +36,7 @@ from unstable_lite.buffers import StepBuffer
 from unstable_lite.collector import Collector
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EnginePool
+from unstable_lite.games.seats import Seats
 from unstable_lite.games.templates import EXTRACTIONS
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
@@ -193,7 +194,7 @@ async def _play(
     buffer = StepBuffer(config.buffer_size, final, step, sampling, config.buffer.max_staleness, config.run.seed)
     version = registry.current.adapter_version or 0
     counted = Counted(tracker)
-    collector = Collector(scheduler, buffer, pool.generate, arena, config.run, counted.add_record)
+    collector = Collector(scheduler, buffer, Seats(pool.generate), arena, config.run, counted.add_record)
 
     async def learn() -> None:
         while True:

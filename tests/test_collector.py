@@ -14,6 +14,7 @@ from unstable_lite.buffers import StepBuffer
 from unstable_lite.collector import Collector
 from unstable_lite.config import RunConfig
 from unstable_lite.errors import EnvError, WorkerDied
+from unstable_lite.games.seats import Seats
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import FixedOpponentModelSampler, UniformRandomEnvSampler
@@ -55,7 +56,7 @@ class League:
         self.arena = AdapterArena("collector", tmp_path, bytes_needed=1 << 60)
         self.arena.retain(0)
         self.collector = Collector(
-            self.scheduler, self.buffer, generate, self.arena, RunConfig(**run), self.records.append
+            self.scheduler, self.buffer, Seats(generate), self.arena, RunConfig(**run), self.records.append
         )
 
     async def collect_until(self, is_enough: Callable[[], bool], workers: int = 8, eval_workers: int = 0) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from unstable_lite.config import Config, parse_config, read_config
 from unstable_lite.errors import ConfigError
+from unstable_lite.models import BUILTIN
 from unstable_lite.plan import find_problems, load_plan, make_plan
 
 ENV = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
@@ -185,3 +186,44 @@ def test_the_plan_says_what_goes_where() -> None:
 def test_an_opponent_strategy_that_nobody_will_use_is_said() -> None:
     plan = make_plan(Config.model_validate({"train_envs": [ENV], "league": {"opponent_sampling_strategy": "mirror"}}))
     assert "is not used" in plan.opponents()
+
+
+def test_a_chat_template_is_refused_where_there_is_no_tokenizer_or_none_in_it(tmp_path: Path) -> None:
+    chat = [{**ENV, "prompt_template": "chat"}]
+    assert problems_of(train_envs=chat) == []
+    assert any("no tokenizer" in p for p in problems_of(train_envs=chat, engine={"kind": "scripted"}))
+    for file in BUILTIN["builtin:tiny"].glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    assert problems_of(train_envs=chat, model_name=str(tmp_path)) == []
+    tokenizer = tmp_path / "tokenizer_config.json"
+    tokenizer.write_text(tokenizer.read_text().replace("chat_template", "no_chat_template"))
+    assert any("has no chat template" in p for p in problems_of(train_envs=chat, model_name=str(tmp_path)))
+
+
+def test_templates_and_extractions_of_ones_own_are_checked_with_everything_else(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        """
+        [templates.mine]
+        user = "{observaton}"
+        [templates.other]
+        usr = "{observation}"
+        [[train_envs]]
+        env_id = "Nim-v0-train"
+        num_players = 2
+        num_actors = 2
+        prompt_template = "mine"
+        action_extraction_fn = "no_such_module:f"
+        """,
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_plan(path)
+    text = str(caught.value)
+    for says in (
+        "unknown key 'templates.other.usr'; did you mean 'user'?",
+        "templates.mine.user: must contain {observation} once",
+        "unknown placeholder {observaton}",
+        "cannot import 'no_such_module'",
+    ):
+        assert says in text, text
+    assert "prompt_template = 'mine'" not in text

@@ -16,9 +16,8 @@ from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.config import RunConfig
 from unstable_lite.errors import EnvError, WorkerDied
 from unstable_lite.games.environments import make_environment
-from unstable_lite.games.players.policy import Generates
 from unstable_lite.games.run_game import new_record, run_game
-from unstable_lite.games.seats import seat_players
+from unstable_lite.games.seats import Seats
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.transport.adapters import AdapterArena
 from unstable_lite.types import EvalEnvSpec, GameRecord, GameSpec, ModelRef
@@ -31,7 +30,7 @@ class Collector:
         self,
         scheduler: GameScheduler,
         buffer: StepBuffer | EpisodeBuffer,
-        generate: Generates,
+        seats: Seats,
         arena: AdapterArena,
         config: RunConfig,
         on_record: Callable[[GameRecord], None],
@@ -40,7 +39,7 @@ class Collector:
         """By kind: "train", "eval"."""
         self._scheduler = scheduler
         self._buffer = buffer
-        self._generate = generate
+        self._seats = seats
         self._arena = arena
         self._config = config
         self._on_record = on_record
@@ -108,8 +107,7 @@ class Collector:
         spec = record.spec
         async with asyncio.timeout(self._config.game_timeout_s):
             environment = await make_environment(spec.env_id, spec.num_players, spec.seed)
-            players = seat_players(spec, self._generate)
-            await run_game(record, environment, players, self._config.max_action_chars)
+            await run_game(record, environment, self._seats.players(spec), self._config.max_action_chars)
 
     def _settle(self, record: GameRecord, error: BaseException | None) -> None:
         """Count a void game and say why; raise what no other game can survive either."""

@@ -10,7 +10,7 @@ import copy
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -174,6 +174,28 @@ class LeagueConfig(Section):
     trueskill_beta: float = Field(4.0, gt=0)
 
 
+class TemplateConfig(Section):
+    """A prompt template of your own, known by its name wherever `prompt_template` is asked for.
+
+    `{observation}` stands once in `user`; `{game}`, anywhere, becomes a sentence that names the kind of game for the
+    number of players. Other braces, as in `\\boxed{}`, stay as they are.
+    """
+
+    user: str
+    system: str = ""
+    assistant: str = ""
+    """How the answer begins, for example `<think>`."""
+    chat: bool = False
+    """The tokenizer's own chat template puts its markup around system and user; else the three texts are the prompt,
+    one after the other, as they stand."""
+    thinking: bool = True
+    """With `chat`: `enable_thinking` of the tokenizer's chat template."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end the answer, besides the model's end tokens and, with `chat`, what closes a turn."""
+    zero_sum: bool = False
+    """`{game}` calls games of several players zero-sum."""
+
+
 class TrackerConfig(Section):
     wandb_project: str | None = None
     keep_games: Literal["all", "eval", "none"] = "all"
@@ -192,6 +214,7 @@ class Config(Section):
     rewards: RewardConfig = RewardConfig()
     league: LeagueConfig = LeagueConfig()
     tracker: TrackerConfig = TrackerConfig()
+    templates: dict[str, TemplateConfig] = {}
     train_envs: tuple[TrainEnvSpec, ...] = Field(min_length=1)
     eval_envs: tuple[EvalEnvSpec, ...] = ()
 
@@ -297,6 +320,7 @@ def _known_keys(location: list[Any]) -> list[str]:
     by_section: dict[Any, list[str]] = {
         "train_envs": list(TrainEnvSpec.__dataclass_fields__),
         "eval_envs": list(EvalEnvSpec.__dataclass_fields__),
+        "templates": list(TemplateConfig.model_fields),
     }
     for name, info in Config.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):

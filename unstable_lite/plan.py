@@ -14,14 +14,14 @@ from pathlib import Path
 from unstable_lite.by_name import suggestion
 from unstable_lite.config import Config, read_config
 from unstable_lite.engines.choose import choose_engine, resolve_devices
-from unstable_lite.errors import ConfigError, ModelError, UnsupportedEnvError
+from unstable_lite.errors import ConfigError, ModelError
 from unstable_lite.games.environments import Environment, probe
 from unstable_lite.games.seats import opponent_problem
-from unstable_lite.games.templates import EXTRACTIONS, TEMPLATES
+from unstable_lite.games.templates import chats_in_use, extraction_problems, known_templates, template_problems
 from unstable_lite.league.samplers import check_league, uses_checkpoints, uses_fixed
 from unstable_lite.learners import LEARNERS
 from unstable_lite.memory import shape_of
-from unstable_lite.models import resolve_model
+from unstable_lite.models import has_chat_template, resolve_model
 from unstable_lite.reward_transformations import build_reward_transformations
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
@@ -124,6 +124,7 @@ def _lagged_opponents(config: Config) -> int:
 def find_problems(config: Config) -> list[str]:
     """Every impossible combination and every name that names nothing."""
     problems = [*_env_problems(config), *check_league(config), *_number_problems(config)]
+    problems += template_problems(config.templates)
     try:
         build_reward_transformations(config.rewards)
     except ConfigError as error:
@@ -132,6 +133,8 @@ def find_problems(config: Config) -> list[str]:
         resolve_model(config.model_name)
     except ModelError as error:
         problems.append(str(error))
+    else:
+        problems += _chat_problems(config)
     if config.lora.initial_lora_path and not (config.lora.initial_lora_path / "adapter_config.json").is_file():
         problems.append(f"lora.initial_lora_path: no adapter_config.json in {config.lora.initial_lora_path}")
     problems += _unknown("algorithm", config.algorithm, LEARNERS, may_be_import=True)
@@ -185,18 +188,30 @@ def _env_problems(config: Config) -> Iterable[str]:
         facts = probe(spec.env_id, spec.num_players)
         if facts.problem is not None:
             yield f"{where}: env_id = {spec.env_id!r}: {facts.problem}"
-        yield from _unknown(f"{where}: prompt_template", spec.prompt_template, TEMPLATES)
-        yield from _unknown(f"{where}: action_extraction_fn", spec.action_extraction_fn, EXTRACTIONS)
+        yield from _unknown(f"{where}: prompt_template", spec.prompt_template, known_templates(config.templates))
+        for problem in extraction_problems(spec.action_extraction_fn):
+            yield f"{where}: {problem}"
         for name in _opponents(config, spec):
             observation = None
             if facts.problem is None:
                 observation = Environment(spec.env_id, spec.num_players, seed=0).observe()[1]
-            try:
-                problem = opponent_problem(name, spec.env_id, observation)
-            except UnsupportedEnvError as error:
-                problem = str(error)
-            if problem is not None:
-                yield f"{where}: {problem}"
+            if (reason := opponent_problem(name, spec.env_id, observation)) is not None:
+                yield f"{where}: {reason}"
+
+
+def _chat_problems(config: Config) -> Iterable[str]:
+    """Where the model's files are at hand; of any other, its engine tells at its start."""
+    model = Path(resolve_model(config.model_name))
+    needs_one = [repr(chat.name) for chat in chats_in_use(config)]
+    if not needs_one:
+        return
+    if config.engine.kind == "scripted":
+        yield f"prompt_template {', '.join(needs_one)}: engine.kind = 'scripted' has no tokenizer, so no chat template"
+    elif model.is_dir() and not has_chat_template(model):
+        yield (
+            f"prompt_template {', '.join(needs_one)}: the tokenizer of {config.model_name} has no chat template; "
+            "choose a template that brings its own markup"
+        )
 
 
 def _opponents(config: Config, spec: TrainEnvSpec | EvalEnvSpec) -> Iterable[str]:

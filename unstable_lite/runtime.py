@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from unstable_lite.collector import Collector
 from unstable_lite.config import Config, parse_config
 from unstable_lite.errors import ConfigError, UnstableError
 from unstable_lite.games.environments import Environment
-from unstable_lite.games.templates import format_prompt
+from unstable_lite.games.seats import Seats
+from unstable_lite.games.templates import Template, format_prompt, templates_for
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
@@ -169,6 +170,8 @@ class Run:
         buffer = self._buffer or _buffer(config)
         for env in config.eval_envs:
             scheduler.registry.add_fixed(env.fixed_opponent, active=False)
+        templates = templates_for(config, workers.prompts)
+        seats = Seats(workers.engines.generate, templates)
         return Training(
             plan=self.plan,
             directory=directory,
@@ -177,12 +180,12 @@ class Run:
             registry=scheduler.registry,
             scheduler=scheduler,
             buffer=buffer,
-            collector=Collector(scheduler, buffer, workers.engines.generate, arena, config.run, tracker.add_record),
+            collector=Collector(scheduler, buffer, seats, arena, config.run, tracker.add_record),
             publisher=Publisher(
                 workers.engines,
                 workers.learner,
                 arena,
-                canary_prompt=_canary_prompt(config),
+                canary_prompt=_canary_prompt(config, templates),
                 max_loras=config.engine.max_loras,
                 tolerance=config.learner.canary_tolerance,
             ),
@@ -263,11 +266,11 @@ def _sinks(config: Config, directory: Path) -> list[Sink]:
     return sinks
 
 
-def _canary_prompt(config: Config) -> str:
+def _canary_prompt(config: Config, templates: Mapping[str, Template]) -> str:
     """What the first player of the first env is shown: a prompt of the kind that the run is about."""
     spec = config.train_envs[0]
     _, observation = Environment(spec.env_id, spec.num_players, seed=0).observe()
-    return format_prompt(spec.prompt_template, observation, spec.num_players)
+    return format_prompt(spec.prompt_template, observation, spec.num_players, templates)
 
 
 @contextlib.contextmanager

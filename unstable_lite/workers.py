@@ -28,6 +28,8 @@ class Workers:
     processes: list[WorkerProcess]
     adapter_bytes: int
     """Size of one adapter, as the learner writes it."""
+    prompts: dict[str, Any]
+    """What the engines' tokenizer says about prompts; see `templates_for`."""
 
 
 @contextlib.asynccontextmanager
@@ -77,12 +79,14 @@ async def _start(
     for process in processes:
         name = process.peer.name
         facts[name] = await _ready(process, timeouts[name])
-        say(f"{name} is up: {', '.join(f'{key} {value}' for key, value in facts[name].items())}")
+        shown = {key: value for key, value in facts[name].items() if not isinstance(value, dict)}
+        say(f"{name} is up: {', '.join(f'{key} {value}' for key, value in shown.items())}")
     return Workers(
         engines=EnginePool(engines),
         learner=learner,
         processes=processes,
         adapter_bytes=int(facts["learner"]["adapter_bytes"]),
+        prompts=facts["engine-0"].get("prompts", {}),
     )
 
 

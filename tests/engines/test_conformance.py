@@ -213,6 +213,15 @@ def test_a_stop_string_ends_a_completion_and_is_cut_from_its_text(engine: Engine
     assert num_checked or not engine.is_exact
 
 
+def test_a_stop_string_that_is_a_special_token_ends_a_completion_and_is_kept_as_its_last_token(engine: Engine) -> None:
+    pad_id, remote = 0, engine.remote
+    requests = [remote.request(p, temperature=1.5, max_tokens=40, stop=("<|pad|>", "never met")) for p in prompts(60)]
+    generations = remote.generate(*requests)
+    ended = [g for g in generations if g.completion_ids[-1] == pad_id]
+    assert ended and all(g.finish_reason == "stop" and "<|pad|>" not in g.text for g in ended)
+    assert all(pad_id not in g.completion_ids[:-1] for g in generations)
+
+
 def test_a_prompt_that_leaves_no_room_is_refused_with_its_size_and_the_limit(engine: Engine) -> None:
     remote = engine.remote
     fits, too_long = remote.request("x" * (MAX_MODEL_LEN - 1)), remote.request("x" * MAX_MODEL_LEN)

@@ -8,8 +8,8 @@ import pytest
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.players.policy import PolicyPlayer
 from unstable_lite.games.run_game import new_record, run_game
-from unstable_lite.games.seats import seat_players
-from unstable_lite.games.templates import format_prompt
+from unstable_lite.games.seats import Seats
+from unstable_lite.games.templates import TEMPLATES, format_prompt
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef
 
 POLICY = ModelRef(uid="ckpt-3", kind="checkpoint", adapter_version=3)
@@ -59,7 +59,7 @@ def tictactoe(*models: ModelRef, max_turns: int = 50, seed: int = 4) -> GameSpec
 async def played(spec: GameSpec, generate=first_legal_cell) -> GameRecord:  # type: ignore[no-untyped-def]
     record = new_record(spec)
     env = Environment(spec.env_id, spec.num_players, spec.seed)
-    await run_game(record, env, seat_players(spec, generate), max_action_chars=2000)
+    await run_game(record, env, Seats(generate).players(spec), max_action_chars=2000)
     return record
 
 
@@ -146,7 +146,7 @@ async def test_a_game_that_breaks_stays_void_and_keeps_its_turns() -> None:
     record = new_record(spec)
     env = Environment(spec.env_id, spec.num_players, spec.seed)
     with pytest.raises(RuntimeError):
-        await run_game(record, env, seat_players(spec, breaks), max_action_chars=2000)
+        await run_game(record, env, Seats(breaks).players(spec), max_action_chars=2000)
     assert record.end == "void"
     assert len(record.turns) == 2
 
@@ -179,6 +179,7 @@ def test_a_policy_player_needs_a_model_that_the_engines_serve() -> None:
     with pytest.raises(AssertionError):
         PolicyPlayer(
             first_legal_cell,
+            TEMPLATES["tiny"],
             AgentSpec(pid=0, model=RANDOM, collect_data=True, prompt_template="tiny", action_extraction_fn="default"),
             2,
         )

@@ -2,11 +2,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unstable_lite.config import Config, TemplateConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.templates import EXTRACTIONS, TEMPLATES, format_prompt
+from unstable_lite.games.templates import (
+    EXTRACTIONS,
+    TEMPLATES,
+    extraction_problems,
+    find_extraction,
+    format_prompt,
+    template_problems,
+    templates_for,
+)
 
 extract = EXTRACTIONS["default"]
 
+ENV = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2}
 ASKING = [name for name in TEMPLATES if name != "tiny"]
 
 
@@ -16,6 +26,10 @@ ASKING = [name for name in TEMPLATES if name != "tiny"]
 def test_every_template_of_the_reference_is_there():
     assert set(TEMPLATES) == {
         "default",
+        "default-think",
+        "qwen3",
+        "qwen3-game",
+        "qwen3-mp",
         "qwen3-zs",
         "qwen3-sp",
         "qwen3-reasoning",
@@ -39,7 +53,7 @@ def test_a_prompt_asks_for_reasoning_and_a_boxed_answer(name, num_players):
     assert "step by step" in prompt
 
 
-@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize("name", [name for name in ASKING if name != "qwen3"])
 def test_the_number_of_players_is_said_as_it_is(name):
     alone, two, many = (format_prompt(name, "o", n) for n in (1, 2, 7))
     assert "single-player" in alone
@@ -103,6 +117,67 @@ def test_an_unknown_template_is_refused_with_a_suggestion():
         format_prompt("qwen3_zs", "o", 2)
 
 
+def test_a_prompt_without_a_word_about_the_game_is_there_too():
+    assert format_prompt("qwen3", "o", 2).startswith("<|im_start|>user\no\n\nThink")
+
+
+def test_the_names_of_earlier_versions_write_one_text():
+    texts = {format_prompt(name, "o", n) for name in ("qwen3-sp", "qwen3-mp", "qwen3-game") for n in (1, 2, 6)}
+    assert len(texts) == 3
+
+
+@pytest.mark.parametrize("name", ["default", "qwen3-sp"])
+def test_a_prompt_may_begin_the_thinking(name):
+    thinking = {"default": "default-think", "qwen3-sp": "qwen3-reasoning"}[name]
+    assert format_prompt(thinking, "o", 2) == format_prompt(name, "o", 2) + "<think>"
+
+
+# templates of one's own
+
+
+def own(**fields):
+    config = Config.model_validate({"train_envs": [ENV], "templates": {"mine": fields}})
+    assert template_problems(config.templates) == []
+    return templates_for(config, {})["mine"]
+
+
+def test_a_template_of_ones_own_stands_as_it_is_written():
+    mine = own(system="S {game}\n", user="U {observation} \\boxed{move} {} {1} { x }", assistant="A", stop=["\n\n"])
+    game = format_prompt("qwen3-sp", "o", 3).removeprefix("<|im_start|>user\n").partition("\n\n")[0]
+    assert (
+        mine.prompt("{game} {observation}", 3)
+        == f"S {game}\nU {{game}} {{observation}} \\boxed{{move}} {{}} {{1}} {{ x }}A"
+    )
+    assert mine.stop == ("\n\n",)
+    assert "zero-sum" in own(user="{game} {observation}", zero_sum=True).prompt("o", 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "says"),
+    [
+        (
+            "mine",
+            {"user": "no placeholder"},
+            "templates.mine.user: must contain {observation} once, and does so 0 times",
+        ),
+        ("mine", {"user": "{observation} {observation}"}, "does so 2 times"),
+        (
+            "mine",
+            {"user": "{observation} {observaton}"},
+            "unknown placeholder {observaton}; did you mean '{observation}'",
+        ),
+        ("mine", {"user": "{observation}", "system": "{role}"}, "templates.mine.system: unknown placeholder {role}"),
+        ("mine", {"user": "{observation}", "assistant": "{observation}"}, "{observation} belongs into user"),
+        ("qwen3-zs", {"user": "{observation}"}, "a template of this name ships"),
+        ("chat", {"user": "{observation}"}, "a template of this name ships"),
+        ("mine", {"user": "{observation}", "thinking": False}, "set chat = true"),
+    ],
+)
+def test_a_template_that_cannot_work_says_what_is_wrong_with_it(name, fields, says):
+    (problem,) = template_problems({name: TemplateConfig.model_validate(fields)})
+    assert says in problem
+
+
 # answers
 
 
@@ -125,6 +200,7 @@ def test_an_unknown_template_is_refused_with_a_suggestion():
         (r"\boxed{ \boxed{5}", "[5]"),
         (r"} { \boxed{5} }", "[5]"),
         (r"\\boxed{5}", "[5]"),
+        (r"\boxed {5}", "[5]"),
     ],
 )
 def test_the_last_box_that_closes_is_the_action(text, action):
@@ -172,3 +248,32 @@ def test_what_is_put_into_the_last_box_comes_out(content):
 @pytest.mark.parametrize("piece", ["{", "}", "\\boxed{", "\\boxed{}", "\\boxed", "{}", "\\", "\\boxed{{"])
 def test_a_megabyte_of_braces_is_read_at_once(piece):
     extract(piece * (2**20 // len(piece)))
+
+
+def second_word(text):
+    return text.split()[1], True
+
+
+def no_pair(text):
+    return text
+
+
+def test_an_extraction_may_be_a_function_of_ones_own():
+    name = f"{__name__}:second_word"
+    assert extraction_problems(name) == []
+    assert find_extraction(name)("I play 4") == ("play", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("defalt", "did you mean 'default'"),
+        ("no_such_module:f", "cannot import 'no_such_module'"),
+        (f"{__name__}:no_such", "has no 'no_such'"),
+        (f"{__name__}:ASKING", "not a function"),
+        (f"{__name__}:no_pair", "must return (action, whether"),
+    ],
+)
+def test_an_extraction_that_cannot_work_says_why(name, says):
+    (problem,) = extraction_problems(name)
+    assert says in problem

@@ -20,7 +20,8 @@ class Engine(Protocol):
     """Used from one thread: add requests, step, collect what finished."""
 
     facts: dict[str, Any]
-    """Sent with `Ready`: `kind`, `model`, `device`, `dtype`, `threads`, `max_model_len`, `vocab_size`, versions."""
+    """Sent with `Ready`: `kind`, `model`, `device`, `dtype`, `threads`, `max_model_len`, `vocab_size`, versions;
+    `prompts` (`Tokenizer.prompts`) where it has a tokenizer."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         """Load the base model. Raises ModelError with what to do if it cannot be loaded or served."""

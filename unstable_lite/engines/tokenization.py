@@ -7,13 +7,17 @@ weights.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
+import jinja2
 import numpy as np
 import tokenizers
 import transformers
 from tokenizers.decoders import DecodeStream
 
 from unstable_lite.errors import ModelError
+from unstable_lite.games.templates import ChatTemplate
 from unstable_lite.types import TokenIds
 
 KNOWN_PROMPTS = 8192
@@ -34,9 +38,16 @@ class Tokenizer:
         if not self._fast.encode("0").ids:
             # transformers makes up an empty tokenizer where there is none.
             raise ModelError(f"{model_path}: its tokenizer turns text into nothing; is its tokenizer.json missing?")
+        self._path, self._whole = model_path, tokenizer
         self._bos: str | None = tokenizer.bos_token
         self.stop_ids = frozenset(_stop_ids(model_path, tokenizer))
+        self._special_ids = {
+            token.content: token_id
+            for token_id, token in self._fast.get_added_tokens_decoder().items()
+            if token.special
+        }
         self.encode = functools.lru_cache(KNOWN_PROMPTS)(self._encode)
+        self.stop_ids_with = functools.cache(self._stop_ids_with)
 
     def _encode(self, prompt: str) -> TokenIds:
         # A template may have written the first token already; twice is a prompt the model has never seen.
@@ -44,6 +55,53 @@ class Tokenizer:
         # The batch call is the one that does not also work out which characters each token came from.
         (encoding,) = self._fast.encode_batch_fast([prompt], add_special_tokens=not has_bos)
         return np.array(encoding.ids, np.int32)
+
+    def _stop_ids_with(self, stop: tuple[str, ...]) -> frozenset[int]:
+        """The model's end tokens, and the stop strings that are a special token: those never show up in the text."""
+        return self.stop_ids | {self._special_ids[text] for text in stop if text in self._special_ids}
+
+    def prompts(self, chats: Sequence[ChatTemplate]) -> dict[str, Any]:
+        """What the orchestrator needs to write this model's prompts: `templates.templates_for`.
+
+        `special_tokens`: strings that no observation may contain; `chats`: by name, the text of each with the
+        placeholders still in it, and the stop strings that close an answer. Raises ModelError where the tokenizer has
+        no chat template, or one that does not take these messages.
+        """
+        # A token of one character cannot be broken by a space.
+        special_tokens = sorted(token for token in self._special_ids if len(token) > 1)
+        return {"special_tokens": special_tokens, "chats": {chat.name: self._lay_out(chat) for chat in chats}}
+
+    def _lay_out(self, chat: ChatTemplate) -> list[Any]:
+        messages = [{"role": "user", "content": chat.user}]
+        system = [{"role": "system", "content": chat.system}] if chat.system else []
+        try:
+            try:
+                text = self._render(chat, system + messages)
+            except jinja2.TemplateError:
+                # Some models know no system role: what it says opens the user's message.
+                messages = [{"role": "user", "content": f"{chat.system}\n\n{chat.user}"}]
+                text = self._render(chat, messages)
+            answer = "ANSWER"
+            with_answer = self._render(chat, [*messages, {"role": "assistant", "content": answer}], is_prompt=False)
+        except (ValueError, jinja2.TemplateError) as error:
+            raise ModelError(
+                f"{self._path}: its tokenizer's chat template cannot lay out prompt_template {chat.name!r}: {error}. "
+                "Choose a template that brings its own markup"
+            ) from error
+        if text.count("{observation}") != 1:
+            raise ModelError(
+                f"{self._path}: its tokenizer's chat template does not show what prompt_template {chat.name!r} says, "
+                f"or not once: {text!r}"
+            )
+        closing = with_answer.rpartition(answer)[2].lstrip()
+        return [text, [token for token in self._special_ids if closing.startswith(token)]]
+
+    def _render(self, chat: ChatTemplate, messages: list[dict[str, str]], is_prompt: bool = True) -> str:
+        text = self._whole.apply_chat_template(
+            messages, add_generation_prompt=is_prompt, tokenize=False, enable_thinking=chat.thinking
+        )
+        assert isinstance(text, str)
+        return text
 
     def text(self, completion_ids: list[int], stop_watch: StopWatch | None = None) -> str:
         """A completion as text, without special tokens and without what stopped it."""

@@ -27,6 +27,7 @@ from unstable_lite.engines.requests import Throughput, check_length
 from unstable_lite.engines.sampling import sample, uniforms
 from unstable_lite.engines.tokenization import StopWatch, Tokenizer
 from unstable_lite.errors import ModelError
+from unstable_lite.games.templates import chats_in_use
 from unstable_lite.models import resolve_model
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
@@ -52,6 +53,7 @@ class Row:
     ids: list[int]
     """Prompt and completion."""
     stop_watch: StopWatch | None
+    stop_ids: frozenset[int]
     slot: int = -1
     num_computed: int = 0
     """How many of `ids` have keys and values."""
@@ -107,6 +109,7 @@ class TransformersEngine:
             "threads": spec.threads,
             "max_model_len": self._max_model_len,
             "vocab_size": self._model.get_input_embeddings().weight.shape[0],
+            "prompts": self._tokenizer.prompts(chats_in_use(config)),
             "parallel_seq": num_running,
             "kept_seq": num_kept,
             "torch": torch.__version__,
@@ -127,6 +130,7 @@ class TransformersEngine:
                 seed=int(self._rng.integers(1 << 63)) if request.seed is None else request.seed % (1 << 64),
                 ids=prompt_ids.tolist(),
                 stop_watch=self._tokenizer.watch(request.stop),
+                stop_ids=self._tokenizer.stop_ids_with(request.stop),
             )
         )
 
@@ -235,7 +239,7 @@ class TransformersEngine:
         for row, token_id, logprob in zip(rows, ids, logprobs, strict=True):
             row.ids.append(token_id)
             row.logprobs.append(logprob)
-            is_stop = token_id in self._tokenizer.stop_ids
+            is_stop = token_id in row.stop_ids
             if is_stop or (row.stop_watch is not None and row.stop_watch.is_stopped_by(token_id)):
                 row.finish_reason = "stop"
             elif len(row.logprobs) == row.max_tokens:

@@ -22,6 +22,7 @@ from unstable_lite.engines.requests import Throughput, check_length
 from unstable_lite.engines.sampling import GREEDY_BELOW
 from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import AdapterError, ModelError, RequestError
+from unstable_lite.games.templates import chats_in_use
 from unstable_lite.models import resolve_model
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
@@ -93,6 +94,7 @@ class VLLMEngine:
             "threads": spec.threads,
             "max_model_len": self._max_model_len,
             "vocab_size": model_config.get_vocab_size(),
+            "prompts": self._tokenizer.prompts(chats_in_use(config)),
             "vllm": vllm.__version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -111,7 +113,7 @@ class VLLMEngine:
             top_p=request.top_p,
             seed=request.seed,
             stop=stop,
-            stop_token_ids=sorted(self._tokenizer.stop_ids),
+            stop_token_ids=sorted(self._tokenizer.stop_ids_with(request.stop)),
             logprobs=0,
             detokenize=bool(stop),
             output_kind=self._output_kind,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
+from unstable_lite import by_name
+from unstable_lite.errors import EnvError, UnsupportedEnvError
 from unstable_lite.games.api_keys import API_KEY_VARIABLES, api_key
 from unstable_lite.games.players.player import Player
 from unstable_lite.games.players.policy import Generates, PolicyPlayer
 from unstable_lite.games.players.scripted import legal_actions, random_legal_action
+from unstable_lite.games.templates import TEMPLATES, Template
 from unstable_lite.types import AgentSpec, GameSpec, Reply
 
 SCRIPTED = "scripted:"
@@ -25,20 +29,27 @@ class RandomLegalPlayer:
         return Reply(action=action, text=action, prompt=observation)
 
 
-def seat_players(spec: GameSpec, generate: Generates) -> dict[int, Player]:
-    """The players of one game, by seat."""
-    return {agent.pid: _seat(spec, agent, generate) for agent in spec.agent_specs}
+class Seats:
+    """What the players of a run need: the engines, the prompt templates."""
 
+    def __init__(self, generate: Generates, templates: Mapping[str, Template] = TEMPLATES) -> None:
+        self._generate = generate
+        self._templates = templates
 
-def _seat(spec: GameSpec, agent: AgentSpec, generate: Generates) -> Player:
-    if agent.model.kind == "checkpoint":
-        return PolicyPlayer(generate, agent, spec.num_players)
-    assert agent.model.name is not None
-    if agent.model.name.startswith(SCRIPTED):
-        return RandomLegalPlayer(spec.env_id, spec.seed ^ agent.pid)
-    from unstable_lite.games.players.openai_compatible import OpenAICompatiblePlayer  # imports for half a second
+    def players(self, spec: GameSpec) -> dict[int, Player]:
+        """The players of one game, by seat."""
+        return {agent.pid: self._player(spec, agent) for agent in spec.agent_specs}
 
-    return OpenAICompatiblePlayer(agent)
+    def _player(self, spec: GameSpec, agent: AgentSpec) -> Player:
+        if agent.model.kind == "checkpoint":
+            template = by_name.find("prompt_template", agent.prompt_template, self._templates)
+            return PolicyPlayer(self._generate, template, agent, spec.num_players)
+        assert agent.model.name is not None
+        if agent.model.name.startswith(SCRIPTED):
+            return RandomLegalPlayer(spec.env_id, spec.seed ^ agent.pid)
+        from unstable_lite.games.players.openai_compatible import OpenAICompatiblePlayer  # imports for half a second
+
+        return OpenAICompatiblePlayer(agent)
 
 
 def opponent_problem(name: str, env_id: str, observation: str | None) -> str | None:
@@ -49,6 +60,8 @@ def opponent_problem(name: str, env_id: str, observation: str | None) -> str | N
         return None
     if name != "scripted:random":
         return f"no scripted opponent {name!r}; there is 'scripted:random'"
-    if observation is not None and not legal_actions(env_id, observation):
-        return f"opponent {name!r} finds no legal action in the first observation of {env_id!r}"
-    return None
+    try:
+        has_actions = observation is None or legal_actions(env_id, observation)
+    except (UnsupportedEnvError, EnvError) as error:
+        return f"opponent {name!r} cannot play {env_id!r}: {error}"
+    return None if has_actions else f"opponent {name!r} finds no legal action in the first observation of {env_id!r}"

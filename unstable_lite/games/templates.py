@@ -1,18 +1,29 @@
 r"""How an observation becomes a prompt, and how an answer becomes an action.
 
-Owns the wording, the chat markup and the reading of `\boxed{}`. Knows nothing of tokens: the engine
-tokenises, and adds the begin-of-sequence token where the model has one, so no template contains it.
+Owns the wording, the chat markup and the reading of `\boxed{}`. Knows nothing of tokens: the engine tokenises, adds the
+begin-of-sequence token where the model has one and the prompt does not, and lays out the tokenizer's own chat template.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
-from unstable_lite.by_name import suggestion
+from unstable_lite import by_name
+from unstable_lite.config import Config, TemplateConfig
 from unstable_lite.errors import ConfigError
+from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
+
+MARKUP = (
+    *(f"<|{name}|>" for name in ("im_start", "im_end", "endoftext", "start_header_id", "end_header_id", "eot_id")),
+    *("<|begin_of_text|>", "<|end_of_text|>", "<start_of_turn>", "<end_of_turn>", "<bos>", "<eos>"),
+)
+"""What the templates here are made of; a run adds the special tokens of its model."""
+
+_OBSERVATION, _GAME = "{observation}", "{game}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,61 +31,151 @@ class Template:
     """One way to ask a model for its next move."""
 
     name: str
-    format: str
-    """`str.format` with `{observation}`, `{game}` (a sentence that names the kind of game), `{system}`."""
+    text: str
+    """The whole prompt: `{observation}` once, and `{game}` where a sentence names the kind of game."""
     stop: tuple[str, ...] = ()
     """End the turn, besides the end-of-sequence tokens; a base model does not count these among them."""
-    system: str = ""
     is_zero_sum: bool = False
     """Whether games of several players are said to be zero-sum."""
+    markup: tuple[str, ...] = MARKUP
+    """What an observation must not contain, lest an opponent ends our player's turn or begins one."""
 
     def prompt(self, observation: str, num_players: int) -> str:
-        return self.format.format(
-            observation=_without_markup(observation),
-            game=_game(num_players, self.is_zero_sum),
-            system=self.system,
-        )
+        before, after = _around(self.text, num_players, self.is_zero_sum)
+        return before + without_markup(observation, self.markup) + after
 
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """Messages that the tokenizer's own chat template lays out: a worker that has the tokenizer does so once."""
+
+    name: str
+    user: str
+    """With `{observation}`, and `{game}`."""
+    system: str = ""
+    assistant: str = ""
+    """How the answer begins."""
+    thinking: bool = True
+    """Handed to the chat template as `enable_thinking`; many know no such thing."""
+    stop: tuple[str, ...] = ()
+    is_zero_sum: bool = False
+
+    def laid_out(self, text: str, end_of_turn: tuple[str, ...]) -> Template:
+        """`text`: the messages in the tokenizer's markup; `end_of_turn`: what closes an answer in it."""
+        return Template(self.name, text + self.assistant, self.stop + end_of_turn, self.is_zero_sum)
+
+
+AnyTemplate = Template | ChatTemplate
 
 _ASK = (
-    "Think it through step by step first. Then write the move you choose inside \\boxed{{}}, "
+    "Think it through step by step first. Then write the move you choose inside \\boxed{}, "
     "in the notation that the game asks for."
 )
+_SYSTEM = "You play text games. You reason before you move."
 _CHATML = "<|im_start|>user\n{game}\n\n{observation}\n\n" + _ASK + "<|im_end|>\n<|im_start|>assistant\n"
 _GEMMA = "<start_of_turn>user\n{game}\n\n{observation}\n\n" + _ASK + "<end_of_turn>\n<start_of_turn>model\n"
 _LLAMA = (
-    "<|start_header_id|>system<|end_header_id|>\n\n{system}<|eot_id|>"
+    "<|start_header_id|>system<|end_header_id|>\n\n" + _SYSTEM + "<|eot_id|>"
     "<|start_header_id|>user<|end_header_id|>\n\n{game}\n\n{observation}\n\n" + _ASK + "<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n"
 )
 _PLAIN = "{game}\n\nObservation:\n{observation}\n\n" + _ASK + "\n\nAnswer:\n"
+_CHAT = "{game}\n\n{observation}\n\n" + _ASK
 
 TEMPLATES: dict[str, Template] = {
     template.name: template
     for template in (
         Template("default", _PLAIN, stop=("\nObservation:",)),
+        Template("default-think", _PLAIN + "<think>", stop=("\nObservation:",)),
         Template("tiny", "<|im_start|>user\n{observation}<|im_end|>\n<|im_start|>assistant\n", stop=("<|im_end|>",)),
+        Template("qwen3", _CHATML.replace("{game}\n\n", ""), stop=("<|im_end|>",)),
         Template("qwen3-zs", _CHATML, stop=("<|im_end|>",), is_zero_sum=True),
+        # Three names of earlier versions for one text: the sentence follows the number of players by itself.
         Template("qwen3-sp", _CHATML, stop=("<|im_end|>",)),
+        Template("qwen3-mp", _CHATML, stop=("<|im_end|>",)),
+        Template("qwen3-game", _CHATML, stop=("<|im_end|>",)),
         Template("qwen3-reasoning", _CHATML + "<think>", stop=("<|im_end|>",)),
         Template("gemma3-zs", _GEMMA, stop=("<end_of_turn>",), is_zero_sum=True),
-        Template(
-            "llama-instruct-zs",
-            _LLAMA,
-            stop=("<|eot_id|>",),
-            system="You play text games. You reason before you move.",
-            is_zero_sum=True,
-        ),
+        Template("llama-instruct-zs", _LLAMA, stop=("<|eot_id|>",), is_zero_sum=True),
+    )
+}
+CHAT_TEMPLATES: dict[str, ChatTemplate] = {
+    chat.name: chat
+    for chat in (
+        ChatTemplate("chat", _CHAT, _SYSTEM),
+        ChatTemplate("chat-no-think", _CHAT, _SYSTEM, thinking=False),
     )
 }
 
 
-def format_prompt(template_name: str, observation: str, num_players: int) -> str:
+def known_templates(own: Mapping[str, TemplateConfig]) -> dict[str, AnyTemplate]:
+    """By name: the ones that ship, and the `[templates]` of a configuration."""
+    known: dict[str, AnyTemplate] = {**TEMPLATES, **CHAT_TEMPLATES}
+    for name, made in own.items():
+        if made.chat:
+            known[name] = ChatTemplate(
+                name, made.user, made.system, made.assistant, made.thinking, made.stop, made.zero_sum
+            )
+        else:
+            known[name] = Template(name, made.system + made.user + made.assistant, made.stop, made.zero_sum)
+    return known
+
+
+def chats_in_use(config: Config) -> list[ChatTemplate]:
+    """The chat templates that an env of `config` asks for."""
+    known = known_templates(config.templates)
+    specs: list[TrainEnvSpec | EvalEnvSpec] = [*config.train_envs, *config.eval_envs]
+    used = dict.fromkeys(spec.prompt_template for spec in specs)
+    return [chat for name in used if isinstance(chat := known.get(name), ChatTemplate)]
+
+
+def templates_for(config: Config, prompts: Mapping[str, Any]) -> dict[str, Template]:
+    """Every template that this run can use.
+
+    prompts: what the engine's `Ready.facts["prompts"]` says (`Tokenizer.prompts`); empty for one without a tokenizer.
+    Raises ConfigError for a chat template that the engine did not lay out.
+    """
+    laid_out, special_tokens = prompts.get("chats", {}), tuple(prompts.get("special_tokens", ()))
+    templates = {
+        name: known for name, known in known_templates(config.templates).items() if isinstance(known, Template)
+    }
+    for chat in chats_in_use(config):
+        if chat.name not in laid_out:
+            raise ConfigError(
+                f"prompt_template {chat.name!r} needs the tokenizer's chat template, and engine.kind = "
+                f"{config.engine.kind!r} has no tokenizer (an engine of your own says so in its facts: `prompts`)"
+            )
+        text, end_of_turn = laid_out[chat.name]
+        templates[chat.name] = chat.laid_out(text, tuple(end_of_turn))
+    return {name: replace(made, markup=MARKUP + special_tokens) for name, made in templates.items()}
+
+
+def template_problems(own: Mapping[str, TemplateConfig]) -> list[str]:
+    """What is wrong with the `[templates]` of a configuration."""
+    problems = []
+    for name, made in own.items():
+        where = f"templates.{name}"
+        if name in TEMPLATES or name in CHAT_TEMPLATES:
+            problems.append(f"{where}: a template of this name ships; choose another name")
+        if (count := made.user.count(_OBSERVATION)) != 1:
+            problems.append(f"{where}.user: must contain {_OBSERVATION} once, and does so {count} times")
+        for key, text in (("system", made.system), ("user", made.user), ("assistant", made.assistant)):
+            if key != "user" and _OBSERVATION in text:
+                problems.append(f"{where}.{key}: {_OBSERVATION} belongs into user")
+            for placeholder in _PLACEHOLDER.findall(text):
+                if placeholder not in (_OBSERVATION, _GAME):
+                    hint = by_name.suggestion(placeholder, (_OBSERVATION, _GAME))
+                    problems.append(f"{where}.{key}: unknown placeholder {placeholder}; {hint}")
+        if not made.chat and not made.thinking:
+            problems.append(f"{where}.thinking: only the tokenizer's chat template can turn it off; set chat = true")
+    return problems
+
+
+def format_prompt(
+    template_name: str, observation: str, num_players: int, templates: Mapping[str, Template] = TEMPLATES
+) -> str:
     """What the model is shown. Raises ConfigError for an unknown template."""
-    template = TEMPLATES.get(template_name)
-    if template is None:
-        raise ConfigError(f"unknown prompt_template {template_name!r}; {suggestion(template_name, TEMPLATES)}")
-    return template.prompt(observation, num_players)
+    return by_name.find("prompt_template", template_name, templates).prompt(observation, num_players)
 
 
 def extract_boxed(text: str) -> tuple[str, bool]:
@@ -88,22 +189,63 @@ def extract_boxed(text: str) -> tuple[str, bool]:
     return (content if "[" in content else f"[{content}]"), True
 
 
-EXTRACTIONS: dict[str, Callable[[str], tuple[str, bool]]] = {"default": extract_boxed}
+Extraction = Callable[[str], tuple[str, bool]]
+"""From a whole answer to the action for the env, and whether it stood where the template asks for it."""
+
+EXTRACTIONS: dict[str, Extraction] = {"default": extract_boxed}
 
 
-_MARKUP = re.compile(
-    r"<(?=\|(?:im_start|im_end|endoftext|start_header_id|end_header_id|eot_id|begin_of_text|end_of_text)\|>"
-    r"|(?:start_of_turn|end_of_turn|bos|eos)>)"
-)
-_BRACE = re.compile(r"\\boxed\{|[{}]")
+def find_extraction(name: str) -> Extraction:
+    """By name, or a user's own as `module:function`. Raises ConfigError."""
+    found = by_name.find("action_extraction_fn", name, EXTRACTIONS)
+    if not callable(found):
+        raise ConfigError(f"action_extraction_fn {name!r} is {found!r}, not a function")
+    return found
 
 
-def _without_markup(observation: str) -> str:
-    """Chat markup that an opponent spells out in its words must not end our player's turn."""
-    return _MARKUP.sub("< ", observation) if "<" in observation else observation
+def extraction_problems(name: str) -> list[str]:
+    """Tries the function on a short answer."""
+    try:
+        answer = find_extraction(name)("It is \\boxed{0}.")
+    except ConfigError as error:
+        return list(error.problems)
+    match answer:
+        case (str(), bool()):
+            return []
+    return [
+        f"action_extraction_fn {name!r} must return (action, whether the answer stood where it should), a string and a "
+        f"bool; for the text 'It is \\boxed{{0}}.' it returned {answer!r}"
+    ]
+
+
+def without_markup(observation: str, markup: tuple[str, ...] = MARKUP) -> str:
+    """Chat markup that an opponent spells out in its words is broken by a space after its first character."""
+    return _markup_starts(markup).sub(r"\g<0> ", observation)
 
 
 @cache
+def _markup_starts(markup: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds first characters only, so that of two tokens that overlap both are found."""
+    by_first: dict[str, list[str]] = {}
+    for token in dict.fromkeys(markup):
+        by_first.setdefault(token[0], []).append(re.escape(token[1:]))
+    return re.compile("|".join(f"{re.escape(first)}(?=(?:{'|'.join(rest)}))" for first, rest in by_first.items()))
+
+
+_PLACEHOLDER = re.compile(r"(?<!\\boxed)\{[A-Za-z_]\w*\}")
+"""`\\boxed{move}` is none."""
+_BRACE = re.compile(r"\\boxed[ \t]*\{|[{}]")
+
+
+@cache
+def _around(text: str, num_players: int, is_zero_sum: bool) -> tuple[str, str]:
+    """What stands before and after the observation."""
+    before, found, after = text.partition(_OBSERVATION)
+    assert found, text
+    game = _game(num_players, is_zero_sum)
+    return before.replace(_GAME, game), after.replace(_GAME, game)
+
+
 def _game(num_players: int, is_zero_sum: bool) -> str:
     if num_players == 1:
         return "You are playing a single-player game. Make valid moves and get as far as you can."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from unstable_lite.errors import ModelError
@@ -23,3 +24,11 @@ def resolve_model(model_name: str) -> str:
     if looks_like_path and not (path / "config.json").is_file():
         raise ModelError(f"model_name = {model_name!r}: no config.json in {path.resolve()}")
     return str(path) if looks_like_path else model_name
+
+
+def has_chat_template(model: Path) -> bool:
+    """Whether the tokenizer in a model's directory brings one (transformers keeps it in either of these places)."""
+    if (model / "chat_template.jinja").is_file() or (model / "additional_chat_templates").is_dir():
+        return True
+    config = model / "tokenizer_config.json"
+    return config.is_file() and bool(json.loads(config.read_text(encoding="utf-8")).get("chat_template"))

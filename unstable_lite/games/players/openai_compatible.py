@@ -12,7 +12,7 @@ import openai
 
 from unstable_lite.errors import RequestError
 from unstable_lite.games.api_keys import api_key
-from unstable_lite.games.templates import EXTRACTIONS
+from unstable_lite.games.templates import find_extraction
 from unstable_lite.types import AgentSpec, Reply
 
 OPENROUTER_URL = "https://openrouter.ai/api/v1"
@@ -38,7 +38,7 @@ class OpenAICompatiblePlayer:
     def __init__(self, agent: AgentSpec) -> None:
         assert agent.model.name is not None
         self._model = agent.model.name
-        self._extract = EXTRACTIONS[agent.action_extraction_fn]
+        self._extract = find_extraction(agent.action_extraction_fn)
 
     async def act(self, observation: str) -> Reply:
         try:

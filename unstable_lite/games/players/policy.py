@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from unstable_lite.games.templates import EXTRACTIONS, TEMPLATES, format_prompt
+from unstable_lite.games.templates import Template, find_extraction
 from unstable_lite.types import AgentSpec, Generation, Reply
 
 Generates = Callable[[str, int, tuple[str, ...]], Awaitable[Generation]]
@@ -12,17 +12,16 @@ Generates = Callable[[str, int, tuple[str, ...]], Awaitable[Generation]]
 
 
 class PolicyPlayer:
-    def __init__(self, generate: Generates, agent: AgentSpec, num_players: int) -> None:
+    def __init__(self, generate: Generates, template: Template, agent: AgentSpec, num_players: int) -> None:
         assert agent.model.adapter_version is not None
         self._generate = generate
         self._version = agent.model.adapter_version
-        self._template = agent.prompt_template
-        self._stop = TEMPLATES[agent.prompt_template].stop
-        self._extract = EXTRACTIONS[agent.action_extraction_fn]
+        self._template = template
+        self._extract = find_extraction(agent.action_extraction_fn)
         self._num_players = num_players
 
     async def act(self, observation: str) -> Reply:
-        prompt = format_prompt(self._template, observation, self._num_players)
-        generation = await self._generate(prompt, self._version, self._stop)
+        prompt = self._template.prompt(observation, self._num_players)
+        generation = await self._generate(prompt, self._version, self._template.stop)
         action, format_ok = self._extract(generation.text)
         return Reply(action=action, text=generation.text, prompt=prompt, format_ok=format_ok, generation=generation)
