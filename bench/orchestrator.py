@@ -163,7 +163,7 @@ async def measure_orchestrator(questioner: Questioner) -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         arena = AdapterArena(f"bench-{directory.name}", directory, bytes_needed=0)
-        tracker = Tracker(directory, [JsonlSink(directory / "metrics.jsonl")], config.tracker.keep_games)
+        tracker = Tracker(directory, [JsonlSink(directory / "metrics.jsonl")], config.tracker)
         try:
             async with started_engine(config, threads=1) as (pool, worker):
                 registry = ModelRegistry(beta=config.league.trueskill_beta)

@@ -193,3 +193,46 @@ async def test_cancelling_the_collector_leaves_no_game_and_no_task(league: Leagu
     assert asyncio.all_tasks() == before
     assert league.collector.games_in_flight.total() == 0
     assert league.arena.live_versions == set()
+
+
+async def test_a_checkpoint_gets_no_more_evaluation_games_than_its_quota_and_the_next_one_gets_its_own(
+    tmp_path: Path,
+) -> None:
+    league = League(tmp_path, max_eval_games_per_ckpt=5)
+    task = asyncio.create_task(league.collector.run(2, 3))
+
+    def evaluated() -> Counter[str]:
+        played = [r.spec.agent_specs for r in league.records if r.spec.kind == "eval"]
+        return Counter(agent.model.uid for agents in played for agent in agents if agent.model.kind == "checkpoint")
+
+    async def until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.001)
+
+    await until(lambda: evaluated()["base"] == 5)
+    trained = len(league.records)
+    await until(lambda: len(league.records) >= trained + 50)  # training goes on meanwhile
+    assert evaluated() == {"base": 5}
+    assert league.collector.evaluating.total() == 0
+    league.registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
+    league.collector.tell_new_checkpoint()
+    await until(lambda: evaluated()["ckpt-1"] == 5)
+    assert evaluated() == {"base": 5, "ckpt-1": 5}
+    task.cancel()
+    league.arena.close()
+
+
+async def test_steps_of_games_ended_by_others_invalid_moves_are_left_out_where_asked_for(tmp_path: Path) -> None:
+    async def far_off(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+        await asyncio.sleep(0)
+        return answer("\\boxed{[99]}", version)
+
+    league = League(tmp_path, far_off, filter_opponent_invalid=True)
+    mirror = TrainEnvSpec(env_id="TicTacToe-v0-train", num_players=2, num_actors=2, prompt_template="tiny")
+    league.scheduler._env_sampler = UniformRandomEnvSampler([mirror], [EVAL])
+    await league.collect_until(lambda: len(league.records) >= 20)
+    trajectories = [(r, t) for r in league.records for t in r.trajectories]
+    assert all(len(record.invalid_pids) == 1 for record, _ in trajectories)
+    offenders = sum(len(t.steps) for record, t in trajectories if t.pid in record.invalid_pids)
+    assert league.buffer.added == offenders
+    league.arena.close()

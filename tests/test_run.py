@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import csv
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import runs
 from unstable_lite.config import Config
+from unstable_lite.trackers.records import read_part, read_records
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -28,6 +32,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     assert code == 0, out + err
     assert err == ""
     return runs.run_directory(directory), out
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def metrics(directory: Path) -> list[dict[str, float]]:
@@ -74,10 +83,91 @@ def test_games_are_kept_with_their_turns_and_evaluations_with_their_counts(finis
     assert {game["kind"] for game in games} == {"train", "eval"}
     assert len({game["game_idx"] for game in games}) == len(games)
     evaluations = [json.loads(line) for line in (finished[0] / "eval.jsonl").read_text().splitlines()]
-    assert [(line["label"], line["model"], line["n"] + line["void"]) for line in evaluations] == [
+    with_quota = [line for line in evaluations if line["label"] != "concurrent"]
+    assert [(line["label"], line["model"], line["n"] + line["void"]) for line in with_quota] == [
         ("before", "base", 6),
         ("after", "ckpt-3", 6),
     ]
+    concurrent = [line for line in evaluations if line["label"] == "concurrent"]
+    played = [
+        next(agent["model"] for agent in game["agents"] if not agent["model"].startswith("fixed-"))
+        for game in games
+        if game["kind"] == "eval" and game["eval_label"] is None
+    ]
+    assert {line["model"]: line["n"] + line["void"] for line in concurrent} == Counter(played)
+
+
+def test_the_metrics_have_every_name_of_the_reference(finished: tuple[Path, str]) -> None:
+    names = {name for line in metrics(finished[0]) for name in line}
+    collection = (
+        "reward",
+        "Win Rate",
+        "Loss Rate",
+        "Draw",
+        "Reward (pid=0)",
+        "Reward (pid=1)",
+        "Game Length",
+        "Respone Length (char)",
+        "Observation Length (char)",
+        "Format Success Rate - correct_answer_format",
+        "Format Success Rate - invalid_move",
+        "step",
+    )
+    evaluation = ("Reward", "Reward (pid=0)", "Reward (pid=1)", "Win Rate", "Loss Rate", "Draw Rate", "step")
+    learner = (
+        "loss",
+        "logp_mean",
+        "avg_train_len",
+        "pct_truncated",
+        "step",
+        "samples_seen",
+        "lr",
+        "policy_grad_norm",
+    )
+    grams = [f"exploration/Nim-v0-train/Pct. Unique Action {n}-gram" for n in (1, 2, 3, 4)]
+    missing = {
+        *(f"collection-Nim-v0-train/{name}" for name in collection),
+        *(f"evaluation-Nim-v0-train (scripted:random)/{name}" for name in evaluation),
+        *(f"inference/engine-0/{name}" for name in ("queued", "running", "tok_s")),
+        *(f"learner/{name}" for name in learner),
+        *grams,
+    } - names
+    assert missing == set()
+
+
+def test_what_was_trained_on_is_kept_and_exported_with_the_references_columns(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    run = finished[0]
+    rows = [row for update in (1, 2, 3) for row in read_part(run / "train_data" / f"step-{update:06d}.jsonl.gz")]
+    assert len(rows) == 3 * 24
+    assert all(0 <= row["staleness"] <= 8 and row["completion_tokens"] <= 12 for row in rows)
+    code, out, err = runs.run("export", run, "--output", tmp_path / "csv")
+    assert code == 0, err
+    assert "3 files in training_data/" in out
+    exported = [
+        row for k in range(3) for row in read_csv(tmp_path / "csv" / "training_data" / f"train_data_step_{k}.csv")
+    ]
+    assert list(exported[0]) == ["pid", "obs", "act", "reward", "env_id", "step_info"]
+    assert [row["act"] for row in exported] == [row["act"] for row in rows]
+    assert [ast.literal_eval(row["step_info"]) for row in exported] == [row["step_info"] for row in rows]
+    games = {game["game_idx"]: game for game in read_records(run / "games.jsonl") if game["end"] != "void"}
+    evaluated = list((tmp_path / "csv" / "eval_data").iterdir())
+    assert len(evaluated) == sum(game["kind"] == "eval" for game in games.values())
+    for path in evaluated:
+        turns = read_csv(path)
+        game = games[int(turns[0]["game_idx"])]
+        assert path.name == f"Nim-v0-train-{game['game_idx']}.csv"
+        assert [turn["obs"] for turn in turns] == [turn[1] for turn in game["turns"]]
+        assert {turn["eval_opponent_name"] for turn in turns} == {"scripted:random"}
+        assert {float(turn["final_reward"]) for turn in turns} <= set(game["rewards"].values())
+    collected = [turn for path in (tmp_path / "csv" / "collection").iterdir() for turn in read_csv(path)]
+    assert {turn["env_id"] for turn in collected} == {"Nim-v0-train"}
+    assert len(collected) == sum(len(game["turns"]) for game in games.values() if game["kind"] == "train")
+    code, _, err = runs.run("export", run, "--output", tmp_path / "csv")
+    assert (code, "not empty" in err, "Traceback" in err) == (1, True, False)
+    code, _, err = runs.run("export", tmp_path)
+    assert (code, "is no run directory" in err) == (1, True)
 
 
 def test_tensorboard_shows_the_same_numbers_under_the_references_names(finished: tuple[Path, str]) -> None:

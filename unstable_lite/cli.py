@@ -95,6 +95,23 @@ def envs(
     Console(highlight=False).print(table)
 
 
+@app.command()
+def export(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    output: Annotated[Path | None, typer.Option(help="An empty or new directory; default: RUN/csv.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """Write the CSV files that UnstableBaselines would have written: training data, evaluation, collection."""
+    with _ErrorsAsMessages(debug):
+        from unstable_lite.trackers.export import export_csv
+
+        target = output or run_directory / "csv"
+        counts = export_csv(run_directory, target)
+        Console(highlight=False).print(
+            f"{target}: {', '.join(f'{count} files in {kind}/' for kind, count in counts.items())}", soft_wrap=True
+        )
+
+
 class _ErrorsAsMessages:
     """Our own errors as one message and exit code 1; Ctrl-C as exit code 130; tracebacks with `--debug`."""
 

@@ -43,6 +43,11 @@ class Collector:
         self._arena = arena
         self._config = config
         self._on_record = on_record
+        self.evaluating: Counter[str] = Counter()
+        """Evaluation games without a quota that are in flight, by the checkpoint's uid."""
+        self._eval_games_of: Counter[str] = Counter()
+        """Those started, by the checkpoint's uid."""
+        self._new_checkpoint = asyncio.Event()
         self._voids_in_a_row: Counter[str] = Counter()
 
     async def run(self, num_train_workers: int, num_eval_workers: int) -> None:
@@ -79,11 +84,31 @@ class Collector:
             record = await self._play(self._scheduler.next_train_job())
             if record.end != "void":
                 for trajectory in record.trajectories:
-                    self._buffer.add_player_trajectory(trajectory)
+                    if not self._is_filtered(record, trajectory.pid):
+                        self._buffer.add_player_trajectory(trajectory)
+
+    def _is_filtered(self, record: GameRecord, pid: int) -> bool:
+        """Whether `pid` got its reward by another player's invalid move, and such games are not wanted."""
+        is_unearned = bool(record.invalid_pids) and pid not in record.invalid_pids
+        return self._config.filter_opponent_invalid and is_unearned
 
     async def _play_eval_games(self) -> None:
+        most = self._config.max_eval_games_per_ckpt
         while True:
-            await self._play(self._scheduler.next_eval_job())
+            while most is not None and self._eval_games_of[self._scheduler.registry.get_current_ckpt()] >= most:
+                await self._new_checkpoint.wait()
+            uid = self._scheduler.registry.get_current_ckpt()
+            self._eval_games_of[uid] += 1
+            self.evaluating[uid] += 1
+            try:
+                await self._play(self._scheduler.next_eval_job())
+            finally:
+                self.evaluating[uid] -= 1
+
+    def tell_new_checkpoint(self) -> None:
+        """The registry has a new current policy: evaluation games that waited for one go on."""
+        self._new_checkpoint.set()
+        self._new_checkpoint = asyncio.Event()
 
     async def _play(self, spec: GameSpec) -> GameRecord:
         """One game, from its spec to its one record, whatever happens in between."""

@@ -33,6 +33,10 @@ class RunConfig(Section):
     """Evaluation games in flight beside them; 0 evaluates only by `eval_games`."""
     eval_games: int = Field(0, ge=0)
     """Games per eval env and evaluation, balanced over the seats, before the first and after the last update."""
+    max_eval_games_per_ckpt: int | None = Field(None, ge=1)
+    """At most so many games of one checkpoint by `num_eval_workers`; then they wait for the next one."""
+    filter_opponent_invalid: bool = False
+    """Do not train on the steps of a player whose game was ended by another player's invalid move."""
     eval_every: int | None = Field(None, ge=1)
     """Also evaluate by `eval_games` after every so many updates, while training goes on."""
     seed: int = Field(0, ge=0)
@@ -200,6 +204,12 @@ class TrackerConfig(Section):
     wandb_project: str | None = None
     keep_games: Literal["all", "eval", "none"] = "all"
     """Which transcripts go to games.jsonl."""
+    keep_tokens: bool = False
+    """Keep each turn's sampled token ids and their log-probabilities in games.jsonl, too."""
+    keep_train_data: bool = True
+    """Keep what each update trained on, in train_data/."""
+    max_part_mb: float = Field(64.0, gt=0)
+    """games.jsonl goes on in a new file at so many MB; the full one is compressed."""
 
 
 class Config(Section):

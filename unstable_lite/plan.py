@@ -171,6 +171,8 @@ def _number_problems(config: Config) -> Iterable[str]:
         yield f"engine.max_loras = {engine.max_loras}: this league needs at least {needed} adapter slots"
     if config.run.eval_every and not config.run.eval_games:
         yield "run.eval_every needs run.eval_games, the number of games per evaluation"
+    if config.run.max_eval_games_per_ckpt and not config.run.num_eval_workers:
+        yield "run.max_eval_games_per_ckpt bounds the games of run.num_eval_workers, and that is 0"
     if config.run.eval_games and not config.eval_envs:
         yield f"run.eval_games = {config.run.eval_games}, but there are no eval_envs"
     output = config.run.output_dir

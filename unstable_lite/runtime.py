@@ -132,7 +132,7 @@ class Run:
         self._terminal.say(f"run directory {directory}")
         for path in reap_stale_arenas():
             self._terminal.say(f"removed {path}, left behind by a run that was killed")
-        tracker = Tracker(directory, _sinks(config, directory), config.tracker.keep_games)
+        tracker = Tracker(directory, _sinks(config, directory), config.tracker)
         arena: AdapterArena | None = None
         try:
             with _log_file(directory / "logs" / "orchestrator.log"), self._stopped_by_signals():
@@ -168,6 +168,7 @@ class Run:
             self._terminal.say(arena.remark)
         scheduler = self._scheduler or _scheduler(config)
         buffer = self._buffer or _buffer(config)
+        tracker.registry = scheduler.registry
         for env in config.eval_envs:
             scheduler.registry.add_fixed(env.fixed_opponent, active=False)
         templates = templates_for(config, workers.prompts)

@@ -114,6 +114,7 @@ class Training:
         figures = {f"learner/{name}": value for name, value in updated.metrics.items()} | canary
         figures["learner/wait_for_batch_s"] = waited_s
         figures["learner/publish_s"] = time.monotonic() - published
+        await self.tracker.add_train_data(self.updates, version - 1, batch)
         self._report(figures)
         if self.updates % config.run.checkpoint_every == 0 and self.updates < config.run.learning_steps:
             await self._save()
@@ -123,6 +124,7 @@ class Training:
         self.arena.retain(version)
         self.version = version
         self._offered.append(self.registry.add_checkpoint(uid, adapter_version=version, iteration=self.updates))
+        self.collector.tell_new_checkpoint()
         if len(self._offered) > 1 + self.plan.lagged_opponents:
             too_old = self._offered.popleft()
             self.registry.set_active(too_old.uid, False)
@@ -188,6 +190,7 @@ class Training:
                 f"{figures['learner/mismatch_tokens']:.0f} on-policy tokens"
             )
         self.tracker.log_update(self.updates, figures)
+        self.tracker.end_evaluations(still_playing={self.registry.get_current_ckpt(), *+self.collector.evaluating})
         self.terminal.show_update(self.updates, self.plan.config.run.learning_steps, self._one_line())
 
     def _one_line(self) -> str:

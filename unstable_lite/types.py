@@ -165,6 +165,10 @@ class Turn:
     text: str
     action: str
     format_ok: bool
+    seconds: float = 0.0
+    """How long the player took to answer."""
+    generation: Generation | None = None
+    """Present for models that the engines serve."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -33,10 +33,19 @@ async def run_game(
     is_done = False
     while not is_done and len(record.turns) < spec.max_turns:
         pid, observation = environment.observe()
+        asked = time.monotonic()
         reply = await players[pid].act(observation)
         action = reply.action[:max_action_chars]
         record.turns.append(
-            Turn(pid=pid, observation=observation, text=reply.text, action=action, format_ok=reply.format_ok)
+            Turn(
+                pid=pid,
+                observation=observation,
+                text=reply.text,
+                action=action,
+                format_ok=reply.format_ok,
+                seconds=time.monotonic() - asked,
+                generation=reply.generation,
+            )
         )
         if pid in trajectories:
             assert reply.generation is not None, "only seats that the engines serve are collected"

@@ -1,7 +1,8 @@
 """What happened, as numbers: windows over games, one line of metrics per update, every evaluation with its interval.
 
-Metric names follow the reference (`trackers.py`); every group of means has its `n`. Sinks receive finished numbers and
-know nothing of games.
+Metric names follow the reference (`trackers.py`). Every mean has the number that it is of, in its own group: `n` where
+a player's game is the entry, `n (turns)` where a turn is, `n (pid=k)` for one seat, `n (answered)` for games in which
+the player sampled a token at all. Sinks receive finished numbers and know nothing of games.
 """
 
 from __future__ import annotations
@@ -9,16 +10,28 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from unstable_lite.types import GameRecord, ModelRef, PlayerTrajectory
+from unstable_lite.config import TrackerConfig
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.trackers.diversity import Diversity
+from unstable_lite.trackers.records import RecordLog
+from unstable_lite.trackers.train_data import Batch, TrainDataFiles
+from unstable_lite.types import GameRecord, ModelRef, Outcome, PlayerTrajectory, Turn
 
 WINDOW = 512
-"""Games over which the means of collection and evaluation run (reference)."""
+"""Entries over which the means of collection and evaluation run (reference): a player's games, or their turns."""
+INTERFACE_MEANS = (
+    ("n", "Game Length"),
+    ("n (turns)", "Format Success Rate - correct_answer_format"),
+    ("n (turns)", "Format Success Rate - invalid_move"),
+)
+"""What `get_interface_info` averages over all training envs, and what is counted there."""
+Z_95 = 1.96
 
 
 class Sink(Protocol):
@@ -29,7 +42,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A quota of games of one model on one env against one opponent."""
+    """What one model did on one env against one opponent."""
 
     label: str
     model: str
@@ -41,19 +54,30 @@ class Evaluation:
     wins: int
     draws: int
     losses: int
+    """`wins`, `draws` and `losses` make up `n`, except where there is one player: then they are 0."""
     invalid: int
     """Games that the model ended by an invalid move of its own."""
     void: int
     mean_reward: float
+    reward_std: float
+    """Of one game's reward."""
 
     @property
     def win_rate(self) -> float:
-        return self.wins / self.n if self.n else math.nan
+        """Not a number where nobody can win: before the first game, and in single-player envs."""
+        decided = self.wins + self.draws + self.losses
+        return self.wins / decided if decided else math.nan
 
     @property
     def interval(self) -> tuple[float, float]:
         """95 % Wilson score interval of the win rate."""
-        return wilson_interval(self.wins, self.n)
+        return wilson_interval(self.wins, self.wins + self.draws + self.losses)
+
+    @property
+    def reward_interval(self) -> tuple[float, float]:
+        """95 % interval of the mean reward, by the normal approximation."""
+        half = Z_95 * self.reward_std / math.sqrt(self.n) if self.n else math.nan
+        return self.mean_reward - half, self.mean_reward + half
 
     def describe(self) -> str:
         low, high = self.interval
@@ -62,8 +86,57 @@ class Evaluation:
             f"(95 %: {low:.1%} – {high:.1%}); {self.invalid} ended by its own invalid move"
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """A line of eval.jsonl; what is not a number is null."""
+        figures = {**asdict(self), "win_rate": self.win_rate}
+        plain = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in figures.items()}
+        reward_interval = [x if math.isfinite(x) else None for x in self.reward_interval]
+        return plain | {"interval": list(self.interval), "reward_interval": reward_interval}
 
-def wilson_interval(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
+
+class Tally:
+    """Counts the games of one model on one env against one opponent."""
+
+    def __init__(self) -> None:
+        self.void = self.invalid = 0
+        self._outcomes: Counter[Outcome] = Counter()
+        self._rewards = self._squares = 0.0
+
+    def add_record(self, record: GameRecord, pid: int) -> None:
+        """The game as it went for the model at seat `pid`."""
+        if record.end == "void":
+            self.void += 1
+        else:
+            self.add(record.outcomes[pid], record.rewards[pid], pid in record.invalid_pids)
+
+    def add(self, outcome: Outcome, reward: float, own_invalid: bool) -> None:
+        self._outcomes[outcome] += 1
+        self._rewards += reward
+        self._squares += reward * reward
+        self.invalid += own_invalid
+
+    def evaluation(self, label: str, model: str, step: int, env_id: str, opponent: str) -> Evaluation:
+        n = self._outcomes.total()
+        mean = self._rewards / n if n else math.nan
+        variance = max(0.0, self._squares - n * mean * mean) / (n - 1) if n > 1 else math.nan
+        return Evaluation(
+            label=label,
+            model=model,
+            step=step,
+            env_id=env_id,
+            opponent=opponent,
+            n=n,
+            wins=self._outcomes["win"],
+            draws=self._outcomes["draw"],
+            losses=self._outcomes["loss"],
+            invalid=self.invalid,
+            void=self.void,
+            mean_reward=mean,
+            reward_std=math.sqrt(variance),
+        )
+
+
+def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, float]:
     """Wilson (1927): an interval for a proportion that stays within [0, 1]; all of it where n is 0."""
     if n == 0:
         return 0.0, 1.0
@@ -77,74 +150,71 @@ def summarise_evaluation(
     label: str, step: int, model: ModelRef, env_id: str, opponent: str, records: Sequence[GameRecord]
 ) -> Evaluation:
     """Count what one model did in `records`, from the seats it sat at."""
-    whole = [record for record in records if record.end != "void"]
-    seats = [
-        (record, agent.pid) for record in whole for agent in record.spec.agent_specs if agent.model.uid == model.uid
-    ]
-    outcomes = [record.outcomes[pid] for record, pid in seats]
-    rewards = [record.rewards[pid] for record, pid in seats]
-    return Evaluation(
-        label=label,
-        model=model.uid,
-        step=step,
-        env_id=env_id,
-        opponent=opponent,
-        n=len(seats),
-        wins=outcomes.count("win"),
-        draws=outcomes.count("draw"),
-        losses=outcomes.count("loss"),
-        invalid=sum(pid in record.invalid_pids for record, pid in seats),
-        void=len(records) - len(whole),
-        mean_reward=sum(rewards) / len(rewards) if rewards else math.nan,
-    )
+    tally = Tally()
+    for record in records:
+        for agent in record.spec.agent_specs:
+            if agent.model.uid == model.uid:
+                tally.add_record(record, agent.pid)
+    return tally.evaluation(label, model.uid, step, env_id, opponent)
 
 
 class Tracker:
-    def __init__(self, run_directory: Path, sinks: Sequence[Sink], keep_games: Literal["all", "eval", "none"]) -> None:
+    def __init__(self, run_directory: Path, sinks: Sequence[Sink], config: TrackerConfig) -> None:
         self.evaluations: list[Evaluation] = []
+        """Those with a quota; all are in eval.jsonl."""
+        self.registry: ModelRegistry | None = None
+        """For `get_interface_info` and the age of checkpoints."""
         self.games_finished = 0
         self.void_games = 0
         self.alarms: list[str] = []
         self.latest: dict[str, float] = {}
         """The newest value of every metric."""
         self._sinks = list(sinks)
-        self._keep_games = keep_games
-        self._games_file = (run_directory / "games.jsonl").open("a", encoding="utf-8")
+        self._config = config
+        self._games_file = RecordLog(run_directory / "games.jsonl", config.max_part_mb)
         self._eval_file = (run_directory / "eval.jsonl").open("a", encoding="utf-8")
-        self._windows: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        """By group and name."""
+        self._train_data = TrainDataFiles(run_directory / "train_data") if config.keep_train_data else None
+        self._windows: dict[str, dict[str, dict[str, deque[float]]]] = defaultdict(lambda: defaultdict(_new_windows))
+        """By group, by what is counted (`n`, `n (turns)`, …), by name."""
         self._games_of: dict[str, int] = defaultdict(int)
+        self._diversity: dict[str, Diversity] = defaultdict(lambda: Diversity(WINDOW))
+        self._tallies: dict[tuple[str, str, str], Tally] = defaultdict(Tally)
+        """Evaluation games without a quota, by (model, env, opponent)."""
         self._started = time.monotonic()
 
     def add_record(self, record: GameRecord) -> None:
         """Count a finished game and keep its transcript."""
         self.games_finished += 1
-        if record.end == "void":
-            self.void_games += 1
-        elif record.spec.kind == "train":
+        is_void = record.end == "void"
+        self.void_games += is_void
+        if record.spec.kind == "eval":
+            self._add_evaluated(record)
+        elif not is_void:
             for trajectory in record.trajectories:
                 self._add_collected(record, trajectory)
-        else:
-            self._add_evaluated(record)
-        if self._keep_games == "all" or self._keep_games == record.spec.kind:
-            self._games_file.write(json.dumps(record_to_json(record), ensure_ascii=False) + "\n")
+        if self._config.keep_games == "all" or self._config.keep_games == record.spec.kind:
+            self._games_file.write(record_to_json(record, self._config.keep_tokens))
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
+        """One with a quota: kept for the summary, too."""
         self.evaluations.append(evaluation)
-        low, high = evaluation.interval
-        row = {**asdict(evaluation), "win_rate": evaluation.win_rate, "interval": [low, high]}
-        self._eval_file.write(json.dumps(row) + "\n")
-        self._eval_file.flush()
-        group = f"evaluation-{evaluation.env_id} ({evaluation.opponent})/checkpoint"
-        n = max(evaluation.n, 1)
-        metrics = {
-            f"{group} Win Rate": evaluation.win_rate,
-            f"{group} Win Rate low": low,
-            f"{group} Win Rate high": high,
-            f"{group} Invalid Rate": evaluation.invalid / n,
-            f"{group} n": evaluation.n,
-        }
-        self._send(evaluation.step, metrics)
+        self._write_evaluation(evaluation, "checkpoint")
+
+    def end_evaluations(self, still_playing: Collection[str]) -> None:
+        """Write what the evaluation games without a quota told of the checkpoints that play none any more."""
+        for key in [key for key in self._tallies if key[0] not in still_playing]:
+            model, env_id, opponent = key
+            iteration = self.registry.get(model).iteration if self.registry is not None else None
+            evaluation = self._tallies.pop(key).evaluation("concurrent", model, iteration or 0, env_id, opponent)
+            self._write_evaluation(evaluation, "concurrent checkpoint")
+
+    async def add_train_data(self, update: int, version: int, batch: Batch) -> None:
+        """Keep what update number `update` trained on; `version` is that of the policy before it.
+
+        Waits for the batch before it to be on disk, and not for this one. Raises OSError.
+        """
+        if self._train_data is not None:
+            await self._train_data.write(update, version, batch)
 
     def alarm(self, step: int, text: str) -> None:
         self.alarms.append(f"update {step}: {text}")
@@ -152,69 +222,144 @@ class Tracker:
     def log_update(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line of everything: `metrics` of this update, and the windows over games."""
         everything = dict(metrics)
-        for (group, name), window in self._windows.items():
-            everything[f"{group}/{name}"] = sum(window) / len(window)
+        for group, by_count in self._windows.items():
+            for count, windows in by_count.items():
+                for name, window in windows.items():
+                    everything[f"{group}/{name}"] = sum(window) / len(window)
+                everything[f"{group}/{count}"] = max(map(len, windows.values()))
         for group, games in self._games_of.items():
             everything[f"{group}/step"] = games
-            everything[f"{group}/n"] = min(games, WINDOW)
+        for env_id, diversity in self._diversity.items():
+            everything |= {f"exploration/{env_id}/{name}": value for name, value in diversity.metrics().items()}
         everything["run/seconds"] = time.monotonic() - self._started
         everything["run/games"] = self.games_finished
         everything["run/void_games"] = self.void_games
         everything["run/alarms"] = len(self.alarms)
         self._send(step, everything)
-        self._games_file.flush()
+
+    def get_interface_info(self) -> dict[str, Any]:
+        """What a dashboard draws, under the reference's keys; means over every training env, None before the first.
+
+        `gpu_tok_s` by engine, `TS` by model uid, `match_counts` by pair of uids, `exploration` by env.
+        """
+        registry = self.registry
+        return {
+            "gpu_tok_s": {
+                name.split("/")[1]: value
+                for name, value in self.latest.items()
+                if name.startswith("inference/") and name.endswith("/tok_s")
+            },
+            "TS": {uid: asdict(meta) for uid, meta in registry.get_all_models().items()} if registry else {},
+            "match_counts": dict(registry.match_counts) if registry else {},
+            "exploration": {env_id: diversity.metrics() for env_id, diversity in self._diversity.items()},
+        } | {name: self._mean_over_envs(count, name) for count, name in INTERFACE_MEANS}
 
     def close(self) -> None:
+        """Everything that is known is on disk afterwards."""
+        self.end_evaluations(())
         for sink in self._sinks:
             sink.close()
         self._games_file.close()
         self._eval_file.close()
+        if self._train_data is not None:
+            self._train_data.close()
 
     def _send(self, step: int, metrics: Mapping[str, float]) -> None:
         self.latest.update(metrics)
         for sink in self._sinks:
             sink.log(step, metrics)
 
+    def _write_evaluation(self, evaluation: Evaluation, what: str) -> None:
+        self._eval_file.write(json.dumps(evaluation.to_json()) + "\n")
+        self._eval_file.flush()
+        group = f"evaluation-{evaluation.env_id} ({evaluation.opponent})/{what}"
+        low, high = evaluation.interval
+        metrics = {
+            f"{group} Reward": evaluation.mean_reward,
+            f"{group} Win Rate": evaluation.win_rate,
+            f"{group} Win Rate low": low,
+            f"{group} Win Rate high": high,
+            f"{group} Invalid Rate": evaluation.invalid / max(evaluation.n, 1),
+            f"{group} n": evaluation.n,
+        }
+        self._send(evaluation.step, {name: value for name, value in metrics.items() if math.isfinite(value)})
+
+    def _mean_over_envs(self, count: str, name: str) -> float | None:
+        groups = [by_count[count] for group, by_count in self._windows.items() if group.startswith("collection-")]
+        values = [value for windows in groups for value in windows.get(name, ())]
+        return sum(values) / len(values) if values else None
+
     def _add_collected(self, record: GameRecord, trajectory: PlayerTrajectory) -> None:
-        group = f"collection-{record.spec.env_id}"
+        group, pid = f"collection-{record.spec.env_id}", trajectory.pid
         self._games_of[group] += 1
-        self._add_outcome(group, record, trajectory.pid, "Draw")
+        self._add_outcome(group, record, pid, "Draw")
+        of_turns = self._windows[group]["n (turns)"]
+        num_tokens = 0
         for step in trajectory.steps:
-            self._add(group, "Respone Length (char)", len(step.act))
-            self._add(group, "Response Length (token)", len(step.generation.completion_ids))
-            self._add(group, "Observation Length (char)", len(step.obs))
+            num_tokens += len(step.generation.completion_ids)
+            of_turns["Respone Length (char)"].append(len(step.act))
+            of_turns["Response Length (token)"].append(len(step.generation.completion_ids))
+            of_turns["Observation Length (char)"].append(len(step.obs))
             for name, value in step.format_feedback.items():
-                self._add(group, f"Format Success Rate - {name}", value)
-        self._add(group, "Game Length", trajectory.num_turns)
-        self._add(group, "Ended by own invalid move", trajectory.pid in record.invalid_pids)
-        own_invalid = trajectory.pid in record.invalid_pids
-        self._add(group, "Ended by others' invalid move", bool(record.invalid_pids) and not own_invalid)
-        self._add(group, "Truncated", record.end == "truncated")
+                of_turns[f"Format Success Rate - {name}"].append(value)
+        turns = [turn for turn in record.turns if turn.pid == pid]
+        own_seconds = 0.0
+        for turn in turns:
+            own_seconds += turn.seconds
+            of_turns["Time per Turn (s)"].append(turn.seconds)
+        if num_tokens:
+            self._windows[group]["n (answered)"]["Time per Token (s)"].append(own_seconds / num_tokens)
+        self._diversity[record.spec.env_id].add([t.observation for t in turns], [t.action for t in turns])
 
     def _add_evaluated(self, record: GameRecord) -> None:
         opponents = [agent.model.name for agent in record.spec.agent_specs if agent.model.kind == "fixed"]
-        group = f"evaluation-{record.spec.env_id} ({opponents[0] if opponents else 'none'})"
-        self._games_of[group] += 1
+        env_id, opponent = record.spec.env_id, (opponents[0] if opponents else None) or "none"
+        group = f"evaluation-{env_id} ({opponent})"
         for agent in record.spec.agent_specs:
-            if agent.model.kind == "checkpoint":
-                self._add_outcome(group, record, agent.pid, "Draw Rate")
+            if agent.model.kind != "checkpoint":
+                continue
+            if record.spec.eval_label is None:
+                self._tallies[agent.model.uid, env_id, opponent].add_record(record, agent.pid)
+            if record.end == "void":
+                continue
+            self._games_of[group] += 1
+            self._add_outcome(group, record, agent.pid, "Draw Rate")
+            of_turns = self._windows[group]["n (turns)"]
+            for turn in record.turns:
+                if turn.pid == agent.pid:
+                    of_turns["Response Length (char)"].append(len(turn.text))
+                    of_turns["Format Success Rate - correct_answer_format"].append(turn.format_ok)
+                    of_turns["Time per Turn (s)"].append(turn.seconds)
 
     def _add_outcome(self, group: str, record: GameRecord, pid: int, draw_name: str) -> None:
-        reward_name = "reward" if record.spec.kind == "train" else "Reward"
-        self._add(group, reward_name, record.rewards[pid])
-        self._add(group, f"Reward (pid={pid})", record.rewards[pid])
+        """What one player's game was like, in training and in evaluation alike."""
+        of_games, of_seat = self._windows[group]["n"], self._windows[group][f"n (pid={pid})"]
+        of_games["reward" if record.spec.kind == "train" else "Reward"].append(record.rewards[pid])
+        of_seat[f"Reward (pid={pid})"].append(record.rewards[pid])
         outcome = record.outcomes[pid]
         if outcome != "na":
-            self._add(group, "Win Rate", outcome == "win")
-            self._add(group, "Loss Rate", outcome == "loss")
-            self._add(group, draw_name, outcome == "draw")
+            of_games["Win Rate"].append(outcome == "win")
+            of_games["Loss Rate"].append(outcome == "loss")
+            of_games[draw_name].append(outcome == "draw")
+            of_seat[f"Win Rate (pid={pid})"].append(outcome == "win")
+        own_invalid = pid in record.invalid_pids
+        of_games["Ended by own invalid move"].append(own_invalid)
+        of_games["Ended by others' invalid move"].append(bool(record.invalid_pids) and not own_invalid)
+        of_games["Truncated"].append(record.end == "truncated")
+        of_games["Game Length"].append(len(record.turns))
+        of_games["Time per Game (s)"].append(record.seconds)
 
-    def _add(self, group: str, name: str, value: float) -> None:
-        self._windows[group, name].append(value)
+
+def _new_windows() -> dict[str, deque[float]]:
+    return defaultdict(lambda: deque(maxlen=WINDOW))
 
 
-def record_to_json(record: GameRecord) -> dict[str, Any]:
-    """A GameRecord as one line of games.jsonl: what a person would read, and what replays the game."""
+def record_to_json(record: GameRecord, keep_tokens: bool) -> dict[str, Any]:
+    """A GameRecord as one line of games.jsonl: what a person would read, and what replays the game.
+
+    A turn is `[pid, observation, text, action, format_ok, seconds]`. With `keep_tokens` it has a seventh entry: what
+    was sampled, for players that the engines serve, and null for others.
+    """
     spec = record.spec
     return {
         "game_idx": spec.game_idx,
@@ -226,11 +371,27 @@ def record_to_json(record: GameRecord) -> dict[str, Any]:
             {"pid": agent.pid, "model": agent.model.uid, "collect_data": agent.collect_data}
             for agent in spec.agent_specs
         ],
-        "turns": [[turn.pid, turn.observation, turn.text, turn.action, turn.format_ok] for turn in record.turns],
+        "turns": [
+            [turn.pid, turn.observation, turn.text, turn.action, turn.format_ok, round(turn.seconds, 4)]
+            + ([_sampled(turn)] if keep_tokens else [])
+            for turn in record.turns
+        ],
         "rewards": record.rewards,
         "outcomes": record.outcomes,
         "end": record.end,
         "invalid_pids": record.invalid_pids,
         "error": record.error,
         "seconds": round(record.seconds, 4),
+    }
+
+
+def _sampled(turn: Turn) -> dict[str, Any] | None:
+    generation = turn.generation
+    if generation is None:
+        return None
+    return {
+        "completion_ids": generation.completion_ids.tolist(),
+        "logprobs": [round(logprob, 4) for logprob in generation.logprobs.tolist()],
+        "adapter_version": generation.adapter_version,
+        "finish_reason": generation.finish_reason,
     }

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import pytest
+
+from unstable_lite.trackers.diversity import Diversity
+
+Trajectory = tuple[list[str], list[str]]
+
+
+def entropy(things: list[object]) -> float:
+    return -sum(c / len(things) * math.log(c / len(things)) for c in Counter(things).values())
+
+
+def expected(trajectories: list[Trajectory]) -> dict[str, float]:
+    """All of it from the start, the plain way."""
+    actions: list[object] = [a for _, acts in trajectories for a in acts]
+    states: list[object] = [s for states, _ in trajectories for s in states]
+    figures: dict[str, float] = {}
+    for n in (1, 2, 3, 4):
+        grams = [tuple(acts[i : i + n]) for _, acts in trajectories for i in range(len(acts) - n + 1)]
+        if grams:
+            figures[f"Pct. Unique Action {n}-gram"] = len(set(grams)) / len(grams)
+    by_turn: dict[int, list[object]] = {}
+    for _, acts in trajectories:
+        for turn, action in enumerate(acts):
+            by_turn.setdefault(turn, []).append(action)
+    return figures | {
+        "Unique Actions": len(set(actions)),
+        "Unique States": len(set(states)),
+        "Unique Trajectories": len({tuple(acts) for _, acts in trajectories}),
+        "Action Entropy": entropy(actions),
+        "State Entropy": entropy(states),
+        "Action Entropy (per turn)": sum(len(acts) / len(actions) * entropy(acts) for acts in by_turn.values()),
+        "Action Entropy (trajectory)": sum(entropy(list(acts)) for _, acts in trajectories) / len(trajectories),
+        "n": len(trajectories),
+        "n (turns)": len(actions),
+    }
+
+
+@pytest.mark.parametrize("num_games", [1, 19, 20, 21, 90])
+def test_figures_are_those_of_the_newest_trajectories_alone(num_games: int) -> None:
+    rng = random.Random(num_games)
+    diversity = Diversity(window=20)
+    trajectories: list[Trajectory] = []
+    for _ in range(num_games):
+        actions = [rng.choice("abcd") for _ in range(rng.randint(1, 8))]
+        trajectories.append(([f"{rng.randint(0, 9)}" for _ in actions], actions))
+        diversity.add(*trajectories[-1])
+    assert diversity.metrics() == pytest.approx(expected(trajectories[-20:]))
+
+
+def test_a_policy_that_always_does_the_same_has_no_entropy() -> None:
+    diversity = Diversity(window=512)
+    for _ in range(5):
+        diversity.add(["s1", "s2"], ["a", "b"])
+    figures = diversity.metrics()
+    assert figures["Action Entropy (per turn)"] == pytest.approx(0)
+    assert figures["Unique Trajectories"] == 1
+    assert figures["Pct. Unique Action 2-gram"] == 1 / 5
+    assert "Pct. Unique Action 3-gram" not in figures
+
+
+def test_long_games_fill_the_window_earlier() -> None:
+    diversity = Diversity(window=512, max_turns=100)
+    for game in range(30):
+        diversity.add([str(game)] * 9, [str(game)] * 9)
+    figures = diversity.metrics()
+    assert figures["n"] == figures["Unique Actions"] == 11
+    assert figures["n (turns)"] == 99

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unstable_lite.errors import UnstableError
+from unstable_lite.trackers.records import RecordLog, read_part, read_records, write_whole
+
+
+def numbers(path: Path) -> list[int]:
+    return [record["n"] for record in read_records(path)]
+
+
+def write(path: Path, first: int, last: int, part_mb: float = 64) -> None:
+    log = RecordLog(path, part_mb)
+    for n in range(first, last):
+        log.write({"n": n, "text": "x" * 100})
+    log.close()
+
+
+def test_full_parts_are_compressed_and_everything_is_read_back_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "games.jsonl"
+    write(path, 0, 100, part_mb=0.002)
+    parts = sorted(file.name for file in tmp_path.iterdir())
+    assert parts[0] == "games-000001.jsonl.gz"
+    assert len(parts) > 4
+    assert parts[-1] == "games.jsonl"
+    assert path.stat().st_size < 2000
+    assert numbers(path) == list(range(100))
+
+
+def test_a_log_that_is_opened_again_goes_on_after_what_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "games.jsonl"
+    write(path, 0, 50, part_mb=0.002)
+    write(path, 50, 100, part_mb=0.002)
+    assert numbers(path) == list(range(100))
+
+
+def test_each_record_is_on_disk_when_write_returns(tmp_path: Path) -> None:
+    log = RecordLog(tmp_path / "games.jsonl")
+    log.write({"n": 1})
+    assert numbers(tmp_path / "games.jsonl") == [1]
+    log.close()
+
+
+@pytest.mark.parametrize("unfinished", ['{"n": 2, "te', '{"n": 2}', "x" * 200_000])
+def test_a_crash_costs_the_unfinished_line_and_no_other(tmp_path: Path, unfinished: str) -> None:
+    path = tmp_path / "games.jsonl"
+    write(path, 0, 2)
+    with path.open("a") as file:
+        file.write(unfinished)
+    assert numbers(path) == [0, 1]
+    write(path, 2, 4)
+    assert numbers(path) == [0, 1, 2, 3]
+
+
+def test_a_log_that_holds_nothing_but_an_unfinished_line_starts_anew(tmp_path: Path) -> None:
+    path = tmp_path / "games.jsonl"
+    path.write_text('{"n"')
+    write(path, 0, 2)
+    assert numbers(path) == [0, 1]
+
+
+def test_a_part_that_a_crash_left_both_plain_and_compressed_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "games.jsonl"
+    write(path, 0, 3)
+    path.rename(tmp_path / "games-000001.jsonl")
+    (tmp_path / "games-000001.jsonl.gz").write_bytes(gzip.compress((tmp_path / "games-000001.jsonl").read_bytes()))
+    assert numbers(path) == [0, 1, 2]
+    (tmp_path / "games-000001.jsonl.gz").unlink()
+    assert numbers(path) == [0, 1, 2]
+
+
+def test_a_broken_line_in_the_middle_is_an_error_that_says_where(tmp_path: Path) -> None:
+    path = tmp_path / "games.jsonl"
+    path.write_text('{"n": 0}\nnot json\n{"n": 1}\n')
+    with pytest.raises(UnstableError, match=r"games\.jsonl, line 2"):
+        numbers(path)
+
+
+def test_what_json_does_not_know_is_written_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "step.jsonl.gz"
+    write_whole(path, [{"a": np.float32(0.5), "b": {1: np.int64(2)}, "c": {3}, "d": "half \ud83d a pair"}])
+    assert list(read_part(path)) == [{"a": 0.5, "b": {"1": 2}, "c": "{3}", "d": "half ? a pair"}]
+    assert [file.name for file in tmp_path.iterdir()] == ["step.jsonl.gz"]
+    assert json.loads(gzip.decompress(path.read_bytes()))

@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unstable_lite.config import TrackerConfig
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.trackers.records import read_part, read_records
+from unstable_lite.trackers.tracker import WINDOW, Tally, Tracker, wilson_interval
+from unstable_lite.types import (
+    AgentSpec,
+    GameEnd,
+    GameKind,
+    GameRecord,
+    GameSpec,
+    Generation,
+    ModelRef,
+    PlayerTrajectory,
+    Step,
+    Turn,
+)
+
+BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
+
+
+class Kept:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.lines.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        pass
+
+
+def generation(version: int = 3) -> Generation:
+    return Generation(
+        prompt_ids=np.array([1, 2], np.int32),
+        completion_ids=np.array([5, 6, 7, 8], np.int32),
+        logprobs=np.array([-0.25, -0.5, -1.0, -2.0], np.float32),
+        text="answer",
+        finish_reason="stop",
+        adapter_version=version,
+    )
+
+
+def game(
+    model: ModelRef = BASE,
+    kind: GameKind = "train",
+    rewards: tuple[float, float] = (1.0, -1.0),
+    end: GameEnd = "natural",
+    invalid_pids: tuple[int, ...] = (),
+    label: str | None = None,
+) -> GameRecord:
+    """Two turns: seat 0 of `model`, seat 1 of a fixed opponent."""
+    agents = tuple(
+        AgentSpec(pid=pid, model=m, collect_data=c, prompt_template="tiny", action_extraction_fn="default")
+        for pid, m, c in ((0, model, kind == "train"), (1, RANDOM, False))
+    )
+    spec = GameSpec(
+        game_idx=7, kind=kind, env_id="E", num_players=2, seed=2, agent_specs=agents, max_turns=9, eval_label=label
+    )
+    step = Step(
+        pid=0,
+        obs="prompt",
+        act="answer",
+        reward=0.5,
+        env_id="E",
+        generation=generation(),
+        format_feedback={"correct_answer_format": True, "invalid_move": 0 in invalid_pids},
+        step_info={"raw_reward": 1.0, "env_reward": 0.75, "step_reward": 0.5, "game_idx": 7, "turn": 0, "action": "a"},
+    )
+    trajectory = PlayerTrajectory(pid=0, env_id="E", game_idx=7, model=model, steps=[step], final_reward=rewards[0])
+    turn = Turn(
+        pid=0, observation="state", text="answer", action="a", format_ok=True, seconds=0.5, generation=generation()
+    )
+    answer = Turn(pid=1, observation="state 2", text="b", action="b", format_ok=True, seconds=0.25)
+    winner = max(rewards)
+    return GameRecord(
+        spec=spec,
+        turns=[turn, answer],
+        trajectories=[trajectory] if kind == "train" else [],
+        rewards=dict(enumerate(rewards)),
+        outcomes={
+            pid: ("draw" if rewards[0] == rewards[1] else "win" if reward == winner else "loss")
+            for pid, reward in enumerate(rewards)
+        },
+        end=end,
+        invalid_pids=invalid_pids,
+        seconds=0.75,
+    )
+
+
+def make_tracker(directory: Path, sink: Kept | None = None, **config: Any) -> Tracker:
+    tracker = Tracker(directory, [sink] if sink else [], TrackerConfig(**config))
+    tracker.registry = ModelRegistry()
+    return tracker
+
+
+def test_every_mean_is_of_as_many_entries_as_its_n_says(tmp_path: Path) -> None:
+    sink = Kept()
+    tracker = make_tracker(tmp_path, sink)
+    tracker.add_record(game())
+    tracker.add_record(game(rewards=(-1.0, 1.0), end="invalid", invalid_pids=(0,)))
+    tracker.add_record(game(rewards=(0.0, 0.0), end="truncated"))
+    tracker.add_record(game(end="invalid", invalid_pids=(1,)))
+    tracker.add_record(game(end="void"))
+    tracker.log_update(1, {})
+    figures = {name.removeprefix("collection-E/"): x for name, x in sink.lines[-1][1].items() if "collection-E" in name}
+    assert figures == {
+        "reward": 0.25,
+        "Win Rate": 0.5,
+        "Loss Rate": 0.25,
+        "Draw": 0.25,
+        "Ended by own invalid move": 0.25,
+        "Ended by others' invalid move": 0.25,
+        "Truncated": 0.25,
+        "Game Length": 2,
+        "Time per Game (s)": 0.75,
+        "n": 4,
+        "Reward (pid=0)": 0.25,
+        "Win Rate (pid=0)": 0.5,
+        "n (pid=0)": 4,
+        "Respone Length (char)": 6,
+        "Response Length (token)": 4,
+        "Observation Length (char)": 6,
+        "Format Success Rate - correct_answer_format": 1,
+        "Format Success Rate - invalid_move": 0.25,
+        "Time per Turn (s)": 0.5,
+        "n (turns)": 4,
+        "Time per Token (s)": 0.125,
+        "n (answered)": 4,
+        "step": 4,
+    }
+    assert sink.lines[-1][1]["run/void_games"] == 1
+    assert sink.lines[-1][1]["exploration/E/Unique Actions"] == 1
+    tracker.close()
+
+
+def test_means_run_over_the_newest_window_while_step_counts_on(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path, keep_games="none")
+    for _ in range(WINDOW):
+        tracker.add_record(game(rewards=(-1.0, 1.0)))
+    for _ in range(WINDOW):
+        tracker.add_record(game())
+    tracker.log_update(1, {})
+    assert tracker.latest["collection-E/Win Rate"] == 1
+    assert tracker.latest["collection-E/n"] == WINDOW
+    assert tracker.latest["collection-E/step"] == 2 * WINDOW
+    tracker.close()
+
+
+def test_evaluation_games_without_a_quota_are_told_by_checkpoint_once_it_plays_no_more(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path)
+    assert tracker.registry is not None
+    new = tracker.registry.add_checkpoint("ckpt-5", adapter_version=5, iteration=5)
+    for rewards in ((1.0, -1.0), (1.0, -1.0), (0.0, 0.0)):
+        tracker.add_record(game(kind="eval", rewards=rewards))
+    tracker.add_record(game(kind="eval", end="void"))
+    tracker.add_record(game(new, kind="eval", rewards=(-1.0, 1.0), end="invalid", invalid_pids=(0,)))
+    tracker.add_record(game(kind="eval", label="before"))  # its quota is told of apart
+    tracker.end_evaluations(still_playing={"base", "ckpt-5"})
+    assert (tmp_path / "eval.jsonl").read_text() == ""
+    tracker.end_evaluations(still_playing={"ckpt-5"})
+    tracker.close()
+    base, later = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
+    told = {key: base[key] for key in ("label", "model", "step", "n", "wins", "draws", "losses", "void", "mean_reward")}
+    assert told == {
+        "label": "concurrent",
+        "model": "base",
+        "step": 0,
+        "n": 3,
+        "wins": 2,
+        "draws": 1,
+        "losses": 0,
+        "void": 1,
+        "mean_reward": pytest.approx(2 / 3),
+    }
+    assert base["interval"] == list(wilson_interval(2, 3))
+    assert (later["model"], later["step"], later["n"], later["invalid"]) == ("ckpt-5", 5, 1, 1)
+    assert later["reward_interval"] == [None, None]  # one game has no spread
+    assert tracker.evaluations == []
+
+
+def test_games_that_nobody_can_win_have_a_reward_and_no_win_rate() -> None:
+    tally = Tally()
+    for reward in (0.25, 0.75):
+        tally.add("na", reward, own_invalid=False)
+    evaluation = tally.evaluation("l", "m", 0, "E", "none")
+    assert math.isnan(evaluation.win_rate)
+    assert evaluation.interval == (0.0, 1.0)
+    assert evaluation.mean_reward == 0.5
+    half = 1.96 * math.sqrt(0.125) / math.sqrt(2)
+    assert evaluation.reward_interval == pytest.approx((0.5 - half, 0.5 + half))
+    assert evaluation.to_json()["win_rate"] is None
+
+
+async def test_what_an_update_trained_on_is_kept_one_file_an_update(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path)
+    (step,) = game().trajectories[0].steps
+    await tracker.add_train_data(1, 4, [step, step])
+    await tracker.add_train_data(2, 5, [[step], [step, step]])  # episodes
+    tracker.close()
+    files = sorted((tmp_path / "train_data").iterdir())
+    assert [file.name for file in files] == ["step-000001.jsonl.gz", "step-000002.jsonl.gz"]
+    assert [len(list(read_part(file))) for file in files] == [2, 3]
+    row = next(read_part(files[0]))
+    assert row == {
+        "pid": 0,
+        "obs": "prompt",
+        "act": "answer",
+        "reward": 0.5,
+        "env_id": "E",
+        "step_info": step.step_info,
+        "format_feedback": {"correct_answer_format": True, "invalid_move": False},
+        "prompt_tokens": 2,
+        "completion_tokens": 4,
+        "finish_reason": "stop",
+        "adapter_version": 3,
+        "staleness": 1,
+    }
+
+
+async def test_train_data_that_cannot_be_written_is_an_error_at_the_next_update(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path)
+    (tmp_path / "train_data").rmdir()
+    await tracker.add_train_data(1, 0, [])
+    with pytest.raises(FileNotFoundError):
+        await tracker.add_train_data(2, 1, [])
+    tracker.close()
+
+
+async def test_train_data_can_be_switched_off(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path, keep_train_data=False)
+    await tracker.add_train_data(1, 0, game().trajectories[0].steps)
+    tracker.close()
+    assert not (tmp_path / "train_data").exists()
+
+
+@pytest.mark.parametrize("keep_tokens", [False, True])
+def test_tokens_and_their_log_probabilities_are_kept_where_asked_for(tmp_path: Path, keep_tokens: bool) -> None:
+    tracker = make_tracker(tmp_path, keep_tokens=keep_tokens)
+    tracker.add_record(game())
+    tracker.close()
+    (kept,) = read_records(tmp_path / "games.jsonl")
+    policy, opponent = kept["turns"]
+    assert policy[:6] == [0, "state", "answer", "a", True, 0.5]
+    if not keep_tokens:
+        assert len(policy) == len(opponent) == 6
+        return
+    assert policy[6]["completion_ids"] == [5, 6, 7, 8]
+    assert policy[6]["logprobs"] == [-0.25, -0.5, -1.0, -2.0]
+    assert opponent[6] is None
+
+
+def test_the_interface_is_told_ratings_matches_speed_and_diversity(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path)
+    assert tracker.get_interface_info()["Game Length"] is None
+    assert tracker.registry is not None
+    tracker.registry.add_fixed("scripted:random")
+    for end in ("natural", "invalid"):
+        record = game(end=end, invalid_pids=(0,) if end == "invalid" else ())
+        tracker.registry.update_ratings({0: "base", 1: RANDOM.uid}, record.rewards, "E")
+        tracker.add_record(record)
+    tracker.log_update(1, {"inference/engine-0/tok_s": 12.0, "inference/engine-0/queued": 1.0})
+    info = tracker.get_interface_info()
+    tracker.close()
+    assert info["gpu_tok_s"] == {"engine-0": 12.0}
+    assert info["TS"]["base"]["wins"] == 2
+    assert info["match_counts"] == {("base", RANDOM.uid): 2}
+    assert info["exploration"]["E"]["n"] == 2
+    assert info["Game Length"] == 2
+    assert info["Format Success Rate - correct_answer_format"] == 1
+    assert info["Format Success Rate - invalid_move"] == 0.5

@@ -1,0 +1,111 @@
+"""The reference's CSV files, from the JSON Lines that a run left.
+
+`training_data/train_data_step_{k}.csv` counts k from 0, as the reference does; a run's updates count from 1.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unstable_lite.errors import UnstableError
+from unstable_lite.trackers.records import read_part, read_records
+
+TRAIN_COLUMNS = ("pid", "obs", "act", "reward", "env_id", "step_info")
+TURN_COLUMNS = (
+    "game_idx",
+    "turn_idx",
+    "pid",
+    "name",
+    "obs",
+    "full_action",
+    "extracted_action",
+    "step_info",
+    "final_reward",
+)
+EVAL_COLUMNS = (*TURN_COLUMNS, "eval_model_pid", "eval_opponent_name")
+COLLECTION_COLUMNS = (*TURN_COLUMNS, "env_id")
+
+
+def export_csv(run: Path, output: Path) -> dict[str, int]:
+    """Write every file of the reference that `run` has the data for; returns how many of each kind.
+
+    Void games have no rewards and are left out. Raises UnstableError if `run` is no run directory, if `output` has
+    files in it, or if a line of the run's files cannot be read.
+    """
+    if not (run / "games.jsonl").exists():
+        raise UnstableError(f"{run} is no run directory: it has no games.jsonl")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UnstableError(f"{output} is there and not empty; name another directory with --output, or remove it")
+    counts = {
+        "training_data": _export_train_data(run / "train_data", output / "training_data"),
+        "eval_data": 0,
+        "collection": 0,
+    }
+    for kind in ("eval_data", "collection"):
+        (output / kind).mkdir(parents=True)
+    for game in read_records(run / "games.jsonl"):
+        if game["end"] == "void":
+            continue
+        if game["kind"] == "eval":
+            path = output / "eval_data" / f"{game['env_id']}-{game['game_idx']}.csv"
+            counts["eval_data"] += _append(path, EVAL_COLUMNS, _eval_rows(game))
+        else:
+            path = output / "collection" / f"{_collected_model(game)}.csv"
+            counts["collection"] += _append(path, COLLECTION_COLUMNS, _turn_rows(game, env_id=game["env_id"]))
+    return counts
+
+
+def _export_train_data(source: Path, target: Path) -> int:
+    target.mkdir(parents=True)
+    files = sorted(source.glob("step-*.jsonl.gz"))
+    for file in files:
+        update = int(file.name.removeprefix("step-").removesuffix(".jsonl.gz"))
+        rows = ({**row, "step_info": repr(row["step_info"])} for row in read_part(file))
+        _append(target / f"train_data_step_{update - 1}.csv", TRAIN_COLUMNS, rows)
+    return len(files)
+
+
+def _eval_rows(game: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    fixed = [agent["model"] for agent in game["agents"] if agent["model"].startswith("fixed-")]
+    evaluated = [agent["pid"] for agent in game["agents"] if not agent["model"].startswith("fixed-")]
+    opponent = fixed[0].removeprefix("fixed-") if fixed else ""
+    return _turn_rows(game, eval_model_pid=evaluated[0] if evaluated else "", eval_opponent_name=opponent)
+
+
+def _turn_rows(game: Mapping[str, Any], **same_for_all: Any) -> Iterator[dict[str, Any]]:
+    names = {agent["pid"]: agent["model"] for agent in game["agents"]}
+    last_turn_of = {turn[0]: index for index, turn in enumerate(game["turns"])}
+    for index, (pid, observation, text, action, format_ok, *_) in enumerate(game["turns"]):
+        is_invalid = pid in game["invalid_pids"] and last_turn_of[pid] == index
+        yield {
+            "game_idx": game["game_idx"],
+            "turn_idx": index,
+            "pid": pid,
+            "name": names[pid],
+            "obs": observation,
+            "full_action": text,
+            "extracted_action": action,
+            "step_info": json.dumps({"correct_answer_format": format_ok, "invalid_move": is_invalid}),
+            "final_reward": game["rewards"][str(pid)],
+            **same_for_all,
+        }
+
+
+def _collected_model(game: Mapping[str, Any]) -> str:
+    """The checkpoint that the game was collected for, as a file name."""
+    return next(str(agent["model"]) for agent in game["agents"] if agent["collect_data"]).replace("/", "-")
+
+
+def _append(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> int:
+    """1 if this made the file, 0 if it was there."""
+    is_new = not path.exists()
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+    return int(is_new)

@@ -1,0 +1,143 @@
+"""JSON Lines on disk, in parts of bounded size, the full ones compressed; and how to read them back.
+
+Owns file names, and that a crash costs the line being written and no other. Knows nothing of what a line holds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unstable_lite.errors import UnstableError
+
+log = logging.getLogger(__name__)
+
+PART_MB = 64.0
+
+
+class RecordLog:
+    """`games.jsonl` is being written; `games-000001.jsonl.gz`, `games-000002.jsonl.gz` … are full."""
+
+    def __init__(self, path: Path, part_mb: float = PART_MB) -> None:
+        """Go on after what is there; a line that a crash cut is taken off."""
+        _drop_unfinished_line(path)
+        self._path = path
+        self._part_bytes = int(part_mb * 1e6)
+        self._file = path.open("ab")
+        self._size = self._file.tell()
+        self._compressing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compress")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """In the hands of the operating system when this returns."""
+        line = to_line(record)
+        self._file.write(line)
+        self._file.flush()
+        self._size += len(line)
+        if self._size >= self._part_bytes:
+            self._start_next_part()
+
+    def close(self) -> None:
+        """Waits for the compression of the last full part."""
+        self._file.close()
+        self._compressing.shutdown()
+
+    def _start_next_part(self) -> None:
+        self._file.close()
+        number = max((number for number, _ in _full_parts(self._path)), default=0) + 1
+        full = self._path.with_name(f"{self._path.stem}-{number:06d}.jsonl")
+        self._path.rename(full)
+        self._compressing.submit(_compress, full)
+        self._file = self._path.open("ab")
+        self._size = 0
+
+
+def to_line(record: Mapping[str, Any]) -> bytes:
+    # A lone surrogate, which an API's JSON may hold, has no UTF-8: it becomes a question mark.
+    return json.dumps(record, ensure_ascii=False, default=_plain).encode("utf-8", "replace") + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """numpy's numbers as Python's; what else JSON does not know (a reward transform's notes) as text."""
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def write_whole(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """One gzip file of all `records`, there whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    with gzip.open(partial, "wb", compresslevel=5) as file:
+        file.writelines(to_line(record) for record in records)
+    partial.rename(path)
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Every record that was written to `path`, its full parts first, compressed or not.
+
+    Raises UnstableError for a line that is no JSON; the last one may be unfinished and is left out.
+    """
+    for _, part in sorted(_full_parts(path)):
+        yield from read_part(part)
+    if path.exists():
+        yield from read_part(path)
+
+
+def read_part(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of one file, `.gz` or not."""
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise UnstableError(f"{path}, line {number} is no JSON ({error}); remove it to read the rest") from None
+
+
+def _full_parts(path: Path) -> list[tuple[int, Path]]:
+    """(number, file); the compressed one where both are there."""
+    name = re.compile(re.escape(path.stem) + r"-(\d{6})\.jsonl(\.gz)?")
+    parts: dict[int, Path] = {}
+    for file in sorted(path.parent.glob(f"{path.stem}-*.jsonl*")):  # x.jsonl before x.jsonl.gz
+        if match := name.fullmatch(file.name):
+            parts[int(match[1])] = file
+    return list(parts.items())
+
+
+def _compress(part: Path) -> None:
+    target = part.with_name(f"{part.name}.gz")
+    partial = part.with_name(f".{target.name}.partial")
+    try:
+        with part.open("rb") as source, gzip.open(partial, "wb", compresslevel=5) as compressed:
+            shutil.copyfileobj(source, compressed, 1 << 20)
+        partial.rename(target)
+        part.unlink()
+    except OSError as error:
+        log.warning("%s stays as it is, for it cannot be compressed: %s", part, error.strerror)
+        partial.unlink(missing_ok=True)
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        start_of_line = end
+        while start_of_line > 0:
+            start = max(0, start_of_line - 65536)
+            file.seek(start)
+            newline = file.read(start_of_line - start).rfind(b"\n")
+            if newline >= 0:
+                start_of_line = start + newline + 1
+                break
+            start_of_line = start
+        if start_of_line < end:
+            file.truncate(start_of_line)
