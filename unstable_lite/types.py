@@ -165,9 +165,9 @@ class Turn:
     text: str
     action: str
     format_ok: bool
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
     """How long the player took to answer."""
-    generation: Generation | None = None
+    generation: Generation | None = field(default=None, compare=False)
     """Present for models that the engines serve."""
 
 
