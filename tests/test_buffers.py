@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer, staleness
 from unstable_lite.errors import ConfigError
-from unstable_lite.reward_transformations import NormalizeRewards, RewardForFormat, RoleAdvantageFormatter
-from unstable_lite.types import Generation, ModelRef, PlayerTrajectory, Step
+from unstable_lite.reward_transformations import (
+    GROUP_BASELINES,
+    NormalizeRewards,
+    RewardForFormat,
+    RoleAdvantageFormatter,
+)
+from unstable_lite.types import GameRecord, GameSpec, Generation, ModelRef, PlayerTrajectory, Step
 
 BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 
@@ -344,3 +349,172 @@ def test_the_transforms_memory_is_part_of_the_state():
         buffer.add_player_trajectory(a_trajectory(1))
         rewards.append(buffer.drain()[0].reward)
     assert rewards == [0.25, 0.25]
+
+
+# groups
+
+
+def a_game(rewards, *, group_idx=0, num_steps=1, end="natural", invalid=(), game_idx=0):
+    """One game of a group; the policy sits at every seat, and each seat gets its reward."""
+    trajectories = []
+    for pid, reward in enumerate(rewards):
+        trajectory = a_trajectory(num_steps, game_idx=game_idx, final_reward=reward)
+        trajectory.pid = pid
+        trajectories.append(trajectory)
+    spec = GameSpec(
+        game_idx=game_idx,
+        kind="train",
+        env_id="E",
+        num_players=len(rewards),
+        seed=0,
+        agent_specs=(),
+        max_turns=9,
+        group_idx=group_idx,
+    )
+    return GameRecord(
+        spec=spec,
+        turns=[],
+        trajectories=trajectories if end != "void" else [],
+        rewards={},
+        outcomes={},
+        end=end,
+        invalid_pids=tuple(invalid),
+    )
+
+
+def a_grouped_buffer(group_size, baseline="grpo", size=100, **kwargs):
+    return StepBuffer(size, group_size=group_size, group_baseline=GROUP_BASELINES[baseline], **kwargs)
+
+
+async def test_a_group_reaches_the_batch_when_it_is_whole_and_not_before():
+    buffer = a_grouped_buffer(3)
+    for index, reward in enumerate([1.0, 0.0]):
+        buffer.add_game(a_game([reward], game_idx=index, num_steps=2))
+    assert buffer.size() == buffer.added == 0
+    assert buffer.steps_in_groups() == 4
+    buffer.add_game(a_game([-1.0], game_idx=2))
+    assert buffer.size() == 5
+    assert buffer.steps_in_groups() == 0
+    advantages = {step.act: step.reward for step in await buffer.get_batch(5, 0)}
+    assert advantages["0.0"] == advantages["0.1"] == pytest.approx(1.5**0.5)
+    assert advantages["1.0"] == advantages["1.1"] == pytest.approx(0)
+    assert advantages["2.0"] == pytest.approx(-(1.5**0.5))
+    assert_balanced(buffer)
+
+
+async def test_players_are_compared_with_their_own_seat_in_the_other_games():
+    buffer = a_grouped_buffer(2, "rloo")
+    buffer.add_game(a_game([1.0, -1.0], game_idx=0))
+    buffer.add_game(a_game([0.0, 0.0], game_idx=1))
+    batch = await buffer.get_batch(4, 0)
+    assert sorted((step.act, step.step_info["raw_reward"], step.reward) for step in batch) == [
+        ("0.0", -1.0, -1.0),
+        ("0.0", 1.0, 1.0),
+        ("1.0", 0.0, -1.0),
+        ("1.0", 0.0, 1.0),
+    ]
+
+
+async def test_groups_do_not_mix():
+    buffer = a_grouped_buffer(2, "rloo")
+    for group_idx, rewards in {5: [1.0, 0.0], 9: [10.0, 20.0]}.items():
+        buffer.add_game(a_game([rewards[0]], group_idx=group_idx))
+        buffer.add_game(a_game([7.0], group_idx=100 + group_idx))
+        buffer.add_game(a_game([rewards[1]], group_idx=group_idx))
+    assert sorted(step.reward for step in await buffer.get_batch(4, 0)) == [-10.0, -1.0, 1.0, 10.0]
+
+
+@pytest.mark.parametrize("baseline", ["grpo", "rloo"])
+async def test_a_group_whose_rewards_are_all_equal_gives_advantage_zero_and_is_counted(baseline):
+    buffer = a_grouped_buffer(3, baseline)
+    for _ in range(3):
+        buffer.add_game(a_game([0.1], num_steps=2))
+    assert [step.reward for step in await buffer.get_batch(6, 0)] == [0.0] * 6
+    assert buffer.group_counters() == {"whole": 1, "without_spread": 1, "of_one": 0}
+
+
+async def test_void_games_shrink_a_group_and_one_that_is_left_alone_is_left_out_and_counted():
+    buffer = a_grouped_buffer(3, "rloo")
+    for record in (a_game([3.0]), a_game([], end="void"), a_game([1.0])):
+        buffer.add_game(record)
+    assert sorted(step.reward for step in await buffer.get_batch(2, 0)) == [-2.0, 2.0]
+    for end in ("void", "natural", "void"):
+        buffer.add_game(a_game([3.0], end=end, group_idx=1))
+    assert buffer.size() == buffer.steps_in_groups() == 0
+    for _ in range(3):
+        buffer.add_game(a_game([], end="void", group_idx=2))
+    assert buffer.group_counters() == {"whole": 2, "without_spread": 0, "of_one": 1}
+    assert_balanced(buffer)
+
+
+async def test_steps_that_wait_for_their_group_fill_the_buffer_and_leave_room_when_they_go():
+    buffer = a_grouped_buffer(2, size=4)
+    buffer.add_game(a_game([1.0], num_steps=4))
+    assert buffer.is_full
+    waiting = asyncio.ensure_future(buffer.wait_for_room())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    buffer.add_game(a_game([], end="void"))
+    await asyncio.wait_for(waiting, 5)
+    assert not buffer.is_full
+
+
+async def test_shaping_counts_by_its_mean_so_that_longer_games_are_no_better():
+    buffer = a_grouped_buffer(2, "rloo", step_reward_transformation=RewardForFormat(reward=2.0))
+    buffer.add_game(a_game([1.0], num_steps=1))
+    buffer.add_game(a_game([1.0], num_steps=3))
+    assert [step.reward for step in await buffer.get_batch(4, 0)] == [0.0] * 4
+
+
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=16))
+def test_group_advantages_sum_to_zero_and_are_bounded(rewards):
+    for name, baseline in GROUP_BASELINES.items():
+        advantages = baseline(rewards)
+        assert sum(advantages) == pytest.approx(0, abs=1e-6)
+        if name == "grpo":
+            assert max(map(abs, advantages)) <= (len(rewards) - 1) ** 0.5 + 1e-6
+    order = sorted(range(len(rewards)), key=rewards.__getitem__)
+    assert advantages == pytest.approx([advantages[i] for i in range(len(rewards))])
+    assert [advantages[i] for i in order] == sorted(advantages)
+
+
+# games that another player ended
+
+
+@pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
+def test_games_ended_by_anothers_invalid_move_are_left_out_on_request_and_counted(buffer_class):
+    buffer = buffer_class(100, filter_opponent_invalid=True)
+    buffer.add_game(a_game([1.0, -1.0], group_idx=None, end="invalid", invalid=[1]))
+    assert buffer.size() == 1  # the one who moved invalidly still learns from it
+    assert buffer.filtered == 1
+    buffer.add_game(a_game([1.0, -1.0], group_idx=None))
+    assert buffer.size() == 3
+    everything = buffer_class(100)
+    everything.add_game(a_game([1.0, -1.0], group_idx=None, end="invalid", invalid=[1]))
+    assert everything.size() == 2
+    assert everything.filtered == 0
+
+
+async def test_a_filtered_game_makes_its_group_smaller():
+    buffer = a_grouped_buffer(2, filter_opponent_invalid=True)
+    buffer.add_game(a_game([1.0, -1.0], end="invalid", invalid=[1]))
+    buffer.add_game(a_game([0.0, 0.0]))
+    assert buffer.group_counters() == {"whole": 2, "without_spread": 0, "of_one": 1}
+    assert buffer.size() == 2
+
+
+# delay
+
+
+@pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
+async def test_with_a_delay_a_batch_waits_for_more_than_it_takes(buffer_class):
+    buffer = buffer_class(10, batch_delay=1.5)
+    buffer.add_player_trajectory(a_trajectory(4))
+    batch = asyncio.ensure_future(buffer.get_batch(4, 0))
+    await asyncio.sleep(0)
+    assert not batch.done()
+    buffer.add_player_trajectory(a_trajectory(2))
+    await asyncio.wait_for(batch, 5)
+    assert buffer.taken == 4 or buffer_class is EpisodeBuffer  # whole episodes may overshoot
+    with pytest.raises(ConfigError, match=r"batch_delay_buffer 1\.5"):
+        await buffer.get_batch(7, 0)

@@ -18,6 +18,7 @@ from unstable_lite.games.seats import Seats
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import FixedOpponentModelSampler, UniformRandomEnvSampler
+from unstable_lite.reward_transformations import GROUP_BASELINES
 from unstable_lite.transport.adapters import AdapterArena
 from unstable_lite.types import EvalEnvSpec, GameRecord, Generation, TrainEnvSpec
 
@@ -25,6 +26,9 @@ TICTACTOE = TrainEnvSpec(env_id="TicTacToe-v0-train", num_players=2, num_actors=
 EVAL = EvalEnvSpec(
     env_id="Nim-v0-train", num_players=2, prompt_template="tiny", fixed_opponent="scripted:random", max_turns=60
 )
+
+
+MIRROR = TrainEnvSpec(env_id="TicTacToe-v0-train", num_players=2, num_actors=2, prompt_template="tiny")
 
 
 def answer(text: str, version: int = 0) -> Generation:
@@ -46,13 +50,27 @@ async def any_cell(prompt: str, version: int, stop: tuple[str, ...]) -> Generati
 class League:
     """A collector with everything real around it but the engines."""
 
-    def __init__(self, tmp_path: Path, generate: Any = any_cell, buffer_size: int = 10_000, **run: Any) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        generate: Any = any_cell,
+        buffer_size: int = 10_000,
+        env: TrainEnvSpec = TICTACTOE,
+        group_size: int = 1,
+        **run: Any,
+    ) -> None:
         self.records: list[GameRecord] = []
         self.registry = ModelRegistry()
         self.registry.add_fixed("scripted:random")
         sampler = FixedOpponentModelSampler(self.registry, random.Random(0))
-        self.scheduler = GameScheduler(sampler, UniformRandomEnvSampler([TICTACTOE], [EVAL]), 0)
-        self.buffer = StepBuffer(buffer_size)
+        self.scheduler = GameScheduler(sampler, UniformRandomEnvSampler([env], [EVAL]), 0, group_size)
+        baseline = GROUP_BASELINES["grpo"] if group_size > 1 else None
+        self.buffer = StepBuffer(
+            buffer_size,
+            filter_opponent_invalid=run.get("filter_opponent_invalid", False),
+            group_size=group_size,
+            group_baseline=baseline,
+        )
         self.arena = AdapterArena("collector", tmp_path, bytes_needed=1 << 60)
         self.arena.retain(0)
         self.collector = Collector(
@@ -235,4 +253,96 @@ async def test_steps_of_games_ended_by_others_invalid_moves_are_left_out_where_a
     assert all(len(record.invalid_pids) == 1 for record, _ in trajectories)
     offenders = sum(len(t.steps) for record, t in trajectories if t.pid in record.invalid_pids)
     assert league.buffer.added == offenders
+    league.arena.close()
+
+
+# groups
+
+
+async def any_cell_of_many(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    """Another answer to the same prompt each time, as an engine's own stream gives."""
+    for _ in range(STREAM.randrange(5)):
+        await asyncio.sleep(0)
+    return answer(f"\\boxed{{[{STREAM.randrange(9)}]}}", version)
+
+
+STREAM = random.Random(0)
+
+
+async def test_the_games_of_a_group_start_alike_and_go_their_own_ways(tmp_path: Path) -> None:
+    league = League(tmp_path, any_cell_of_many, group_size=4, env=MIRROR)
+    await league.collect_until(lambda: len(league.records) >= 40, workers=6)
+    groups: dict[int | None, list[GameRecord]] = {}
+    for record in league.records:
+        groups.setdefault(record.spec.group_idx, []).append(record)
+    whole = [group for group in groups.values() if len(group) == 4]
+    assert len(whole) >= 8
+    for group in whole:
+        assert len({(r.spec.seed, r.spec.env_id, r.spec.agent_specs) for r in group}) == 1
+        assert len({r.spec.game_idx for r in group}) == 4
+    assert len({group[0].spec.seed for group in whole}) == len(whole)
+    assert sum(len({tuple(turn.action for turn in r.turns) for r in group}) > 1 for group in whole) >= len(whole) - 1
+    league.arena.close()
+
+
+@pytest.mark.parametrize(("buffer_size", "workers"), [(5, 3), (5, 20), (12, 1), (40, 5)])
+async def test_a_group_that_is_begun_is_played_to_its_end_however_full_the_buffer_is(
+    tmp_path: Path, buffer_size: int, workers: int
+) -> None:
+    league = League(tmp_path, any_cell_of_many, buffer_size, MIRROR, group_size=4)
+    task = asyncio.create_task(league.collector.run(workers, 0))
+    async with asyncio.timeout(20):
+        for _ in range(3):
+            await league.buffer.get_batch(5, 0)
+            # Nobody takes anything now: everything that is begun ends, and nothing waits beside the full buffer.
+            while league.collector.games_in_flight["train"] or not league.buffer.is_full:
+                await asyncio.sleep(0.001)
+            assert league.buffer.steps_in_groups() == 0
+            assert league.buffer.size() >= buffer_size
+            assert league.buffer.size() <= buffer_size + 9 * (workers + 3)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    league.arena.close()
+
+
+async def test_void_games_make_their_group_smaller_and_stop_nobody(tmp_path: Path) -> None:
+    calls = 0
+
+    async def fails_sometimes(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+        nonlocal calls
+        calls += 1
+        if calls % 4 == 0:
+            raise RuntimeError("the engine said no")
+        return await any_cell_of_many(prompt, version, stop)
+
+    league = League(tmp_path, fails_sometimes, 30, MIRROR, group_size=2, max_void_games=1000)
+    task = asyncio.create_task(league.collector.run(8, 0))
+    async with asyncio.timeout(20):
+        while league.buffer.groups_of_one < 3 or league.buffer.groups - league.buffer.groups_of_one < 3:
+            await league.buffer.get_batch(2, 0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    league.arena.close()
+
+
+async def test_the_adapters_of_a_group_are_held_until_its_last_game_and_let_go_when_the_run_ends(
+    tmp_path: Path,
+) -> None:
+    league = League(tmp_path, any_cell_of_many, group_size=6)
+    league.registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
+    one_game = asyncio.create_task(league.collector.run(1, 0))
+    while not league.records:
+        await asyncio.sleep(0.001)
+    league.registry.add_checkpoint("ckpt-2", adapter_version=2, iteration=2)
+    assert league.arena.is_referenced(1)
+    while len(league.records) < 6:
+        assert league.arena.is_referenced(1)
+        await asyncio.sleep(0)
+    assert {agent.model.adapter_version for r in league.records[:6] for agent in r.spec.agent_specs} == {1, None}
+    while len(league.records) < 8:
+        await asyncio.sleep(0)
+    assert not league.arena.is_referenced(1)
+    one_game.cancel()
+    await asyncio.gather(one_game, return_exceptions=True)
+    assert league.arena.live_versions == set()
     league.arena.close()

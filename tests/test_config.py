@@ -19,6 +19,9 @@ EVAL_ENV = {
 }
 
 
+NO_BASELINE = {"final_reward_transformation": [], "sampling_reward_transformation": []}
+
+
 def problems_of(**sections: Any) -> list[str]:
     config, problems = parse_config({"train_envs": [ENV], **sections})
     assert config is not None
@@ -107,6 +110,20 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
         ({"rewards": {"step_reward_transformation": ["RewardForFormt"]}}, "'RewardForFormat'"),
         ({"eval_envs": [{**EVAL_ENV, "fixed_opponent": "scripted:perfect"}]}, "scripted:random"),
         ({"eval_envs": [{**EVAL_ENV, "env_id": "Othello-v0-train"}]}, "Othello"),
+        (
+            {"buffer": {"batch_delay_buffer": 2.5}},
+            "2.5 times learner.batch_size = 384 is over",
+        ),
+        ({"run": {"group_size": 4}}, "set rewards.group_baseline"),
+        ({"rewards": {**NO_BASELINE, "group_baseline": "grpo"}}, "run.group_size = 1 must be at least 2"),
+        (
+            {"run": {"group_size": 4}, "rewards": {"group_baseline": "grpo"}},
+            "NormalizeRewardsByEnv is a baseline, and the group is one already",
+        ),
+        (
+            {"run": {"group_size": 900}, "rewards": {**NO_BASELINE, "group_baseline": "grpo"}},
+            "a group does not fit buffer.buffer_size = 768",
+        ),
         ({"tracker": {"wandb_project": "p"}}, "wandb is not installed"),
         (
             {
@@ -123,6 +140,21 @@ def test_what_cannot_run_is_refused_with_the_key_and_a_way_out(sections: dict[st
 
 def test_top_p_below_one_can_be_insisted_on() -> None:
     assert problems_of(engine={"top_p": 0.95, "allow_top_p": True}) == []
+
+
+def test_a_sound_group_has_no_problems() -> None:
+    assert problems_of(run={"group_size": 4}, rewards={**NO_BASELINE, "group_baseline": "rloo"}) == []
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_an_algorithm_of_groups_needs_groups_and_brings_its_own_baseline(algorithm: str) -> None:
+    assert any(f"algorithm = {algorithm!r} compares" in p for p in problems_of(algorithm=algorithm))
+    sections = {"algorithm": algorithm, "run": {"group_size": 4}}
+    config, _ = parse_config({"train_envs": [ENV], **sections})
+    assert config is not None
+    assert config.group_baseline == algorithm
+    contradiction = {"group_baseline": "rloo" if algorithm == "grpo" else "grpo"}
+    assert any("contradicts" in problem for problem in problems_of(**sections, rewards=contradiction))
 
 
 def test_a_named_opponent_without_its_key_is_refused_and_with_it_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,10 @@ learners or trackers. Nothing generated is thrown away to make room: while the b
 starts (`wait_for_room`), and what the games in flight still bring is kept. Steps leave in three ways only, each
 counted: taken into a batch, dropped as too stale to learn from, or drained. So at all times
 `added == taken + dropped_stale + drained + size()`.
+
+Games that are played in groups wait beside it until their group is whole, and fill it meanwhile as if they were in it.
+The games of a group that is begun must therefore start even while it is full: then every group becomes whole, nothing
+waits beside a full buffer for ever, and the learner finds what it needs.
 """
 
 from __future__ import annotations
@@ -12,16 +16,19 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from dataclasses import dataclass, field
 from itertools import chain
+from statistics import fmean
 from typing import Any
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations.compose import Stateful
 from unstable_lite.reward_transformations.final import FinalRewardTransform
+from unstable_lite.reward_transformations.group import GroupBaseline, has_spread
 from unstable_lite.reward_transformations.sampling import SamplingRewardTransform
 from unstable_lite.reward_transformations.step import StepRewardTransform
 from unstable_lite.rng import restore, state_of
-from unstable_lite.types import PlayerTrajectory, Step
+from unstable_lite.types import GameRecord, PlayerTrajectory, Step
 
 
 def staleness(step: Step, current_version: int) -> int:
@@ -40,12 +47,19 @@ class _Waiting:
         sampling_reward_transformation: SamplingRewardTransform | None = None,
         max_staleness: int | None = None,
         rng: random.Random | int = 0,
+        batch_delay: float = 1.0,
+        filter_opponent_invalid: bool = False,
     ) -> None:
+        """`batch_delay`: a batch of n is drawn once `batch_delay * n` steps wait."""
         if max_buffer_size < 1:
             raise ConfigError(f"buffer_size must be at least 1, got {max_buffer_size}")
         self.max_buffer_size = max_buffer_size
         self.max_staleness = max_staleness
+        self.batch_delay = batch_delay
+        self.filter_opponent_invalid = filter_opponent_invalid
         self.added = self.taken = self.dropped_stale = self.drained = 0
+        self.filtered = 0
+        """Trajectories left out because another player's invalid move ended the game."""
         self._final = final_reward_transformation
         self._step = step_reward_transformation
         self._sampling = sampling_reward_transformation
@@ -63,6 +77,14 @@ class _Waiting:
     def is_full(self) -> bool:
         """No new game should start; what games in flight still bring is kept all the same."""
         return self._size >= self.max_buffer_size
+
+    def add_player_trajectory(self, traj: PlayerTrajectory) -> None:
+        raise NotImplementedError
+
+    def add_game(self, record: GameRecord) -> None:
+        """What is to be learnt from a finished game; of a void one nothing."""
+        for trajectory in self._learnt_from(record):
+            self.add_player_trajectory(trajectory)
 
     async def wait_for_room(self) -> None:
         while self.is_full:
@@ -110,6 +132,15 @@ class _Waiting:
     def _transforms(self) -> tuple[object, object, object]:
         return self._final, self._step, self._sampling
 
+    def _learnt_from(self, record: GameRecord) -> list[PlayerTrajectory]:
+        if record.end == "void":
+            return []
+        if not self.filter_opponent_invalid or not record.invalid_pids:
+            return record.trajectories
+        own = [trajectory for trajectory in record.trajectories if trajectory.pid in record.invalid_pids]
+        self.filtered += len(record.trajectories) - len(own)
+        return own
+
     def _final_reward(self, trajectory: PlayerTrajectory) -> float:
         reward = trajectory.final_reward
         if self._final is not None:
@@ -139,13 +170,14 @@ class _Waiting:
 
     async def _take(self, n: int, current_version: int) -> list[list[Step]]:
         """Wait for `n` steps, then draw chunks uniformly until they hold them; cancelled, take none."""
-        if not 1 <= n <= self.max_buffer_size:
+        enough = math.ceil(self.batch_delay * n)
+        if not 1 <= n <= enough <= self.max_buffer_size:
             raise ConfigError(
-                f"batch_size {n} must be between 1 and buffer_size {self.max_buffer_size}: "
-                "a full buffer starts no new game, so a larger batch would never come"
+                f"batch_size {n}, times batch_delay_buffer {self.batch_delay:g}, must be between 1 and buffer_size "
+                f"{self.max_buffer_size}: a full buffer starts no new game, so a larger batch would never come"
             )
         self._drop_stale(current_version)
-        while self._size < n:
+        while self._size < enough:
             await self._arrival.wait()
             self._drop_stale(current_version)
         chunks: list[list[Step]] = []
@@ -182,15 +214,104 @@ def _wake(event: asyncio.Event) -> asyncio.Event:
     return asyncio.Event()
 
 
+@dataclass(slots=True)
+class _Group:
+    """The games of one group that are over."""
+
+    num_games: int = 0
+    """Void ones too."""
+    trajectories: dict[int, list[PlayerTrajectory]] = field(default_factory=dict)
+    """By player."""
+
+
 class StepBuffer(_Waiting):
-    """Single steps; each carries its player's final reward."""
+    """Single steps; each carries its player's final reward, or its advantage within its group."""
+
+    def __init__(
+        self,
+        max_buffer_size: int,
+        final_reward_transformation: FinalRewardTransform | None = None,
+        step_reward_transformation: StepRewardTransform | None = None,
+        sampling_reward_transformation: SamplingRewardTransform | None = None,
+        max_staleness: int | None = None,
+        rng: random.Random | int = 0,
+        batch_delay: float = 1.0,
+        filter_opponent_invalid: bool = False,
+        group_size: int = 1,
+        group_baseline: GroupBaseline | None = None,
+    ) -> None:
+        super().__init__(
+            max_buffer_size,
+            final_reward_transformation,
+            step_reward_transformation,
+            sampling_reward_transformation,
+            max_staleness,
+            rng,
+            batch_delay,
+            filter_opponent_invalid,
+        )
+        self.groups = self.groups_without_spread = self.groups_of_one = 0
+        """Groups of one player's trajectories that became whole; all equal: advantage 0; a single one: left out."""
+        self._group_size = group_size
+        self._group_baseline = group_baseline
+        self._groups: dict[int, _Group] = {}
+        self._size_of_groups = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self._size + self._size_of_groups >= self.max_buffer_size
+
+    def steps_in_groups(self) -> int:
+        """Steps that wait for the rest of their group."""
+        return self._size_of_groups
 
     def add_player_trajectory(self, traj: PlayerTrajectory) -> None:
         """The final transform once, the step transform for each step; both are kept in `step_info`."""
-        env_reward = self._final_reward(traj)
-        for index in range(len(traj.steps)):
-            self._set_reward(traj, index, env_reward)
+        self._set_rewards(traj)
         self._put([[step] for step in traj.steps])
+
+    def add_game(self, record: GameRecord) -> None:
+        """What is to be learnt from a finished game, once its group is whole; a void game makes its group smaller."""
+        if record.spec.group_idx is None or self._group_baseline is None:
+            super().add_game(record)
+            return
+        group = self._groups.setdefault(record.spec.group_idx, _Group())
+        group.num_games += 1
+        for trajectory in self._learnt_from(record):
+            self._set_rewards(trajectory)
+            group.trajectories.setdefault(trajectory.pid, []).append(trajectory)
+            self._size_of_groups += len(trajectory.steps)
+        if group.num_games == self._group_size:
+            del self._groups[record.spec.group_idx]
+            for trajectories in group.trajectories.values():
+                self._size_of_groups -= sum(len(trajectory.steps) for trajectory in trajectories)
+                self._add_compared(trajectories, self._group_baseline)
+            self._room = _wake(self._room)
+
+    def group_counters(self) -> dict[str, int]:
+        """Running totals since the start, in groups of one player's trajectories."""
+        return {"whole": self.groups, "without_spread": self.groups_without_spread, "of_one": self.groups_of_one}
+
+    def _add_compared(self, trajectories: list[PlayerTrajectory], baseline: GroupBaseline) -> None:
+        """One group of one player. A trajectory's reward is the mean of its steps'; all of them get its advantage."""
+        self.groups += 1
+        if len(trajectories) == 1:
+            self.groups_of_one += 1
+            return
+        rewards = [
+            fmean(step.reward for step in trajectory.steps) if trajectory.steps else trajectory.final_reward
+            for trajectory in trajectories
+        ]
+        self.groups_without_spread += not has_spread(rewards)
+        for trajectory, advantage in zip(trajectories, baseline(rewards), strict=True):
+            for step in trajectory.steps:
+                step.reward = advantage
+        self._put([[step] for trajectory in trajectories for step in trajectory.steps])
+
+    def _set_rewards(self, trajectory: PlayerTrajectory) -> None:
+        env_reward = self._final_reward(trajectory)
+        for index in range(len(trajectory.steps)):
+            self._set_reward(trajectory, index, env_reward)
 
     async def get_batch(self, n: int, current_version: int) -> list[Step]:
         """Wait for `n` fresh steps; exactly `n`, drawn uniformly without replacement."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
@@ -49,14 +49,20 @@ class Collector:
         """Those started, by the checkpoint's uid."""
         self._new_checkpoint = asyncio.Event()
         self._voids_in_a_row: Counter[str] = Counter()
+        self._rest_of_group: deque[GameSpec] = deque()
+        """Games of the group begun last that nobody plays yet; what they need is retained."""
 
     async def run(self, num_train_workers: int, num_eval_workers: int) -> None:
         """Play until cancelled. Raises EnvError when an env breaks `max_void_games` times in a row."""
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(num_train_workers):
-                tasks.create_task(self._play_train_games())
-            for _ in range(num_eval_workers):
-                tasks.create_task(self._play_eval_games())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(num_train_workers):
+                    tasks.create_task(self._play_train_games())
+                for _ in range(num_eval_workers):
+                    tasks.create_task(self._play_eval_games())
+        finally:
+            while self._rest_of_group:
+                self._release(self._rest_of_group.popleft())
 
     async def evaluate(
         self, env: EvalEnvSpec, model: ModelRef, num_games: int, label: str, concurrency: int
@@ -67,6 +73,7 @@ class Collector:
 
         async def play() -> None:
             for spec in specs:  # shared by all workers
+                self._retain(spec)
                 records.append(await self._play(spec))
 
         self._arena.retain(_version(model))
@@ -80,17 +87,14 @@ class Collector:
 
     async def _play_train_games(self) -> None:
         while True:
-            await self._buffer.wait_for_room()
-            record = await self._play(self._scheduler.next_train_job())
-            if record.end != "void":
-                for trajectory in record.trajectories:
-                    if not self._is_filtered(record, trajectory.pid):
-                        self._buffer.add_player_trajectory(trajectory)
-
-    def _is_filtered(self, record: GameRecord, pid: int) -> bool:
-        """Whether `pid` got its reward by another player's invalid move, and such games are not wanted."""
-        is_unearned = bool(record.invalid_pids) and pid not in record.invalid_pids
-        return self._config.filter_opponent_invalid and is_unearned
+            # A group that is begun is played to its end: half a group in a full buffer would wait for ever.
+            if not self._rest_of_group:
+                await self._buffer.wait_for_room()
+            if not self._rest_of_group:  # nor has anyone begun one meanwhile
+                for spec in self._scheduler.next_train_group():
+                    self._retain(spec)
+                    self._rest_of_group.append(spec)
+            self._buffer.add_game(await self._play(self._rest_of_group.popleft()))
 
     async def _play_eval_games(self) -> None:
         most = self._config.max_eval_games_per_ckpt
@@ -101,7 +105,9 @@ class Collector:
             self._eval_games_of[uid] += 1
             self.evaluating[uid] += 1
             try:
-                await self._play(self._scheduler.next_eval_job())
+                spec = self._scheduler.next_eval_job()
+                self._retain(spec)
+                await self._play(spec)
             finally:
                 self.evaluating[uid] -= 1
 
@@ -110,19 +116,24 @@ class Collector:
         self._new_checkpoint.set()
         self._new_checkpoint = asyncio.Event()
 
-    async def _play(self, spec: GameSpec) -> GameRecord:
-        """One game, from its spec to its one record, whatever happens in between."""
-        record = new_record(spec)
-        versions = {_version(agent.model) for agent in spec.agent_specs}
-        for version in versions:
+    def _retain(self, spec: GameSpec) -> None:
+        """Hold the adapters of every seat until the game is over."""
+        for version in _versions(spec):
             self._arena.retain(version)
+
+    def _release(self, spec: GameSpec) -> None:
+        for version in _versions(spec):
+            self._arena.release(version)
+
+    async def _play(self, spec: GameSpec) -> GameRecord:
+        """One game, from its spec, which is retained, to its one record, whatever happens in between."""
+        record = new_record(spec)
         self.games_in_flight[spec.kind] += 1
         try:
             (error,) = await asyncio.gather(self._run_game(record), return_exceptions=True)
         finally:
             self.games_in_flight[spec.kind] -= 1
-            for version in versions:
-                self._arena.release(version)
+            self._release(spec)
         self._settle(record, error)
         self._scheduler.update(record)
         self._on_record(record)
@@ -162,6 +173,10 @@ class Collector:
                 f"{record.error} (seed {record.spec.seed}, actions {actions}). Take it out of the configuration, or "
                 "see logs/orchestrator.log for the tracebacks."
             ) from error
+
+
+def _versions(spec: GameSpec) -> set[int]:
+    return {_version(agent.model) for agent in spec.agent_specs}
 
 
 def _version(model: ModelRef) -> int:

@@ -45,6 +45,9 @@ class RunConfig(Section):
     """Save adapter, optimiser and league to disk every so many updates (the last one always)."""
     game_timeout_s: float = Field(1800.0, gt=0)
     """Wall-clock cap of one game; past it the game is void."""
+    group_size: int = Field(1, ge=1)
+    """Every training game is played so often, with the same env, seed, seats and opponents: see
+    `rewards.group_baseline`."""
     max_action_chars: int = Field(2000, ge=1)
     """Longer actions are cut before they reach the env."""
     max_void_games: int = Field(20, ge=1)
@@ -140,6 +143,8 @@ class BufferConfig(Section):
     """Steps that wait for the learner before no new game starts; default 2 × batch_size."""
     max_staleness: int = Field(8, ge=0)
     """Updates since a step was sampled; older steps are dropped and counted."""
+    batch_delay_buffer: float = Field(1.0, ge=1)
+    """A batch is drawn once so many times its steps wait. Reference: 1.5, which mixes games more and trains later."""
 
 
 class Transformation(Section):
@@ -161,6 +166,12 @@ class RewardConfig(Section):
     sampling_reward_transformation: tuple[Transformation | str, ...] = (
         Transformation.model_validate({"name": "NormalizeRewardsByEnv", "z_score": True}),
     )
+
+    group_baseline: Literal["grpo", "rloo"] | None = None
+    """What a player's reward is compared with, among the games of its group (`run.group_size`): `grpo` takes off the
+    group's mean and divides by its standard deviation, `rloo` takes off the mean of the others. Default: what
+    `algorithm` is called, if it is one of the two. It is a baseline: role advantages and batch normalisation are not to
+    come on top of it."""
 
 
 class LeagueConfig(Section):
@@ -231,6 +242,11 @@ class Config(Section):
     @property
     def buffer_size(self) -> int:
         return self.buffer.buffer_size or 2 * self.learner.batch_size
+
+    @property
+    def group_baseline(self) -> Literal["grpo", "rloo"] | None:
+        of_algorithm: dict[str, Literal["grpo", "rloo"]] = {"grpo": "grpo", "rloo": "rloo"}
+        return self.rewards.group_baseline or of_algorithm.get(self.algorithm)
 
 
 def read_config(path: Path, overrides: tuple[str, ...] = ()) -> tuple[Config | None, list[str]]:

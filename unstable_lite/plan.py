@@ -22,7 +22,7 @@ from unstable_lite.league.samplers import check_league, uses_checkpoints, uses_f
 from unstable_lite.learners import LEARNERS
 from unstable_lite.memory import shape_of
 from unstable_lite.models import has_chat_template, resolve_model
-from unstable_lite.reward_transformations import build_reward_transformations
+from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 MIB = 1 << 20
@@ -169,6 +169,12 @@ def _number_problems(config: Config) -> Iterable[str]:
         )
     if engine.max_loras < (needed := adapter_slots_needed(config)):
         yield f"engine.max_loras = {engine.max_loras}: this league needs at least {needed} adapter slots"
+    if config.buffer.batch_delay_buffer * batch_size > config.buffer_size >= batch_size:
+        yield (
+            f"buffer.batch_delay_buffer = {config.buffer.batch_delay_buffer:g} times learner.batch_size = {batch_size} "
+            f"is over buffer.buffer_size = {config.buffer_size}: the learner would wait for ever"
+        )
+    yield from _group_problems(config)
     if config.run.eval_every and not config.run.eval_games:
         yield "run.eval_every needs run.eval_games, the number of games per evaluation"
     if config.run.max_eval_games_per_ckpt and not config.run.num_eval_workers:
@@ -179,6 +185,30 @@ def _number_problems(config: Config) -> Iterable[str]:
     parent = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         yield f"run.output_dir = {output}: {parent} is not a directory that can be written to"
+
+
+def _group_problems(config: Config) -> Iterable[str]:
+    group_size, baseline = config.run.group_size, config.group_baseline
+    if baseline is not None and group_size < 2:
+        key = f"algorithm = {config.algorithm!r}" if config.rewards.group_baseline is None else "rewards.group_baseline"
+        yield f"{key} compares the games of a group: run.group_size = {group_size} must be at least 2"
+    if group_size > 1 and baseline is None:
+        yield (
+            f"run.group_size = {group_size}: nothing compares the games of a group; "
+            "set rewards.group_baseline to 'grpo' or 'rloo'"
+        )
+    if config.algorithm in ("grpo", "rloo") and baseline != config.algorithm:
+        yield f"rewards.group_baseline = {baseline!r} contradicts algorithm = {config.algorithm!r}; leave it out"
+    if group_size > config.buffer_size:
+        yield f"run.group_size = {group_size}: a group does not fit buffer.buffer_size = {config.buffer_size}"
+    if baseline is None:
+        return
+    rewards = config.rewards
+    for key in ("final_reward_transformation", "sampling_reward_transformation"):
+        for entry in getattr(rewards, key):
+            name = entry if isinstance(entry, str) else entry.name
+            if name in BASELINES:
+                yield f"rewards.{key}: {name} is a baseline, and the group is one already; take it out (or set [])"
 
 
 def _env_problems(config: Config) -> Iterable[str]:

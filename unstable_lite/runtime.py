@@ -30,7 +30,7 @@ from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.plan import Plan, make_plan
 from unstable_lite.publisher import Publisher
-from unstable_lite.reward_transformations import build_reward_transformations
+from unstable_lite.reward_transformations import GROUP_BASELINES, build_reward_transformations
 from unstable_lite.rng import derive_seed
 from unstable_lite.trackers.jsonl import JsonlSink
 from unstable_lite.trackers.tensorboard import TensorBoardSink
@@ -238,7 +238,7 @@ def run_in_loop(coroutine: Coroutine[Any, Any, Summary]) -> Summary:
 def _scheduler(config: Config) -> GameScheduler:
     registry = ModelRegistry(beta=config.league.trueskill_beta)
     model_sampler = build_model_sampler(config.league, registry, _stream(config, "opponents"))
-    return GameScheduler(model_sampler, build_env_sampler(config), config.run.seed)
+    return GameScheduler(model_sampler, build_env_sampler(config), config.run.seed, config.run.group_size)
 
 
 def _buffer(config: Config) -> StepBuffer:
@@ -250,6 +250,10 @@ def _buffer(config: Config) -> StepBuffer:
         sampling_reward_transformation=sampling,
         max_staleness=config.buffer.max_staleness,
         rng=_stream(config, "buffer"),
+        batch_delay=config.buffer.batch_delay_buffer,
+        filter_opponent_invalid=config.run.filter_opponent_invalid,
+        group_size=config.run.group_size,
+        group_baseline=GROUP_BASELINES[config.group_baseline] if config.group_baseline else None,
     )
 
 

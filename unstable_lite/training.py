@@ -178,12 +178,16 @@ class Training:
         figures |= {
             "buffer/size": self.buffer.size(),
             "buffer/dropped_stale": self.buffer.dropped_stale,
+            "buffer/filtered_opponent_invalid": self.buffer.filtered,
             "learner/skipped_updates": self.skipped,
             "run/tokens_per_s": self.workers.engines.generated_tokens / (time.monotonic() - self._started),
             "run/arena_bytes": self.arena.bytes_used(),
             "trueskill/current mu": rating.mu,
             "trueskill/current sigma": rating.sigma,
         }
+        if self.plan.config.group_baseline is not None and isinstance(self.buffer, StepBuffer):
+            figures["buffer/steps_in_groups"] = self.buffer.steps_in_groups()
+            figures |= {f"buffer/groups_{name}": count for name, count in self.buffer.group_counters().items()}
         if figures["learner/mismatch_mean"] > self.plan.config.learner.mismatch_alarm:
             self._alarm(
                 f"engine and learner disagree by {figures['learner/mismatch_mean']:.3f} in mean |Δ log p| over "

@@ -88,6 +88,8 @@ class GameSpec:
     max_turns: int
     eval_label: str | None = None
     """For evaluations with a quota: which evaluation this game belongs to."""
+    group_idx: int | None = None
+    """Games of one group share env, seed, seats and models; their players' rewards are compared seat by seat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

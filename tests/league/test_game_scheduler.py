@@ -22,13 +22,13 @@ def an_eval_env(num_players=2, env_id="V", **kwargs):
     return EvalEnvSpec(env_id=env_id, num_players=num_players, fixed_opponent="judge", **kwargs)
 
 
-def a_scheduler(strategy="fixed", train=None, evals=None, run_seed=0, env_sampler=UniformRandomEnvSampler):
+def a_scheduler(strategy="fixed", train=None, evals=None, run_seed=0, env_sampler=UniformRandomEnvSampler, **options):
     registry = ModelRegistry()
     registry.add_checkpoint("ckpt-1", 1, 1)
     league = LeagueConfig(opponent_sampling_strategy=strategy, fixed_opponents=("x", "y"))
     model_sampler = build_model_sampler(league, registry, random.Random(run_seed))
     envs = env_sampler(train or [a_train_env()], evals or [an_eval_env()])
-    return GameScheduler(model_sampler, envs, run_seed)
+    return GameScheduler(model_sampler, envs, run_seed, **options)
 
 
 def a_record(spec, rewards, end="natural"):
@@ -97,6 +97,21 @@ def test_a_new_checkpoint_plays_from_the_next_game_on():
     scheduler = a_scheduler()
     scheduler.registry.add_checkpoint("ckpt-2", 2, 2)
     assert "ckpt-2" in {agent.model.uid for agent in scheduler.next_train_job().agent_specs}
+
+
+# groups
+
+
+def test_the_games_of_a_group_differ_in_their_number_alone():
+    scheduler, alone = a_scheduler(group_size=3), a_scheduler()
+    seen = set()
+    for _ in range(3):
+        group = scheduler.next_train_group()
+        seen |= {spec.game_idx for spec in group} | {scheduler.next_eval_job().game_idx}
+        assert {spec.group_idx for spec in group} == {group[0].game_idx}
+        assert len({(spec.seed, spec.agent_specs, spec.env_id, spec.max_turns) for spec in group}) == 1
+    assert seen == set(range(12))
+    assert alone.next_train_group() == [a_scheduler().next_train_job()]
 
 
 # evaluation games

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -27,11 +28,14 @@ from unstable_lite.types import (
 class GameScheduler:
     """The n-th training game of a run is the same whatever is evaluated beside it, and vice versa."""
 
-    def __init__(self, model_sampler: BaseModelSampler, env_sampler: BaseEnvSampler, run_seed: int = 0) -> None:
+    def __init__(
+        self, model_sampler: BaseModelSampler, env_sampler: BaseEnvSampler, run_seed: int = 0, group_size: int = 1
+    ) -> None:
         self.registry = model_sampler.registry
         self._model_sampler = model_sampler
         self._env_sampler = env_sampler
         self._run_seed = run_seed
+        self._group_size = group_size
         self._rng = random.Random(derive_seed(run_seed, "seats"))
         self._games: Counter[str] = Counter()
         """Games handed out, by kind."""
@@ -49,6 +53,17 @@ class GameScheduler:
         # Where the sampled opponent is the current policy itself, its turns are worth training on too.
         agents = [_agent(pid, models[pid], env, collect=models[pid] == current) for pid in sorted(pids)]
         return self._new_game("train", env, agents)
+
+    def next_train_group(self) -> list[GameSpec]:
+        """`group_size` games that differ in their number alone, and so in what the players' models sample."""
+        first = self.next_train_job()
+        if self._group_size == 1:
+            return [first]
+        group = [replace(first, group_idx=first.game_idx)]
+        for _ in range(self._group_size - 1):
+            group.append(replace(group[0], game_idx=self._games.total()))
+            self._games["train"] += 1
+        return group
 
     def next_eval_job(
         self, spec: EvalEnvSpec | None = None, model: ModelRef | None = None, label: str | None = None

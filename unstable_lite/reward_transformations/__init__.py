@@ -14,6 +14,7 @@ from unstable_lite.reward_transformations.final import (
     RoleAdvantageFormatter,
     WinDrawLossFormatter,
 )
+from unstable_lite.reward_transformations.group import GROUP_BASELINES, GroupBaseline
 from unstable_lite.reward_transformations.sampling import (
     ComposeSamplingRewardTransforms,
     NormalizeRewards,
@@ -33,13 +34,16 @@ if TYPE_CHECKING:
     from unstable_lite.config import RewardConfig, Transformation
 
 __all__ = [
+    "BASELINES",
     "FINAL",
+    "GROUP_BASELINES",
     "SAMPLING",
     "STEP",
     "ComposeFinalRewardTransforms",
     "ComposeSamplingRewardTransforms",
     "ComposeStepRewardTransforms",
     "FinalRewardTransform",
+    "GroupBaseline",
     "NormalizeRewards",
     "NormalizeRewardsByEnv",
     "PenaltyForInvalidMove",
@@ -68,6 +72,9 @@ SAMPLING: dict[str, Callable[..., SamplingRewardTransform]] = {
     "NormalizeRewards": NormalizeRewards,
     "NormalizeRewardsByEnv": NormalizeRewardsByEnv,
 }
+
+BASELINES = {"RoleAdvantageFormatter", "RoleAdvantageByEnvFormatter", "NormalizeRewards", "NormalizeRewardsByEnv"}
+"""Transforms that take something off so that rewards are centred: one baseline is enough."""
 
 
 def build_transforms(
