@@ -108,8 +108,8 @@ class LearnerConfig(Section):
     """Completions are cut so that prompt and completion fit; steps whose prompt alone does not are dropped. Counted."""
     importance_weight_cap: float = Field(2.0, gt=0)
     """Truncation of π/μ per token."""
-    logits_chunk_tokens: int = Field(1024, ge=1)
-    """Completion tokens whose logits exist at once."""
+    logits_chunk_tokens: int = Field(256, ge=1)
+    """Completion tokens whose logits exist at once: 20 bytes each for every entry of the vocabulary."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of the frozen base; adapters and optimiser are always float32."""
     threads: int | None = Field(None, ge=1)
