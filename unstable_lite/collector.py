@@ -1,28 +1,22 @@
 """Keep games in flight: so many for training, so many for evaluation, each played to its one record.
 
-Starts no training game while the buffer is full. A game that breaks (the env raises, no answer comes, it takes too
-long) is void: its record says why, nothing of it is trained or rated, and its slot goes on with the next game.
+Starts no training game while the buffer is full. Of a game that breaks nothing is trained or rated, and its slot goes
+on with the next game.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.config import RunConfig
-from unstable_lite.errors import EnvError, WorkerDied
-from unstable_lite.games.environments import make_environment
-from unstable_lite.games.run_game import new_record, run_game
+from unstable_lite.games.game_runner import GameRunner
 from unstable_lite.games.seats import Seats
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.transport.adapters import AdapterArena
 from unstable_lite.types import EvalEnvSpec, GameRecord, GameSpec, ModelRef
-
-log = logging.getLogger(__name__)
 
 
 class Collector:
@@ -39,7 +33,7 @@ class Collector:
         """By kind: "train", "eval"."""
         self._scheduler = scheduler
         self._buffer = buffer
-        self._seats = seats
+        self._runner = GameRunner(seats, config)
         self._arena = arena
         self._config = config
         self._on_record = on_record
@@ -48,7 +42,6 @@ class Collector:
         self._eval_games_of: Counter[str] = Counter()
         """Those started, by the checkpoint's uid."""
         self._new_checkpoint = asyncio.Event()
-        self._voids_in_a_row: Counter[str] = Counter()
         self._rest_of_group: deque[GameSpec] = deque()
         """Games of the group begun last that nobody plays yet; what they need is retained."""
 
@@ -127,52 +120,15 @@ class Collector:
 
     async def _play(self, spec: GameSpec) -> GameRecord:
         """One game, from its spec, which is retained, to its one record, whatever happens in between."""
-        record = new_record(spec)
         self.games_in_flight[spec.kind] += 1
         try:
-            (error,) = await asyncio.gather(self._run_game(record), return_exceptions=True)
+            record = await self._runner.play(spec)
         finally:
             self.games_in_flight[spec.kind] -= 1
             self._release(spec)
-        self._settle(record, error)
         self._scheduler.update(record)
         self._on_record(record)
         return record
-
-    async def _run_game(self, record: GameRecord) -> None:
-        spec = record.spec
-        async with asyncio.timeout(self._config.game_timeout_s):
-            environment = await make_environment(spec.env_id, spec.num_players, spec.seed)
-            await run_game(record, environment, self._seats.players(spec), self._config.max_action_chars)
-
-    def _settle(self, record: GameRecord, error: BaseException | None) -> None:
-        """Count a void game and say why; raise what no other game can survive either."""
-        env_id = record.spec.env_id
-        if error is None:
-            self._voids_in_a_row[env_id] = 0
-            return
-        if isinstance(error, WorkerDied):
-            raise error
-        if isinstance(error, TimeoutError):
-            error = EnvError(f"not over after run.game_timeout_s = {self._config.game_timeout_s:g}")
-        record.end, record.error = "void", f"{type(error).__name__}: {error}"
-        actions = [(turn.pid, turn.action) for turn in record.turns]
-        log.warning(
-            "void game %d of %s (seed %d, after %s): %s\n%s",
-            record.spec.game_idx,
-            env_id,
-            record.spec.seed,
-            actions,
-            record.error,
-            "".join(traceback.format_exception(error)),
-        )
-        self._voids_in_a_row[env_id] += 1
-        if self._voids_in_a_row[env_id] >= self._config.max_void_games:
-            raise EnvError(
-                f"{env_id} broke {self._voids_in_a_row[env_id]} times in a row and is quarantined; the last time: "
-                f"{record.error} (seed {record.spec.seed}, actions {actions}). Take it out of the configuration, or "
-                "see logs/orchestrator.log for the tracebacks."
-            ) from error
 
 
 def _versions(spec: GameSpec) -> set[int]:

@@ -22,14 +22,25 @@ from unstable_lite.transport.sockets import Peer, Router
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workers:
+class EngineWorkers:
+    """Engines and nothing else: enough to play, not to learn."""
+
     engines: EnginePool
-    learner: LearnerClient
     processes: list[WorkerProcess]
+    facts: dict[str, Any]
+    """Of the first engine; they are all alike."""
+
+    @property
+    def prompts(self) -> dict[str, Any]:
+        """What the engines' tokenizer says about prompts; see `templates_for`."""
+        return self.facts.get("prompts", {})  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers(EngineWorkers):
+    learner: LearnerClient
     adapter_bytes: int
     """Size of one adapter, as the learner writes it."""
-    prompts: dict[str, Any]
-    """What the engines' tokenizer says about prompts; see `templates_for`."""
 
 
 @contextlib.asynccontextmanager
@@ -38,56 +49,84 @@ async def started_workers(plan: Plan, logs: Path, say: Callable[[str], None]) ->
 
     Raises WorkerDied for a worker that ends by itself, UnstableError for one that is not up in time.
     """
+    async with _household(plan, logs) as household:
+        engines = await household.start_engines()
+        learner = LearnerClient(household.router, plan.config.learner)
+        await household.start("unstable_lite.learners.worker", learner.peer, plan.learner_device, plan.learner_threads)
+        facts = await household.wait_until_up(say)
+        yield Workers(
+            engines=engines,
+            learner=learner,
+            processes=household.processes,
+            facts=facts["engine-0"],
+            adapter_bytes=int(facts["learner"]["adapter_bytes"]),
+        )
+
+
+@contextlib.asynccontextmanager
+async def started_engines(plan: Plan, logs: Path, say: Callable[[str], None]) -> AsyncIterator[EngineWorkers]:
+    """The engines of `plan` alone, under the same rules as `started_workers`."""
+    async with _household(plan, logs) as household:
+        engines = await household.start_engines()
+        facts = await household.wait_until_up(say)
+        yield EngineWorkers(engines=engines, processes=household.processes, facts=facts["engine-0"])
+
+
+@contextlib.asynccontextmanager
+async def _household(plan: Plan, logs: Path) -> AsyncIterator[_Household]:
+    """Nobody yet; whoever is started is ended at the end."""
     sockets = Path(tempfile.mkdtemp(prefix="unstable_lite-"))  # 0700; short: an ipc path ends at 107 bytes
     router = Router(sockets)
-    processes: list[WorkerProcess] = []
+    household = _Household(plan, logs, router)
     try:
-        yield await _start(plan, router, logs, processes, say)
+        yield household
     finally:
-        await asyncio.gather(*(process.stop() for process in processes))
+        await asyncio.gather(*(process.stop() for process in household.processes))
         router.close()
         shutil.rmtree(sockets, ignore_errors=True)
 
 
-async def _start(
-    plan: Plan, router: Router, logs: Path, processes: list[WorkerProcess], say: Callable[[str], None]
-) -> Workers:
-    config = plan.config
+class _Household:
+    """The processes that hang on one router."""
 
-    async def start(module: str, peer: Peer, device: int | str, threads: int) -> None:
-        process = WorkerProcess(peer, logs / f"{peer.name}.log")
-        processes.append(process)
+    def __init__(self, plan: Plan, logs: Path, router: Router) -> None:
+        self.router = router
+        self.processes: list[WorkerProcess] = []
+        self._plan = plan
+        self._logs = logs
+
+    async def start_engines(self) -> EnginePool:
+        plan = self._plan
+        names = [f"engine-{index}" for index in range(len(plan.engine_devices))]
+        engines = [EngineClient(self.router, name, plan.config.engine) for name in names]
+        for engine, device in zip(engines, plan.engine_devices, strict=True):
+            await self.start("unstable_lite.engines.worker", engine.peer, device, plan.engine_threads)
+        return EnginePool(engines)
+
+    async def start(self, module: str, peer: Peer, device: int | str, threads: int) -> None:
+        process = WorkerProcess(peer, self._logs / f"{peer.name}.log")
+        self.processes.append(process)
         spec = WorkerSpec(
             name=peer.name,
-            endpoint=router.endpoint,
+            endpoint=self.router.endpoint,
             device="cpu" if device == "cpu" else "cuda:0",
             threads=threads,
-            config_json=config.model_dump_json(),
+            config_json=self._plan.config.model_dump_json(),
         )
         await process.start(module, spec, _environment(device, threads))
 
-    engines = [EngineClient(router, f"engine-{index}", config.engine) for index in range(len(plan.engine_devices))]
-    learner = LearnerClient(router, config.learner)
-    for engine, device in zip(engines, plan.engine_devices, strict=True):
-        await start("unstable_lite.engines.worker", engine.peer, device, plan.engine_threads)
-    await start("unstable_lite.learners.worker", learner.peer, plan.learner_device, plan.learner_threads)
-
-    timeouts = {engine.peer.name: config.engine.start_timeout_s for engine in engines}
-    timeouts["learner"] = config.learner.start_timeout_s
-    say(f"waiting for {', '.join(timeouts)} ({config.engine.kind}: {plan.engine_reason})")
-    facts = {}
-    for process in processes:
-        name = process.peer.name
-        facts[name] = await _ready(process, timeouts[name])
-        shown = {key: value for key, value in facts[name].items() if not isinstance(value, dict)}
-        say(f"{name} is up: {', '.join(f'{key} {value}' for key, value in shown.items())}")
-    return Workers(
-        engines=EnginePool(engines),
-        learner=learner,
-        processes=processes,
-        adapter_bytes=int(facts["learner"]["adapter_bytes"]),
-        prompts=facts["engine-0"].get("prompts", {}),
-    )
+    async def wait_until_up(self, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+        """The facts of each, by name."""
+        config = self._plan.config
+        names = [process.peer.name for process in self.processes]
+        say(f"waiting for {', '.join(names)} ({config.engine.kind}: {self._plan.engine_reason})")
+        facts = {}
+        for name, process in zip(names, self.processes, strict=True):
+            section = config.learner if name == "learner" else config.engine
+            facts[name] = await _ready(process, section.start_timeout_s)
+            shown = {key: value for key, value in facts[name].items() if not isinstance(value, dict)}
+            say(f"{name} is up: {', '.join(f'{key} {value}' for key, value in shown.items())}")
+        return facts
 
 
 async def _ready(process: WorkerProcess, timeout_s: float) -> dict[str, Any]:

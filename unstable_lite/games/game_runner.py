@@ -1,0 +1,70 @@
+"""From a GameSpec to its one GameRecord, whatever happens in between.
+
+A game that breaks (the env raises, no answer comes, it takes too long) is void: its record says why. An env that keeps
+breaking is an error. Knows nothing of who chose the game, nor of what becomes of its record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections import Counter
+
+from unstable_lite.config import RunConfig
+from unstable_lite.errors import EnvError, WorkerDied
+from unstable_lite.games.environments import make_environment
+from unstable_lite.games.run_game import new_record, run_game
+from unstable_lite.games.seats import Seats
+from unstable_lite.types import GameRecord, GameSpec
+
+log = logging.getLogger(__name__)
+
+
+class GameRunner:
+    def __init__(self, seats: Seats, config: RunConfig) -> None:
+        self._seats = seats
+        self._config = config
+        self._voids_in_a_row: Counter[str] = Counter()
+
+    async def play(self, spec: GameSpec) -> GameRecord:
+        """Raises EnvError when an env breaks `max_void_games` times in a row, WorkerDied when no engine is left."""
+        record = new_record(spec)
+        (error,) = await asyncio.gather(self._run_game(record), return_exceptions=True)
+        self._settle(record, error)
+        return record
+
+    async def _run_game(self, record: GameRecord) -> None:
+        spec = record.spec
+        async with asyncio.timeout(self._config.game_timeout_s):
+            environment = await make_environment(spec.env_id, spec.num_players, spec.seed)
+            await run_game(record, environment, self._seats.players(spec), self._config.max_action_chars)
+
+    def _settle(self, record: GameRecord, error: BaseException | None) -> None:
+        """Count a void game and say why; raise what no other game can survive either."""
+        env_id = record.spec.env_id
+        if error is None:
+            self._voids_in_a_row[env_id] = 0
+            return
+        if isinstance(error, WorkerDied):
+            raise error
+        if isinstance(error, TimeoutError):
+            error = EnvError(f"not over after run.game_timeout_s = {self._config.game_timeout_s:g}")
+        record.end, record.error = "void", f"{type(error).__name__}: {error}"
+        actions = [(turn.pid, turn.action) for turn in record.turns]
+        log.warning(
+            "void game %d of %s (seed %d, after %s): %s\n%s",
+            record.spec.game_idx,
+            env_id,
+            record.spec.seed,
+            actions,
+            record.error,
+            "".join(traceback.format_exception(error)),
+        )
+        self._voids_in_a_row[env_id] += 1
+        if self._voids_in_a_row[env_id] >= self._config.max_void_games:
+            raise EnvError(
+                f"{env_id} broke {self._voids_in_a_row[env_id]} times in a row and is quarantined; the last time: "
+                f"{record.error} (seed {record.spec.seed}, actions {actions}). Take it out of the configuration, or "
+                "see logs/orchestrator.log for the tracebacks."
+            ) from error
