@@ -7,7 +7,6 @@ Knows nothing of what is measured.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import math
@@ -184,7 +183,6 @@ async def started_engine(config: Config, threads: int) -> AsyncIterator[tuple[En
     directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
     router = Router(directory)
     client = EngineClient(router, "engine-0", config.engine)
-    process = WorkerProcess(client.peer, directory / "engine-0.log")
     spec = WorkerSpec(
         name="engine-0",
         endpoint=router.endpoint,
@@ -193,18 +191,13 @@ async def started_engine(config: Config, threads: int) -> AsyncIterator[tuple[En
         config_json=config.model_dump_json(),
     )
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    await process.start("unstable_lite.engines.worker", spec, environment)
-    death = asyncio.create_task(process.watch())
+    process = WorkerProcess(client.peer, directory / "engine-0.log", "unstable_lite.engines.worker", spec, environment)
+    await process.start()
     try:
-        either: set[asyncio.Future[Any]] = {death, client.peer.ready}
-        await asyncio.wait(either, timeout=config.engine.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if death.done():
-            death.result()
+        await process.ready(config.engine.start_timeout_s)
         yield EnginePool([client]), process
     finally:
         await process.stop()
-        with contextlib.suppress(Exception):  # its death, if any, has been raised above
-            await death
         router.close()
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from unstable_lite.engines.client import EngineClient, EnginePool
-from unstable_lite.errors import UnstableError
 from unstable_lite.learners.client import LearnerClient
 from unstable_lite.plan import Plan
 from unstable_lite.transport.child import WorkerSpec
@@ -104,8 +103,6 @@ class _Household:
         return EnginePool(engines)
 
     async def start(self, module: str, peer: Peer, device: int | str, threads: int) -> None:
-        process = WorkerProcess(peer, self._logs / f"{peer.name}.log")
-        self.processes.append(process)
         spec = WorkerSpec(
             name=peer.name,
             endpoint=self.router.endpoint,
@@ -113,7 +110,10 @@ class _Household:
             threads=threads,
             config_json=self._plan.config.model_dump_json(),
         )
-        await process.start(module, spec, _environment(device, threads))
+        log_path = self._logs / f"{peer.name}.log"
+        process = WorkerProcess(peer, log_path, module, spec, _environment(device, threads))
+        self.processes.append(process)
+        await process.start()
 
     async def wait_until_up(self, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
         """The facts of each, by name."""
@@ -123,27 +123,10 @@ class _Household:
         facts = {}
         for name, process in zip(names, self.processes, strict=True):
             section = config.learner if name == "learner" else config.engine
-            facts[name] = await _ready(process, section.start_timeout_s)
+            facts[name] = await process.ready(section.start_timeout_s)
             shown = {key: value for key, value in facts[name].items() if not isinstance(value, dict)}
             say(f"{name} is up: {', '.join(f'{key} {value}' for key, value in shown.items())}")
         return facts
-
-
-async def _ready(process: WorkerProcess, timeout_s: float) -> dict[str, Any]:
-    """A worker's facts; raises if it ends, or is not up in time."""
-    death = asyncio.create_task(process.watch())
-    either: set[asyncio.Future[Any]] = {death, process.peer.ready}
-    try:
-        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if death.done():
-            death.result()
-        if not process.peer.ready.done():
-            raise UnstableError(
-                f"{process.peer.name} was not up after start_timeout_s = {timeout_s:g}; see {process.log_path}"
-            )
-        return process.peer.ready.result()
-    finally:
-        death.cancel()
 
 
 def _environment(device: int | str, threads: int) -> dict[str, str]:

@@ -35,11 +35,12 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
     started: list[WorkerProcess] = []
 
     async def start_worker(config: Config) -> WorkerProcess:
-        process = WorkerProcess(Peer(router, "learner"), tmp_path / "learner.log")
         spec = WorkerSpec(
             name="learner", endpoint=router.endpoint, device="cpu", threads=1, config_json=config.model_dump_json()
         )
-        await process.start("unstable_lite.learners.worker", spec, {})
+        log_path = tmp_path / "learner.log"
+        process = WorkerProcess(Peer(router, "learner"), log_path, "unstable_lite.learners.worker", spec, {})
+        await process.start()
         started.append(process)
         return process
 

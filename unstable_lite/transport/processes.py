@@ -11,8 +11,9 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from unstable_lite.errors import WorkerDied
+from unstable_lite.errors import UnstableError, WorkerDied
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import Stop
 from unstable_lite.transport.sockets import Peer
@@ -21,11 +22,16 @@ TAIL_LINES = 15
 
 
 class WorkerProcess:
-    """One child process and its `Peer`."""
+    """One child process and its `Peer`; after its death another one can take its place."""
 
-    def __init__(self, peer: Peer, log_path: Path) -> None:
+    def __init__(
+        self, peer: Peer, log_path: Path, module: str, spec: WorkerSpec, environment: Mapping[str, str]
+    ) -> None:
         self.peer = peer
         self.log_path = log_path
+        self._module = module
+        self._spec = spec
+        self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
 
@@ -34,22 +40,40 @@ class WorkerProcess:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self, module: str, spec: WorkerSpec, environment: Mapping[str, str]) -> None:
+    async def start(self) -> None:
         """Start `python -m module`; returns at once, `peer.ready` tells when the worker is up."""
+        if self.peer.is_dead:
+            self.peer.revive()
         with self.log_path.open("ab") as log_file:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                module,
+                self._module,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log_file,
                 stderr=log_file,
-                env={**os.environ, **environment},
+                env={**os.environ, **self._environment},
                 start_new_session=True,  # a Ctrl-C at the terminal is the orchestrator's to handle
             )
         assert self._process.stdin is not None
-        self._process.stdin.write(spec.to_line().encode())
+        self._process.stdin.write(self._spec.to_line().encode())
         await self._process.stdin.drain()
+
+    async def ready(self, timeout_s: float) -> dict[str, Any]:
+        """The worker's facts. Raises WorkerDied if it ends first, UnstableError if it is not up in time."""
+        death = asyncio.create_task(self.watch())
+        either: set[asyncio.Future[Any]] = {death, self.peer.ready}
+        try:
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if death.done():
+                death.result()
+            if not self.peer.ready.done():
+                raise UnstableError(
+                    f"{self.peer.name} was not up after start_timeout_s = {timeout_s:g}; see {self.log_path}"
+                )
+            return self.peer.ready.result()
+        finally:
+            death.cancel()
 
     async def watch(self) -> None:
         """Return when the worker ends after `stop`; raise WorkerDied if it ends by itself."""

@@ -103,6 +103,16 @@ class Peer:
     def num_pending(self) -> int:
         return len(self._pending)
 
+    @property
+    def is_dead(self) -> bool:
+        return self._dead is not None
+
+    def revive(self) -> None:
+        """A new worker is about to start under the name of one that died; it will be `ready` in its turn."""
+        self.ready = asyncio.get_running_loop().create_future()
+        self.crash_reason = None
+        self._dead = None
+
     def tell(self, message: Message) -> None:
         """Send something that has no reply."""
         self._router.send(self._identity, message)
