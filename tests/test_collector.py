@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from openai_server import Server, said, serving
+from unstable_lite import collector
 from unstable_lite.buffers import StepBuffer
 from unstable_lite.collector import Collector
-from unstable_lite.config import RunConfig
-from unstable_lite.errors import EnvError, WorkerDied
+from unstable_lite.config import OpponentsConfig, RunConfig
+from unstable_lite.errors import EnvError, OpponentError, WorkerDied
+from unstable_lite.games.players import openai_compatible
 from unstable_lite.games.seats import Seats
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
@@ -57,13 +61,17 @@ class League:
         buffer_size: int = 10_000,
         env: TrainEnvSpec = TICTACTOE,
         group_size: int = 1,
+        fixed_opponents: tuple[str, ...] = ("scripted:random",),
+        opponents: OpponentsConfig | None = None,
+        eval_env: EvalEnvSpec = EVAL,
         **run: Any,
     ) -> None:
         self.records: list[GameRecord] = []
         self.registry = ModelRegistry()
-        self.registry.add_fixed("scripted:random")
+        for name in fixed_opponents:
+            self.registry.add_fixed(name)
         sampler = FixedOpponentModelSampler(self.registry, random.Random(0))
-        self.scheduler = GameScheduler(sampler, UniformRandomEnvSampler([env], [EVAL]), 0, group_size)
+        self.scheduler = GameScheduler(sampler, UniformRandomEnvSampler([env], [eval_env]), 0, group_size)
         baseline = GROUP_BASELINES["grpo"] if group_size > 1 else None
         self.buffer = StepBuffer(
             buffer_size,
@@ -73,8 +81,9 @@ class League:
         )
         self.arena = AdapterArena("collector", tmp_path, bytes_needed=1 << 60)
         self.arena.retain(0)
+        self.seats = Seats(generate, opponents=opponents)
         self.collector = Collector(
-            self.scheduler, self.buffer, Seats(generate), self.arena, RunConfig(**run), self.records.append
+            self.scheduler, self.buffer, self.seats, self.arena, RunConfig(**run), self.records.append
         )
 
     async def collect_until(self, is_enough: Callable[[], bool], workers: int = 8, eval_workers: int = 0) -> None:
@@ -346,3 +355,132 @@ async def test_the_adapters_of_a_group_are_held_until_its_last_game_and_let_go_w
     await asyncio.gather(one_game, return_exceptions=True)
     assert league.arena.live_versions == set()
     league.arena.close()
+
+
+# opponents behind an endpoint
+
+REMOTE = "vendor/model"
+DOWN = (500, {"error": {"message": "down"}})
+
+
+def free_cell(body: dict[str, Any]) -> Any:
+    board = body["messages"][0]["content"].rpartition("Available Moves:")[2]
+    return said("\\boxed{" + random.choice(re.findall(r"\[\d\]", board)) + "}")
+
+
+@pytest.fixture
+async def remote_league(tmp_path: Path) -> AsyncIterator[tuple[Callable[..., League], Server]]:
+    """Makes leagues with an opponent on a server, and the server."""
+    leagues: list[League] = []
+    with serving() as server:
+        server.answer = free_cell
+
+        def new(limits: dict[str, Any], **league: Any) -> League:
+            fast = {"base_url": server.url, "max_retries": 0, "pause_s": 0.1, "max_pause_s": 0.1, **limits}
+            config = OpponentsConfig.model_validate(fast)
+            leagues.append(League(tmp_path, opponents=config, max_void_games=5, **league))
+            return leagues[-1]
+
+        yield new, server
+        for league in leagues:
+            async with league.seats:
+                league.arena.close()
+
+
+def against(records: list[GameRecord], name: str, is_void: bool) -> int:
+    seated = [r for r in records if any(agent.model.name == name for agent in r.spec.agent_specs)]
+    return sum((record.end == "void") == is_void for record in seated)
+
+
+async def test_an_opponent_that_is_down_is_left_alone_and_the_run_goes_on_until_it_is_back(
+    remote_league: tuple[Callable[..., League], Server],
+) -> None:
+    new, server = remote_league
+    league = new({"pause_s": 0.3}, fixed_opponents=("scripted:random", REMOTE))
+    server.answer = lambda _body: DOWN
+    others: list[int] = []
+
+    def is_enough() -> bool:
+        if against(league.records, "scripted:random", is_void=False) >= 100 and not others:
+            others.append(len(server.bodies))
+            server.answer = free_cell
+        return against(league.records, REMOTE, is_void=False) >= 10
+
+    await league.collect_until(is_enough)
+    void = [record for record in league.records if record.end == "void"]
+    assert len(void) == others[0] < 20, "each void game asked once, and there was no rush of them"
+    assert all(str(record.error).startswith("OpponentError: opponent 'vendor/model'") for record in void)
+    assert league.registry.get(f"fixed-{REMOTE}").games == against(league.records, REMOTE, is_void=False)
+
+
+async def test_a_league_of_one_opponent_that_is_down_waits_for_it(
+    remote_league: tuple[Callable[..., League], Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, server = remote_league
+    monkeypatch.setattr(collector, "REDRAW_S", 0.02)
+    league = new({}, fixed_opponents=(REMOTE,))
+    server.answer = lambda _body: DOWN
+
+    def is_enough() -> bool:
+        if len(server.bodies) >= 14:
+            server.answer = free_cell
+        return against(league.records, REMOTE, is_void=False) >= 5
+
+    await league.collect_until(is_enough)
+    assert 8 <= against(league.records, REMOTE, is_void=True) <= 24
+
+
+@pytest.mark.parametrize("others", [("scripted:random",), ()])
+async def test_when_the_budget_is_spent_its_opponents_are_done_and_the_run_too_if_there_are_no_others(
+    remote_league: tuple[Callable[..., League], Server], monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
+) -> None:
+    new, server = remote_league
+    monkeypatch.setattr(collector, "REDRAW_S", 0.02)
+    monkeypatch.setattr(collector, "NOTHING_TO_PLAY_S", 0.1)
+    league = new({"max_requests": 90}, fixed_opponents=(*others, REMOTE))
+    if others:
+        await league.collect_until(
+            lambda: bool(league.seats.spent) and against(league.records, "scripted:random", is_void=False) > 100
+        )
+    else:
+        with pytest.raises(ExceptionGroup) as caught:
+            await league.collector.run(8, 0)
+        assert caught.group_contains(OpponentError, match="max_requests = 90, and there is nobody else")
+    assert len(server.bodies) == 90
+    assert against(league.records, REMOTE, is_void=False) >= 3
+    assert against(league.records, REMOTE, is_void=True) <= 8
+
+
+async def test_a_quota_of_games_waits_for_its_opponent_but_not_for_ever(
+    remote_league: tuple[Callable[..., League], Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, server = remote_league
+    monkeypatch.setattr(openai_compatible, "POLL_S", 0.02)
+    env = EvalEnvSpec(
+        env_id="TicTacToe-v0-train", num_players=2, prompt_template="tiny", fixed_opponent=REMOTE, max_turns=60
+    )
+    league = new({"outage_s": 1}, eval_env=env)
+    answers = iter([DOWN] * 6)
+    server.answer = lambda body: next(answers, None) or free_cell(body)
+    records = await league.collector.evaluate(env, league.registry.current, 30, "before", concurrency=4)
+    assert len(records) == 30
+    assert 3 <= against(records, REMOTE, is_void=True) <= 6
+    server.answer = lambda _body: DOWN
+    asked = len(server.bodies)
+    records = await league.collector.evaluate(env, league.registry.current, 30, "after", concurrency=4)
+    assert against(records, REMOTE, is_void=True) == len(records) == 30
+    assert len(server.bodies) - asked < 20
+    assert any("has been down for" in str(record.error) for record in records)
+
+
+async def test_evaluations_beside_training_pass_over_an_opponent_that_is_down(
+    remote_league: tuple[Callable[..., League], Server],
+) -> None:
+    new, server = remote_league
+    env = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, prompt_template="tiny", fixed_opponent=REMOTE)
+    league = new({"pause_s": 60, "max_pause_s": 60}, eval_env=env)
+    server.answer = lambda _body: DOWN
+    await league.collect_until(
+        lambda: against(league.records, "scripted:random", is_void=False) >= 60, workers=4, eval_workers=6
+    )
+    assert 3 <= len(server.bodies) <= 8

@@ -7,16 +7,23 @@ on with the next game.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.config import RunConfig
+from unstable_lite.errors import OpponentError
 from unstable_lite.games.game_runner import GameRunner
 from unstable_lite.games.seats import Seats
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.transport.adapters import AdapterArena
 from unstable_lite.types import EvalEnvSpec, GameRecord, GameSpec, ModelRef
+
+REDRAW_S = 1.0
+"""Between two draws where no opponent can play."""
+NOTHING_TO_PLAY_S = 30.0
+"""So long without an opponent to draw, with the budget spent, is for good."""
 
 
 class Collector:
@@ -33,6 +40,7 @@ class Collector:
         """By kind: "train", "eval"."""
         self._scheduler = scheduler
         self._buffer = buffer
+        self.seats = seats
         self._runner = GameRunner(seats, config)
         self._arena = arena
         self._config = config
@@ -44,9 +52,15 @@ class Collector:
         self._new_checkpoint = asyncio.Event()
         self._rest_of_group: deque[GameSpec] = deque()
         """Games of the group begun last that nobody plays yet; what they need is retained."""
+        self._idle_since: float | None = None
+        """Since when no training game could be drawn for want of an opponent."""
 
     async def run(self, num_train_workers: int, num_eval_workers: int) -> None:
-        """Play until cancelled. Raises EnvError when an env breaks `max_void_games` times in a row."""
+        """Play until cancelled.
+
+        Raises EnvError when an env breaks `max_void_games` times in a row, OpponentError when the budget for opponents
+        is spent and there are no others to train against.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(num_train_workers):
@@ -67,7 +81,7 @@ class Collector:
         async def play() -> None:
             for spec in specs:  # shared by all workers
                 self._retain(spec)
-                records.append(await self._play(spec))
+                records.append(await self._play(spec, waits_for_opponents=True))
 
         self._arena.retain(_version(model))
         try:
@@ -81,24 +95,45 @@ class Collector:
     async def _play_train_games(self) -> None:
         while True:
             # A group that is begun is played to its end: half a group in a full buffer would wait for ever.
-            if not self._rest_of_group:
+            while not self._rest_of_group:
                 await self._buffer.wait_for_room()
-            if not self._rest_of_group:  # nor has anyone begun one meanwhile
-                for spec in self._scheduler.next_train_group():
-                    self._retain(spec)
-                    self._rest_of_group.append(spec)
+                if not self._rest_of_group:  # nor has anyone begun one meanwhile
+                    await self._begin_group()
             self._buffer.add_game(await self._play(self._rest_of_group.popleft()))
+
+    async def _begin_group(self) -> None:
+        """Or wait a little, if no opponent can play. Raises OpponentError if none will any more."""
+        try:
+            group = self._scheduler.next_train_group(self.seats.can_play)
+        except OpponentError as error:
+            now = time.monotonic()
+            self._idle_since = self._idle_since or now
+            if self.seats.spent and now - self._idle_since > NOTHING_TO_PLAY_S:
+                raise OpponentError(
+                    f"{self.seats.spent}, and there is nobody else to train against: raise the limit, or name "
+                    "another opponent in league.opponent_sampling_strategy"
+                ) from error
+            await asyncio.sleep(REDRAW_S)
+            return
+        self._idle_since = None
+        for spec in group:
+            self._retain(spec)
+            self._rest_of_group.append(spec)
 
     async def _play_eval_games(self) -> None:
         most = self._config.max_eval_games_per_ckpt
         while True:
             while most is not None and self._eval_games_of[self._scheduler.registry.get_current_ckpt()] >= most:
                 await self._new_checkpoint.wait()
+            try:
+                spec = self._scheduler.next_eval_job(can_play=self.seats.can_play)
+            except OpponentError:
+                await asyncio.sleep(REDRAW_S)
+                continue
             uid = self._scheduler.registry.get_current_ckpt()
             self._eval_games_of[uid] += 1
             self.evaluating[uid] += 1
             try:
-                spec = self._scheduler.next_eval_job()
                 self._retain(spec)
                 await self._play(spec)
             finally:
@@ -118,11 +153,11 @@ class Collector:
         for version in _versions(spec):
             self._arena.release(version)
 
-    async def _play(self, spec: GameSpec) -> GameRecord:
+    async def _play(self, spec: GameSpec, waits_for_opponents: bool = False) -> GameRecord:
         """One game, from its spec, which is retained, to its one record, whatever happens in between."""
         self.games_in_flight[spec.kind] += 1
         try:
-            record = await self._runner.play(spec)
+            record = await self._runner.play(spec, waits_for_opponents)
         finally:
             self.games_in_flight[spec.kind] -= 1
             self._release(spec)

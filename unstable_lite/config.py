@@ -189,6 +189,38 @@ class LeagueConfig(Section):
     trueskill_beta: float = Field(4.0, gt=0)
 
 
+class OpponentsConfig(Section):
+    """Opponents behind an OpenAI-compatible endpoint. The key comes from the environment: OPENROUTER_API_KEY for
+    OpenRouter, OPENAI_API_KEY for any other; a server on this machine needs none.
+    """
+
+    base_url: str | None = None
+    """Default: the environment's OPENAI_BASE_URL, else OpenRouter."""
+    timeout_s: float = Field(120.0, gt=0)
+    """Of one attempt."""
+    max_retries: int = Field(4, ge=0)
+    """Further attempts, with growing waits, after an error that may pass: no connection, 408, 409, 429, 5xx."""
+    max_concurrent_requests: int = Field(32, ge=1)
+    temperature: float | None = Field(None, ge=0)
+    """Default: the endpoint's."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Of one answer. Default: the endpoint's."""
+    max_requests: int | None = Field(None, ge=1)
+    """A limit of spending, as the next two: once reached, games against these opponents are over (those in flight are
+    void), and the run goes on with what else there is to play; it ends if there is nothing."""
+    max_total_tokens: int | None = Field(None, ge=1)
+    """Of prompts and answers."""
+    max_usd: float | None = Field(None, gt=0)
+    """By the two prices below."""
+    usd_per_million_prompt_tokens: float = Field(0.0, ge=0)
+    usd_per_million_completion_tokens: float = Field(0.0, ge=0)
+    pause_s: float = Field(10.0, gt=0)
+    """How long a model that fails again and again is first left alone; doubles until it answers."""
+    max_pause_s: float = Field(600.0, gt=0)
+    outage_s: float = Field(600.0, gt=0)
+    """Evaluations of so many games wait so long for a model that is down; then their games are void."""
+
+
 class TemplateConfig(Section):
     """A prompt template of your own, known by its name wherever `prompt_template` is asked for.
 
@@ -234,6 +266,7 @@ class Config(Section):
     buffer: BufferConfig = BufferConfig()
     rewards: RewardConfig = RewardConfig()
     league: LeagueConfig = LeagueConfig()
+    opponents: OpponentsConfig = OpponentsConfig()
     tracker: TrackerConfig = TrackerConfig()
     templates: dict[str, TemplateConfig] = {}
     train_envs: tuple[TrainEnvSpec, ...] = Field(min_length=1)

@@ -25,6 +25,10 @@ class RequestError(UnstableError):
     """An engine refused or failed one request; the engine itself is well."""
 
 
+class OpponentError(RequestError):
+    """A model behind an endpoint does not answer, is paused or its budget is spent; env and engine are well."""
+
+
 class AdapterError(UnstableError):
     """An adapter could not be published, loaded, or did not pass its canary."""
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unstable_lite.by_name import suggestion
-from unstable_lite.config import Config, read_config
+from unstable_lite.config import Config, OpponentsConfig, read_config
 from unstable_lite.engines.choose import choose_engine, resolve_devices
 from unstable_lite.errors import ConfigError, ModelError
+from unstable_lite.games.api_keys import url_problem
 from unstable_lite.games.environments import Environment, probe
 from unstable_lite.games.seats import opponent_problem
 from unstable_lite.games.templates import chats_in_use, extraction_problems, known_templates, template_problems
@@ -124,7 +125,7 @@ def _lagged_opponents(config: Config) -> int:
 def find_problems(config: Config) -> list[str]:
     """Every impossible combination and every name that names nothing."""
     problems = [*_env_problems(config), *check_league(config), *_number_problems(config)]
-    problems += template_problems(config.templates)
+    problems += [*template_problems(config.templates), *_spending_problems(config.opponents)]
     try:
         build_reward_transformations(config.rewards)
     except ConfigError as error:
@@ -227,7 +228,7 @@ def _env_problems(config: Config) -> Iterable[str]:
             observation = None
             if facts.problem is None:
                 observation = Environment(spec.env_id, spec.num_players, seed=0).observe()[1]
-            if (reason := opponent_problem(name, spec.env_id, observation)) is not None:
+            if (reason := opponent_problem(name, spec.env_id, observation, config.opponents)) is not None:
                 yield f"{where}: {reason}"
 
 
@@ -244,6 +245,20 @@ def _chat_problems(config: Config) -> Iterable[str]:
             f"prompt_template {', '.join(needs_one)}: the tokenizer of {config.model_name} has no chat template; "
             "choose a template that brings its own markup"
         )
+
+
+def _spending_problems(opponents: OpponentsConfig) -> Iterable[str]:
+    if opponents.base_url is not None and (problem := url_problem(opponents.base_url)) is not None:
+        yield f"opponents.base_url: {problem}"
+    if opponents.max_usd and not (
+        opponents.usd_per_million_prompt_tokens or opponents.usd_per_million_completion_tokens
+    ):
+        yield (
+            "opponents.max_usd needs the prices: opponents.usd_per_million_prompt_tokens and "
+            "opponents.usd_per_million_completion_tokens"
+        )
+    if opponents.pause_s > opponents.max_pause_s:
+        yield f"opponents.pause_s = {opponents.pause_s:g} is over opponents.max_pause_s = {opponents.max_pause_s:g}"
 
 
 def _opponents(config: Config, spec: TrainEnvSpec | EvalEnvSpec) -> Iterable[str]:

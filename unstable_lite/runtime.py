@@ -139,8 +139,12 @@ class Run:
                 async with started_workers(self.plan, directory / "logs", self._terminal.say) as workers:
                     needed = workers.adapter_bytes * (config.engine.max_loras + 2)
                     arena = AdapterArena(directory.name, fallback=directory, bytes_needed=needed)
-                    training = self._wire(directory, workers, arena, tracker)
-                    await training.run()
+                    templates = templates_for(config, workers.prompts)
+                    generate, say = workers.engines.generate, self._terminal.say
+                    async with Seats(generate, templates, config.opponents, say) as seats:
+                        canary_prompt = _canary_prompt(config, templates)
+                        training = self._wire(directory, workers, arena, tracker, seats, canary_prompt)
+                        await training.run()
         except BaseExceptionGroup as group:
             raise _first_reason(group) from group
         finally:
@@ -162,7 +166,9 @@ class Run:
             checkpoint=training.checkpoint,
         )
 
-    def _wire(self, directory: Path, workers: Workers, arena: AdapterArena, tracker: Tracker) -> Training:
+    def _wire(
+        self, directory: Path, workers: Workers, arena: AdapterArena, tracker: Tracker, seats: Seats, canary_prompt: str
+    ) -> Training:
         config = self.plan.config
         if arena.remark is not None:
             self._terminal.say(arena.remark)
@@ -171,8 +177,6 @@ class Run:
         tracker.registry = scheduler.registry
         for env in config.eval_envs:
             scheduler.registry.add_fixed(env.fixed_opponent, active=False)
-        templates = templates_for(config, workers.prompts)
-        seats = Seats(workers.engines.generate, templates)
         return Training(
             plan=self.plan,
             directory=directory,
@@ -186,7 +190,7 @@ class Run:
                 workers.engines,
                 workers.learner,
                 arena,
-                canary_prompt=_canary_prompt(config, templates),
+                canary_prompt=canary_prompt,
                 max_loras=config.engine.max_loras,
                 tolerance=config.learner.canary_tolerance,
             ),

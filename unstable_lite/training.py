@@ -182,6 +182,7 @@ class Training:
             "learner/skipped_updates": self.skipped,
             "run/tokens_per_s": self.workers.engines.generated_tokens / (time.monotonic() - self._started),
             "run/arena_bytes": self.arena.bytes_used(),
+            **self.collector.seats.figures(),
             "trueskill/current mu": rating.mu,
             "trueskill/current sigma": rating.sigma,
         }

@@ -1,11 +1,34 @@
-"""Where the key of an OpenAI-compatible endpoint comes from: the environment, and nowhere else."""
+"""Where an OpenAI-compatible endpoint is, and where its key comes from: the environment, and nowhere else."""
 
 from __future__ import annotations
 
 import os
+from urllib.parse import urlsplit
 
-API_KEY_VARIABLES = ("OPENROUTER_API_KEY", "OPENAI_API_KEY")
+OPENROUTER_URL = "https://openrouter.ai/api/v1"
 
 
-def api_key() -> str | None:
-    return next((key for name in API_KEY_VARIABLES if (key := os.environ.get(name))), None)
+def endpoint_url(configured: str | None) -> str:
+    return configured or os.environ.get("OPENAI_BASE_URL") or OPENROUTER_URL
+
+
+def key_variable(url: str) -> str:
+    """OpenRouter's key goes to OpenRouter alone."""
+    host = urlsplit(url).hostname or ""
+    return "OPENROUTER_API_KEY" if host.endswith("openrouter.ai") else "OPENAI_API_KEY"
+
+
+def api_key(url: str) -> str | None:
+    """The key for this endpoint; a server on this machine may do without one."""
+    key = os.environ.get(key_variable(url))
+    is_local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+    return key or ("none" if is_local else None)
+
+
+def url_problem(url: str) -> str | None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return f"{url!r} is not the URL of an endpoint, such as {OPENROUTER_URL!r}"
+    if parts.username or parts.password or parts.query:
+        return f"a URL holds no key; set the environment variable {key_variable(url)}"
+    return None

@@ -12,7 +12,7 @@ import traceback
 from collections import Counter
 
 from unstable_lite.config import RunConfig
-from unstable_lite.errors import EnvError, WorkerDied
+from unstable_lite.errors import EnvError, OpponentError, WorkerDied
 from unstable_lite.games.environments import make_environment
 from unstable_lite.games.run_game import new_record, run_game
 from unstable_lite.games.seats import Seats
@@ -27,15 +27,20 @@ class GameRunner:
         self._config = config
         self._voids_in_a_row: Counter[str] = Counter()
 
-    async def play(self, spec: GameSpec) -> GameRecord:
-        """Raises EnvError when an env breaks `max_void_games` times in a row, WorkerDied when no engine is left."""
+    async def play(self, spec: GameSpec, waits_for_opponents: bool = True) -> GameRecord:
+        """waits_for_opponents: false where somebody has made sure that they can play now.
+
+        Raises EnvError when an env breaks `max_void_games` times in a row, WorkerDied when no engine is left.
+        """
         record = new_record(spec)
-        (error,) = await asyncio.gather(self._run_game(record), return_exceptions=True)
+        (error,) = await asyncio.gather(self._run_game(record, waits_for_opponents), return_exceptions=True)
         self._settle(record, error)
         return record
 
-    async def _run_game(self, record: GameRecord) -> None:
+    async def _run_game(self, record: GameRecord, waits_for_opponents: bool) -> None:
         spec = record.spec
+        if waits_for_opponents:
+            await self._seats.wait_for_opponents(spec)
         async with asyncio.timeout(self._config.game_timeout_s):
             environment = await make_environment(spec.env_id, spec.num_players, spec.seed)
             await run_game(record, environment, self._seats.players(spec), self._config.max_action_chars)
@@ -51,6 +56,9 @@ class GameRunner:
         if isinstance(error, TimeoutError):
             error = EnvError(f"not over after run.game_timeout_s = {self._config.game_timeout_s:g}")
         record.end, record.error = "void", f"{type(error).__name__}: {error}"
+        if isinstance(error, OpponentError):  # neither the env's fault nor a reason to end
+            log.warning("void game %d of %s: %s", record.spec.game_idx, env_id, record.error)
+            return
         actions = [(turn.pid, turn.action) for turn in record.turns]
         log.warning(
             "void game %d of %s (seed %d, after %s): %s\n%s",

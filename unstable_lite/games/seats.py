@@ -1,67 +1,144 @@
-"""From the AgentSpec of a seat to the player that sits there."""
+"""From the AgentSpec of a seat to the player that sits there, and whether it can play now.
+
+A fixed opponent is `scripted:NAME`, a class of a user's own as `module:Class` (the class with a capital letter), or
+else the name of a model behind an OpenAI-compatible endpoint.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Self
 
 from unstable_lite import by_name
-from unstable_lite.errors import EnvError, UnsupportedEnvError
-from unstable_lite.games.api_keys import API_KEY_VARIABLES, api_key
+from unstable_lite.config import OpponentsConfig
+from unstable_lite.errors import ConfigError, EnvError, UnsupportedEnvError
+from unstable_lite.games.api_keys import api_key, endpoint_url, key_variable, url_problem
 from unstable_lite.games.players.player import Player
 from unstable_lite.games.players.policy import Generates, PolicyPlayer
-from unstable_lite.games.players.scripted import legal_actions, random_legal_action
+from unstable_lite.games.players.scripted import RandomLegalPlayer, ScriptedPlayer
 from unstable_lite.games.templates import TEMPLATES, Template
-from unstable_lite.types import AgentSpec, GameSpec, Reply
+from unstable_lite.types import AgentSpec, GameSpec, ModelRef
 
-SCRIPTED = "scripted:"
+if TYPE_CHECKING:
+    from unstable_lite.games.players.openai_compatible import Endpoint
 
-
-class RandomLegalPlayer:
-    """`scripted:random`: any legal action, all equally likely."""
-
-    def __init__(self, env_id: str, seed: int) -> None:
-        self._env_id = env_id
-        self._random = random.Random(seed)
-
-    async def act(self, observation: str) -> Reply:
-        action = random_legal_action(self._env_id, observation, self._random)
-        return Reply(action=action, text=action, prompt=observation)
+SCRIPTED_PLAYERS: dict[str, type[ScriptedPlayer]] = {"scripted:random": RandomLegalPlayer}
+_OF_ONES_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Z]\w*")
+"""`my_module:MyPlayer`, and neither `vendor/model:free` nor `llama3:8b`."""
 
 
 class Seats:
-    """What the players of a run need: the engines, the prompt templates."""
+    """What the players of one run need: engines, prompt templates, an endpoint for others' models."""
 
-    def __init__(self, generate: Generates, templates: Mapping[str, Template] = TEMPLATES) -> None:
+    def __init__(
+        self,
+        generate: Generates,
+        templates: Mapping[str, Template] = TEMPLATES,
+        opponents: OpponentsConfig | None = None,
+        say: Callable[[str], None] = lambda _text: None,
+    ) -> None:
         self._generate = generate
         self._templates = templates
+        self._opponents = opponents or OpponentsConfig()
+        self._say = say
+        self._endpoint: Endpoint | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._endpoint is not None:
+            await self._endpoint.close()
 
     def players(self, spec: GameSpec) -> dict[int, Player]:
         """The players of one game, by seat."""
         return {agent.pid: self._player(spec, agent) for agent in spec.agent_specs}
 
+    def can_play(self, model: ModelRef) -> bool:
+        """False while a model behind the endpoint is paused, and once the budget is spent."""
+        return self._endpoint is None or not is_remote(model) or self._endpoint.can_play(_name(model))
+
+    async def wait_for_opponents(self, spec: GameSpec) -> None:
+        """Until all of a game's players can play. Raises OpponentError if that takes too long."""
+        if self._endpoint is not None:
+            for name in dict.fromkeys(_name(agent.model) for agent in spec.agent_specs if is_remote(agent.model)):
+                await self._endpoint.wait_for(name)
+
+    @property
+    def spent(self) -> str | None:
+        """The limit of spending that is reached, if one is."""
+        return self._endpoint.budget.spent if self._endpoint is not None else None
+
+    def figures(self) -> dict[str, float]:
+        """As metrics; none before the first game against a model behind the endpoint."""
+        return self._endpoint.figures() if self._endpoint is not None else {}
+
     def _player(self, spec: GameSpec, agent: AgentSpec) -> Player:
         if agent.model.kind == "checkpoint":
             template = by_name.find("prompt_template", agent.prompt_template, self._templates)
             return PolicyPlayer(self._generate, template, agent, spec.num_players)
-        assert agent.model.name is not None
-        if agent.model.name.startswith(SCRIPTED):
-            return RandomLegalPlayer(spec.env_id, spec.seed ^ agent.pid)
-        from unstable_lite.games.players.openai_compatible import OpenAICompatiblePlayer  # imports for half a second
+        if not is_remote(agent.model):
+            return _player_class(_name(agent.model))(env_id=spec.env_id, seed=spec.seed ^ agent.pid)
+        # The library takes half a second to import.
+        from unstable_lite.games.players.openai_compatible import Endpoint, OpenAICompatiblePlayer
 
-        return OpenAICompatiblePlayer(agent)
+        if self._endpoint is None:
+            self._endpoint = Endpoint(self._opponents, self._say)
+        return OpenAICompatiblePlayer(self._endpoint, agent, spec.num_players)
 
 
-def opponent_problem(name: str, env_id: str, observation: str | None) -> str | None:
+def is_remote(model: ModelRef) -> bool:
+    """Whether an endpoint serves it."""
+    return model.kind == "fixed" and not _is_local_name(_name(model))
+
+
+def opponent_problem(
+    name: str, env_id: str, observation: str | None, opponents: OpponentsConfig | None = None
+) -> str | None:
     """Why the fixed opponent `name` cannot play `env_id`, if so; `observation`: the env's first one, if it starts."""
-    if not name.startswith(SCRIPTED):
-        if api_key() is None:
-            return f"opponent {name!r} needs an API key: set {' or '.join(API_KEY_VARIABLES)}"
+    if not _is_local_name(name):
+        url = endpoint_url(opponents.base_url if opponents else None)
+        if url_problem(url) is None and api_key(url) is None:
+            return f"opponent {name!r} needs an API key for {url}: set {key_variable(url)}"
         return None
-    if name != "scripted:random":
-        return f"no scripted opponent {name!r}; there is 'scripted:random'"
     try:
-        has_actions = observation is None or legal_actions(env_id, observation)
+        player_class = _player_class(name)
+    except ConfigError as error:
+        return str(error)
+    if name not in SCRIPTED_PLAYERS:
+        return _class_problem(name, player_class)
+    try:
+        if observation is not None:
+            SCRIPTED_PLAYERS[name](env_id, seed=0).action(observation)
     except (UnsupportedEnvError, EnvError) as error:
         return f"opponent {name!r} cannot play {env_id!r}: {error}"
-    return None if has_actions else f"opponent {name!r} finds no legal action in the first observation of {env_id!r}"
+    return None
+
+
+def _name(model: ModelRef) -> str:
+    assert model.name is not None, model
+    return model.name
+
+
+def _is_local_name(name: str) -> bool:
+    return name.startswith("scripted:") or _OF_ONES_OWN.fullmatch(name) is not None
+
+
+def _player_class(name: str) -> Callable[..., Player]:
+    """Raises ConfigError."""
+    if name.startswith("scripted:") and name not in SCRIPTED_PLAYERS:
+        raise ConfigError(f"no scripted opponent {name!r}; {by_name.suggestion(name, SCRIPTED_PLAYERS)}")
+    return by_name.find("opponent", name, SCRIPTED_PLAYERS)
+
+
+def _class_problem(name: str, player_class: Callable[..., Player]) -> str | None:
+    """Whether a user's class can be made and asked as a player is."""
+    shape = "a class with __init__(self, env_id: str, seed: int) and async def act(self, observation: str) -> Reply"
+    is_asked_rightly = inspect.isclass(player_class) and inspect.iscoroutinefunction(getattr(player_class, "act", None))
+    try:
+        inspect.signature(player_class).bind(env_id="", seed=0)
+    except (TypeError, ValueError):
+        is_asked_rightly = False
+    return None if is_asked_rightly else f"opponent {name!r} must be {shape}"

@@ -60,6 +60,10 @@ class ChatTemplate:
     stop: tuple[str, ...] = ()
     is_zero_sum: bool = False
 
+    def message(self, observation: str, num_players: int) -> str:
+        """The user's message alone, for a model that somebody else serves."""
+        return Template(self.name, self.user, is_zero_sum=self.is_zero_sum).prompt(observation, num_players)
+
     def laid_out(self, text: str, end_of_turn: tuple[str, ...]) -> Template:
         """`text`: the messages in the tokenizer's markup; `end_of_turn`: what closes an answer in it."""
         return Template(self.name, text + self.assistant, self.stop + end_of_turn, self.is_zero_sum)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from statistics import fmean
 from typing import Any
 
+from unstable_lite.errors import OpponentError
 from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
 from unstable_lite.league.samplers.model_samplers import BaseModelSampler
 from unstable_lite.rng import derive_seed, game_seed, restore, state_of
@@ -23,6 +26,13 @@ from unstable_lite.types import (
     ModelRef,
     TrainEnvSpec,
 )
+
+DRAWS = 20
+"""Opponents drawn for one seat until one of them can play."""
+
+
+def _anybody(_model: ModelRef) -> bool:
+    return True
 
 
 class GameScheduler:
@@ -42,21 +52,25 @@ class GameScheduler:
         self._eval_games_of: Counter[str] = Counter()
         """By what is evaluated on what: the next one takes the next seat."""
 
-    def next_train_job(self) -> GameSpec:
-        """`num_actors` seats, drawn at random, go to the current policy; an opponent to each of the rest."""
+    def next_train_job(self, can_play: Callable[[ModelRef], bool] = _anybody) -> GameSpec:
+        """`num_actors` seats, drawn at random, go to the current policy; an opponent to each of the rest.
+
+        An opponent that cannot play now is drawn again. Raises OpponentError if none that can is found.
+        """
+        can_play = cache(can_play)  # one answer for all seats of a game: a paused opponent may be tried by one
         env = self._env_sampler.sample("train")
         current = self.registry.current
         pids = list(range(env.num_players))
         self._rng.shuffle(pids)
         models = dict.fromkeys(pids[: env.num_actors], current)
-        models |= {pid: self._model_sampler.sample_opponent() for pid in pids[env.num_actors :]}
+        models |= {pid: self._sample_opponent(can_play) for pid in pids[env.num_actors :]}
         # Where the sampled opponent is the current policy itself, its turns are worth training on too.
         agents = [_agent(pid, models[pid], env, collect=models[pid] == current) for pid in sorted(pids)]
         return self._new_game("train", env, agents)
 
-    def next_train_group(self) -> list[GameSpec]:
+    def next_train_group(self, can_play: Callable[[ModelRef], bool] = _anybody) -> list[GameSpec]:
         """`group_size` games that differ in their number alone, and so in what the players' models sample."""
-        first = self.next_train_job()
+        first = self.next_train_job(can_play)
         if self._group_size == 1:
             return [first]
         group = [replace(first, group_idx=first.game_idx)]
@@ -66,13 +80,18 @@ class GameScheduler:
         return group
 
     def next_eval_job(
-        self, spec: EvalEnvSpec | None = None, model: ModelRef | None = None, label: str | None = None
+        self,
+        spec: EvalEnvSpec | None = None,
+        model: ModelRef | None = None,
+        label: str | None = None,
+        can_play: Callable[[ModelRef], bool] = _anybody,
     ) -> GameSpec:
         """One seat to the model (default: the current policy), the others to the env's fixed opponent.
 
-        The seat goes round for each model, env and label apart, so that a quota is balanced over the seats.
+        The seat goes round for each model, env and label apart, so that a quota is balanced over the seats. Without
+        `spec`, an env whose opponent cannot play now is drawn again; raises OpponentError if none that can is found.
         """
-        env = spec or self._env_sampler.sample("eval")
+        env = spec or self._sample_eval_env(can_play)
         subject = "current" if model is None else model.uid
         key = f"{subject} {env.env_id} {env.num_players} {env.fixed_opponent} {label}"
         seat = self._eval_games_of[key] % env.num_players
@@ -83,6 +102,20 @@ class GameScheduler:
             models |= {pid: opponent for pid in models if pid != seat}
         agents = [_agent(pid, models[pid], env, collect=False) for pid in models]
         return self._new_game("eval", env, agents, label)
+
+    def _sample_opponent(self, can_play: Callable[[ModelRef], bool]) -> ModelRef:
+        for _ in range(DRAWS):
+            opponent = self._model_sampler.sample_opponent()
+            if can_play(opponent):
+                return opponent
+        raise OpponentError(f"{opponent.uid} cannot play now, nor can any other opponent that was drawn")
+
+    def _sample_eval_env(self, can_play: Callable[[ModelRef], bool]) -> EvalEnvSpec:
+        for _ in range(DRAWS):
+            env = self._env_sampler.sample("eval")
+            if env.num_players == 1 or can_play(self.registry.add_fixed(env.fixed_opponent, active=False)):
+                return env
+        raise OpponentError(f"{env.fixed_opponent} cannot play now, nor can any other opponent that was drawn")
 
     def update(self, record: GameRecord) -> None:
         """Learn from a game's result; a void game teaches nothing."""

@@ -1,58 +1,232 @@
-"""A seat of a model behind an OpenAI-compatible endpoint (OpenRouter unless OPENAI_BASE_URL says otherwise).
+"""A seat of a model behind an OpenAI-compatible endpoint, and the endpoint itself.
 
-It is asked for the answer format that our own model is asked for, so that neither side is handicapped.
+The model is asked what our own model is asked by the `chat` template, so that neither side is handicapped. The
+endpoint owns what is common to all such seats of a run: the client, the bound on requests at once, the budget, and
+which models answer. A model that fails again and again is paused: nobody is seated against it until a pause is over,
+then one game tries it, and the pauses double until one succeeds.
 """
 
 from __future__ import annotations
 
-import os
-from functools import cache
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
 
 import openai
 
-from unstable_lite.errors import RequestError
-from unstable_lite.games.api_keys import api_key
-from unstable_lite.games.templates import find_extraction
+from unstable_lite.config import OpponentsConfig
+from unstable_lite.errors import OpponentError
+from unstable_lite.games.api_keys import api_key, endpoint_url
+from unstable_lite.games.templates import CHAT_TEMPLATES, find_extraction
 from unstable_lite.types import AgentSpec, Reply
 
-OPENROUTER_URL = "https://openrouter.ai/api/v1"
-SYSTEM_PROMPT = (
-    "You are a player in a game. Read what you observe, think about your move, and end your answer with the move "
-    "itself inside \\boxed{}, exactly as the game wants it written."
-)
-TIMEOUT_S = 120.0
-MAX_RETRIES = 4
+log = logging.getLogger(__name__)
 
-
-@cache
-def _client() -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
-        api_key=api_key(),
-        base_url=os.environ.get("OPENAI_BASE_URL", OPENROUTER_URL),
-        timeout=TIMEOUT_S,
-        max_retries=MAX_RETRIES,
-    )
+FAILURES_BEFORE_PAUSE = 3
+"""In a row; each after the client's own retries."""
+POLL_S = 0.5
+CHARS_PER_TOKEN = 3
+"""Where the endpoint does not say what it used; rather too many tokens than too few."""
 
 
 class OpenAICompatiblePlayer:
-    def __init__(self, agent: AgentSpec) -> None:
+    def __init__(self, endpoint: Endpoint, agent: AgentSpec, num_players: int) -> None:
         assert agent.model.name is not None
+        self._endpoint = endpoint
         self._model = agent.model.name
         self._extract = find_extraction(agent.action_extraction_fn)
+        self._num_players = num_players
 
     async def act(self, observation: str) -> Reply:
-        try:
-            completion = await _client().chat.completions.create(
-                model=self._model,
-                messages=[
-                    {"role": "system", "content": SYSTEM_PROMPT},
-                    {"role": "user", "content": observation},
-                ],
-            )
-        except openai.OpenAIError as error:
-            raise RequestError(f"{self._model}: {type(error).__name__}: {error}") from error
-        text = (completion.choices[0].message.content if completion.choices else None) or ""
-        if not text:
-            raise RequestError(f"{self._model}: an answer without text")
+        """Raises OpponentError."""
+        message = CHAT_TEMPLATES["chat"].message(observation, self._num_players)
+        text = await self._endpoint.complete(self._model, message)
         action, format_ok = self._extract(text)
-        return Reply(action=action, text=text, prompt=observation, format_ok=format_ok)
+        return Reply(action=action, text=text, prompt=message, format_ok=format_ok)
+
+
+class Endpoint:
+    """Of one run; made and closed on its event loop."""
+
+    def __init__(self, config: OpponentsConfig, say: Callable[[str], None]) -> None:
+        self.budget = Budget(config)
+        self.failures = 0
+        self._config = config
+        self._say = say
+        url = endpoint_url(config.base_url)
+        self._key = api_key(url) or ""
+        self._client = openai.AsyncOpenAI(
+            api_key=self._key, base_url=url, timeout=config.timeout_s, max_retries=config.max_retries
+        )
+        self._slots = asyncio.Semaphore(config.max_concurrent_requests)
+        self._models: defaultdict[str, _Health] = defaultdict(lambda: _Health(config))
+        self._is_said_spent = False
+
+    async def complete(self, model: str, message: str) -> str:
+        """The model's answer. Raises OpponentError if none can be had, or the budget is spent."""
+        async with self._slots:
+            self._check_budget()
+            self.budget.num_requests += 1
+            try:
+                completion: Any = await self._client.chat.completions.create(
+                    model=model,
+                    messages=[{"role": "user", "content": message}],
+                    temperature=openai.omit if self._config.temperature is None else self._config.temperature,
+                    max_tokens=openai.omit if self._config.max_tokens is None else self._config.max_tokens,
+                )
+            except (openai.OpenAIError, ValueError) as error:  # ValueError: what calls itself JSON and is none
+                # Without its cause: what a server answers may repeat the key.
+                raise self._failed(model, f"{type(error).__name__}: {self._without_key(str(error))}") from None
+        text = _text(completion)
+        self.budget.count(getattr(completion, "usage", None), message, text or "")
+        if text is None:
+            raise self._failed(model, f"an answer without text: {self._without_key(repr(completion))}")
+        if pause_s := self._models[model].succeeded():
+            self._tell(f"opponent {model!r} answers again after {pause_s:.0f} s")
+        return text
+
+    def can_play(self, model: str) -> bool:
+        """Whether to seat this model now; after a pause True once, for the game that tries it."""
+        return self.budget.spent is None and self._models[model].may_be_tried()
+
+    async def wait_for(self, model: str) -> None:
+        """Until the model can play. Raises OpponentError if it is down for `outage_s`, or the budget is spent."""
+        while not self.can_play(model):
+            self._check_budget()
+            if (down_s := self._models[model].down_s) > self._config.outage_s:
+                raise OpponentError(
+                    f"opponent {model!r} has been down for {down_s:.0f} s (opponents.outage_s = "
+                    f"{self._config.outage_s:g}): {self._models[model].reason}"
+                )
+            await asyncio.sleep(POLL_S)
+
+    def figures(self) -> dict[str, float]:
+        """As metrics."""
+        return {
+            "opponents/requests": self.budget.num_requests,
+            "opponents/failures": self.failures,
+            "opponents/tokens": self.budget.num_tokens,
+            "opponents/usd": self.budget.usd,
+            "opponents/paused": sum(health.is_paused for health in self._models.values()),
+        }
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def _failed(self, model: str, reason: str) -> OpponentError:
+        self.failures += 1
+        if pause_s := self._models[model].failed(reason):
+            self._tell(f"opponent {model!r} is paused for {pause_s:g} s, its games are void: {reason}")
+        return OpponentError(f"opponent {model!r}: {reason}")
+
+    def _check_budget(self) -> None:
+        if (spent := self.budget.spent) is not None:
+            if not self._is_said_spent:
+                self._is_said_spent = True
+                self._tell(f"{spent}: no more games against models behind {self._client.base_url}")
+            raise OpponentError(spent)
+
+    def _tell(self, text: str) -> None:
+        log.warning(text)
+        self._say(text)
+
+    def _without_key(self, text: str) -> str:
+        return (text.replace(self._key, "<key>") if len(self._key) > 4 else text)[:500]
+
+
+class Budget:
+    """What a run may spend on opponents, and has spent. Requests under way when it ends are still paid."""
+
+    def __init__(self, config: OpponentsConfig) -> None:
+        self.num_requests = 0
+        self.num_tokens = 0
+        self.usd = 0.0
+        self._config = config
+
+    @property
+    def spent(self) -> str | None:
+        """The limit that is reached."""
+        config = self._config
+        limits = (
+            ("max_requests", self.num_requests, config.max_requests),
+            ("max_total_tokens", self.num_tokens, config.max_total_tokens),
+            ("max_usd", self.usd, config.max_usd),
+        )
+        for name, value, limit in limits:
+            if limit is not None and value >= limit:
+                return f"spending limit reached: opponents.{name} = {limit:g}"
+        return None
+
+    def count(self, usage: Any, message: str, text: str) -> None:
+        """The tokens that the endpoint says it used, or an estimate."""
+        num_prompt, num_completion = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
+        if not isinstance(num_prompt, int) or not isinstance(num_completion, int):
+            num_prompt, num_completion = len(message) // CHARS_PER_TOKEN + 1, len(text) // CHARS_PER_TOKEN + 1
+        self.num_tokens += num_prompt + num_completion
+        self.usd += num_prompt * self._config.usd_per_million_prompt_tokens / 1e6
+        self.usd += num_completion * self._config.usd_per_million_completion_tokens / 1e6
+
+
+class _Health:
+    """Whether one model answers."""
+
+    def __init__(self, config: OpponentsConfig) -> None:
+        self.is_paused = False
+        self.reason = ""
+        """Of the last failure."""
+        self._config = config
+        self._failures_in_a_row = 0
+        self._pause_s = config.pause_s
+        self._next_try = 0.0
+        self._is_tried = False
+        """A game that tries it after a pause has been let through."""
+        self._down_since = 0.0
+
+    @property
+    def down_s(self) -> float:
+        return time.monotonic() - self._down_since if self.is_paused else 0.0
+
+    def may_be_tried(self) -> bool:
+        if not self.is_paused:
+            return True
+        if time.monotonic() < self._next_try:
+            return False
+        # Should nothing come of this try, the next one is due after another pause.
+        self._is_tried, self._next_try = True, time.monotonic() + self._pause_s
+        return True
+
+    def failed(self, reason: str) -> float:
+        """Seconds of the pause that begins with this failure, if one does."""
+        self.reason = reason
+        self._failures_in_a_row += 1
+        if self.is_paused and self._is_tried:
+            self._pause_s = min(2 * self._pause_s, self._config.max_pause_s)
+        elif not self.is_paused and self._failures_in_a_row >= FAILURES_BEFORE_PAUSE:
+            self.is_paused, self._pause_s, self._down_since = True, self._config.pause_s, time.monotonic()
+        else:
+            return 0.0
+        self._is_tried, self._next_try = False, time.monotonic() + self._pause_s
+        return self._pause_s
+
+    def succeeded(self) -> float:
+        """Seconds that the model was down, if this ends a pause."""
+        down_s = self.down_s
+        self._failures_in_a_row = 0
+        self.is_paused = self._is_tried = False
+        return down_s
+
+
+def _text(completion: Any) -> str | None:
+    """The answer; None where there is none. Servers send anything, and the client checks little of it."""
+    try:
+        choice = completion.choices[0]
+        content, reason = choice.message.content, choice.finish_reason
+    except (AttributeError, TypeError, LookupError):
+        return None
+    if isinstance(content, str) and content:
+        return content
+    # An answer that thought until its tokens were used up is an answer without a move, as it is for our own model.
+    return "" if reason == "length" else None

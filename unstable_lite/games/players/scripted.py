@@ -10,8 +10,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from typing import Protocol
 
 from unstable_lite.errors import EnvError, UnsupportedEnvError
+from unstable_lite.types import Reply
 
 _BRACKETED = re.compile(r"\[[^\[\]]+\]")
 _CONNECT_FOUR_SIZE = re.compile(r"has (\d+) rows and (\d+) columns")
@@ -110,3 +112,27 @@ def random_legal_action(env_id: str, observation: str, rng: random.Random) -> st
     if not actions:
         raise EnvError(f"{env_id}: no legal action in the observation {observation[-200:]!r}")
     return rng.choice(actions)
+
+
+class ScriptedPlayer(Protocol):
+    def __init__(self, env_id: str, seed: int) -> None: ...
+
+    def action(self, observation: str) -> str:
+        """Raises UnsupportedEnvError, EnvError."""
+
+    async def act(self, observation: str) -> Reply: ...
+
+
+class RandomLegalPlayer:
+    """`scripted:random`: any legal action, all equally likely."""
+
+    def __init__(self, env_id: str, seed: int) -> None:
+        self._env_id = env_id
+        self._random = random.Random(seed)
+
+    def action(self, observation: str) -> str:
+        return random_legal_action(self._env_id, observation, self._random)
+
+    async def act(self, observation: str) -> Reply:
+        action = self.action(observation)
+        return Reply(action=action, text=action, prompt=observation)

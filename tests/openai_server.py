@@ -1,0 +1,86 @@
+"""An OpenAI-compatible server on loopback that answers as a test tells it to."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Answer = tuple[int, Any]
+"""Status, and a body: bytes as they are, anything else as JSON."""
+
+
+def said(text: Any, finish_reason: str = "stop", **more: Any) -> Answer:
+    message = {"role": "assistant", "content": text}
+    choices = [{"index": 0, "message": message, "finish_reason": finish_reason}]
+    usage = {"prompt_tokens": 90, "completion_tokens": 10, "total_tokens": 100}
+    return 200, {
+        "id": "1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "m",
+        "choices": choices,
+        "usage": usage,
+    } | more
+
+
+class Server:
+    def __init__(self) -> None:
+        self.answer: Callable[[dict[str, Any]], Answer] = lambda _body: said("\\boxed{4}")
+        self.content_type = "application/json"
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.most_at_once = 0
+        self.url = ""
+        self._at_once = 0
+        self._lock = threading.Lock()
+
+    def handle(self, handler: BaseHTTPRequestHandler) -> None:
+        body = json.loads(handler.rfile.read(int(handler.headers["content-length"])))
+        with self._lock:
+            self.bodies.append(body)
+            self.keys.append(handler.headers["authorization"])
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        status, answer = self.answer(body)
+        content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        with self._lock:
+            self._at_once -= 1
+        handler.send_response(status)
+        handler.send_header("content-type", self.content_type)
+        handler.send_header("content-length", str(len(content)))
+        handler.send_header("retry-after-ms", "1")
+        handler.end_headers()
+        handler.wfile.write(content)
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    server = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            try:
+                server.handle(self)
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # the client did not wait
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.daemon_threads = True
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    server.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()
