@@ -43,7 +43,7 @@ OURS, REFERENCE = "ours", "the reference's way"
 MAX_GENERATION_LEN = 2048
 
 CASES: dict[str, dict[str, Any]] = {
-    "tiny": {"items": 400, "prompt": (60, 80), "completion": (6, 10), "vocab_size": None},
+    "tiny": {"items": 100, "prompt": (60, 80), "completion": (6, 10), "vocab_size": None},
     "151k vocabulary": {"items": 2, "prompt": (500, 900), "completion": (500, 900), "vocab_size": 151_936},
 }
 SMALL: dict[str, dict[str, Any]] = {
