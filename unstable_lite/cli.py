@@ -1,4 +1,4 @@
-"""The command line: `run`, `check`, `envs`."""
+"""The command line: `run`, `check`, `sft`, `envs`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from unstable_lite.errors import ConfigError, UnstableError
 
 if TYPE_CHECKING:
     from unstable_lite.runtime import Summary
+    from unstable_lite.sft.session import SftSummary
 
 app = typer.Typer(
     name="unstable-lite",
@@ -77,6 +78,24 @@ def check(
             console.print(f"\n{config} can run.")
         else:
             raise ConfigError("check needs a TOML file, or --memory MODEL GIB")
+
+
+@app.command()
+def sft(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    collect_only: Annotated[bool, typer.Option("--collect-only", help="Write the pairs; do not train.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the last table.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """Warm start: collect observation-action pairs, train an adapter to imitate them, save it for `run`."""
+    with _ErrorsAsMessages(debug):
+        from unstable_lite.sft.session import load_sft_plan, run_sft
+        from unstable_lite.trackers.terminal import TerminalInterface
+
+        plan = load_sft_plan(config, tuple(overrides or ()))
+        summary = asyncio.run(run_sft(plan, TerminalInterface(quiet=quiet), collect_only))
+        _print_sft_summary(config, summary)
 
 
 @app.command()
@@ -155,6 +174,40 @@ def _print_summary(summary: Summary) -> None:
     console.print(key_value_lines(rows), markup=False, soft_wrap=True)
     for alarm in summary.alarms:
         console.print(f"[red]alarm[/red] {alarm}")
+
+
+def _print_sft_summary(config: Path, summary: SftSummary) -> None:
+    from unstable_lite.trackers.terminal import key_value_lines
+
+    directory, collected, figures = summary.directory, summary.collected, summary.figures
+    games = "" if collected is None else f", from {collected.games} games, {collected.void_games} void"
+    rows = [("pairs", f"{summary.num_pairs}{games}")]
+    rows += [("left out", f"{count} {reason}") for reason, count in summary.left_out.most_common()]
+    if figures is None:
+        rows += [
+            ("pairs file", str(directory / "pairs.jsonl")),
+            ("to train on them", f"unstable-lite sft {config} sft.data={directory / 'pairs.jsonl'}"),
+        ]
+    else:
+        first, last = figures["train_loss_first_epoch"], figures["train_loss_last_epoch"]
+        rows.append(
+            (
+                "trained on",
+                f"{figures['num_trained']:.0f} pairs; loss {first:.4f} in the first epoch, {last:.4f} in the last",
+            )
+        )
+        if figures["num_held_out"]:
+            rows.append(("held out", f"{figures['num_held_out']:.0f} pairs with prompts of their own"))
+            for name, what in (("loss", "loss"), ("token_accuracy", "tokens right"), ("accuracy", "answers right")):
+                form = ".4f" if name == "loss" else ".1%"
+                before, after = figures[f"{name}_before"], figures[f"{name}_after"]
+                rows.append((f"  {what}", f"{before:{form}} before, {after:{form}} after"))
+        rows += [
+            ("time", f"{summary.seconds:.0f} s"),
+            ("adapter", str(directory)),
+            ("to start from it", f"unstable-lite run {config} lora.initial_lora_path={directory}"),
+        ]
+    Console(highlight=False).print(key_value_lines(rows), markup=False, soft_wrap=True)
 
 
 def main() -> None:

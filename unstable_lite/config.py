@@ -255,6 +255,36 @@ class TrackerConfig(Section):
     """games.jsonl goes on in a new file at so many MB; the full one is compressed."""
 
 
+class SftConfig(Section):
+    """`unstable-lite sft`: an adapter that imitates, for `lora.initial_lora_path` of a run."""
+
+    players: tuple[str, ...] = ()
+    """Who plays the `train_envs`: `scripted:NAME`, a model at an OpenAI-compatible endpoint, `base`, or
+    `adapter:DIRECTORY`. In an env's g-th game seat i goes to number (g + i), modulo how many they are; a name may stand
+    here twice."""
+    imitate: tuple[str, ...] | None = None
+    """Keep the turns of these players only; default: of all."""
+    filter: tuple[Literal["winners", "valid"], ...] = ("winners", "valid")
+    """`winners`: turns of who won the game (alone: with a reward above 0). `valid`: turns whose answer has the form
+    that was asked for and did not end the game as an invalid move."""
+    pairs: int = Field(750, ge=1)
+    """Turns to keep."""
+    max_games: int = Field(10_000, ge=1)
+    """Played at most, should the filter leave too little."""
+    data: Path | None = None
+    """Train on all pairs of this JSONL file, and play nothing. Each line has an `observation`, for which the template
+    makes the prompt, or a `prompt`; and an `action`, which is written as the template asks for it, or a `completion`.
+    `env_id` says which of `train_envs` it is of (else: the first)."""
+    output: Path = Path("warm_start")
+    """A directory for the pairs (`pairs.jsonl`), the adapter, and how it was made (`sft.json`)."""
+    epochs: int = Field(3, ge=1)
+    learning_rate: float = Field(1e-4, gt=0)
+    batch_size: int = Field(32, ge=1)
+    """Pairs of one optimiser step."""
+    holdout: float = Field(0.1, ge=0, lt=1)
+    """Share of the pairs that is only measured; no prompt is both trained on and held out."""
+
+
 class Config(Section):
     model_name: str = "builtin:tiny"
     """`builtin:tiny`, a model hub's name, or a local directory."""
@@ -269,6 +299,7 @@ class Config(Section):
     opponents: OpponentsConfig = OpponentsConfig()
     tracker: TrackerConfig = TrackerConfig()
     templates: dict[str, TemplateConfig] = {}
+    sft: SftConfig = SftConfig()
     train_envs: tuple[TrainEnvSpec, ...] = Field(min_length=1)
     eval_envs: tuple[EvalEnvSpec, ...] = ()
 

@@ -6,13 +6,14 @@ Loads neither torch nor transformers; makes and resets each env once.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from unstable_lite.by_name import suggestion
-from unstable_lite.config import Config, OpponentsConfig, read_config
+from unstable_lite.config import Config, LoraConfig, OpponentsConfig, read_config
 from unstable_lite.engines.choose import choose_engine, resolve_devices
 from unstable_lite.errors import ConfigError, ModelError
 from unstable_lite.games.api_keys import url_problem
@@ -136,8 +137,8 @@ def find_problems(config: Config) -> list[str]:
         problems.append(str(error))
     else:
         problems += _chat_problems(config)
-    if config.lora.initial_lora_path and not (config.lora.initial_lora_path / "adapter_config.json").is_file():
-        problems.append(f"lora.initial_lora_path: no adapter_config.json in {config.lora.initial_lora_path}")
+    if config.lora.initial_lora_path is not None:
+        problems += adapter_problems("lora.initial_lora_path", config.lora.initial_lora_path, config.lora)
     problems += _unknown("algorithm", config.algorithm, LEARNERS, may_be_import=True)
     engine_kinds = ("auto", "vllm", "transformers", "scripted")
     problems += _unknown("engine.kind", config.engine.kind, engine_kinds, may_be_import=True)
@@ -149,6 +150,32 @@ def find_problems(config: Config) -> list[str]:
     if config.tracker.wandb_project and importlib.util.find_spec("wandb") is None:
         problems.append("tracker.wandb_project: wandb is not installed; pip install 'unstable-lite[wandb]'")
     return problems
+
+
+def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterable[str]:
+    """Why the adapter in `directory` is not of the kind that section `lora` describes."""
+    path = directory / "adapter_config.json"
+    if not path.is_file():
+        yield f"{where}: no adapter_config.json in {directory}"
+        return
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        theirs = {
+            "lora_rank": stored["r"],
+            "lora_alpha": float(stored["lora_alpha"]),
+            "target_modules": sorted(stored["target_modules"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield f"{where}: {path} is not what PEFT writes: {type(error).__name__}: {error}"
+        return
+    ours = {
+        "lora_rank": lora.lora_rank,
+        "lora_alpha": float(lora.lora_alpha),
+        "target_modules": sorted(lora.target_modules),
+    }
+    different = [f"{key} is {value} there, {ours[key]} here" for key, value in theirs.items() if value != ours[key]]
+    if different:
+        yield f"{where}: {directory} does not fit section lora: {'; '.join(different)}; set them alike"
 
 
 def _number_problems(config: Config) -> Iterable[str]:

@@ -135,7 +135,7 @@ class Run:
         tracker = Tracker(directory, _sinks(config, directory), config.tracker)
         arena: AdapterArena | None = None
         try:
-            with _log_file(directory / "logs" / "orchestrator.log"), self._stopped_by_signals():
+            with log_file(directory / "logs" / "orchestrator.log"), self._stopped_by_signals():
                 async with started_workers(self.plan, directory / "logs", self._terminal.say) as workers:
                     needed = workers.adapter_bytes * (config.engine.max_loras + 2)
                     arena = AdapterArena(directory.name, fallback=directory, bytes_needed=needed)
@@ -283,7 +283,7 @@ def _canary_prompt(config: Config, templates: Mapping[str, Template]) -> str:
 
 
 @contextlib.contextmanager
-def _log_file(path: Path) -> Iterator[None]:
+def log_file(path: Path) -> Iterator[None]:
     """Everything that this package logs, in one file."""
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -7,17 +7,20 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.learners.client import LearnerClient
 from unstable_lite.plan import Plan
 from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.messages import Message
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.sockets import Peer, Router
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,34 @@ async def started_engines(plan: Plan, logs: Path, say: Callable[[str], None]) ->
 
 
 @contextlib.asynccontextmanager
+async def started_fine_tuner(
+    plan: Plan, logs: Path, say: Callable[[str], None], on_message: Callable[[Message], None]
+) -> AsyncIterator[WorkerProcess]:
+    """A worker that imitates, where the learner would be, under the same rules as `started_workers`."""
+    async with _household(plan, logs) as household:
+        peer = Peer(household.router, "sft", on_message)
+        await household.start("unstable_lite.sft.worker", peer, plan.learner_device, plan.learner_threads)
+        await household.wait_until_up(say)
+        yield household.processes[0]
+
+
+async def while_alive(processes: Iterable[WorkerProcess], work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; raises WorkerDied at once if one of `processes` ends before it."""
+    working = asyncio.ensure_future(work)
+    watching = [asyncio.ensure_future(process.watch()) for process in processes]
+    try:
+        await asyncio.wait({working, *watching}, return_when=asyncio.FIRST_COMPLETED)
+        for watch in watching:
+            if watch.done():
+                watch.result()
+        return await working
+    finally:
+        for task in (working, *watching):
+            task.cancel()
+        await asyncio.gather(working, *watching, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
 async def _household(plan: Plan, logs: Path) -> AsyncIterator[_Household]:
     """Nobody yet; whoever is started is ended at the end."""
     sockets = Path(tempfile.mkdtemp(prefix="unstable_lite-"))  # 0700; short: an ipc path ends at 107 bytes
@@ -119,10 +150,12 @@ class _Household:
         """The facts of each, by name."""
         config = self._plan.config
         names = [process.peer.name for process in self.processes]
-        say(f"waiting for {', '.join(names)} ({config.engine.kind}: {self._plan.engine_reason})")
+        has_engines = any(name.startswith("engine-") for name in names)
+        engine = f" ({config.engine.kind}: {self._plan.engine_reason})" * has_engines
+        say(f"waiting for {', '.join(names)}{engine}")
         facts = {}
         for name, process in zip(names, self.processes, strict=True):
-            section = config.learner if name == "learner" else config.engine
+            section = config.engine if name.startswith("engine-") else config.learner
             facts[name] = await process.ready(section.start_timeout_s)
             shown = {key: value for key, value in facts[name].items() if not isinstance(value, dict)}
             say(f"{name} is up: {', '.join(f'{key} {value}' for key, value in shown.items())}")

@@ -29,6 +29,8 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(_instances(TrainItem), max_size=3).map(tuple)
     if hint == dict[str, float] or hint == dict[str, Any]:
         return st.dictionaries(st.text(), st.floats(allow_nan=False))
+    if hint == dict[str, int]:
+        return st.dictionaries(st.text(), st.integers(0, 2**63 - 1))
     plain: dict[Any, st.SearchStrategy[Any]] = {
         int: st.integers(-(2**63), 2**63 - 1),
         float: st.floats(allow_nan=False),

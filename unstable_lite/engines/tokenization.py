@@ -40,6 +40,7 @@ class Tokenizer:
             raise ModelError(f"{model_path}: its tokenizer turns text into nothing; is its tokenizer.json missing?")
         self._path, self._whole = model_path, tokenizer
         self._bos: str | None = tokenizer.bos_token
+        self._eos_id: int | None = tokenizer.eos_token_id
         self.stop_ids = frozenset(_stop_ids(model_path, tokenizer))
         self._special_ids = {
             token.content: token_id
@@ -102,6 +103,26 @@ class Tokenizer:
         )
         assert isinstance(text, str)
         return text
+
+    def encode_completion(self, prompt: str, text: str, stop: tuple[str, ...]) -> TokenIds:
+        """`text` as a model would write it after `prompt`, and the token that then stops it.
+
+        Raises ModelError for a model that no token stops.
+        """
+        if (stop_id := self._stop_id(stop)) is None:
+            raise ModelError(f"{self._path}: the model has no end-of-sequence token: no answer can be taught to end")
+        prompt_ids = self.encode(prompt).tolist()
+        # Some tokenizers put a space before the first word of a text, which this is not.
+        whole = self._encode(prompt + text).tolist()
+        is_continued = whole[: len(prompt_ids)] == prompt_ids
+        ids = whole[len(prompt_ids) :] if is_continued else self._fast.encode(text, add_special_tokens=False).ids
+        return np.array([*ids, stop_id], np.int32)
+
+    def _stop_id(self, stop: tuple[str, ...]) -> int | None:
+        """The token that ends the template's turn if there is one that the engine stops at, else the model's own."""
+        stop_ids = self.stop_ids_with(stop)
+        wanted = [*map(self._fast.token_to_id, stop), self._eos_id, *sorted(stop_ids)]
+        return next((token_id for token_id in wanted if token_id in stop_ids), None)
 
     def text(self, completion_ids: list[int], stop_watch: StopWatch | None = None) -> str:
         """A completion as text, without special tokens and without what stopped it."""

@@ -76,6 +76,14 @@ class Policy:
         return torch.cat(logps), torch.cat(entropies)
 
     @torch.no_grad()
+    def is_most_likely(self, batch: batching.MicroBatch) -> Tensor:
+        """Whether each trained token is the one that greedy decoding would choose in its place."""
+        with self._autocast():
+            hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1)[batch.source_N]
+            chunks = [self._logits(hidden_KD).argmax(-1) for hidden_KD in torch.split(hidden_ND, self._chunk_tokens)]
+        return torch.cat(chunks) == batch.target_N
+
+    @torch.no_grad()
     def score(self, prompt_ids: TokenIds, completion_ids: TokenIds) -> tuple[Logprobs, Logprobs]:
         """Log-probabilities of given completion tokens under the adapter, and under the base alone."""
         unused = np.zeros(len(completion_ids), np.float32)

@@ -19,11 +19,13 @@ PLAIN_LINE_EVERY_S = 5.0
 class TerminalInterface:
     """Progress of one run. All methods are cheap and may be called at any time."""
 
-    def __init__(self, console: Console | None = None, quiet: bool = False) -> None:
+    def __init__(self, console: Console | None = None, quiet: bool = False, unit: str = "update") -> None:
+        """`unit`: what is counted."""
         self.console = console or Console(highlight=False)
         self._quiet = quiet
+        self._unit = unit
         self._progress = Progress(
-            TextColumn("updates"),
+            TextColumn(f"{unit}s"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -35,6 +37,10 @@ class TerminalInterface:
         self._live: Live | None = None
         self._task = self._progress.add_task("updates", total=None)
         self._last_line = 0.0
+
+    def of(self, unit: str) -> TerminalInterface:
+        """The same terminal, to show the progress of something else."""
+        return TerminalInterface(self.console, self._quiet, unit)
 
     def start(self, total_updates: int) -> None:
         self._progress.update(self._task, total=total_updates)
@@ -62,7 +68,7 @@ class TerminalInterface:
         is_due = time.monotonic() - self._last_line >= PLAIN_LINE_EVERY_S or update == total
         if self._live is None and is_due:
             self._last_line = time.monotonic()
-            self.say(f"update {update}/{total}  {figures}")
+            self.say(f"{self._unit} {update}/{total}  {figures}")
 
 
 def key_value_lines(rows: Iterable[tuple[str, str]]) -> str:

@@ -115,6 +115,32 @@ class SaveLearner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FineTune:
+    """Train an adapter on the pairs of the file `pairs`, write it into the directory `output`. Reply: `FineTuned`."""
+
+    request_id: int
+    pairs: str
+    output: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuned:
+    request_id: int
+    figures: dict[str, float]
+    left_out: dict[str, int]
+    """Pairs that were not trained on, by the reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuning:
+    """How far a `FineTune` has got; unasked."""
+
+    update: int
+    total: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     request_id: int
     seconds: float
@@ -169,6 +195,9 @@ Message = (
     | Score
     | Scored
     | SaveLearner
+    | FineTune
+    | FineTuned
+    | FineTuning
     | Done
     | Failed
     | Ready

@@ -1,0 +1,108 @@
+"""Real games between scripted players, until there are enough turns to imitate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unstable_lite.config import Config
+from unstable_lite.errors import EnvError, RequestError
+from unstable_lite.games.seats import Seats
+from unstable_lite.sft.collect import Collected, adapter_versions, collect_pairs
+from unstable_lite.sft.pairs import Pair
+from unstable_lite.types import Generation
+
+
+def config(workers: int = 8, **sft: Any) -> Config:
+    env = {"num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
+    return Config.model_validate(
+        {
+            "run": {"num_collection_workers": workers, "max_void_games": 5},
+            "sft": {"players": ("scripted:random",), "pairs": 40} | sft,
+            "train_envs": [{"env_id": name, **env} for name in ("TicTacToe-v0-train", "Nim-v0-train")],
+        }
+    )
+
+
+async def collect(given: Config, generate: Any = None) -> tuple[list[Pair], Collected]:
+    pairs: list[Pair] = []
+    collected = await collect_pairs(given, Seats(generate), pairs.append, lambda _: None)
+    assert collected.pairs == len(pairs)
+    return pairs, collected
+
+
+async def box_it(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    """Answers after a while that depends on the prompt, so that games end in another order than they began."""
+    await asyncio.sleep(len(prompt) % 7 / 1000)
+    text = "\\boxed{[1 1]}" if "Nim" in prompt else f"\\boxed{{{prompt.split('[')[-1][:2]}]}}"
+    return Generation(
+        prompt_ids=np.array([1], np.int32),
+        completion_ids=np.array([2], np.int32),
+        logprobs=np.array([-1.0], np.float32),
+        text=text,
+        finish_reason="stop",
+        adapter_version=version,
+    )
+
+
+async def test_games_are_played_until_there_are_exactly_so_many_pairs_of_winners() -> None:
+    pairs, collected = await collect(config())
+    assert len(pairs) == 40
+    assert {pair.outcome for pair in pairs} == {"win"}
+    assert {pair.env_id for pair in pairs} == {"TicTacToe-v0-train", "Nim-v0-train"}
+    assert collected.left_out["not the winner's"] > 0
+    assert collected.games < 40
+
+
+async def test_the_pairs_are_the_same_at_any_concurrency_and_others_with_another_seed() -> None:
+    given = config(players=("base", "scripted:random"), filter=(), workers=1)
+    at_once = given.model_copy(update={"run": given.run.model_copy(update={"num_collection_workers": 16})})
+    reseeded = given.model_copy(update={"run": given.run.model_copy(update={"seed": 1})})
+    one, _ = await collect(given, box_it)
+    many, _ = await collect(at_once, box_it)
+    other, _ = await collect(reseeded, box_it)
+    assert one == many
+    assert one != other
+
+
+async def test_players_take_turns_at_the_seats_within_each_env() -> None:
+    pairs, _ = await collect(config(players=("base", "scripted:random"), filter=(), pairs=60), box_it)
+    first = Counter((pair.env_id, pair.player) for pair in pairs if pair.turn == 0)
+    for env_id in ("TicTacToe-v0-train", "Nim-v0-train"):
+        counts = [first[env_id, name] for name in ("base", "scripted:random")]
+        assert min(counts) > 0 and abs(counts[0] - counts[1]) <= 1
+
+
+async def test_no_more_than_max_games_are_played() -> None:
+    pairs, collected = await collect(config(max_games=3, pairs=10_000))
+    assert collected.games == 3
+    assert 0 < len(pairs) < 30
+
+
+async def test_a_game_that_breaks_gives_no_pair_and_if_all_do_the_last_reason_is_told() -> None:
+    calls = 0
+
+    async def break_once(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise RequestError("one answer was lost")
+        return await box_it(prompt, version, stop)
+
+    _, collected = await collect(config(players=("base",), filter=()), break_once)
+    assert collected.void_games == 1
+
+    async def broken(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+        raise RequestError("the engine is on strike")
+
+    with pytest.raises(EnvError, match=r"broke 5 times in a row.*the engine is on strike"):
+        await collect(config(players=("base",)), broken)
+
+
+def test_adapters_are_numbered_and_the_base_is_version_0() -> None:
+    names = ("scripted:random", "adapter:x", "base", "adapter:y", "adapter:x")
+    assert adapter_versions(names) == {"adapter:x": 1, "adapter:y": 2, "base": 0}

@@ -1,0 +1,191 @@
+"""What is trained on, and that it is learnt: the real model, the real engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from unstable_lite.config import Config
+from unstable_lite.engines.engine import Engine, load_engine
+from unstable_lite.errors import RequestError
+from unstable_lite.games.seats import Seats
+from unstable_lite.games.templates import TEMPLATES, format_prompt
+from unstable_lite.learners import adapter_files
+from unstable_lite.models import resolve_model
+from unstable_lite.models.tiny.make import END
+from unstable_lite.sft.collect import collect_pairs
+from unstable_lite.sft.fine_tuning import FineTuner
+from unstable_lite.sft.pairs import Pair
+from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.messages import Generate
+from unstable_lite.types import Generation
+
+MakeConfig = Callable[..., Config]
+STOP_ID = 2
+"""`<|im_end|>` of the tiny model."""
+
+
+@pytest.fixture(scope="module")
+def pairs(make_config: MakeConfig) -> list[Pair]:
+    """Turns of random players in TicTacToe."""
+    found: list[Pair] = []
+    config = make_config(sft={"pairs": 60, "filter": ()})
+    asyncio.run(collect_pairs(config, Seats(no_engine), found.append, lambda _: None))
+    return found
+
+
+async def no_engine(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    raise AssertionError
+
+
+def prompt_of(pair: Pair) -> str:
+    return format_prompt("tiny", pair.observation, 2)
+
+
+def start_engine(config: Config) -> Engine:
+    spec = WorkerSpec(name="engine-0", endpoint="", device="cpu", threads=1, config_json=config.model_dump_json())
+    return load_engine(spec)
+
+
+def generate(engine: Engine, prompts: list[str], version: int = 0, temperature: float = 1.0) -> list[Generation]:
+    for number, prompt in enumerate(prompts):
+        engine.add_request(
+            Generate(
+                request_id=number,
+                prompt=prompt,
+                adapter_version=version,
+                max_tokens=16,
+                temperature=temperature,
+                top_p=1.0,
+                stop=TEMPLATES["tiny"].stop,
+                seed=number,
+            )
+        )
+    finished = {}
+    while engine.has_unfinished():
+        finished.update({done.request_id: done.generation for done in engine.step()})
+    return [finished[number] for number in range(len(prompts))]
+
+
+def test_prompts_have_the_engines_ids_and_answers_those_that_it_samples(
+    make_config: MakeConfig, pairs: list[Pair]
+) -> None:
+    config = make_config()
+    sampled = generate(start_engine(config), [prompt_of(pair) for pair in pairs])
+    whole = [(pair, done) for pair, done in zip(pairs, sampled, strict=True) if done.finish_reason == "stop"]
+    assert len(whole) > 40
+    said = [replace(pair, completion=done.text) for pair, done in whole if done.text]
+    items = FineTuner(config, "cpu").tokenise(said).items
+    for item, (_, done) in zip(items, ((p, d) for p, d in whole if d.text), strict=True):
+        assert item.prompt_ids.tolist() == done.prompt_ids.tolist()
+        assert item.completion_ids.tolist() == done.completion_ids.tolist()
+        assert item.completion_ids[-1] == STOP_ID
+
+
+def test_the_loss_is_the_stock_models_on_completion_and_stop_token_alone(
+    make_config: MakeConfig, pairs: list[Pair]
+) -> None:
+    tuner = FineTuner(make_config(learner={"max_tokens_per_micro_batch": 1024}), "cpu")
+    items = tuner.tokenise(pairs[:9]).items
+    path = resolve_model("builtin:tiny")
+    stock = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    total, num_tokens, num_right = 0.0, 0, 0
+    for pair in pairs[:9]:
+        prompt = tokenizer(prompt_of(pair), add_special_tokens=False)["input_ids"]
+        completion = tokenizer(f"\\boxed{{{pair.action}}}{END}", add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([prompt + completion])
+        labels = torch.tensor([[-100] * len(prompt) + completion])
+        with torch.no_grad():
+            out = stock(input_ids=ids, labels=labels)
+        total += out.loss.item() * len(completion)
+        num_tokens += len(completion)
+        greedy = out.logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+        num_right += greedy == completion
+    agreement = tuner.agreement(items)
+    assert agreement.loss == pytest.approx(total / num_tokens, abs=1e-4)
+    assert agreement.accuracy == num_right / 9
+    loss = tuner._update(items, num_tokens, 1)
+    assert loss == pytest.approx(total / num_tokens, abs=1e-4), "what is trained on is what is measured"
+
+
+def test_a_handful_of_pairs_is_learnt_by_heart_stop_token_included(
+    make_config: MakeConfig, pairs: list[Pair], tmp_path: Path
+) -> None:
+    by_prompt = {pair.observation: pair for pair in pairs}
+    few = [replace(pair, completion=f"\\boxed{{[{n}]}} {n}!") for n, pair in enumerate(list(by_prompt.values())[:5])]
+    config = make_config(sft={"epochs": 60, "batch_size": 5, "learning_rate": 1e-2, "holdout": 0})
+    tuner = FineTuner(config, "cpu")
+    items = tuner.tokenise(few).items
+    before = tuner.agreement(items)
+    losses = tuner.train(items, lambda *_: None)
+    after = tuner.agreement(items)
+    assert before.accuracy == 0 and after.accuracy == 1
+    assert after.loss < losses[0] / 2
+    adapter_files.write(tmp_path, *tuner.policy.adapter_state())
+    engine = start_engine(config)
+    engine.load_adapter(1, tmp_path)
+    answers = generate(engine, [prompt_of(pair) for pair in few], version=1, temperature=1e-3)
+    assert [done.text for done in answers] == [pair.completion for pair in few]
+    assert {done.finish_reason for done in answers} == {"stop"}
+    assert {done.completion_ids[-1] for done in answers} == {STOP_ID}
+
+
+def test_the_same_seed_makes_the_same_adapter(make_config: MakeConfig, pairs: list[Pair]) -> None:
+    def train(seed: int) -> list[torch.Tensor]:
+        config = make_config(sft={"epochs": 1, "batch_size": 6})
+        tuner = FineTuner(config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})}), "cpu")
+        trained, _ = tuner.split(tuner.tokenise(pairs[:24]).items)
+        tuner.train(trained, lambda *_: None)
+        return list(tuner.policy.adapter_state()[0].values())
+
+    first, second, other = train(0), train(0), train(1)
+    assert all(map(torch.equal, first, second))
+    assert not all(map(torch.equal, first, other))
+
+
+def test_no_prompt_is_both_trained_on_and_held_out(make_config: MakeConfig, pairs: list[Pair]) -> None:
+    tuner = FineTuner(make_config(sft={"holdout": 0.3}), "cpu")
+    items = tuner.tokenise(pairs * 2).items
+    train, held_out = tuner.split(items)
+    assert len(train) + len(held_out) == len(items)
+    assert 0.15 * len(items) < len(held_out) <= 0.3 * len(items)
+    assert not {item.prompt_ids.tobytes() for item in train} & {item.prompt_ids.tobytes() for item in held_out}
+    one_prompt = [item for item in items if np.array_equal(item.prompt_ids, items[0].prompt_ids)]
+    assert tuner.split(one_prompt) == (one_prompt, [])
+
+
+def test_pairs_that_a_run_could_not_use_are_left_out_and_counted(make_config: MakeConfig, pairs: list[Pair]) -> None:
+    tuner = FineTuner(make_config(), "cpu")
+    tokenised = tuner.tokenise(
+        [
+            pairs[0],
+            replace(pairs[0], completion="thinking " * 30),
+            replace(pairs[0], completion="a <|im_end|> b"),
+            replace(pairs[0], observation=pairs[0].observation * 40),
+            replace(pairs[0], action="[1] } [2]"),
+            replace(pairs[0], action="4"),
+        ]
+    )
+    assert len(tokenised.items) == 2
+    assert dict(tokenised.left_out) == {
+        "answer longer than max_generation_len": 1,
+        "a stop token within the answer": 1,
+        "longer than max_model_len or max_train_len": 1,
+        "an action that action_extraction_fn reads otherwise": 1,
+    }
+
+
+def test_a_loss_that_is_not_finite_ends_the_training_with_the_reason(
+    make_config: MakeConfig, pairs: list[Pair]
+) -> None:
+    tuner = FineTuner(make_config(sft={"learning_rate": 1e30, "batch_size": 6}), "cpu")
+    with pytest.raises(RequestError, match=r"update \d+ is not finite .*lower sft.learning_rate"):
+        tuner.train(tuner.tokenise(pairs).items, lambda *_: None)

@@ -1,0 +1,198 @@
+"""Which turns are worth imitating, and the file that they lie in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unstable_lite.config import SftConfig
+from unstable_lite.errors import ConfigError
+from unstable_lite.games.templates import TEMPLATES, Template, extract_boxed
+from unstable_lite.sft.pairs import Pair, env_of, pairs_of_game, read_pairs, write_line, written_answer
+from unstable_lite.types import (
+    AgentSpec,
+    GameRecord,
+    GameSpec,
+    Generation,
+    ModelRef,
+    Outcome,
+    PlayerTrajectory,
+    Step,
+    TrainEnvSpec,
+    Turn,
+)
+
+ENVS = (
+    TrainEnvSpec(env_id="Nim-v0-train", num_players=2, num_actors=2, prompt_template="tiny"),
+    TrainEnvSpec(env_id="TicTacToe-v0-train", num_players=2, num_actors=2, prompt_template="qwen3-zs"),
+)
+
+
+def game(*players: str, wins: int | None = 0, invalid: tuple[int, ...] = (), badly_formed: int = -1) -> GameRecord:
+    """Six turns, the players in turn; `badly_formed`: the turn that is not in the form asked for."""
+    agents = tuple(
+        AgentSpec(
+            pid=pid,
+            model=ModelRef(uid=name, kind="fixed", name=name),
+            collect_data=False,
+            prompt_template="tiny",
+            action_extraction_fn="default",
+        )
+        for pid, name in enumerate(players)
+    )
+    spec = GameSpec(
+        game_idx=7,
+        kind="train",
+        env_id="Nim-v0-train",
+        num_players=len(players),
+        seed=0,
+        agent_specs=agents,
+        max_turns=9,
+    )
+    outcomes: dict[int, Outcome] = {
+        pid: "draw" if wins is None else "win" if pid == wins else "loss" for pid in range(len(players))
+    }
+    turns = [
+        Turn(pid=n % len(players), observation=f"o{n}", text=f"said {n}", action=f"[{n}]", format_ok=n != badly_formed)
+        for n in range(6)
+    ]
+    return GameRecord(
+        spec=spec,
+        turns=turns,
+        trajectories=[],
+        rewards={pid: float(pid == wins) for pid in range(len(players))},
+        outcomes=outcomes,
+        end="invalid" if invalid else "natural",
+        invalid_pids=invalid,
+    )
+
+
+def kept(record: GameRecord, **sft: Any) -> tuple[list[int], dict[str, int]]:
+    pairs, left_out = pairs_of_game(record, SftConfig(**sft))
+    return [pair.turn for pair in pairs], dict(left_out)
+
+
+@pytest.mark.parametrize(
+    ("record", "sft", "turns", "left_out"),
+    [
+        (game("a", "b"), {"filter": ()}, [0, 1, 2, 3, 4, 5], {}),
+        (game("a", "b"), {"filter": ("winners",)}, [0, 2, 4], {"not the winner's": 3}),
+        (game("a", "b", wins=None), {"filter": ("winners",)}, [], {"not the winner's": 6}),
+        (game("a", "b", invalid=(1,)), {"filter": ("valid",)}, [0, 1, 2, 3, 4], {"not valid": 1}),
+        (game("a", "b", badly_formed=2), {"filter": ("valid",)}, [0, 1, 3, 4, 5], {"not valid": 1}),
+        (game("a", "b", invalid=(1,), badly_formed=2), {}, [0, 4], {"not the winner's": 3, "not valid": 1}),
+        (
+            game("a", "b"),
+            {"filter": (), "imitate": ("b",), "players": ("a", "b")},
+            [1, 3, 5],
+            {"by a player that is not imitated": 3},
+        ),
+    ],
+)
+def test_the_filter_keeps_what_it_says_and_counts_the_rest(
+    record: GameRecord, sft: dict[str, Any], turns: list[int], left_out: dict[str, int]
+) -> None:
+    assert kept(record, **sft) == (turns, left_out)
+
+
+def test_alone_any_reward_above_0_is_a_win() -> None:
+    lost = game("a", wins=None)
+    lost.outcomes = {0: "na"}
+    assert kept(lost) == ([], {"not the winner's": 6})
+    lost.rewards = {0: 0.2}
+    assert kept(lost)[0] == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_answer_that_was_cut_off_is_never_imitated() -> None:
+    record = game("a", "b")
+    generation = Generation(
+        prompt_ids=np.zeros(1, np.int32),
+        completion_ids=np.zeros(1, np.int32),
+        logprobs=np.zeros(1, np.float32),
+        text="said 2",
+        finish_reason="length",
+        adapter_version=0,
+    )
+    step = Step(
+        pid=0,
+        obs="",
+        act="",
+        reward=0,
+        env_id="Nim-v0-train",
+        generation=generation,
+        step_info={"turn": 2, "game_idx": 7},
+    )
+    record.trajectories = [
+        PlayerTrajectory(
+            pid=0, env_id="Nim-v0-train", game_idx=7, model=ModelRef(uid="a", kind="checkpoint"), steps=[step]
+        )
+    ]
+    assert kept(record, filter=()) == ([0, 1, 3, 4, 5], {"cut off at max_generation_len": 1})
+
+
+def test_what_a_model_said_stays_as_it_said_it_and_a_scripted_player_says_but_its_action() -> None:
+    pairs, _ = pairs_of_game(game("scripted:random", "google/gemini"), SftConfig(filter=()))
+    assert (pairs[0].observation, pairs[0].action, pairs[0].completion) == ("o0", "[0]", "")
+    assert (pairs[1].observation, pairs[1].action, pairs[1].completion) == ("o1", "[1]", "said 1")
+    assert (pairs[0].player, pairs[0].outcome, pairs[0].game, pairs[0].turn) == ("scripted:random", "win", 7, 0)
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=lambda template: template.name)
+def test_in_every_template_the_answer_is_read_as_the_action(template: Template) -> None:
+    for action in ("[4]", "[col 3]", "[Bid: 2, 5]", "[A] [B]"):
+        answer = written_answer(template.prompt("o", 2), action)
+        assert extract_boxed(answer) == (action, True)
+        assert ("</think>" in answer) == template.text.endswith("<think>")
+
+
+def test_pairs_survive_the_file_and_may_come_with_less_or_more(tmp_path: Path) -> None:
+    pairs, _ = pairs_of_game(game("scripted:random", "b"), SftConfig(filter=()))
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(map(write_line, pairs)))
+    assert read_pairs(path) == pairs
+    path.write_text(
+        '{"observation": "o", "action": "[1]"}\n\n{"prompt": "p", "completion": "c", "reward": 3, "env_id": null}\n'
+    )
+    assert read_pairs(path) == [Pair(observation="o", action="[1]"), Pair(prompt="p", completion="c")]
+
+
+def test_a_pair_is_of_the_env_that_it_names_or_of_the_first() -> None:
+    assert env_of(Pair(env_id="TicTacToe-v0-train"), ENVS) == ENVS[1]
+    assert env_of(Pair(env_id="Chess-v0"), ENVS) == env_of(Pair(), ENVS) == ENVS[0]
+
+
+def test_bad_lines_are_refused_with_their_numbers_all_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "given.jsonl"
+    path.write_text(
+        '{"prompt": "p", "completion": "c"}\n'
+        '{"prompt": "p", "completion": \n'
+        '{"prompt": "p", "answer": "c"}\n'
+        '{"completion": "c"}\n'
+        '["p", "c"]\n'
+        '{"prompt": 1, "completion": "c"}\n'
+        '{"prompt": "p", "completion": "c", "turn": "first"}\n'
+    )
+    with pytest.raises(ConfigError) as caught:
+        read_pairs(path)
+    for problem, (number, says) in zip(
+        caught.value.problems,
+        [
+            (2, "not JSON"),
+            (3, "there is neither an 'action' nor a 'completion'"),
+            (4, "there is neither an 'observation' nor a 'prompt'"),
+            (5, "a JSON object is expected, not list"),
+            (6, "'prompt' must be text"),
+            (7, "'turn' must be a whole number"),
+        ],
+        strict=True,
+    ):
+        assert f"{path}:{number}: " in problem and says in problem
+    path.write_text("{\n" * 30)
+    with pytest.raises(ConfigError, match="20 more lines"):
+        read_pairs(path)
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="there is no pair"):
+        read_pairs(path)

@@ -1,0 +1,188 @@
+"""Supervised fine-tuning of the adapter: completion tokens after their prompts, stop token included.
+
+Owns tokenisation of pairs, the split, the optimiser and the one loop on this page. Tokenises as the engines do, by the
+same code. Knows nothing of games.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+from unstable_lite.config import Config
+from unstable_lite.engines.tokenization import Tokenizer
+from unstable_lite.errors import RequestError
+from unstable_lite.games.templates import chats_in_use, find_extraction, templates_for
+from unstable_lite.learners.batching import MicroBatch, check, make_micro_batches
+from unstable_lite.learners.model import Policy
+from unstable_lite.models import resolve_model
+from unstable_lite.rng import derive_seed
+from unstable_lite.sft.pairs import Pair, env_of, written_answer
+from unstable_lite.types import TokenIds, TrainItem
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenised:
+    items: list[TrainItem]
+    left_out: Counter[str]
+    """Pairs, by the reason against them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """How far the policy agrees with pairs; means."""
+
+    loss: float
+    """Negative log-likelihood of a token, at the run's temperature."""
+    token_accuracy: float
+    """Tokens that are the most likely ones where they stand."""
+    accuracy: float
+    """Pairs all of whose tokens are: what greedy decoding would write."""
+
+
+class FineTuner:
+    """The adapter of `lora.initial_lora_path`, or a fresh one, on its way to imitate."""
+
+    def __init__(self, config: Config, device: str) -> None:
+        self.policy = Policy(config, device)
+        self._tokenizer = Tokenizer(resolve_model(config.model_name))
+        self._templates = templates_for(config, self._tokenizer.prompts(chats_in_use(config)))
+        self._config = config
+        self._parameters = list(self.policy.parameters.values())
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, lr=config.sft.learning_rate, weight_decay=config.learner.weight_decay
+        )
+
+    def tokenise(self, pairs: Sequence[Pair]) -> Tokenised:
+        """Ids as the engine would see the prompt and could sample the completion, with what stops it."""
+        engine, limit = self._config.engine, self.policy.max_position_embeddings or math.inf
+        max_len = min(engine.max_model_len, self._config.learner.max_train_len or math.inf, limit)
+        items: list[TrainItem] = []
+        left_out: Counter[str] = Counter()
+        for pair in pairs:
+            env = env_of(pair, self._config.train_envs)
+            template = self._templates[env.prompt_template]
+            prompt = pair.prompt or template.prompt(pair.observation, env.num_players)
+            completion = pair.completion or written_answer(prompt, pair.action)
+            prompt_ids = self._tokenizer.encode(prompt)
+            completion_ids = self._tokenizer.encode_completion(prompt, completion, template.stop)
+            if len(prompt_ids) + len(completion_ids) > max_len:
+                left_out["longer than max_model_len or max_train_len"] += 1
+            elif len(completion_ids) > engine.max_generation_len:
+                left_out["answer longer than max_generation_len"] += 1
+            elif not self._tokenizer.stop_ids_with(template.stop).isdisjoint(completion_ids[:-1].tolist()):
+                left_out["a stop token within the answer"] += 1
+            elif not pair.completion and not _is_read_as(pair.action, completion, env.action_extraction_fn):
+                left_out["an action that action_extraction_fn reads otherwise"] += 1
+            else:
+                items.append(_item(prompt_ids, completion_ids))
+        check(items, self.policy.vocab_size)
+        return Tokenised(items=items, left_out=left_out)
+
+    def split(self, items: Sequence[TrainItem]) -> tuple[list[TrainItem], list[TrainItem]]:
+        """(to train on, held out): no prompt is on both sides, and one at least is trained on."""
+        by_prompt: dict[bytes, list[TrainItem]] = {}
+        for item in items:
+            by_prompt.setdefault(item.prompt_ids.tobytes(), []).append(item)
+        groups = _shuffled(list(by_prompt.values()), self._seed("holdout"))
+        num_wanted, held_out = self._config.sft.holdout * len(items), list[TrainItem]()
+        while len(groups) > 1 and len(held_out) + len(groups[-1]) <= num_wanted:
+            held_out += groups.pop()
+        return [item for group in groups for item in group], held_out
+
+    def train(self, items: Sequence[TrainItem], after_update: Callable[[int, int, float], None]) -> list[float]:
+        """`sft.epochs` passes over `items`; the mean loss of a token in each. Calls back with (update, of, loss).
+
+        Raises RequestError where the loss or the gradient is not finite.
+        """
+        sft, losses = self._config.sft, []
+        per_epoch = math.ceil(len(items) / sft.batch_size)
+        for epoch in range(sft.epochs):
+            order = _shuffled(items, self._seed(f"epoch {epoch}"))
+            total, num_tokens = 0.0, 0
+            for index in range(per_epoch):
+                batch = order[index * sft.batch_size : (index + 1) * sft.batch_size]
+                update, batch_tokens = epoch * per_epoch + index + 1, _num_trained(batch)
+                loss = self._update(batch, batch_tokens, update)
+                total, num_tokens = total + loss * batch_tokens, num_tokens + batch_tokens
+                after_update(update, sft.epochs * per_epoch, loss)
+            losses.append(total / num_tokens)
+        return losses
+
+    @torch.no_grad()
+    def agreement(self, items: Sequence[TrainItem]) -> Agreement:
+        """Figures of pairs as they are, without training on them."""
+        loss, num_hits, num_right = 0.0, 0, 0
+        self.policy.model.eval()
+        try:
+            for batch in self._micro_batches(items):
+                logp_N, _ = self.policy.logprobs(batch)
+                is_hit_N = self.policy.is_most_likely(batch)
+                row_N = batch.source_N // batch.tokens_BT.shape[1]
+                misses_B = torch.bincount(row_N[~is_hit_N], minlength=batch.tokens_BT.shape[0])
+                loss -= logp_N.sum().item()
+                num_hits += int(is_hit_N.sum().item())
+                num_right += int((misses_B == 0).sum().item())
+        finally:
+            self.policy.model.train()
+        num_tokens = _num_trained(items)
+        return Agreement(loss=loss / num_tokens, token_accuracy=num_hits / num_tokens, accuracy=num_right / len(items))
+
+    def _update(self, items: Sequence[TrainItem], num_tokens: int, update: int) -> float:
+        """One optimiser step on the mean over all trained tokens of `items`; that mean."""
+        loss = torch.zeros((), device=self.policy.device)
+        for batch in self._micro_batches(items):
+            logp_N, _ = self.policy.logprobs(batch)
+            part = -logp_N.sum() / num_tokens
+            part.backward()  # type: ignore[no-untyped-call]
+            loss += part.detach()
+        norm = clip_grad_norm_(self._parameters, self._config.learner.gradient_clipping).item()
+        if not math.isfinite(loss.item()) or not math.isfinite(norm):
+            raise RequestError(
+                f"update {update} is not finite (loss {loss.item():g}, gradient norm {norm:g}); lower sft.learning_rate"
+            )
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    def _micro_batches(self, items: Sequence[TrainItem]) -> list[MicroBatch]:
+        learner = self._config.learner
+        batches = make_micro_batches(items, learner.max_tokens_per_micro_batch, learner.mini_batch_size)
+        return [batch.to(self.policy.device) for batch in batches]
+
+    def _seed(self, purpose: str) -> int:
+        return derive_seed(self._config.run.seed, "sft", purpose)
+
+
+def _item(prompt_ids: TokenIds, completion_ids: TokenIds) -> TrainItem:
+    """As if sampled: what only reinforcement learning asks for is 0."""
+    return TrainItem(
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        logprobs=np.zeros(len(completion_ids), np.float32),
+        advantage=0.0,
+        adapter_version=0,
+    )
+
+
+def _is_read_as(action: str, completion: str, action_extraction_fn: str) -> bool:
+    """Whether the env would be answered with this action; an extraction may put the brackets around it."""
+    return find_extraction(action_extraction_fn)(completion) in ((action, True), (f"[{action}]", True))
+
+
+def _num_trained(items: Sequence[TrainItem]) -> int:
+    return sum(len(item.completion_ids) for item in items)
+
+
+def _shuffled(items: Sequence[T], seed: int) -> list[T]:
+    return random.Random(seed).sample(items, len(items))

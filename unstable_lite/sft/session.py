@@ -1,0 +1,262 @@
+"""`unstable-lite sft`: play, keep what is worth imitating, train, save. The steps in order, and what may hinder them.
+
+Loads neither torch nor transformers: training is the worker's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from unstable_lite.checkpoints import versions
+from unstable_lite.config import Config, read_config
+from unstable_lite.errors import ConfigError, UnstableError
+from unstable_lite.games.environments import Environment, probe
+from unstable_lite.games.seats import Seats, opponent_problem
+from unstable_lite.games.templates import templates_for
+from unstable_lite.plan import Plan, adapter_problems, find_problems, make_plan
+from unstable_lite.runtime import log_file
+from unstable_lite.sft.collect import ADAPTER, BASE, Collected, adapter_versions, collect_pairs
+from unstable_lite.sft.pairs import Pair, read_pairs, write_line
+from unstable_lite.trackers.terminal import TerminalInterface
+from unstable_lite.transport.messages import FineTune, FineTuned, FineTuning, Message
+from unstable_lite.types import Generation
+from unstable_lite.workers import started_engines, started_fine_tuner, while_alive
+
+PAIRS, HOW = "pairs.jsonl", "sft.json"
+TRAINING_TIMEOUT_S = 30 * 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftSummary:
+    """What came of it."""
+
+    directory: Path
+    num_pairs: int
+    collected: Collected | None
+    """None where the pairs were given."""
+    figures: dict[str, float] | None
+    """Of the training, as `sft.worker` names them; None with `collect_only`."""
+    left_out: Counter[str]
+    """Turns and pairs, by the reason against them."""
+    seconds: float
+
+
+def load_sft_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
+    """Read, validate and plan a config for `sft`. Raises ConfigError with every problem at once."""
+    config, problems = read_config(path, overrides)
+    if config is not None:
+        config = _before_its_own_output(config)
+        problems += [f"{path}: {problem}" for problem in [*find_problems(config), *find_sft_problems(config)]]
+    if problems or config is None:
+        raise ConfigError(*problems)
+    return make_plan(config)
+
+
+def find_sft_problems(config: Config) -> list[str]:
+    """Every reason why section `sft` cannot be done; the other sections are `find_problems`'."""
+    sft, problems = config.sft, list[str]()
+    pairs_file = sft.output / PAIRS
+    if sft.data is None:
+        problems += _player_problems(config)
+    elif not sft.data.is_file():
+        problems.append(f"sft.data: there is no file {sft.data}")
+    has_pairs = pairs_file.is_file() and pairs_file.stat().st_size > 0
+    if has_pairs and (sft.data is None or sft.data.resolve() != pairs_file.resolve()):
+        problems.append(
+            f"sft.output = {sft.output} has pairs already: train on them with sft.data={pairs_file}, or choose another "
+            "output"
+        )
+    if (sft.output / "adapter_config.json").exists():
+        problems.append(f"sft.output = {sft.output} holds an adapter already: choose another, or remove it")
+    return problems
+
+
+async def run_sft(plan: Plan, terminal: TerminalInterface, collect_only: bool = False) -> SftSummary:
+    """Collect (or read) the pairs and train on them; leaves no process, however it ends.
+
+    Raises ConfigError for pairs that cannot be used, UnstableError if none is left or a worker fails.
+    """
+    started, config, directory = time.monotonic(), plan.config, plan.config.sft.output
+    pairs_file = directory / PAIRS
+    given = None if config.sft.data is None else read_pairs(config.sft.data)
+    try:
+        (directory / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UnstableError(f"sft.output = {directory}: {error.strerror}; choose another") from error
+    with log_file(directory / "logs" / "orchestrator.log"), _cancelled_by_signals():
+        if given is not None:
+            collected, num_pairs = None, len(given)
+            terminal.say(f"{num_pairs} pairs in {config.sft.data}")
+            if config.sft.data.resolve() != pairs_file.resolve():  # type: ignore[union-attr]
+                pairs_file.write_text("".join(map(write_line, given)), encoding="utf-8")
+        else:
+            collected = await _collect(plan, pairs_file, terminal)
+            num_pairs = collected.pairs
+        left_out = Counter(collected.left_out if collected else {})
+        figures = None
+        if not collect_only:
+            trained = await _train(plan, pairs_file, terminal)
+            figures, left_out = trained.figures, left_out + Counter(trained.left_out)
+    summary = SftSummary(
+        directory=directory,
+        num_pairs=num_pairs,
+        collected=collected,
+        figures=figures,
+        left_out=left_out,
+        seconds=time.monotonic() - started,
+    )
+    if figures is not None:
+        (directory / HOW).write_text(json.dumps(_how(config, summary), indent=2) + "\n", encoding="utf-8")
+    return summary
+
+
+async def _collect(plan: Plan, pairs_file: Path, terminal: TerminalInterface) -> Collected:
+    config = plan.config
+    progress = terminal.of("pair")
+    with pairs_file.open("w", encoding="utf-8") as file:
+
+        def keep(pair: Pair) -> None:
+            file.write(write_line(pair))
+
+        def show(collected: Collected) -> None:
+            file.flush()
+            figures = f"games {collected.games}  left out {collected.left_out.total()}"
+            progress.show_update(collected.pairs, config.sft.pairs, figures)
+
+        progress.start(config.sft.pairs)
+        try:
+            if versions_of := adapter_versions(config.sft.players):
+                async with started_engines(plan, pairs_file.parent / "logs", terminal.say) as workers:
+                    templates = templates_for(config, workers.prompts)
+
+                    async def play() -> Collected:
+                        for name, version in versions_of.items():
+                            if version:
+                                await workers.engines.load_adapter(version, Path(name.removeprefix(ADAPTER)))
+                        async with Seats(workers.engines.generate, templates, config.opponents, terminal.say) as seats:
+                            return await collect_pairs(config, seats, keep, show)
+
+                    collected = await while_alive(workers.processes, play())
+            else:
+                async with Seats(_no_engine, opponents=config.opponents, say=terminal.say) as seats:
+                    collected = await collect_pairs(config, seats, keep, show)
+        finally:
+            progress.stop()
+    if not collected.pairs:
+        reasons = ", ".join(f"{count} turns {reason}" for reason, count in collected.left_out.most_common())
+        raise UnstableError(
+            f"the filter leaves nothing of {collected.games} games ({collected.void_games} of them void): "
+            f"{reasons or 'no turn was played'}; loosen sft.filter, or let other sft.players play"
+        )
+    if collected.pairs < config.sft.pairs:
+        terminal.say(
+            f"{collected.pairs} of {config.sft.pairs} pairs after sft.max_games = {config.sft.max_games} games"
+        )
+    return collected
+
+
+async def _train(plan: Plan, pairs_file: Path, terminal: TerminalInterface) -> FineTuned:
+    progress = terminal.of("update")
+    is_started = False
+
+    def receive(message: Message) -> None:
+        nonlocal is_started
+        if isinstance(message, FineTuning):
+            if not is_started:
+                progress.start(message.total)
+                is_started = True
+            progress.show_update(message.update, message.total, f"loss {message.loss:.4f}")
+
+    directory = pairs_file.parent
+    try:
+        async with started_fine_tuner(plan, directory / "logs", terminal.say, receive) as process:
+            asking = process.peer.ask(FineTune, TRAINING_TIMEOUT_S, pairs=str(pairs_file), output=str(directory))
+            trained: FineTuned = await while_alive([process], asking)
+            return trained
+    finally:
+        progress.stop()
+
+
+def _before_its_own_output(config: Config) -> Config:
+    """A file may already name as the run's start what `sft` is to make."""
+    start = config.lora.initial_lora_path
+    if start is None or start.resolve() != config.sft.output.resolve():
+        return config
+    return config.model_copy(update={"lora": config.lora.model_copy(update={"initial_lora_path": None})})
+
+
+def _player_problems(config: Config) -> Iterator[str]:
+    sft = config.sft
+    if not sft.players:
+        yield "sft.players: name who plays, or give pairs as sft.data"
+    for name in sft.imitate or ():
+        if name not in sft.players:
+            yield f"sft.imitate: {name!r} is none of sft.players = {list(sft.players)}"
+    versions_of = adapter_versions(sft.players)
+    for name in dict.fromkeys(sft.players):
+        if name.startswith(ADAPTER):
+            yield from adapter_problems("sft.players", Path(name.removeprefix(ADAPTER)), config.lora)
+        elif name != BASE:
+            for problem in _not_seated(name, config):
+                yield f"sft.players: {problem} (players are base, adapter:DIRECTORY, scripted:NAME, an API's model)"
+    if sum(map(bool, versions_of.values())) > config.engine.max_loras:
+        yield f"sft.players: {len(versions_of)} need more adapters than engine.max_loras = {config.engine.max_loras}"
+
+
+def _not_seated(name: str, config: Config) -> Iterator[str]:
+    """Why `name` cannot play, once for each reason."""
+    reasons = {}
+    for env in config.train_envs:
+        if probe(env.env_id, env.num_players).problem is None:
+            observation = Environment(env.env_id, env.num_players, seed=0).observe()[1]
+            try:
+                reasons[opponent_problem(name, env.env_id, observation, config.opponents)] = True
+            except UnstableError as error:
+                reasons[str(error)] = True
+    yield from (reason for reason in reasons if reason is not None)
+
+
+async def _no_engine(_prompt: str, _version: int, _stop: tuple[str, ...]) -> Generation:
+    raise AssertionError("no player asked for an engine")
+
+
+def _how(config: Config, summary: SftSummary) -> dict[str, Any]:
+    """Enough to make it again, and to judge it."""
+    return {
+        "model_name": config.model_name,
+        "seed": config.run.seed,
+        "sft": config.sft.model_dump(mode="json"),
+        "lora": config.lora.model_dump(mode="json"),
+        "train_envs": [asdict(env) for env in config.train_envs],
+        "num_pairs": summary.num_pairs,
+        "games": summary.collected.games if summary.collected else None,
+        "void_games": summary.collected.void_games if summary.collected else None,
+        "left_out": dict(summary.left_out),
+        "figures": summary.figures,
+        "seconds": round(summary.seconds, 1),
+        "made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "versions": versions(),
+    }
+
+
+@contextlib.contextmanager
+def _cancelled_by_signals() -> Iterator[None]:
+    """Ctrl-C, or a request to end: workers end first, then this process does."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, task.cancel)
+    try:
+        yield
+    finally:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(signum)
