@@ -99,7 +99,7 @@ async def test_a_game_that_breaks_gives_no_pair_and_if_all_do_the_last_reason_is
     async def broken(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
         raise RequestError("the engine is on strike")
 
-    with pytest.raises(EnvError, match=r"broke 5 times in a row.*the engine is on strike"):
+    with pytest.raises(EnvError, match=r"broke.*the engine is on strike"):
         await collect(config(players=("base",)), broken)
 
 

@@ -218,10 +218,7 @@ def _not_seated(name: str, config: Config) -> Iterator[str]:
     for env in config.train_envs:
         if probe(env.env_id, env.num_players).problem is None:
             observation = Environment(env.env_id, env.num_players, seed=0).observe()[1]
-            try:
-                reasons[opponent_problem(name, env.env_id, observation, config.opponents)] = True
-            except UnstableError as error:
-                reasons[str(error)] = True
+            reasons[opponent_problem(name, env.env_id, observation, config.opponents)] = True
     yield from (reason for reason in reasons if reason is not None)
 
 
