@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,14 @@ def test_an_answer_that_was_cut_off_is_never_imitated() -> None:
 
 
 def test_what_a_model_said_stays_as_it_said_it_and_a_scripted_player_says_but_its_action() -> None:
-    pairs, _ = pairs_of_game(game("scripted:random", "google/gemini"), SftConfig(filter=()))
+    record = game("scripted:random", "google/gemini")
+    record.turns = [
+        replace(turn, text=turn.action if turn.pid == 0 else f"said {number}")
+        for number, turn in enumerate(record.turns)
+    ]
+    record.turns[3] = replace(record.turns[3], text="[3]")
+    pairs, _ = pairs_of_game(record, SftConfig(filter=()))
+    assert pairs[3].completion == "[3]", "a model that leaves out the form has left it out"
     assert (pairs[0].observation, pairs[0].action, pairs[0].completion) == ("o0", "[0]", "")
     assert (pairs[1].observation, pairs[1].action, pairs[1].completion) == ("o1", "[1]", "said 1")
     assert (pairs[0].player, pairs[0].outcome, pairs[0].game, pairs[0].turn) == ("scripted:random", "win", 7, 0)
