@@ -259,3 +259,21 @@ def test_templates_and_extractions_of_ones_own_are_checked_with_everything_else(
     ):
         assert says in text, text
     assert "prompt_template = 'mine'" not in text
+
+
+@pytest.mark.parametrize(
+    ("opponents", "says"),
+    [
+        ({"max_usd": 5}, "opponents.max_usd needs the prices"),
+        ({"base_url": "api.example.com"}, "opponents.base_url: 'api.example.com' is not the URL"),
+        (
+            {"base_url": "https://me:key@example.com/v1"},
+            "a URL holds no key; set the environment variable OPENAI_API_KEY",
+        ),
+        ({"pause_s": 1000}, "is over opponents.max_pause_s"),
+        ({"api_key": "sk"}, "unknown key 'opponents.api_key'"),
+        ({"max_requests": 0}, "opponents.max_requests = 0"),
+    ],
+)
+def test_limits_and_endpoints_that_mean_nothing_are_refused(opponents: dict[str, Any], says: str) -> None:
+    assert any(says in problem for problem in problems_of(opponents=opponents)), problems_of(opponents=opponents)

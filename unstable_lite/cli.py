@@ -104,13 +104,16 @@ def envs(
 ) -> None:
     """List TextArena's env ids for training, with players and remarks."""
     from unstable_lite.games.environments import describe_envs
+    from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS
     from unstable_lite.games.players.scripted import LEGAL_ACTIONS
 
     table = Table("env id", "players", "remark")
     for env_id, players, remark in describe_envs():
         if pattern.lower() in env_id.lower():
-            has_scripted = env_id.partition("-v")[0] in LEGAL_ACTIONS
-            table.add_row(env_id, players, remark or ("scripted:random plays it" if has_scripted else ""))
+            family = env_id.partition("-v")[0]
+            scripted = {"scripted:random": LEGAL_ACTIONS, "scripted:optimal": OPTIMAL_ACTIONS}
+            names = [name for name, families in scripted.items() if family in families]
+            table.add_row(env_id, players, remark or (f"opponents: {', '.join(names)}" if names else ""))
     Console(highlight=False).print(table)
 
 

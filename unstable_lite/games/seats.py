@@ -15,6 +15,7 @@ from unstable_lite import by_name
 from unstable_lite.config import OpponentsConfig
 from unstable_lite.errors import ConfigError, EnvError, UnsupportedEnvError
 from unstable_lite.games.api_keys import api_key, endpoint_url, key_variable, url_problem
+from unstable_lite.games.players.optimal import OptimalPlayer
 from unstable_lite.games.players.player import Player
 from unstable_lite.games.players.policy import Generates, PolicyPlayer
 from unstable_lite.games.players.scripted import RandomLegalPlayer, ScriptedPlayer
@@ -24,7 +25,10 @@ from unstable_lite.types import AgentSpec, GameSpec, ModelRef
 if TYPE_CHECKING:
     from unstable_lite.games.players.openai_compatible import Endpoint
 
-SCRIPTED_PLAYERS: dict[str, type[ScriptedPlayer]] = {"scripted:random": RandomLegalPlayer}
+SCRIPTED_PLAYERS: dict[str, type[ScriptedPlayer]] = {
+    "scripted:random": RandomLegalPlayer,
+    "scripted:optimal": OptimalPlayer,
+}
 _OF_ONES_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Z]\w*")
 """`my_module:MyPlayer`, and neither `vendor/model:free` nor `llama3:8b`."""
 
@@ -129,7 +133,7 @@ def _is_local_name(name: str) -> bool:
 def _player_class(name: str) -> Callable[..., Player]:
     """Raises ConfigError."""
     if name.startswith("scripted:") and name not in SCRIPTED_PLAYERS:
-        raise ConfigError(f"no scripted opponent {name!r}; {by_name.suggestion(name, SCRIPTED_PLAYERS)}")
+        raise ConfigError(f"no scripted opponent {name!r}; there are {' and '.join(SCRIPTED_PLAYERS)}")
     return by_name.find("opponent", name, SCRIPTED_PLAYERS)
 
 

@@ -55,9 +55,14 @@ def _connect_four(observation: str) -> list[str]:
     return [f"[col {column}]" for column in range(columns) if drops.count(str(column)) < rows]
 
 
+def nim_piles(observation: str) -> dict[int, int]:
+    """Pile to its size. Raises EnvError."""
+    return {int(pile): int(size) for pile, size in _NIM_PILE.findall(_after_last("Current Pile:\n", observation))}
+
+
 def _nim(observation: str) -> list[str]:
-    piles = _NIM_PILE.findall(_after_last("Current Pile:\n", observation))
-    return [f"[{pile} {quantity}]" for pile, size in piles for quantity in range(1, int(size) + 1)]
+    piles = nim_piles(observation)
+    return [f"[{pile} {quantity}]" for pile, size in piles.items() for quantity in range(1, size + 1)]
 
 
 def _liars_dice(observation: str) -> list[str]:

@@ -1,0 +1,231 @@
+"""`scripted:optimal` against the rules as TextArena really plays them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from unstable_lite.errors import EnvError, UnsupportedEnvError
+from unstable_lite.games.environments import Environment
+from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS, OptimalPlayer, optimal_actions
+from unstable_lite.games.players.scripted import RandomLegalPlayer
+
+
+def play(env_id: str, seed: int, optimal_pid: int) -> dict[int, float]:
+    env = Environment(env_id, 2, seed)
+    players = {optimal_pid: OptimalPlayer(env_id, seed), 1 - optimal_pid: RandomLegalPlayer(env_id, seed + 1)}
+    while True:
+        pid, observation = env.observe()
+        if env.step(players[pid].action(observation)):
+            rewards, info = env.close()
+            assert not any(of_one["invalid_move"] for of_one in info.values())
+            return rewards
+
+
+@pytest.mark.parametrize("env_id", ["TicTacToe-v0-train", "TicTacToe-v0"])
+@pytest.mark.parametrize("pid", [0, 1])
+def test_tictactoe_is_never_lost_and_mostly_won_against_random_play(env_id: str, pid: int) -> None:
+    rewards = [play(env_id, seed, pid)[pid] for seed in range(60)]
+    assert min(rewards) >= 0
+    assert sum(rewards) > 40
+
+
+def drawn(board: str) -> str:
+    rows = [
+        " | ".join(mark if mark != " " else str(3 * r + c) for c, mark in enumerate(board[3 * r : 3 * r + 3]))
+        for r in range(3)
+    ]
+    return "Current Board:\n\n" + "\n---+---+---\n".join(rows) + "\n\nAvailable Moves: some"
+
+
+def has_line(board: str) -> bool:
+    lines = [board[0:3], board[3:6], board[6:9], board[0::3], board[1::3], board[2::3], board[0::4], board[2:7:2]]
+    return "OOO" in lines or "XXX" in lines
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_no_line_of_play_beats_it_at_tictactoe(is_first: bool) -> None:
+    @cache
+    def worst(board: str, is_its_turn: bool) -> int:
+        """Of all that may follow: 1 it wins, 0 a draw, -1 it loses."""
+        if has_line(board):
+            return -1 if is_its_turn else 1
+        if " " not in board:
+            return 0
+        mark = "O" if board.count("O") == board.count("X") else "X"
+        cells = [index for index in range(9) if board[index] == " "]
+        if is_its_turn:
+            cells = [int(action[1]) for action in optimal_actions("TicTacToe-v0-train", drawn(board))]
+        return min(worst(board[:cell] + mark + board[cell + 1 :], not is_its_turn) for cell in cells)
+
+    assert worst(" " * 9, is_first) == 0
+
+
+def test_tictactoe_takes_a_win_that_is_there() -> None:
+    assert optimal_actions("TicTacToe-v0", drawn("OO XX    ")) == ["[2]"]
+    assert optimal_actions("TicTacToe-v0", drawn("OO XX   O")) == ["[5]"]
+
+
+@pytest.mark.parametrize("env_id", ["Nim-v0-train", "Nim-v0", "Nim-v0-large-train"])
+def test_nim_is_won_from_every_start_that_can_be_won(env_id: str) -> None:
+    _, observation = Environment(env_id, 2, 0).observe()
+    assert is_won(tuple(sorted(sizes_in(observation)))), "these starts are won by who begins"
+    assert all(play(env_id, seed, optimal_pid=0)[0] == 1 for seed in range(30))
+
+
+def sizes_in(observation: str) -> list[int]:
+    return [int(line.partition(": ")[2]) for line in observation.splitlines() if line.startswith("  pile")]
+
+
+@cache
+def is_won(piles: tuple[int, ...]) -> bool:
+    """For who is to move, by trying everything."""
+    return any(
+        not is_won(tuple(sorted((*piles[:index], left, *piles[index + 1 :]))))
+        for index, size in enumerate(piles)
+        for left in range(size)
+    )
+
+
+def test_nim_leaves_a_lost_position_wherever_one_can_be_left() -> None:
+    for piles in itertools.product(range(6), repeat=3):
+        if not any(piles):
+            continue
+        observation = "Current Pile:\n" + "\n".join(f"  pile {index}: {size}" for index, size in enumerate(piles))
+        actions = optimal_actions("Nim-v0", observation)
+        assert actions
+        for action in actions:
+            pile, taken = map(int, action.strip("[]").split())
+            left = [*piles[:pile], piles[pile] - taken, *piles[pile + 1 :]]
+            assert 0 < taken <= piles[pile]
+            assert is_won(tuple(sorted(piles))) == (not is_won(tuple(sorted(left))))
+
+
+# Kuhn poker: (card of who begins, card of the other, what was done) to what who begins wins
+
+Payoffs = dict[tuple[int, int, tuple[str, ...]], float]
+Strategy = Callable[[int, tuple[str, ...]], dict[str, float]]
+"""(own card, what was done before) to the probability of each action."""
+
+ENDS = [("check", "check"), ("check", "bet", "fold"), ("check", "bet", "call"), ("bet", "fold"), ("bet", "call")]
+DEALS = list(itertools.permutations(range(3), 2))
+
+
+@pytest.fixture(scope="module")
+def payoffs() -> Payoffs:
+    """As the env pays them, for every deal and every course of a hand."""
+    paid: Payoffs = {}
+    for seed in itertools.count():
+        for end in ENDS:
+            env = Environment("KuhnPoker-v0-train", 2, seed)
+            starter, _ = env.observe()
+            state = env._env.state.game_state
+            cards = (state["player_cards"][starter], state["player_cards"][1 - starter])
+            before = state["player_chips"][starter] + 1  # its ante is in the pot already
+            for action in end:
+                env.step(f"[{action}]")
+                env.observe()
+            # The antes of the next hand are paid.
+            paid[*cards, end] = state["player_chips"][starter] + 1 - before
+        if len(paid) == len(DEALS) * len(ENDS):
+            return paid
+    raise AssertionError
+
+
+def best_response(payoffs: Payoffs, strategy: Strategy, responder: int) -> float:
+    """What the best counter-play wins a hand, on average over the deals, knowing `strategy`; exact.
+
+    responder: 0 begins, 1 does not.
+    """
+
+    def value(history: tuple[str, ...], weights: dict[tuple[int, int], float]) -> float:
+        """weights: of the deals that are possible for who holds one card, times how likely `strategy` comes here."""
+        if history in ENDS:
+            sign = 1 if responder == 0 else -1
+            return sum(weight * sign * payoffs[*deal, history] for deal, weight in weights.items())
+        mover = len(history) % 2
+        actions = ("fold", "call") if history[-1:] == ("bet",) else ("check", "bet")
+        if mover == responder:
+            return max(value((*history, action), weights) for action in actions)
+        return sum(
+            value(
+                (*history, action),
+                {deal: weight * strategy(deal[mover], history)[action] for deal, weight in weights.items()},
+            )
+            for action in actions
+        )
+
+    own_cards = range(3)
+    return sum(value((), {deal: 1 / 6 for deal in DEALS if deal[responder] == card}) for card in own_cards)
+
+
+def scripted(card: int, history: tuple[str, ...]) -> dict[str, float]:
+    """What `scripted:optimal` does, asked as the env asks it."""
+    actions = ("fold", "call") if history[-1:] == ("bet",) else ("check", "bet")
+    listed = ", ".join(f"'[{action}]'" for action in actions)
+    best = optimal_actions(
+        "KuhnPoker-v0-train", f"Your card is: '{'JQK'[card]}'\n\nYour available actions are: {listed}"
+    )
+    return {action: (f"[{action}]" in best) / len(best) for action in actions}
+
+
+def kuhns(card: int, history: tuple[str, ...], alpha: float = 1 / 3) -> dict[str, float]:
+    """An equilibrium of Kuhn's own game, where a bet costs a chip."""
+    bets = {(): (alpha, 0.0, 3 * alpha), ("check",): (1 / 3, 0.0, 1.0)}
+    calls = {("bet",): (0.0, 1 / 3, 1.0), ("check", "bet"): (0.0, alpha + 1 / 3, 1.0)}
+    if history in bets:
+        return {"bet": bets[history][card], "check": 1 - bets[history][card]}
+    return {"call": calls[history][card], "fold": 1 - calls[history][card]}
+
+
+def test_in_this_kuhn_poker_a_bet_costs_nothing_and_a_hand_is_worth_one(payoffs: Payoffs) -> None:
+    for (first, second, end), paid in payoffs.items():
+        folder = {("check", "bet", "fold"): 0, ("bet", "fold"): 1}.get(end)
+        is_won = folder == 1 if folder is not None else first > second
+        assert paid == (1 if is_won else -1)
+
+
+@pytest.mark.parametrize("responder", [0, 1])
+def test_kuhn_poker_gives_nothing_away_to_the_best_counter_play_and_kuhns_own_strategy_would(
+    payoffs: Payoffs, responder: int
+) -> None:
+    assert best_response(payoffs, scripted, responder) == pytest.approx(0, abs=1e-12)
+    assert best_response(payoffs, kuhns, responder) > 0.1
+
+
+def test_the_exactness_of_the_best_response_on_kuhns_own_game() -> None:
+    """Its value is -1/18 for who begins (Kuhn, 1950)."""
+    stakes = {end: 2 if end[-1] == "call" else 1 for end in ENDS}
+    folders = {("check", "bet", "fold"): 0, ("bet", "fold"): 1}
+    original = {
+        (first, second, end): stakes[end] * (1 if (folders[end] == 1 if end in folders else first > second) else -1)
+        for first, second in DEALS
+        for end in ENDS
+    }
+    assert best_response(original, kuhns, responder=0) == pytest.approx(-1 / 18)
+    assert best_response(original, kuhns, responder=1) == pytest.approx(1 / 18)
+
+
+def test_kuhn_poker_wins_against_random_play() -> None:
+    rewards = [play("KuhnPoker-v0-train", seed, seed % 2)[seed % 2] for seed in range(200)]
+    assert sum(rewards) > 60
+
+
+def test_another_env_and_another_text_are_refused() -> None:
+    with pytest.raises(UnsupportedEnvError, match="TicTacToe, Nim, KuhnPoker"):
+        optimal_actions("SimpleTak-v0-train", "a board")
+    for family in OPTIMAL_ACTIONS:
+        with pytest.raises(EnvError):
+            OptimalPlayer(f"{family}-v0-train", 0).action("Once upon a time")
+
+
+def test_one_seed_one_sequence_and_all_best_actions_are_used() -> None:
+    empty, before = drawn(" " * 9), random.getstate()
+    draws = [[player.action(empty) for _ in range(60)] for player in (OptimalPlayer("TicTacToe-v0", 5) for _ in "ab")]
+    assert draws[0] == draws[1]
+    assert set(draws[0]) == {f"[{cell}]" for cell in range(9)}
+    assert random.getstate() == before

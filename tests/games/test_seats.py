@@ -1,0 +1,107 @@
+"""Who a fixed opponent's name stands for, and why it cannot sit down."""
+
+from __future__ import annotations
+
+import pytest
+
+from unstable_lite.config import OpponentsConfig
+from unstable_lite.games.environments import Environment
+from unstable_lite.games.run_game import new_record, run_game
+from unstable_lite.games.seats import SCRIPTED_PLAYERS, Seats, is_remote, opponent_problem
+from unstable_lite.types import AgentSpec, GameSpec, ModelRef, Reply
+
+OBSERVATION = Environment("TicTacToe-v0-train", 2, 0).observe()[1]
+
+
+class FirstCell:
+    """An opponent of a user's own."""
+
+    def __init__(self, env_id: str, seed: int) -> None:
+        self.env_id, self.seed = env_id, seed
+
+    async def act(self, observation: str) -> Reply:
+        action = observation.rpartition("Available Moves: '")[2].partition("'")[0]
+        return Reply(action=action, text=f"{self.env_id} {self.seed}: {action}", prompt=observation)
+
+
+class NotAsync(FirstCell):
+    def act(self, observation: str) -> Reply:  # type: ignore[override]
+        raise NotImplementedError
+
+
+class WantsMore(FirstCell):
+    def __init__(self, env_id: str, seed: int, more: int) -> None: ...
+
+
+def MakesNothing(env_id: str, seed: int) -> None: ...
+
+
+def fixed(name: str) -> ModelRef:
+    return ModelRef(uid=f"fixed-{name}", kind="fixed", name=name)
+
+
+def problem(name: str, env_id: str = "TicTacToe-v0-train") -> str | None:
+    return opponent_problem(name, env_id, OBSERVATION)
+
+
+async def test_a_class_of_ones_own_plays_a_game() -> None:
+    own = fixed(f"{__name__}:FirstCell")
+    agents = tuple(
+        AgentSpec(pid=pid, model=model, collect_data=False, prompt_template="tiny", action_extraction_fn="default")
+        for pid, model in enumerate((own, fixed("scripted:optimal")))
+    )
+    spec = GameSpec(
+        game_idx=0, kind="train", env_id="TicTacToe-v0-train", num_players=2, seed=8, agent_specs=agents, max_turns=9
+    )
+    record = new_record(spec)
+
+    async def no_engine(*_: object) -> None:
+        raise AssertionError
+
+    async with Seats(no_engine) as seats:  # type: ignore[arg-type]
+        assert seats.can_play(own)
+        await run_game(record, Environment(spec.env_id, 2, 8), seats.players(spec), max_action_chars=100)
+    assert record.end == "natural"
+    assert record.outcomes[0] != "win"
+    assert record.turns[0].text == "TicTacToe-v0-train 8: [0]"
+
+
+@pytest.mark.parametrize("name", [*SCRIPTED_PLAYERS, f"{__name__}:FirstCell"])
+def test_an_opponent_that_can_play_has_no_problem(name: str) -> None:
+    assert problem(name) is None
+    assert not is_remote(fixed(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("scripted:optimum", "no scripted opponent 'scripted:optimum'; there are scripted:random and scripted:optimal"),
+        ("scripted:Best", "no scripted opponent"),
+        ("no_such_module:Player", "cannot import 'no_such_module'"),
+        (f"{__name__}:NoSuchPlayer", "has no 'NoSuchPlayer'"),
+        (f"{__name__}:NotAsync", "must be a class with __init__(self, env_id: str, seed: int) and async def act"),
+        (f"{__name__}:WantsMore", "must be a class with"),
+        (f"{__name__}:MakesNothing", "must be a class with"),
+    ],
+)
+def test_an_opponent_that_cannot_be_made_says_why(name: str, says: str) -> None:
+    assert says in str(problem(name))
+
+
+@pytest.mark.parametrize("name", SCRIPTED_PLAYERS)
+def test_a_scripted_opponent_in_an_env_that_it_cannot_read_says_so(name: str) -> None:
+    assert "'SimpleNegotiation-v0-train'" in str(problem(name, "SimpleNegotiation-v0-train"))
+    assert "no 'Current Pile:" in str(problem(name, "Nim-v0-train")), "a variant that writes otherwise"
+
+
+@pytest.mark.parametrize("name", ["vendor/model", "vendor/model:free", "gpt-4o", "llama3:8b", "qwen3:latest"])
+def test_any_other_name_is_a_model_behind_the_endpoint_and_needs_its_key(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "for others")
+    for variable in ("OPENROUTER_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(variable, raising=False)
+    assert is_remote(fixed(name))
+    assert "set OPENROUTER_API_KEY" in str(problem(name))
+    elsewhere = OpponentsConfig(base_url="https://api.example.com/v1")
+    assert opponent_problem(name, "TicTacToe-v0-train", OBSERVATION, elsewhere) is None

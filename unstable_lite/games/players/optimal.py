@@ -1,0 +1,97 @@
+"""A player that cannot be beaten, for the envs whose theory fits on a page; it reads what its seat is shown.
+
+TicTacToe by minimax; Nim (whoever takes last wins) by Bouton's theorem (1901): leave piles whose exclusive or is zero.
+
+KuhnPoker by dominance. In TextArena 0.7.4 bets move no chips: the pot holds the two antes and nothing else, so that a
+hand is worth 1 whatever was bet. Calling can only be better than folding, and betting, which may make the other fold,
+can only be better than checking. So to bet and to call always is an equilibrium, of value 0, and no other play wins
+more against anybody. The equilibria of Kuhn's own game (1950), with their free parameter α, are none here: they fold
+queens to bets that cost nothing to make.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache, reduce
+from operator import xor
+
+from unstable_lite.errors import EnvError, UnsupportedEnvError
+from unstable_lite.games.players.scripted import legal_actions, nim_piles
+from unstable_lite.types import Reply
+
+_LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
+
+
+@cache
+def _tictactoe_value(board: str) -> int:
+    """For the mark that is to move: above 0 a win, 0 a draw, below 0 a loss, the sooner the farther. O moves first."""
+    if any(board[a] == board[b] == board[c] != " " for a, b, c in _LINES):
+        return -1 - board.count(" ")
+    return max((-_tictactoe_value(after) for _, after in _tictactoe_moves(board)), default=0)
+
+
+def _tictactoe_moves(board: str) -> list[tuple[int, str]]:
+    mark = "O" if board.count("O") == board.count("X") else "X"
+    return [(cell, board[:cell] + mark + board[cell + 1 :]) for cell in range(9) if board[cell] == " "]
+
+
+def _tictactoe(observation: str) -> list[str]:
+    shown, found, _ = observation.rpartition("Current Board:")[2].partition("Available Moves:")
+    cells = [cell.strip() for line in shown.splitlines() if "|" in line for cell in line.split("|")]
+    board = "".join(cell if cell in ("O", "X") else " " for cell in cells)
+    if not found or len(board) != 9:
+        raise EnvError(f"no board in the observation {observation[-200:]!r}")
+    best = _tictactoe_value(board)
+    return [f"[{cell}]" for cell, after in _tictactoe_moves(board) if -_tictactoe_value(after) == best]
+
+
+def _nim(observation: str) -> list[str]:
+    """Where every move loses, any move."""
+    piles = nim_piles(observation)
+    total = reduce(xor, piles.values(), 0)
+    winning = [f"[{pile} {size - (size ^ total)}]" for pile, size in piles.items() if size ^ total < size]
+    return winning or legal_actions("Nim-v0", observation)
+
+
+def _kuhn_poker(observation: str) -> list[str]:
+    return [action for action in legal_actions("KuhnPoker-v0", observation) if action in ("[bet]", "[call]")]
+
+
+OPTIMAL_ACTIONS: dict[str, Callable[[str], list[str]]] = {
+    "TicTacToe": _tictactoe,
+    "Nim": _nim,
+    "KuhnPoker": _kuhn_poker,
+}
+"""Env family to the reader of its best actions."""
+
+
+def optimal_actions(env_id: str, observation: str) -> list[str]:
+    """Every best action of the player who sees `observation`.
+
+    Raises UnsupportedEnvError for another env family, EnvError for a text that is not of that env.
+    """
+    read = OPTIMAL_ACTIONS.get(env_id.partition("-v0")[0])
+    if read is None:
+        raise UnsupportedEnvError(
+            f"no optimal player for {env_id!r}: there is one for any variant of {', '.join(OPTIMAL_ACTIONS)}"
+        )
+    return read(observation)
+
+
+class OptimalPlayer:
+    """`scripted:optimal`: any of the best actions, all equally likely."""
+
+    def __init__(self, env_id: str, seed: int) -> None:
+        self._env_id = env_id
+        self._random = random.Random(seed)
+
+    def action(self, observation: str) -> str:
+        actions = optimal_actions(self._env_id, observation)
+        if not actions:
+            raise EnvError(f"{self._env_id}: no action left in the observation {observation[-200:]!r}")
+        return self._random.choice(actions)
+
+    async def act(self, observation: str) -> Reply:
+        action = self.action(observation)
+        return Reply(action=action, text=action, prompt=observation)
