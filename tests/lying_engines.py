@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from unstable_lite.engines.transformers import TransformersEngine
+from unstable_lite.opponent_pool import FIRST_RETURNED_VERSION
 from unstable_lite.transport.messages import Generate, Generated
 
 
@@ -52,3 +53,18 @@ class HotterThanItSays(TransformersEngine):
 
     def add_request(self, request: Generate) -> None:
         super().add_request(replace(request, temperature=2 * request.temperature))
+
+
+class ServesBaseForWhatReturns(ServesBaseUnderTheRightName):
+    """Honest about new adapters; the base answers for one that comes back."""
+
+    def load_adapter(self, version: int, path: Path) -> None:
+        TransformersEngine.load_adapter(self, version, path)
+
+    def unload_adapter(self, version: int) -> None:
+        TransformersEngine.unload_adapter(self, version)
+
+    def add_request(self, request: Generate) -> None:
+        self._asked[request.request_id] = request.adapter_version
+        is_back = request.adapter_version >= FIRST_RETURNED_VERSION
+        TransformersEngine.add_request(self, replace(request, adapter_version=0) if is_back else request)

@@ -130,7 +130,23 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
                 "train_envs": [{**ENV, "num_actors": 1}],
                 "league": {"opponent_sampling_strategy": {"lagged": 1.0}, "opponent_lag": [1, 9]},
             },
-            "needs at least 11 adapter slots",
+            "needs at least 12 adapter slots; raise it, or lower league.max_active_checkpoints",
+        ),
+        (
+            {
+                "train_envs": [{**ENV, "num_actors": 1}],
+                "league": {"opponent_sampling_strategy": "uniform", "max_active_checkpoints": 1},
+            },
+            "max_active_checkpoints = 1 is the current policy alone",
+        ),
+        (
+            {
+                "league": {"max_active_checkpoints": 5},
+                "engine": {"max_loras": 7},
+                "run": {"eval_games": 2, "eval_every": 1},
+                "eval_envs": [EVAL_ENV],
+            },
+            "needs at least 8 adapter slots",
         ),
     ],
 )
@@ -213,6 +229,32 @@ def test_the_plan_says_what_goes_where() -> None:
     assert "engine-1" in rows
     assert "reinforce on the CPU" in rows["learner"]
     assert "at least 2 needed" in rows["adapter slots"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_actors", "max_loras", "active", "needed"),
+    [
+        ("mirror", 1, 8, 1, 2),
+        ("pfsp", 2, 8, 1, 2),
+        ("pfsp", 1, 8, 6, 8),
+        ("pfsp", 1, 99, 8, 10),
+        ("lagged", 1, 10, 8, 10),
+    ],
+)
+def test_the_plan_fits_the_active_checkpoints_to_the_adapter_slots(
+    strategy: str, num_actors: int, max_loras: int, active: int, needed: int
+) -> None:
+    plan = make_plan(
+        Config.model_validate(
+            {
+                "train_envs": [{**ENV, "num_actors": num_actors}],
+                "league": {"opponent_sampling_strategy": strategy, "fixed_opponents": []},
+                "engine": {"max_loras": max_loras},
+            }
+        )
+    )
+    assert (plan.active_checkpoints, plan.adapter_slots_needed) == (active, needed)
+    assert ("older checkpoints" in dict(plan.describe())) == (active > 1)
 
 
 def test_an_opponent_strategy_that_nobody_will_use_is_said() -> None:

@@ -186,6 +186,18 @@ class LeagueConfig(Section):
     fixed_opponents: tuple[str, ...] = ("google/gemini-2.0-flash-lite-001",)
     opponent_lag: tuple[int, int] = (1, 7)
     """Updates back, at least and at most, of the checkpoints that may be opponents."""
+    max_active_checkpoints: int | None = Field(None, ge=1)
+    """Checkpoints that can be played at once, the current one included; each needs an adapter slot. Default: 1 where
+    the strategy draws no older ones; all that `opponent_lag` allows for `lagged`; else also no more than fit."""
+    active_checkpoints_by: Literal["recency", "match-quality", "nearest-rating"] = "recency"
+    """Which ones, where there are more: the newest, those of the best TrueSkill match quality, or of the nearest μ."""
+    rotate_checkpoints_every: int = Field(1, ge=1)
+    """Updates from one look at who should come back to the next."""
+    keep_checkpoints: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Updates whose adapters stay on disk for ever, in `adapters/` of the run directory, and may be opponents at any
+    age. Others stay while they may be opponents."""
+    keep_every: int | None = Field(None, ge=1)
+    """The same for every k-th update."""
     trueskill_beta: float = Field(4.0, gt=0)
 
 

@@ -20,7 +20,7 @@ from unstable_lite.games.api_keys import url_problem
 from unstable_lite.games.environments import Environment, probe
 from unstable_lite.games.seats import opponent_problem
 from unstable_lite.games.templates import chats_in_use, extraction_problems, known_templates, template_problems
-from unstable_lite.league.samplers import check_league, uses_checkpoints, uses_fixed
+from unstable_lite.league.samplers import check_league, strategies, uses_checkpoints, uses_fixed
 from unstable_lite.learners import LEARNERS
 from unstable_lite.memory import shape_of
 from unstable_lite.models import has_chat_template, resolve_model
@@ -42,8 +42,8 @@ class Plan:
     engine_threads: int
     learner_threads: int
     adapter_slots_needed: int
-    lagged_opponents: int
-    """How many checkpoints before the current one stay loaded as opponents."""
+    active_checkpoints: int
+    """How many can be played at once, the current one included."""
     adapter_bytes: int | None
     """float32 size of one adapter, where the model's config.json is at hand."""
 
@@ -65,6 +65,10 @@ class Plan:
         rows.append(("learner", f"{config.algorithm} on {_device(self.learner_device, self.learner_threads)}"))
         rows.append(("base model", config.model_name))
         rows.append(("opponents", self.opponents()))
+        if self.active_checkpoints > 1:
+            least, most = config.league.opponent_lag
+            by = f"by {config.league.active_checkpoints_by}, {least} to {most} updates back"
+            rows.append(("older checkpoints", f"{self.active_checkpoints - 1} at most as opponents, {by}"))
         slots = f"{config.engine.max_loras} a worker; at least {self.adapter_slots_needed} needed"
         rows.append(("adapter slots", slots))
         if self.adapter_bytes is not None:
@@ -109,18 +113,36 @@ def make_plan(config: Config) -> Plan:
         engine_threads=config.engine.threads or share,
         learner_threads=config.learner.threads or share,
         adapter_slots_needed=adapter_slots_needed(config),
-        lagged_opponents=_lagged_opponents(config),
+        active_checkpoints=active_checkpoints(config),
         adapter_bytes=_adapter_bytes(config),
     )
 
 
+def active_checkpoints(config: Config) -> int:
+    """Checkpoints that can be played at once, the current one included."""
+    league = config.league
+    if league.max_active_checkpoints is not None:
+        return league.max_active_checkpoints
+    has_opponents = any(spec.num_actors < spec.num_players for spec in config.train_envs)
+    if not uses_checkpoints(league) or not has_opponents:
+        return 1
+    least, most = league.opponent_lag
+    wanted = 1 + max(1, most - max(least, 1) + 1)
+    if "lagged" in strategies(league):
+        return wanted
+    return max(2, min(wanted, config.engine.max_loras - _slots_besides_active(config, has_pool=True)))
+
+
 def adapter_slots_needed(config: Config) -> int:
-    """The current adapter, the next one while games still play the current one, and lagged opponents."""
-    return 2 + _lagged_opponents(config)
+    """For the active checkpoints, and for adapters that come and go."""
+    active = active_checkpoints(config)
+    return active + _slots_besides_active(config, has_pool=active > 1)
 
 
-def _lagged_opponents(config: Config) -> int:
-    return config.league.opponent_lag[1] if uses_checkpoints(config.league) else 0
+def _slots_besides_active(config: Config, has_pool: bool) -> int:
+    """One for the next adapter, while the last one is still played; one for an opponent that leaves while another
+    comes; one for what is evaluated while training goes on."""
+    return 1 + has_pool + bool(config.run.eval_every)
 
 
 def find_problems(config: Config) -> list[str]:
@@ -196,7 +218,13 @@ def _number_problems(config: Config) -> Iterable[str]:
             f"engine.max_model_len = {engine.max_model_len}"
         )
     if engine.max_loras < (needed := adapter_slots_needed(config)):
-        yield f"engine.max_loras = {engine.max_loras}: this league needs at least {needed} adapter slots"
+        way_out = "; raise it, or lower league.max_active_checkpoints" * (active_checkpoints(config) > 1)
+        yield f"engine.max_loras = {engine.max_loras}: this league needs at least {needed} adapter slots{way_out}"
+    if uses_checkpoints(config.league) and config.league.max_active_checkpoints == 1:
+        yield (
+            "league.max_active_checkpoints = 1 is the current policy alone, and "
+            f"opponent_sampling_strategy = {config.league.opponent_sampling_strategy!r} draws older ones: at least 2"
+        )
     if config.buffer.batch_delay_buffer * batch_size > config.buffer_size >= batch_size:
         yield (
             f"buffer.batch_delay_buffer = {config.buffer.batch_delay_buffer:g} times learner.batch_size = {batch_size} "

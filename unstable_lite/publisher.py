@@ -2,6 +2,8 @@
 
 The canary: each engine samples a few tokens of a fixed prompt with the new adapter, and the learner scores those very
 tokens. They must agree, and be nearer to the adapter than to the base wherever the learner can tell the two apart.
+The learner holds only the newest adapter; one that comes back is held against what the same engine said with it, to
+the same prompt and seeds, when it was the newest.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.errors import AdapterError, RequestError
 from unstable_lite.learners.client import LearnerClient
 from unstable_lite.transport.adapters import AdapterArena
+from unstable_lite.types import Logprobs, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +28,9 @@ CANARY_TOKENS = 16
 CANARY_SEED = 20_11
 BASE_CANARIES = 8
 """Samples that each engine gives of the base, once: a short answer may hold tokens that any distribution is sure of."""
+RETURN_CANARIES = 2
+"""Samples that are remembered of an adapter that may come back: the first token of one of them may fall otherwise, by
+rounding alone, and leave nothing to compare."""
 UNLOAD_RETRY_S = 1.0
 
 
@@ -42,6 +48,18 @@ class Canary:
     """Engine against the learner without the adapter."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Remembered:
+    """One canary of an adapter from when the learner held it."""
+
+    seed: int
+    completion_ids: TokenIds
+    logprobs: Logprobs
+    """The engine's."""
+    base_logprobs: Logprobs
+    """The learner's, without the adapter."""
+
+
 class Publisher:
     def __init__(
         self,
@@ -51,7 +69,14 @@ class Publisher:
         canary_prompt: str,
         max_loras: int,
         tolerance: float,
+        remembers: bool = False,
     ) -> None:
+        """`remembers`: keep what is needed for `bring_back`."""
+        self.num_waits = 0
+        """How often a new adapter had to wait for a slot."""
+        self._remembers = remembers
+        self._remembered: dict[int, dict[str, list[_Remembered]]] = {}
+        """By version and engine."""
         self._engines = engines
         self._learner = learner
         self._arena = arena
@@ -61,6 +86,7 @@ class Publisher:
         self._noise = 0.0
         """Mean mismatch of the base: what two implementations of the same weights differ by."""
         self._loaded: set[int] = set()
+        self._is_unloading = False
         self._slot_freed = asyncio.Condition()
 
     async def check_base(self) -> dict[str, float]:
@@ -78,16 +104,60 @@ class Publisher:
         """
         async with self._slot_freed:
             if len(self._loaded) >= self._max_loras:
+                self.num_waits += 1
                 log.warning("adapter %d waits: %d are loaded, engine.max_loras = %d", version, *self._slots())
             await self._slot_freed.wait_for(lambda: len(self._loaded) < self._max_loras)
         self._loaded.add(version)
         await self._engines.load_adapter(version, self._arena.path(version))
-        return self._verdict(version, await self._ask_canaries(version, [CANARY_SEED]))
+        seeds = range(CANARY_SEED, CANARY_SEED + (RETURN_CANARIES if self._remembers else 1))
+        return self._verdict(version, await self._ask_canaries(version, seeds))
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether the next adapter finds a free slot, or one that is about to be."""
+        is_freeing = self._is_unloading or not self._arena.unreferenced.empty()
+        return is_freeing or len(self._loaded) < self._max_loras
+
+    def reserve_spare_slot(self, version: int) -> bool:
+        """Take a slot for an adapter that comes back, unless it is the one that the next new adapter needs."""
+        if len(self._loaded) + 1 >= self._max_loras:
+            return False
+        self._loaded.add(version)
+        return True
+
+    async def give_slot_back(self, version: int) -> None:
+        """Of a version that no engine has loaded."""
+        async with self._slot_freed:
+            self._loaded.discard(version)
+            self._slot_freed.notify_all()
+
+    async def bring_back(self, version: int, published_as: int) -> None:
+        """Load again, as `version`, in its reserved slot, what was once published as `published_as`, and try it.
+
+        Raises RequestError if no engine can load it; AdapterError if the engines differ in that, or one does not
+        answer as it did.
+        """
+        path = self._arena.path(version)
+        loading = (engine.load_adapter(version, path) for engine in self._engines.engines)
+        failures = [error for error in await asyncio.gather(*loading, return_exceptions=True) if error is not None]
+        for error in failures:
+            if isinstance(error, RequestError) and len(failures) < len(self._engines.engines):
+                raise AdapterError(f"adapter {version} is loaded by some engines, not by others: {error}") from error
+            raise error
+        remembered = self._remembered[published_as]
+        await asyncio.gather(
+            *(self._check_returned(engine, version, remembered[engine.peer.name]) for engine in self._engines.engines)
+        )
+
+    def forget(self, published_as: int) -> None:
+        """It will not come back."""
+        self._remembered.pop(published_as, None)
 
     async def retire_unreferenced(self) -> None:
         """Unload and unlink what nobody holds any more, for ever."""
         while True:
             version = await self._arena.unreferenced.get()
+            self._is_unloading = True
             try:
                 await self._engines.unload_adapter(version)
             except* RequestError as errors:
@@ -99,6 +169,8 @@ class Publisher:
                 async with self._slot_freed:
                     self._loaded.discard(version)
                     self._slot_freed.notify_all()
+            finally:
+                self._is_unloading = False
 
     def _slots(self) -> tuple[int, int]:
         return len(self._loaded), self._max_loras
@@ -111,6 +183,15 @@ class Publisher:
     async def _ask_canary(self, engine: EngineClient, version: int, seed: int) -> Canary:
         generation = await engine.generate(self._prompt, version, seed=seed, max_tokens=CANARY_TOKENS)
         scored = await self._learner.score(generation)
+        if version and self._remembers:
+            self._remembered.setdefault(version, {}).setdefault(engine.peer.name, []).append(
+                _Remembered(
+                    seed=seed,
+                    completion_ids=generation.completion_ids,
+                    logprobs=generation.logprobs,
+                    base_logprobs=scored.base_logprobs,
+                )
+            )
         expected = scored.adapter_logprobs if version else scored.base_logprobs
         return Canary(
             engine=engine.peer.name,
@@ -119,6 +200,25 @@ class Publisher:
             base_gap=_mean_gap(expected, scored.base_logprobs),
             engine_to_base=_mean_gap(generation.logprobs, scored.base_logprobs),
         )
+
+    async def _check_returned(self, engine: EngineClient, version: int, remembered: list[_Remembered]) -> None:
+        """The same seeds must give the same tokens, up to where rounding parts them, as likely as they were then."""
+        then, now, base = [], [], []
+        for canary in remembered:
+            generation = await engine.generate(self._prompt, version, seed=canary.seed, max_tokens=CANARY_TOKENS)
+            n = _num_common(canary.completion_ids, generation.completion_ids)
+            then.append(canary.logprobs[:n])
+            now.append(generation.logprobs[:n])
+            base.append(canary.base_logprobs[:n])
+        then_N, now_N, base_N = map(np.concatenate, (then, now, base))
+        mismatch = _mean_gap(then_N, now_N) if len(then_N) else np.inf
+        can_tell = len(then_N) > 0 and _mean_gap(then_N, base_N) > 4 * max(self._noise, 1e-4)
+        if not mismatch <= self._tolerance or (can_tell and _mean_gap(now_N, base_N) <= mismatch):
+            raise AdapterError(
+                f"canary: {engine.peer.name} does not answer as it once did with the adapter that came back as "
+                f"{version}: {len(now_N)} of {sum(len(canary.completion_ids) for canary in remembered)} tokens are the "
+                f"same, and their log p differs by {mismatch:.4f} (learner.canary_tolerance = {self._tolerance})"
+            )
 
     def _verdict(self, version: int, canaries: list[Canary]) -> dict[str, float]:
         """The worst engine's figures as metrics. Raises AdapterError for an engine that does not sing in tune."""
@@ -142,6 +242,13 @@ class Publisher:
             "canary/base_gap": worst.base_gap,
             "canary/n": worst.n,
         }
+
+
+def _num_common(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the common beginning."""
+    n = min(len(a), len(b))
+    differs = np.nonzero(a[:n] != b[:n])[0]
+    return int(differs[0]) if len(differs) else n
 
 
 def _mean_gap(a: np.ndarray, b: np.ndarray) -> float:

@@ -28,6 +28,7 @@ from unstable_lite.games.templates import Template, format_prompt, templates_for
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
+from unstable_lite.opponent_pool import OpponentPool
 from unstable_lite.plan import Plan, make_plan
 from unstable_lite.publisher import Publisher
 from unstable_lite.reward_transformations import GROUP_BASELINES, build_reward_transformations
@@ -177,6 +178,20 @@ class Run:
         tracker.registry = scheduler.registry
         for env in config.eval_envs:
             scheduler.registry.add_fixed(env.fixed_opponent, active=False)
+        publisher = Publisher(
+            workers.engines,
+            workers.learner,
+            arena,
+            canary_prompt=canary_prompt,
+            max_loras=config.engine.max_loras,
+            tolerance=config.learner.canary_tolerance,
+            remembers=self.plan.active_checkpoints > 1,
+        )
+
+        def alarm(text: str) -> None:
+            tracker.alarm(scheduler.registry.get(scheduler.registry.get_current_ckpt()).iteration or 0, text)
+            self._terminal.say(f"[red]alarm[/red]: {text}")
+
         return Training(
             plan=self.plan,
             directory=directory,
@@ -186,13 +201,15 @@ class Run:
             scheduler=scheduler,
             buffer=buffer,
             collector=Collector(scheduler, buffer, seats, arena, config.run, tracker.add_record),
-            publisher=Publisher(
-                workers.engines,
-                workers.learner,
+            publisher=publisher,
+            pool=OpponentPool(
+                config.league,
+                self.plan.active_checkpoints,
+                scheduler.registry,
                 arena,
-                canary_prompt=canary_prompt,
-                max_loras=config.engine.max_loras,
-                tolerance=config.learner.canary_tolerance,
+                publisher,
+                directory / "adapters",
+                alarm,
             ),
             tracker=tracker,
             terminal=self._terminal,

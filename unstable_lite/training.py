@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +18,12 @@ from unstable_lite.collector import Collector
 from unstable_lite.errors import UnstableError
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.opponent_pool import OpponentPool
 from unstable_lite.plan import Plan
 from unstable_lite.publisher import Publisher
 from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.trackers.tracker import Tracker, summarise_evaluation
 from unstable_lite.transport.adapters import AdapterArena
-from unstable_lite.types import ModelRef
 from unstable_lite.workers import Workers
 
 T = TypeVar("T")
@@ -43,6 +42,7 @@ class Training:
     buffer: StepBuffer
     collector: Collector
     publisher: Publisher
+    pool: OpponentPool
     tracker: Tracker
     terminal: TerminalInterface
     stop: asyncio.Event
@@ -58,16 +58,17 @@ class Training:
     _saved: int = 0
     """The update that `checkpoint` is of."""
     _skipped_in_a_row: int = 0
-    _offered: deque[ModelRef] = field(default_factory=deque)
     _started: float = field(default_factory=time.monotonic)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(process.watch()) for process in self.workers.processes]
             background.append(tasks.create_task(self.publisher.retire_unreferenced()))
+            background.append(tasks.create_task(self.pool.run()))
             await self._start_policy()
             await self._evaluate("before")
             await self._learn(tasks)
+            await self.pool.settled()
             if self.updates != self._saved:
                 await self._save()
             if not self.stop.is_set():
@@ -102,6 +103,7 @@ class Training:
         if batch is None:
             return
         waited_s = time.monotonic() - started
+        self.pool.make_room()
         updated = await self.workers.learner.update(batch, version, self.arena.path(version))
         if updated.skipped is not None:
             self._count_skipped(updated.skipped)
@@ -120,15 +122,10 @@ class Training:
             await self._save()
 
     def _offer(self, uid: str, version: int) -> None:
-        """From here on games may ask for this version; one that is too old to be an opponent is let go."""
-        self.arena.retain(version)
+        """From here on games may ask for this version."""
         self.version = version
-        self._offered.append(self.registry.add_checkpoint(uid, adapter_version=version, iteration=self.updates))
+        self.pool.admit(uid, version, self.updates)
         self.collector.tell_new_checkpoint()
-        if len(self._offered) > 1 + self.plan.lagged_opponents:
-            too_old = self._offered.popleft()
-            self.registry.set_active(too_old.uid, False)
-            self.arena.release(too_old.adapter_version or 0)
 
     async def _start_policy(self) -> None:
         """Try the base on every engine, and the adapter that training starts from, if there is one."""
@@ -180,6 +177,9 @@ class Training:
             "buffer/dropped_stale": self.buffer.dropped_stale,
             "buffer/filtered_opponent_invalid": self.buffer.filtered,
             "learner/skipped_updates": self.skipped,
+            "league/active_checkpoints": len(self.registry.checkpoints()),
+            "league/returned_checkpoints": self.pool.num_returned,
+            "league/waits_for_adapter_slot": self.publisher.num_waits,
             "run/tokens_per_s": self.workers.engines.generated_tokens / (time.monotonic() - self._started),
             "run/arena_bytes": self.arena.bytes_used(),
             **self.collector.seats.figures(),

@@ -109,6 +109,12 @@ class ModelRegistry:
     def set_active(self, uid: str, active: bool) -> None:
         self._models[uid].active = active
 
+    def bring_back(self, uid: str, adapter_version: int) -> None:
+        """Active again, with its rating of old, under a version that its adapter never had."""
+        meta = self._models[uid]
+        assert meta.kind == "checkpoint" and not meta.active, f"{uid} is no inactive checkpoint"
+        meta.adapter_version, meta.active = adapter_version, True
+
     def checkpoints(self) -> list[ModelMeta]:
         """Active ones, oldest first."""
         return [m for m in self._models.values() if m.kind == "checkpoint" and m.active]

@@ -68,6 +68,9 @@ class AdapterArena:
     def is_referenced(self, version: int) -> bool:
         return version in self._references
 
+    def references(self, version: int) -> int:
+        return self._references[version]
+
     @property
     def live_versions(self) -> set[int]:
         """Referenced versions, the base apart."""

@@ -1,0 +1,96 @@
+"""Whole runs of a league: checkpoints that leave and come back, and games in groups, with the real model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+import runs
+
+pytestmark = pytest.mark.timeout(300)
+
+TESTS = str(Path(__file__).parent)
+POOL = (
+    "run.eval_games=0",
+    "run.num_eval_workers=0",
+    "run.checkpoint_every=100",
+    "league.opponent_sampling_strategy={pfsp={weight=0.8,weighting='even'},mirror=0.2}",
+    "league.fixed_opponents=[]",
+    "league.opponent_lag=[2,3]",
+    "league.max_active_checkpoints=3",
+    "engine.max_loras=5",
+)
+GROUPS = (
+    "run.group_size=2",
+    'rewards.group_baseline="rloo"',
+    "rewards.final_reward_transformation=[]",
+    "rewards.sampling_reward_transformation=[]",
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("league")
+    overrides = (*POOL, *GROUPS, "run.learning_steps=8", "league.keep_every=4")
+    code, out, err = runs.run("run", runs.write_small(directory), *overrides)
+    assert code == 0, out + err
+    return runs.run_directory(directory)
+
+
+def test_checkpoints_come_back_and_slots_suffice(finished: Path) -> None:
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    last = [line for line in lines if "learner/loss" in line][-1]
+    assert last["step"] == 8
+    assert last["league/returned_checkpoints"] >= 3
+    assert all(line.get("league/active_checkpoints", 0) <= 3 for line in lines)
+    assert last["run/alarms"] == 0
+
+
+def test_checkpoints_that_came_back_are_played_and_none_that_is_too_young(finished: Path) -> None:
+    games = [json.loads(line) for line in (finished / "games.jsonl").read_text().splitlines()]
+    pairs = {
+        (next(agent["model"] for agent in game["agents"] if agent["collect_data"]), agent["model"])
+        for game in games
+        for agent in game["agents"]
+        if not agent["collect_data"]
+    }
+    updates = {model: 0 if model == "base" else int(model.removeprefix("ckpt-")) for pair in pairs for model in pair}
+    lags = {(policy, opponent): updates[policy] - updates[opponent] for policy, opponent in pairs}
+    # Whoever is two updates old has left before: it was the policy, and too young when it was no more.
+    assert any(opponent != "base" for _, opponent in pairs)
+    assert all(lag >= 2 or opponent == "base" for (_, opponent), lag in lags.items()), lags
+
+
+def test_adapters_stay_on_disk_as_long_as_they_may_return_or_for_ever(finished: Path) -> None:
+    kept = {path.name for path in (finished / "adapters").iterdir()}
+    assert kept == {"ckpt-4", "ckpt-5", "ckpt-6", "ckpt-7", "ckpt-8"}
+    assert all((finished / "adapters" / name / "adapter_model.safetensors").is_file() for name in kept)
+
+
+def test_the_games_of_a_group_start_alike_and_are_sampled_anew(finished: Path) -> None:
+    groups = defaultdict(list)
+    for line in (finished / "games.jsonl").read_text().splitlines():
+        game = json.loads(line)
+        groups[game["seed"]].append((game["agents"], [turn[2] for turn in game["turns"]]))
+    pairs = [group for group in groups.values() if len(group) == 2]
+    assert len(pairs) > 20
+    assert all(one[0] == other[0] for one, other in pairs)
+    assert sum(one[1] != other[1] for one, other in pairs) > len(pairs) / 2
+
+
+def test_an_engine_that_lies_about_what_came_back_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
+    code, _, err = runs.run(
+        "run",
+        runs.write_small(tmp_path),
+        *POOL,
+        "engine.kind=lying_engines:ServesBaseForWhatReturns",
+        "learner.learning_rate=1e-2",
+        "run.learning_steps=20",
+    )
+    assert code == 1
+    assert "engine-0 does not answer as it once did with the adapter that came back" in err

@@ -1,0 +1,437 @@
+"""The pool with everything real around it but processes: the scripted engine keeps its own book of adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unstable_lite.config import Config, LeagueConfig
+from unstable_lite.engines.scripted import LOGPROB, ScriptedEngine
+from unstable_lite.errors import AdapterError, RequestError
+from unstable_lite.league.model_registry import ModelRegistry, Rating
+from unstable_lite.opponent_pool import FIRST_RETURNED_VERSION, OpponentPool
+from unstable_lite.publisher import Publisher
+from unstable_lite.transport.adapters import AdapterArena
+from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.messages import Generate, Scored
+from unstable_lite.types import Generation
+
+CONFIG = {
+    "engine": {"kind": "scripted", "replies": ["a", "bb", "ccc"], "max_model_len": 64},
+    "train_envs": [{"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 1}],
+}
+
+
+class LocalEngine:
+    """A scripted engine without its process; what it cannot do is refused as a worker would."""
+
+    def __init__(self, name: str, max_loras: int) -> None:
+        config = Config.model_validate({**CONFIG, "engine": {**CONFIG["engine"], "max_loras": max_loras}})  # type: ignore[dict-item]
+        spec = WorkerSpec(name=name, endpoint="", device="cpu", threads=1, config_json=config.model_dump_json())
+        self.peer = SimpleNamespace(name=name)
+        self.loaded: dict[int, bytes] = {}
+        self.most_loaded = 0
+        self.loading = asyncio.Event()
+        self.loading.set()
+        self.lie: float = 0.0
+        """Added to the log-probabilities of what came back."""
+        self._engine = ScriptedEngine(spec)
+
+    async def load_adapter(self, version: int, path: Path) -> None:
+        await self.loading.wait()
+        try:
+            self._engine.load_adapter(version, path)
+        except AdapterError as error:
+            raise RequestError(str(error)) from error
+        self.loaded[version] = (path / "adapter_model.safetensors").read_bytes()
+        self.most_loaded = max(self.most_loaded, len(self.loaded))
+
+    async def unload_adapter(self, version: int) -> None:
+        await asyncio.sleep(0)
+        self._engine.unload_adapter(version)
+        del self.loaded[version]
+
+    async def generate(self, prompt: str, version: int, *, seed: int, max_tokens: int) -> Generation:
+        await asyncio.sleep(0)
+        request = Generate(
+            request_id=0,
+            prompt=prompt,
+            adapter_version=version,
+            max_tokens=max_tokens,
+            temperature=1.0,
+            top_p=1.0,
+            stop=(),
+            seed=seed,
+        )
+        self._engine.add_request(request)
+        (done,) = self._engine.step()
+        lie = np.float32(self.lie if version >= FIRST_RETURNED_VERSION else 0.0)
+        return replace(done.generation, logprobs=done.generation.logprobs + lie)
+
+
+class LocalEngines:
+    def __init__(self, engines: list[LocalEngine]) -> None:
+        self.engines = engines
+
+    async def load_adapter(self, version: int, path: Path) -> None:
+        await asyncio.gather(*(engine.load_adapter(version, path) for engine in self.engines))
+
+    async def unload_adapter(self, version: int) -> None:
+        await asyncio.gather(*(engine.unload_adapter(version) for engine in self.engines))
+
+
+class LocalLearner:
+    """Agrees with the scripted engine, and finds the base as far off as it is told."""
+
+    async def score(self, generation: Generation) -> Scored:
+        await asyncio.sleep(0)
+        same = np.full(len(generation.completion_ids), LOGPROB, np.float32)
+        return Scored(request_id=0, adapter_logprobs=same, base_logprobs=same - np.float32(0.05))
+
+
+class League:
+    def __init__(
+        self, tmp_path: Path, size: int, max_loras: int | None = None, engines: int = 1, **league: Any
+    ) -> None:
+        self.max_loras = max_loras or size + 2
+        self.engines = LocalEngines([LocalEngine(f"engine-{index}", self.max_loras) for index in range(engines)])
+        self.arena = AdapterArena("pool", tmp_path, bytes_needed=1 << 60)
+        self.registry = ModelRegistry()
+        self.publisher = Publisher(
+            self.engines,  # type: ignore[arg-type]
+            LocalLearner(),  # type: ignore[arg-type]
+            self.arena,
+            "p",
+            self.max_loras,
+            tolerance=0.1,
+            remembers=True,
+        )
+        self.disk = tmp_path / "adapters"
+        self.alarms: list[str] = []
+        config = LeagueConfig(**{"opponent_lag": (1, 1000), **league})
+        self.pool = OpponentPool(config, size, self.registry, self.arena, self.publisher, self.disk, self.alarms.append)
+        self.updates = 0
+        self._tasks = [
+            asyncio.create_task(self.pool.run()),
+            asyncio.create_task(self.publisher.retire_unreferenced()),
+        ]
+
+    async def update(self) -> None:
+        """One update of the learner, as training makes it."""
+        version = self.updates + 1
+        path = self.arena.path(version)
+        path.mkdir()
+        (path / "adapter_config.json").write_text("{}")
+        (path / "adapter_model.safetensors").write_text(f"weights of ckpt-{version}")
+        self.pool.make_room()
+        await asyncio.wait_for(self.publisher.publish(version), 10)
+        self.updates += 1
+        self.pool.admit(f"ckpt-{version}", version, self.updates)
+
+    async def settle(self) -> None:
+        """Until the pool has done its part and every adapter that nobody holds is unloaded."""
+        async with asyncio.timeout(20):
+            done = asyncio.ensure_future(self.pool.settled())
+            await asyncio.wait({done, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+            done.cancel()
+            while not self._holds_only(self.arena.live_versions):
+                for task in self._tasks:
+                    if task.done():
+                        task.result()
+                await asyncio.sleep(0.001)
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    def _holds_only(self, versions: set[int]) -> bool:
+        in_memory = {path.name for path in self.arena.directory.glob("v*")}
+        loaded = [set(engine.loaded) for engine in self.engines.engines]
+        return in_memory == {f"v{version}" for version in versions} and loaded == [versions] * len(loaded)
+
+    async def every_game_is_over(self) -> None:
+        """Those at least that play with somebody who has left."""
+        async with asyncio.timeout(20):
+            while not self._holds_only({meta.adapter_version or 0 for meta in self.registry.checkpoints()} - {0}):
+                await asyncio.sleep(0.001)
+
+    def rate(self, **mu: float) -> None:
+        for uid, value in mu.items():
+            self.registry.get(uid.replace("_", "-")).rating = Rating(value, 1.0)
+
+    @property
+    def active(self) -> list[str]:
+        return [meta.uid for meta in self.registry.checkpoints()]
+
+    def check_what_is_active_is_loaded_as_itself(self) -> None:
+        for meta in self.registry.checkpoints():
+            for engine in self.engines.engines:
+                if meta.adapter_version:
+                    assert engine.loaded[meta.adapter_version].decode() == f"weights of {meta.uid}"
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.arena.close()
+
+
+async def a_league_of(tmp_path: Path, updates: int, size: int, **options: Any) -> League:
+    league = League(tmp_path, size, **options)
+    for _ in range(updates):
+        await league.update()
+        await league.settle()
+    return league
+
+
+async def test_the_newest_are_active_and_no_more_than_the_pool_holds(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 6, size=3)
+    assert league.active == ["ckpt-4", "ckpt-5", "ckpt-6"]
+    assert set(league.engines.engines[0].loaded) == {4, 5, 6}
+    assert league.pool.num_returned == 0
+    await league.close()
+
+
+async def test_without_a_pool_only_the_current_policy_is_active_and_nothing_is_kept(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 3, size=1)
+    assert league.active == ["ckpt-3"]
+    assert not league.disk.exists()
+    await league.close()
+
+
+async def test_before_there_is_anyone_old_enough_the_oldest_is_the_opponent(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 3, size=2, opponent_lag=(5, 9))
+    assert league.active == ["base", "ckpt-3"]
+    await league.close()
+
+
+async def test_a_lag_brings_each_checkpoint_back_when_its_time_has_come_under_a_version_of_its_own(
+    tmp_path: Path,
+) -> None:
+    league = League(tmp_path, size=3, opponent_lag=(3, 4), engines=2)
+    versions: dict[str, set[int | None]] = {}
+    for _ in range(12):
+        await league.update()
+        await league.settle()
+        league.check_what_is_active_is_loaded_as_itself()
+        for meta in league.registry.checkpoints():
+            versions.setdefault(meta.uid, set()).add(meta.adapter_version)
+        if league.updates >= 5:
+            assert league.active == [f"ckpt-{league.updates - lag}" for lag in (4, 3, 0)]
+    assert versions["ckpt-5"] == {5, FIRST_RETURNED_VERSION + 4}
+    returned = [v for vs in versions.values() for v in vs if v and v >= FIRST_RETURNED_VERSION]
+    assert len(returned) == len(set(returned)) == league.pool.num_returned == 9
+    assert league.publisher.num_waits == 0
+    await league.close()
+
+
+@pytest.mark.parametrize("rule", ["match-quality", "nearest-rating"])
+async def test_ratings_decide_who_stays_and_who_comes_back(tmp_path: Path, rule: str) -> None:
+    league = await a_league_of(tmp_path, 4, size=3, active_checkpoints_by=rule)
+    league.rate(base=0, ckpt_1=25, ckpt_2=10, ckpt_3=24, ckpt_4=25)
+    await league.update()
+    await league.settle()
+    assert league.active == ["ckpt-1", "ckpt-4", "ckpt-5"]
+    league.rate(ckpt_2=25, ckpt_4=40, ckpt_1=50)
+    await league.update()
+    await league.settle()
+    assert league.active == ["ckpt-2", "ckpt-5", "ckpt-6"]
+    league.check_what_is_active_is_loaded_as_itself()
+    assert league.registry.get("ckpt-2").rating == Rating(25, 1.0)
+    await league.close()
+
+
+async def test_who_comes_back_is_looked_at_every_so_many_updates(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 4, size=2, active_checkpoints_by="nearest-rating", rotate_checkpoints_every=3)
+    league.rate(base=0, ckpt_1=25, ckpt_2=0, ckpt_3=0, ckpt_4=25)
+    await league.update()
+    league.rate(ckpt_4=30)
+    await league.settle()
+    assert league.active == ["ckpt-4", "ckpt-5"]
+    await league.update()
+    await league.settle()
+    assert "ckpt-4" not in league.active
+    await league.close()
+
+
+async def test_an_adapter_stays_while_a_game_plays_it_and_its_slot_is_free_afterwards(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 3, size=2)
+    league.arena.retain(2)  # a game with the opponent ckpt-2 …
+    await league.update()
+    await league.settle()
+    assert "ckpt-2" not in league.active
+    assert 2 in league.engines.engines[0].loaded
+    assert league.arena.path(2).is_dir()
+    league.arena.release(2)  # … is over
+    await league.settle()
+    assert 2 not in league.engines.engines[0].loaded
+    assert not league.arena.path(2).exists()
+    await league.close()
+
+
+async def test_a_return_never_takes_the_slot_of_the_next_update_and_comes_when_there_is_room(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 4, size=2, active_checkpoints_by="nearest-rating")
+    for version in (3, 4):
+        league.arena.retain(version)
+    league.rate(base=0, ckpt_1=25, ckpt_2=0, ckpt_3=0, ckpt_4=0)
+    await league.update()  # ckpt-3 and ckpt-4 are still played: one slot of four is free, and it is not ckpt-1's
+    league.rate(ckpt_5=25)
+    await league.settle()
+    assert league.pool.num_returned == 0
+    assert league.publisher.has_slot
+    league.arena.release(3)
+    league.arena.release(4)
+    await league.settle()
+    await league.update()
+    league.rate(ckpt_5=0, ckpt_6=25)
+    await league.settle()
+    assert league.publisher.num_waits == 0
+    assert league.pool.num_returned == 1
+    assert league.active == ["ckpt-1", "ckpt-6"]
+    await league.close()
+
+
+async def test_where_slots_are_short_an_opponent_that_nobody_plays_makes_room(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 4, size=3, max_loras=5)
+    for version in (3, 4):
+        league.arena.retain(version)
+    for _ in range(3):
+        league.arena.retain(league.updates)
+        await asyncio.wait_for(league.update(), 5)
+    assert league.engines.engines[0].most_loaded <= 5
+    assert league.active[-1] == "ckpt-7"
+    await league.close()
+
+
+async def test_training_does_not_wait_for_a_checkpoint_that_comes_back(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 4, size=3, active_checkpoints_by="nearest-rating")
+    (engine,) = league.engines.engines
+    load = engine.load_adapter
+
+    async def slow_for_what_returns(version: int, path: Path) -> None:
+        if version >= FIRST_RETURNED_VERSION:
+            await asyncio.sleep(3600)
+        await load(version, path)
+
+    engine.load_adapter = slow_for_what_returns  # type: ignore[method-assign]
+    league.rate(base=0, ckpt_1=25, ckpt_2=0, ckpt_3=0, ckpt_4=25)
+    for _ in range(5):
+        await asyncio.wait_for(league.update(), 5)
+    assert league.pool.num_returned == 0
+    assert league.publisher.num_waits == 0
+    await league.close()
+
+
+async def test_an_engine_that_answers_otherwise_than_it_did_ends_the_run(tmp_path: Path) -> None:
+    league = League(tmp_path, size=2, opponent_lag=(2, 9), engines=2)
+    league.engines.engines[1].lie = 0.5
+    with pytest.raises(AdapterError, match=r"engine-1 does not answer as it once did.*0\.5000"):
+        for _ in range(4):
+            await league.update()
+            await league.settle()
+    await league.close()
+
+
+async def test_an_engine_that_answers_as_the_base_where_the_two_can_be_told_apart_ends_the_run(tmp_path: Path) -> None:
+    league = League(tmp_path, size=2, opponent_lag=(2, 9))
+    league.engines.engines[0].lie = -0.05
+    with pytest.raises(AdapterError, match="does not answer as it once did"):
+        for _ in range(4):
+            await league.update()
+            await league.settle()
+    await league.close()
+
+
+async def test_an_adapter_that_is_gone_from_disk_is_an_alarm_and_training_goes_on(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 2, size=2, opponent_lag=(2, 9))
+    (league.disk / "ckpt-1" / "adapter_config.json").unlink()
+    for _ in range(3):
+        await league.update()
+        await league.settle()
+    assert ["ckpt-1 cannot come back" in alarm for alarm in league.alarms] == [True]
+    assert league.active == ["ckpt-3", "ckpt-5"]
+    assert len(league.engines.engines[0].loaded) == 2
+    await league.close()
+
+
+async def test_a_disk_that_cannot_be_written_to_is_an_alarm_and_training_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "adapters").write_text("in the way")
+    league = await a_league_of(tmp_path, 3, size=2)
+    assert len(league.alarms) == 3
+    assert all("is not kept on disk" in alarm for alarm in league.alarms)
+    assert league.active == ["ckpt-2", "ckpt-3"]
+    await league.close()
+
+
+async def test_adapters_stay_on_disk_while_they_may_return_and_those_to_be_kept_for_ever(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 12, size=2, opponent_lag=(1, 3), keep_checkpoints=(2,), keep_every=5)
+    kept = {path.name for path in league.disk.iterdir()}
+    assert kept == {"ckpt-2", "ckpt-5", "ckpt-10"} | {"ckpt-9", "ckpt-11", "ckpt-12"}
+    for uid in kept:
+        assert (league.disk / uid / "adapter_model.safetensors").read_text() == f"weights of {uid}"
+    await league.close()
+
+
+async def test_a_checkpoint_that_is_kept_for_ever_may_return_at_any_age(tmp_path: Path) -> None:
+    league = await a_league_of(
+        tmp_path, 8, size=2, opponent_lag=(1, 2), keep_checkpoints=(2,), active_checkpoints_by="nearest-rating"
+    )
+    await league.update()
+    league.rate(ckpt_2=25, ckpt_3=25, ckpt_7=0, ckpt_8=0, ckpt_9=25)
+    await league.settle()
+    assert league.active == ["ckpt-2", "ckpt-9"]
+    await league.close()
+
+
+async def test_keeping_for_ever_needs_no_pool(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 4, size=1, keep_every=2)
+    assert {path.name for path in league.disk.iterdir()} == {"ckpt-2", "ckpt-4"}
+    assert league.active == ["ckpt-4"]
+    await league.close()
+
+
+@pytest.mark.parametrize("rule", ["recency", "match-quality", "nearest-rating"])
+@pytest.mark.parametrize("seed", range(3))
+async def test_through_a_long_league_slots_suffice_nothing_stalls_and_everyone_is_who_he_says(
+    tmp_path: Path, rule: str, seed: int
+) -> None:
+    """Games of random lengths hold their adapters; ratings wander; two engines keep the book."""
+    rng = random.Random(seed)
+    size = rng.choice([2, 3, 5])
+    least = rng.choice([1, 2, 4])
+    league = League(tmp_path, size, engines=2, active_checkpoints_by=rule, opponent_lag=(least, 12), keep_every=7)
+    is_over = False
+
+    async def play() -> None:
+        while not is_over:
+            metas = rng.sample(league.registry.checkpoints(), k=min(2, len(league.active)))
+            held = {meta.adapter_version for meta in metas} - {0}
+            for version in held:
+                league.arena.retain(version)
+            for _ in range(rng.randrange(1, 6)):
+                assert held <= set(league.engines.engines[0].loaded)
+                await asyncio.sleep(0.0005)
+            for version in held:
+                league.arena.release(version)
+
+    games = [asyncio.create_task(play()) for _ in range(8)]
+    for _ in range(40):
+        await league.update()
+        for meta in league.registry.checkpoints():
+            meta.rating = Rating(meta.rating.mu + rng.gauss(0, 3), 2.0)
+        await league.settle()
+        await league.every_game_is_over()
+        assert len(league.active) <= size
+        league.check_what_is_active_is_loaded_as_itself()
+    is_over = True
+    await asyncio.gather(*games)
+    assert league.alarms == []
+    assert all(engine.most_loaded <= league.max_loras for engine in league.engines.engines)
+    assert league.publisher.num_waits == 0
+    await league.close()
