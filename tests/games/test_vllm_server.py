@@ -1,0 +1,103 @@
+"""vLLM's own OpenAI-compatible server, with the model that comes in the package, as an opponent in real games."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unstable_lite.config import OpponentsConfig
+from unstable_lite.games.environments import Environment
+from unstable_lite.games.run_game import new_record, run_game
+from unstable_lite.games.seats import Seats
+from unstable_lite.models import BUILTIN
+from unstable_lite.types import AgentSpec, GameSpec, ModelRef
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url, log = f"http://127.0.0.1:{port}/v1", tmp_path_factory.mktemp("vllm") / "server.log"
+    model = ["--model", str(BUILTIN["builtin:tiny"]), "--served-model-name", "tiny"]
+    limits = ["--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [*command, *model, *limits], env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        _wait_until_up(url, server, log)
+        yield url
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)  # its engine is a process of its own
+        server.wait()
+
+
+def _wait_until_up(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/models", timeout=5):
+                return
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            assert server.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.5)
+
+
+async def test_a_model_behind_vllms_server_plays_real_games(vllm_url: str) -> None:
+    async def no_engine(*_: object) -> None:
+        raise AssertionError
+
+    models = ("tiny", "scripted:random")
+    agents = tuple(
+        AgentSpec(
+            pid=pid,
+            model=ModelRef(uid=f"fixed-{name}", kind="fixed", name=name),
+            collect_data=False,
+            prompt_template="default",
+            action_extraction_fn="default",
+        )
+        for pid, name in enumerate(models)
+    )
+    config = OpponentsConfig(base_url=vllm_url, temperature=1.0, max_tokens=16, max_requests=100)
+    texts: list[str] = []
+    async with Seats(no_engine, opponents=config) as seats:  # type: ignore[arg-type]
+        for seed in range(8):
+            spec = GameSpec(
+                game_idx=seed,
+                kind="eval",
+                env_id="TicTacToe-v0-train",
+                num_players=2,
+                seed=seed,
+                agent_specs=agents,
+                max_turns=9,
+            )
+            record = new_record(spec)
+            await run_game(record, Environment(spec.env_id, 2, seed), seats.players(spec), max_action_chars=100)
+            assert record.end in ("natural", "invalid")
+            texts += [turn.text for turn in record.turns if turn.pid == 0]
+        figures = seats.figures()
+    assert any("\\boxed{" in text for text in texts), texts
+    assert figures["opponents/requests"] == len(texts)
+    assert figures["opponents/failures"] == 0
+    assert len(texts) < figures["opponents/tokens"] / 100, "prompts are more than a hundred tokens long"
