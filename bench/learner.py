@@ -143,8 +143,9 @@ def items_of(arguments: dict[str, Any], policy: Policy) -> list[TrainItem]:
                 prompt_ids=prompt_ids,
                 completion_ids=completion_ids,
                 logprobs=logprobs,
-                advantage=float(advantage),
+                reward=float(advantage),
                 adapter_version=0,
+                trajectory=index,
             )
         )
     return items
@@ -159,7 +160,7 @@ def update_as_the_reference(policy: Policy, items: Sequence[TrainItem], optimize
         logp_TV = F.log_softmax(logits_TV.float(), dim=-1)
         logp_T = logp_TV.gather(-1, ids_T[1:, None]).squeeze(-1)
         is_completion_T = torch.arange(1, len(ids_T)) >= len(item.prompt_ids)
-        loss = -item.advantage * (logp_T * is_completion_T).sum() / MAX_GENERATION_LEN / len(items)
+        loss = -item.reward * (logp_T * is_completion_T).sum() / MAX_GENERATION_LEN / len(items)
         loss.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.clip_grad_norm_(list(policy.parameters.values()), 0.2)
     optimizer.step()

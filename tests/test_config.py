@@ -117,13 +117,30 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
         ({"run": {"group_size": 4}}, "set rewards.group_baseline"),
         ({"rewards": {**NO_BASELINE, "group_baseline": "grpo"}}, "run.group_size = 1 must be at least 2"),
         (
-            {"run": {"group_size": 4}, "rewards": {"group_baseline": "grpo"}},
+            {
+                "run": {"group_size": 4},
+                "rewards": {"group_baseline": "grpo", "sampling_reward_transformation": ["NormalizeRewardsByEnv"]},
+            },
             "NormalizeRewardsByEnv is a baseline, and the group is one already",
         ),
         (
             {"run": {"group_size": 900}, "rewards": {**NO_BASELINE, "group_baseline": "grpo"}},
             "a group does not fit buffer.buffer_size = 768",
         ),
+        (
+            {"algorithm": "a2c", "run": {"group_size": 4}, "rewards": {"group_baseline": "grpo"}},
+            "a2c has the critic for a baseline",
+        ),
+        ({"algorithm": "a2c", "buffer": {"kind": "steps"}}, "a2c learns from episodes"),
+        ({"buffer": {"kind": "episodes"}}, "reinforce learns from steps"),
+        ({"lora": {"initial_critic_path": "/nowhere"}}, "reinforce has no critic"),
+        (
+            {"algorithm": "ppo", "lora": {"initial_critic_path": "/nowhere"}},
+            "no adapter_config.json and no adapter_model.safetensors and no value_head.safetensors in /nowhere",
+        ),
+        ({"algorithm": "ppo", "lora": {"lora_dropout": 0.1}}, "dropout would make each another policy"),
+        ({"algorithm": "ppo", "learner": {"ppo_minibatches": 500}}, "some would be empty"),
+        ({"learner": {"optimizer": "adamw8bit"}}, "bitsandbytes is not installed"),
         ({"tracker": {"wandb_project": "p"}}, "wandb is not installed"),
         (
             {

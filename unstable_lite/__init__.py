@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from unstable_lite.collector import Collector
     from unstable_lite.league.game_scheduler import GameScheduler
     from unstable_lite.league.model_registry import ModelRegistry
+    from unstable_lite.learners.a2c import A2CLearner
+    from unstable_lite.learners.grpo import GRPOLearner
+    from unstable_lite.learners.ppo import PPOLearner
     from unstable_lite.learners.reinforce import REINFORCELearner
     from unstable_lite.runtime import Run
     from unstable_lite.trackers.terminal import TerminalInterface
@@ -21,11 +24,14 @@ if TYPE_CHECKING:
     from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 _HOMES = {
+    "A2CLearner": "learners.a2c",
     "Collector": "collector",
     "EpisodeBuffer": "buffers",
     "EvalEnvSpec": "types",
+    "GRPOLearner": "learners.grpo",
     "GameScheduler": "league.game_scheduler",
     "ModelRegistry": "league.model_registry",
+    "PPOLearner": "learners.ppo",
     "REINFORCELearner": "learners.reinforce",
     "Run": "runtime",
     "StepBuffer": "buffers",
@@ -41,11 +47,14 @@ _MODULES = {
 }
 
 __all__ = [
+    "A2CLearner",
     "Collector",
     "EpisodeBuffer",
     "EvalEnvSpec",
+    "GRPOLearner",
     "GameScheduler",
     "ModelRegistry",
+    "PPOLearner",
     "REINFORCELearner",
     "Run",
     "StepBuffer",

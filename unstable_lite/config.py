@@ -96,6 +96,8 @@ class LearnerConfig(Section):
     max_tokens_per_micro_batch: int = Field(16384, ge=1)
     """Micro-batches are filled with sequences of similar length up to so many tokens, padding included."""
     learning_rate: float = Field(1e-5, gt=0)
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """`adamw8bit` keeps the moments of large matrices in 8 bits; it needs bitsandbytes."""
     weight_decay: float = Field(0.01, ge=0)
     gradient_clipping: float = Field(0.2, gt=0)
     """Largest L2 norm of the gradient."""
@@ -108,6 +110,25 @@ class LearnerConfig(Section):
     """Completions are cut so that prompt and completion fit; steps whose prompt alone does not are dropped. Counted."""
     importance_weight_cap: float = Field(2.0, gt=0)
     """Truncation of π/μ per token."""
+    kl_coefficient: float = Field(0.0, ge=0)
+    """Price of one nat of KL(policy ‖ frozen base) per token, in units of the advantage; 0: not computed."""
+    critic_learning_rate: float = Field(5e-5, gt=0)
+    critic_warmup_updates: int = Field(0, ge=0)
+    """So many first updates train the critic alone; each still publishes the policy, unchanged, as a new version."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per turn of the player's own, for algorithms with a critic."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """1: what really came after; 0: what the critic expects after one turn."""
+    normalize_adv: bool = True
+    """Advantages of a batch get mean 0 and standard deviation 1, for algorithms with a critic."""
+    infer_mini_batch_size: int = Field(16, ge=1)
+    """Prompts at most that the critic reads at once where no gradient is needed."""
+    ppo_epochs: int = Field(4, ge=1)
+    """Passes over one batch of `ppo` and `grpo`; an update makes one adapter version, however many there are."""
+    ppo_minibatches: int = Field(1, ge=1)
+    """Optimiser steps of one such pass."""
+    clip_range: float = Field(0.2, gt=0)
+    """`ppo` and `grpo`: how far from 1 the ratio to the update's first policy may go before it gains no more."""
     logits_chunk_tokens: int = Field(256, ge=1)
     """Completion tokens whose logits exist at once: 20 bytes each for every entry of the vocabulary."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -136,9 +157,13 @@ class LoraConfig(Section):
     )
     initial_lora_path: Path | None = None
     """A PEFT directory to start from."""
+    initial_critic_path: Path | None = None
+    """`critic/` of a checkpoint, for an algorithm with a critic to start from."""
 
 
 class BufferConfig(Section):
+    kind: Literal["auto", "steps", "episodes"] = "auto"
+    """What a batch is made of; `auto`: what the algorithm wants, steps for a `module:Class`."""
     buffer_size: int | None = Field(None, ge=1)
     """Steps that wait for the learner before no new game starts; default 2 × batch_size."""
     max_staleness: int = Field(8, ge=0)
@@ -155,17 +180,12 @@ class Transformation(Section):
 class RewardConfig(Section):
     """Lists of transforms, applied in order: a name, or a table of `name` and its keyword arguments.
 
-    The reference hides +1.0 for each valid step in its default; it is written out here.
+    What is None depends on the algorithm (`algorithms.resolve_defaults`); `check` shows what it comes to.
     """
 
-    final_reward_transformation: tuple[Transformation | str, ...] = ("RoleAdvantageByEnvFormatter",)
-    step_reward_transformation: tuple[Transformation | str, ...] = (
-        Transformation.model_validate({"name": "RewardForFormat", "reward": 1.5}),
-        Transformation.model_validate({"name": "PenaltyForInvalidMove", "reward": 1.0, "penalty": -1.0}),
-    )
-    sampling_reward_transformation: tuple[Transformation | str, ...] = (
-        Transformation.model_validate({"name": "NormalizeRewardsByEnv", "z_score": True}),
-    )
+    final_reward_transformation: tuple[Transformation | str, ...] | None = None
+    step_reward_transformation: tuple[Transformation | str, ...] | None = None
+    sampling_reward_transformation: tuple[Transformation | str, ...] | None = None
 
     group_baseline: Literal["grpo", "rloo"] | None = None
     """What a player's reward is compared with, among the games of its group (`run.group_size`): `grpo` takes off the

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from unstable_lite.algorithms import algorithm_problems, describe_rewards, resolve_defaults
 from unstable_lite.by_name import suggestion
 from unstable_lite.config import Config, LoraConfig, OpponentsConfig, read_config
 from unstable_lite.engines.choose import choose_engine, resolve_devices
@@ -35,7 +36,7 @@ class Plan:
     """A config that can run, and what was decided about it."""
 
     config: Config
-    """With `engine.kind` decided."""
+    """With `engine.kind` and all that depends on the algorithm decided."""
     engine_reason: str
     engine_devices: tuple[int | str, ...]
     learner_device: int | str
@@ -83,7 +84,10 @@ class Plan:
         rows.append(("engine memory", memory))
         games = f"{config.run.num_collection_workers} training, {config.run.num_eval_workers} evaluation"
         rows.append(("games in flight", games))
-        rows.append(("buffer", f"{config.buffer_size} steps, batches of {config.learner.batch_size}"))
+        batches = f"batches of {config.learner.batch_size}"
+        whole = ", whole trajectories" * (config.buffer.kind == "episodes")
+        rows.append(("buffer", f"{config.buffer_size} steps, {batches}{whole}"))
+        rows.append(("rewards", describe_rewards(config.rewards)))
         return rows
 
 
@@ -101,6 +105,7 @@ def make_plan(config: Config) -> Plan:
     """Decide devices, engine and threads for a config. Raises ConfigError with every problem of meaning."""
     if problems := find_problems(config):
         raise ConfigError(*problems)
+    config = resolve_defaults(config)
     engine_devices, learner_devices = resolve_devices(config.engine.devices, config.learner.devices)
     kind, reason = choose_engine(config.engine.kind, engine_devices)
     workers_on_cpu = [*engine_devices, *learner_devices].count("cpu")
@@ -147,7 +152,8 @@ def _slots_besides_active(config: Config, has_pool: bool) -> int:
 
 def find_problems(config: Config) -> list[str]:
     """Every impossible combination and every name that names nothing."""
-    problems = [*_env_problems(config), *check_league(config), *_number_problems(config)]
+    config = resolve_defaults(config)
+    problems = [*_env_problems(config), *check_league(config), *_number_problems(config), *algorithm_problems(config)]
     problems += [*template_problems(config.templates), *_spending_problems(config.opponents)]
     try:
         build_reward_transformations(config.rewards)
@@ -260,6 +266,8 @@ def _group_problems(config: Config) -> Iterable[str]:
     if baseline is None:
         return
     rewards = config.rewards
+    if config.buffer.kind == "episodes":
+        yield f"rewards.group_baseline = {baseline!r}: {config.algorithm} has the critic for a baseline; leave it out"
     for key in ("final_reward_transformation", "sampling_reward_transformation"):
         for entry in getattr(rewards, key):
             name = entry if isinstance(entry, str) else entry.name

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unstable_lite.buffers import StepBuffer
+from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.checkpoints import create_run_directory
 from unstable_lite.collector import Collector
 from unstable_lite.config import Config, parse_config
@@ -69,9 +69,14 @@ class Run:
         plan: Plan,
         *,
         scheduler: GameScheduler | None = None,
-        buffer: StepBuffer | None = None,
+        buffer: StepBuffer | EpisodeBuffer | None = None,
         terminal: TerminalInterface | None = None,
     ) -> None:
+        config = plan.config
+        if buffer is not None and isinstance(buffer, EpisodeBuffer) != (config.buffer.kind == "episodes"):
+            raise ConfigError(
+                f"{config.algorithm} learns from {config.buffer.kind}, not from a {type(buffer).__name__}"
+            )
         self.plan = plan
         self._scheduler = scheduler
         self._buffer = buffer
@@ -262,17 +267,22 @@ def _scheduler(config: Config) -> GameScheduler:
     return GameScheduler(model_sampler, build_env_sampler(config), config.run.seed, config.run.group_size)
 
 
-def _buffer(config: Config) -> StepBuffer:
+def _buffer(config: Config) -> StepBuffer | EpisodeBuffer:
     final, step, sampling = build_reward_transformations(config.rewards)
+    common: dict[str, Any] = {
+        "final_reward_transformation": final,
+        "step_reward_transformation": step,
+        "sampling_reward_transformation": sampling,
+        "max_staleness": config.buffer.max_staleness,
+        "rng": _stream(config, "buffer"),
+        "batch_delay": config.buffer.batch_delay_buffer,
+        "filter_opponent_invalid": config.run.filter_opponent_invalid,
+    }
+    if config.buffer.kind == "episodes":
+        return EpisodeBuffer(config.buffer_size, **common)
     return StepBuffer(
         config.buffer_size,
-        final_reward_transformation=final,
-        step_reward_transformation=step,
-        sampling_reward_transformation=sampling,
-        max_staleness=config.buffer.max_staleness,
-        rng=_stream(config, "buffer"),
-        batch_delay=config.buffer.batch_delay_buffer,
-        filter_opponent_invalid=config.run.filter_opponent_invalid,
+        **common,
         group_size=config.run.group_size,
         group_baseline=GROUP_BASELINES[config.group_baseline] if config.group_baseline else None,
     )

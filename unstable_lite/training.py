@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unstable_lite.buffers import StepBuffer
+from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.checkpoints import save_checkpoint
 from unstable_lite.collector import Collector
 from unstable_lite.errors import UnstableError
@@ -24,6 +24,7 @@ from unstable_lite.publisher import Publisher
 from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.trackers.tracker import Tracker, summarise_evaluation
 from unstable_lite.transport.adapters import AdapterArena
+from unstable_lite.types import Batch
 from unstable_lite.workers import Workers
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class Training:
     arena: AdapterArena
     registry: ModelRegistry
     scheduler: GameScheduler
-    buffer: StepBuffer
+    buffer: StepBuffer | EpisodeBuffer
     collector: Collector
     publisher: Publisher
     pool: OpponentPool
@@ -99,7 +100,8 @@ class Training:
         """One batch, one optimiser step, one adapter version that every engine holds and games may ask for."""
         config, version = self.plan.config, self.version + 1
         started = time.monotonic()
-        batch = await self._unless_stopped(self.buffer.get_batch(config.learner.batch_size, self.version))
+        waiting: Coroutine[Any, Any, Batch] = self.buffer.get_batch(config.learner.batch_size, self.version)
+        batch = await self._unless_stopped(waiting)
         if batch is None:
             return
         waited_s = time.monotonic() - started

@@ -191,6 +191,10 @@ class GameRecord:
     seconds: float = 0.0
 
 
+Batch = list[Step] | list[list[Step]]
+"""Single steps, or whole trajectories."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainItem:
     """One step as the learner sees it: ids, never text."""
@@ -198,5 +202,8 @@ class TrainItem:
     prompt_ids: TokenIds
     completion_ids: TokenIds
     logprobs: Logprobs
-    advantage: float
+    reward: float
+    """What the buffer made of the game's reward; for an algorithm without a critic it is the advantage."""
     adapter_version: int
+    trajectory: int
+    """Steps of one player's game share it and stand next to each other, in turn order."""

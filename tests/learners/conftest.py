@@ -12,13 +12,13 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from unstable_lite.config import Config
-from unstable_lite.learners.reinforce import REINFORCELearner
+from unstable_lite.learners import load_learner
 from unstable_lite.types import TrainItem
 
 VOCAB = 300
 
 MakeConfig = Callable[..., Config]
-MakeLearner = Callable[..., REINFORCELearner]
+MakeLearner = Callable[..., Any]
 MakeItems = Callable[..., list[TrainItem]]
 
 
@@ -50,10 +50,11 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_config(model_path: Path) -> MakeConfig:
-    def make(**sections: dict[str, Any]) -> Config:
+    def make(algorithm: str = "reinforce", **sections: dict[str, Any]) -> Config:
         return Config.model_validate(
             {
                 "model_name": str(model_path),
+                "algorithm": algorithm,
                 "engine": {"temperature": 0.7, "max_generation_len": 16} | sections.get("engine", {}),
                 "learner": {"dtype": "float32", "learning_rate": 1e-3} | sections.get("learner", {}),
                 "lora": {"lora_rank": 4, "lora_alpha": 8} | sections.get("lora", {}),
@@ -66,13 +67,15 @@ def make_config(model_path: Path) -> MakeConfig:
 
 @pytest.fixture
 def make_learner(make_config: MakeConfig) -> MakeLearner:
-    def make(*, has_signal: bool = True, **sections: dict[str, Any]) -> REINFORCELearner:
-        """`has_signal`: the adapter's B matrices are not zero, so that every parameter has a gradient."""
-        learner = REINFORCELearner(make_config(**sections), "cpu")
+    def make(algorithm: str = "reinforce", *, has_signal: bool = True, **sections: dict[str, Any]) -> Any:
+        """`has_signal`: no B matrix and no value head is zero, so that every parameter has a gradient."""
+        learner = load_learner(make_config(algorithm, **sections), "cpu")
+        critic = getattr(learner, "critic", None)
         if has_signal:
             generator = torch.Generator().manual_seed(1)
-            for name, parameter in learner.policy.parameters.items():
-                if "lora_B" in name:
+            parameters = learner.policy.parameters | (critic.parameters if critic else {})
+            for name, parameter in parameters.items():
+                if "lora_B" in name or "value_head" in name:
                     parameter.data.normal_(0.0, 0.1, generator=generator)
         return learner
 
@@ -81,18 +84,20 @@ def make_learner(make_config: MakeConfig) -> MakeLearner:
 
 @pytest.fixture
 def make_items() -> MakeItems:
-    def make(num: int = 7, seed: int = 0, adapter_version: int = 0) -> list[TrainItem]:
+    def make(num: int = 7, seed: int = 0, adapter_version: int = 0, turns: int = 1) -> list[TrainItem]:
+        """`turns`: of each trajectory, the last one aside."""
         rng = np.random.default_rng(seed)
         items = []
-        for _ in range(num):
+        for index in range(num):
             num_prompt, num_completion = rng.integers(3, 20), rng.integers(1, 9)
             items.append(
                 TrainItem(
                     prompt_ids=rng.integers(0, VOCAB, num_prompt).astype(np.int32),
                     completion_ids=rng.integers(0, VOCAB, num_completion).astype(np.int32),
                     logprobs=rng.uniform(-12, -2, num_completion).astype(np.float32),
-                    advantage=float(rng.normal()),
+                    reward=float(rng.normal()),
                     adapter_version=adapter_version,
+                    trajectory=index // turns,
                 )
             )
         return items

@@ -20,8 +20,9 @@ def item(num_prompt: int, num_completion: int, first_id: int = 1) -> TrainItem:
         prompt_ids=ids[:num_prompt],
         completion_ids=ids[num_prompt:],
         logprobs=-ids[num_prompt:].astype(np.float32),
-        advantage=float(first_id),
+        reward=float(first_id),
         adapter_version=first_id,
+        trajectory=first_id,
     )
 
 

@@ -76,7 +76,7 @@ async def test_a_learner_updates_publishes_scores_saves_and_stops(
         assert not unfinished(tmp_path)
 
     poisoned = tuple(make_items())
-    object.__setattr__(poisoned[0], "advantage", float("nan"))
+    object.__setattr__(poisoned[0], "reward", float("nan"))
     skipped = await peer.ask(Update, TIMEOUT_S, items=poisoned, version=3, path=str(tmp_path / "v3"))
     assert "not finite" in skipped.skipped
     assert not (tmp_path / "v3").exists()

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from unstable_lite.learners.losses import (
+    clipped_loss,
+    clipping_figures,
     importance_figures,
     importance_weights,
+    kl_estimates,
+    kl_penalty,
     mismatch_figures,
     policy_gradient_loss,
 )
@@ -41,3 +47,48 @@ def test_figures_count_what_they_say() -> None:
     assert mismatch == {"mismatch_mean": 0.25, "mismatch_max": 0.5, "mismatch_tokens": 2}
     none = mismatch_figures(logp_N, behaviour_N, torch.zeros(4, dtype=torch.bool))
     assert none == {"mismatch_mean": 0, "mismatch_max": 0, "mismatch_tokens": 0}
+
+
+def test_over_all_tokens_the_kl_penalty_and_its_gradient_are_those_of_the_kl_itself() -> None:
+    """Each token as often as the policy samples it: the sum over the vocabulary is the expectation."""
+    torch.manual_seed(0)
+    logits_V, base_V = torch.randn(20, dtype=torch.float64, requires_grad=True), torch.randn(20, dtype=torch.float64)
+    logp_V, base_logp_V = logits_V.log_softmax(-1), base_V.log_softmax(-1)
+    kl = (logp_V.exp() * (logp_V - base_logp_V)).sum()
+    (expected,) = torch.autograd.grad(kl, logits_V, retain_graph=True)
+    frequency_V = logp_V.detach().exp()
+    penalty = kl_penalty(logp_V, base_logp_V, frequency_V, divisor=1.0)
+    (ours,) = torch.autograd.grad(penalty, logits_V)
+    assert penalty.item() == pytest.approx(kl.item())
+    assert torch.allclose(ours, expected, atol=1e-12)
+    assert (kl_estimates(logp_V, base_logp_V) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "gain", "slope"),
+    [
+        (1.0, 2.0, 2.0, 2.0),
+        (1.5, 2.0, 2.4, 0.0),  # nothing to gain by going further
+        (0.5, 2.0, 1.0, 1.0),
+        (0.5, -2.0, -1.6, 0.0),
+        (1.5, -2.0, -3.0, -3.0),
+    ],
+)
+def test_the_clipped_loss_gains_nothing_past_the_range_and_loses_without_limit(
+    ratio: float, advantage: float, gain: float, slope: float
+) -> None:
+    old_logp_N = torch.tensor([-2.0], dtype=torch.float64)
+    logp_N = (old_logp_N + torch.tensor(ratio, dtype=torch.float64).log()).requires_grad_()
+    weight_N, advantage_N = torch.tensor([0.5]), torch.tensor([advantage])
+    loss = clipped_loss(logp_N, old_logp_N, weight_N, advantage_N, clip_range=0.2, divisor=10.0)
+    (gradient_N,) = torch.autograd.grad(loss, logp_N)
+    assert loss.item() == pytest.approx(-0.5 * gain / 10)
+    assert gradient_N.item() == pytest.approx(-0.5 * slope / 10)
+
+
+def test_clipping_figures_tell_how_far_the_policy_has_moved() -> None:
+    old_logp_N = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    figures = clipping_figures(old_logp_N + torch.tensor([0.0, 0.1, 0.3, -0.3]), old_logp_N, clip_range=0.2)
+    assert figures["clip_fraction"] == 0.5
+    expected = sum(math.exp(d) - 1 - d for d in (0.0, 0.1, 0.3, -0.3)) / 4
+    assert figures["approx_kl"] == pytest.approx(expected, abs=1e-6)

@@ -42,7 +42,7 @@ def unrolled_gradient(
         for t, token in enumerate(item.completion_ids.tolist()):
             logp = torch.log_softmax(logits_TV[num_prompt + t - 1], dim=-1)[token]
             ratio = math.exp(logp.item() - float(item.logprobs[t]))
-            total = total - min(ratio, cap) * float(np.float32(item.advantage)) * logp
+            total = total - min(ratio, cap) * float(np.float32(item.reward)) * logp
     loss = total / (max_generation_len * len(items))
     gradients = torch.autograd.grad(loss, list(learner.policy.parameters.values()))
     return loss.item(), dict(zip(learner.policy.parameters, gradients, strict=True))
@@ -121,7 +121,7 @@ def test_padding_is_never_trained(make_learner: MakeLearner, make_items: MakeIte
     learner = make_learner()
     learner.policy.model.double()
     items = make_items(4)
-    short = replace(items[0], advantage=0.0)
+    short = replace(items[0], reward=0.0)
     long = replace(short, prompt_ids=np.arange(200, dtype=np.int32))
     assert learner.add_gradient([*items, long]).padding_share > 0.5
     assert largest_difference(gradient(learner, [*items, short]), gradient(learner, [*items, long])) < 1e-9
@@ -133,8 +133,9 @@ def test_the_stop_token_is_trained_and_the_prompt_is_not(make_learner: MakeLearn
         prompt_ids=ids[:4],
         completion_ids=ids[4:],
         logprobs=np.full(2, -5, np.float32),
-        advantage=1.0,
+        reward=1.0,
         adapter_version=0,
+        trajectory=0,
     )
     stop_only = replace(item, prompt_ids=ids[:5], completion_ids=ids[5:], logprobs=item.logprobs[1:])
     first_only = replace(item, completion_ids=ids[4:5], logprobs=item.logprobs[:1])
@@ -154,7 +155,7 @@ def test_a_positive_advantage_makes_the_completion_more_likely_and_a_negative_on
         (item,) = make_items(1)
         before, base = learner.policy.score(item.prompt_ids, item.completion_ids)
         assert np.array_equal(before, base)  # a fresh adapter changes nothing
-        learner.update([replace(item, advantage=advantage, logprobs=before)], version=1)
+        learner.update([replace(item, reward=advantage, logprobs=before)], version=1)
         after, base_after = learner.policy.score(item.prompt_ids, item.completion_ids)
         assert (after.sum() - before.sum()) * advantage > 0.01
         assert np.array_equal(base_after, base)
@@ -179,7 +180,7 @@ def test_an_update_reports_every_metric_as_a_finite_number(make_learner: MakeLea
     assert 0 < metrics["entropy"] < math.log(300)
 
 
-@pytest.mark.parametrize("poison", ["advantage", "logprobs", "weights"])
+@pytest.mark.parametrize("poison", ["reward", "logprobs", "weights"])
 def test_a_non_finite_gradient_skips_the_update_and_changes_nothing(
     make_learner: MakeLearner, make_items: MakeItems, poison: str
 ) -> None:
@@ -190,8 +191,8 @@ def test_a_non_finite_gradient_skips_the_update_and_changes_nothing(
     poisoned = list(items)
     embedding = learner.policy._base.get_input_embeddings().weight
     original = embedding[items[2].prompt_ids[0]].clone()
-    if poison == "advantage":
-        poisoned[2] = replace(items[2], advantage=math.nan)
+    if poison == "reward":
+        poisoned[2] = replace(items[2], reward=math.nan)
     elif poison == "logprobs":
         poisoned[2] = replace(items[2], logprobs=np.full_like(items[2].logprobs, np.nan))
     else:
@@ -210,7 +211,7 @@ def test_a_non_finite_gradient_skips_the_update_and_changes_nothing(
 
 
 def test_the_gradient_norm_is_measured_before_it_is_clipped(make_learner: MakeLearner, make_items: MakeItems) -> None:
-    items = [replace(item, advantage=100.0) for item in make_items()]
+    items = [replace(item, reward=100.0) for item in make_items()]
     tight, loose = make_learner(learner={"gradient_clipping": 1e-3}), make_learner(learner={"gradient_clipping": 1e9})
     norm = math.sqrt(sum(g.square().sum().item() for g in gradient(make_learner(), items).values()))
     clipped = tight.update(items, 1).metrics["policy_grad_norm"]
@@ -313,8 +314,8 @@ def test_save_and_load_go_on_bit_for_bit(
 def test_a_learner_is_found_by_name_or_by_module_and_class(make_config: Callable[..., Any]) -> None:
     config = make_config()
     assert isinstance(load_learner(config, "cpu"), REINFORCELearner)
-    by_path = config.model_copy(update={"algorithm": LEARNERS["reinforce"]})
+    by_path = config.model_copy(update={"algorithm": LEARNERS["reinforce"].target})
     assert isinstance(load_learner(by_path, "cpu"), REINFORCELearner)
     for name in ("reinforced", "no.such:Learner", "json:Nothing"):
-        with pytest.raises(ConfigError, match="use reinforce, or module:Class"):
+        with pytest.raises(ConfigError, match=r"use reinforce, .*, or module:Class"):
             load_learner(config.model_copy(update={"algorithm": name}), "cpu")

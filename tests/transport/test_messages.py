@@ -136,8 +136,9 @@ def test_several_messages_share_one_frame() -> None:
             prompt_ids=np.array([1, 2], np.int32),
             completion_ids=np.array([3], np.int32),
             logprobs=np.array([-0.5], np.float32),
-            advantage=0.5,
+            reward=0.5,
             adapter_version=version,
+            trajectory=version,
         )
         for version in range(3)
     )

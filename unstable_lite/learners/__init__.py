@@ -6,13 +6,36 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.types import TrainItem
 
-LEARNERS = {"reinforce": "unstable_lite.learners.reinforce:REINFORCELearner"}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """What has to be known of a learner before it is loaded, by whoever may not load torch."""
+
+    target: str
+    """`module:Class`."""
+    batches: Literal["steps", "episodes"] = "steps"
+    """Single steps, each with the whole reward, or whole trajectories with the final reward on the last step."""
+    has_critic: bool = False
+    is_clipped: bool = False
+    """Several steps an update against the policy that it began with."""
+
+
+LEARNERS = {
+    "reinforce": Algorithm(target="unstable_lite.learners.reinforce:REINFORCELearner"),
+    "a2c": Algorithm(target="unstable_lite.learners.a2c:A2CLearner", batches="episodes", has_critic=True),
+    "ppo": Algorithm(
+        target="unstable_lite.learners.ppo:PPOLearner", batches="episodes", has_critic=True, is_clipped=True
+    ),
+    "grpo": Algorithm(target="unstable_lite.learners.grpo:GRPOLearner", is_clipped=True),
+    # Leave-one-out is how the group's rewards become advantages; what is done with them is REINFORCE.
+    "rloo": Algorithm(target="unstable_lite.learners.reinforce:REINFORCELearner"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +47,10 @@ class UpdateResult:
 
 
 class Learner(Protocol):
-    """What the worker asks of an algorithm; made by calling its class with the config and a torch device."""
+    """What the worker asks of an algorithm; made by calling its class with the config and a torch device.
+
+    A class of your own that wants whole trajectories says so in its config: `buffer.kind = "episodes"`.
+    """
 
     policy: Any
     """A `learners.model.Policy`."""
@@ -33,7 +59,7 @@ class Learner(Protocol):
     """Of the adapter that the policy now holds; 0 is the base without one."""
 
     def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
-        """One optimiser step, which makes adapter `version`; or none, and the reason."""
+        """One update, which makes adapter `version`; or nothing changed, and the reason."""
 
     def save(self, directory: Path) -> None:
         """Everything that `load` needs to go on as if nothing had happened."""
@@ -43,7 +69,8 @@ class Learner(Protocol):
 
 def load_learner(config: Config, device: str) -> Learner:
     """The learner that `config.algorithm` names: a registered name, or `module:Class`."""
-    target = LEARNERS.get(config.algorithm, config.algorithm)
+    known_one = LEARNERS.get(config.algorithm)
+    target = known_one.target if known_one else config.algorithm
     module_name, _, class_name = target.partition(":")
     try:
         learner_class = getattr(importlib.import_module(module_name), class_name)

@@ -2,7 +2,7 @@
 
 Owns which tokens are trained: the completion's, stop token included, and nothing else. Each trained token is
 listed with the position that predicts it, so that padding and prompts cannot be trained by accident. Knows nothing
-of models, losses or what an advantage means. `N` counts a micro-batch's trained tokens.
+of models, losses or what a reward means. `N` counts a micro-batch's trained tokens.
 """
 
 from __future__ import annotations
@@ -31,9 +31,22 @@ class MicroBatch:
     behaviour_logp_N: Tensor
     """Their log-probabilities when they were sampled (μ)."""
     advantage_N: Tensor
+    """The item's reward, alike for all of its tokens."""
     version_N: Tensor
     """Of the adapter that sampled them."""
     num_padding: int
+    rows: tuple[int, ...]
+    """Which of the items these are, in this order."""
+
+    def gather(self, per_item: Sequence[Tensor]) -> Tensor:
+        """`N` figures, from one tensor of an item's trained tokens for each of all items."""
+        return torch.cat([per_item[row] for row in self.rows])
+
+    def scatter(self, figures_N: Tensor, per_item: list[Tensor]) -> None:
+        """The way back: put this micro-batch's `N` figures where its items stand in `per_item`."""
+        lengths = torch.bincount(self.source_N // self.tokens_BT.shape[1], minlength=len(self.rows)).tolist()
+        for row, part in zip(self.rows, torch.split(figures_N, lengths), strict=True):
+            per_item[row] = part
 
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
@@ -46,10 +59,26 @@ _TENSORS = ("tokens_BT", "source_N", "target_N", "behaviour_logp_N", "advantage_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptBatch:
+    """Prompts padded on the right."""
+
+    tokens_BT: Tensor
+    last_B: Tensor
+    """Where each prompt's last token stands."""
+    rows: tuple[int, ...]
+    """Which of the items these are, in this order."""
+
+    def to(self, device: torch.device) -> PromptBatch:
+        return replace(self, tokens_BT=self.tokens_BT.to(device), last_B=self.last_B.to(device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
     """The items that are trained, and what happened to the others."""
 
     items: list[TrainItem]
+    kept: list[int]
+    """Where each of `items` stood among those that were given."""
     num_cut: int
     """Completions whose tail was cut to fit."""
     num_dropped: int
@@ -81,8 +110,9 @@ def check(items: Sequence[TrainItem], vocab_size: int) -> None:
 def fit(items: Sequence[TrainItem], max_train_len: int | None) -> Fitted:
     """Cut completions so that prompt and completion fit; drop what cannot be trained."""
     fitted: list[TrainItem] = []
+    kept: list[int] = []
     num_cut = 0
-    for item in items:
+    for index, item in enumerate(items):
         num_completion = len(item.completion_ids)
         room = num_completion if max_train_len is None else max_train_len - len(item.prompt_ids)
         if min(room, num_completion) < 1:
@@ -91,21 +121,42 @@ def fit(items: Sequence[TrainItem], max_train_len: int | None) -> Fitted:
             num_cut += 1
             item = replace(item, completion_ids=item.completion_ids[:room], logprobs=item.logprobs[:room])
         fitted.append(item)
-    return Fitted(items=fitted, num_cut=num_cut, num_dropped=len(items) - len(fitted))
+        kept.append(index)
+    return Fitted(items=fitted, kept=kept, num_cut=num_cut, num_dropped=len(items) - len(fitted))
 
 
 def make_micro_batches(items: Sequence[TrainItem], max_tokens: int, max_rows: int | None) -> list[MicroBatch]:
+    """Prompts and completions; rows of similar length together."""
+    groups = _group([length(item) for item in items], max_tokens, max_rows)
+    return [replace(pad([items[row] for row in rows]), rows=tuple(rows)) for rows in groups]
+
+
+def make_prompt_batches(items: Sequence[TrainItem], max_tokens: int, max_rows: int | None) -> list[PromptBatch]:
+    """Prompts alone; rows of similar length together."""
+    groups = _group([len(item.prompt_ids) for item in items], max_tokens, max_rows)
+    return [_pad_prompts(items, rows) for rows in groups]
+
+
+def _group(lengths: Sequence[int], max_tokens: int, max_rows: int | None) -> list[list[int]]:
     """Rows of similar length together, longest first, so that what does not fit the memory fails at once."""
-    rows: list[TrainItem] = []
-    batches: list[MicroBatch] = []
-    for item in sorted(items, key=length, reverse=True):
-        if rows and ((len(rows) + 1) * length(rows[0]) > max_tokens or len(rows) == max_rows):
-            batches.append(pad(rows))
+    groups: list[list[int]] = []
+    rows: list[int] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        if rows and ((len(rows) + 1) * lengths[rows[0]] > max_tokens or len(rows) == max_rows):
+            groups.append(rows)
             rows = []
-        rows.append(item)
-    if rows:
-        batches.append(pad(rows))
-    return batches
+        rows.append(row)
+    return [*groups, rows] if rows else groups
+
+
+def _pad_prompts(items: Sequence[TrainItem], rows: list[int]) -> PromptBatch:
+    lengths = [len(items[row].prompt_ids) for row in rows]
+    tokens_BT = np.zeros((len(rows), max(lengths)), np.int64)
+    for i, row in enumerate(rows):
+        tokens_BT[i, : lengths[i]] = items[row].prompt_ids
+    return PromptBatch(
+        tokens_BT=torch.from_numpy(tokens_BT), last_B=torch.tensor(lengths, dtype=torch.int64) - 1, rows=tuple(rows)
+    )
 
 
 def pad(rows: Sequence[TrainItem]) -> MicroBatch:
@@ -120,7 +171,7 @@ def pad(rows: Sequence[TrainItem]) -> MicroBatch:
         # A token is predicted from the position before it.
         sources.append(i * width + np.arange(num_prompt - 1, length(row) - 1))
     repeats = [len(row.completion_ids) for row in rows]
-    advantages = np.array([row.advantage for row in rows], np.float64)
+    advantages = np.array([row.reward for row in rows], np.float64)
     versions = np.array([row.adapter_version for row in rows], np.int64)
     return MicroBatch(
         tokens_BT=torch.from_numpy(tokens_BT),
@@ -130,4 +181,5 @@ def pad(rows: Sequence[TrainItem]) -> MicroBatch:
         advantage_N=torch.from_numpy(np.repeat(advantages, repeats).astype(np.float32)),
         version_N=torch.from_numpy(np.repeat(versions, repeats)),
         num_padding=tokens_BT.size - sum(map(length, rows)),
+        rows=tuple(range(len(rows))),
     )

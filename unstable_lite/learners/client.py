@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from unstable_lite.config import LearnerConfig
 from unstable_lite.transport.messages import Publish, SaveLearner, Score, Scored, Update, Updated
 from unstable_lite.transport.sockets import Peer, Router
-from unstable_lite.types import Generation, Step, TrainItem
+from unstable_lite.types import Batch, Generation, TrainItem
 
 SAVE_TIMEOUT_S = 600.0
 
@@ -18,20 +17,10 @@ class LearnerClient:
         self.peer = Peer(router, "learner")
         self._config = config
 
-    async def update(self, batch: Sequence[Step], version: int, path: Path) -> Updated:
-        """One optimiser step on `batch`; unless it was skipped, `path` then holds adapter `version`."""
-        items = tuple(
-            TrainItem(
-                prompt_ids=step.generation.prompt_ids,
-                completion_ids=step.generation.completion_ids,
-                logprobs=step.generation.logprobs,
-                advantage=step.reward,
-                adapter_version=step.generation.adapter_version,
-            )
-            for step in batch
-        )
+    async def update(self, batch: Batch, version: int, path: Path) -> Updated:
+        """One update on `batch`, steps or whole trajectories; unless it was skipped, `path` then holds `version`."""
         updated: Updated = await self.peer.ask(
-            Update, self._config.update_timeout_s, items=items, version=version, path=str(path)
+            Update, self._config.update_timeout_s, items=train_items(batch), version=version, path=str(path)
         )
         return updated
 
@@ -52,3 +41,20 @@ class LearnerClient:
     async def save(self, directory: Path) -> None:
         """Write adapter and optimiser state into `directory`."""
         await self.peer.ask(SaveLearner, SAVE_TIMEOUT_S, path=str(directory))
+
+
+def train_items(batch: Batch) -> tuple[TrainItem, ...]:
+    """What the learner needs of each step; a step that comes alone is a trajectory of its own."""
+    trajectories = [entry if isinstance(entry, list) else [entry] for entry in batch]
+    return tuple(
+        TrainItem(
+            prompt_ids=step.generation.prompt_ids,
+            completion_ids=step.generation.completion_ids,
+            logprobs=step.generation.logprobs,
+            reward=step.reward,
+            adapter_version=step.generation.adapter_version,
+            trajectory=index,
+        )
+        for index, steps in enumerate(trajectories)
+        for step in steps
+    )

@@ -23,6 +23,45 @@ def policy_gradient_loss(logp_N: Tensor, weight_N: Tensor, advantage_N: Tensor, 
     return -(weight_N * advantage_N * logp_N).sum() / divisor
 
 
+def clipped_loss(
+    logp_N: Tensor, old_logp_N: Tensor, weight_N: Tensor, advantage_N: Tensor, clip_range: float, divisor: float
+) -> Tensor:
+    """PPO's clipped objective per token, with the sign of a loss.
+
+    The ratio is to the policy at the start of the update; `weight_N` (that policy against the one that sampled) is a
+    constant, so that stale tokens count for less and yet are clipped around the right centre.
+    Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; Hilton et al. 2022, arXiv:2110.00641 (decoupled).
+    """
+    ratio_N = (logp_N - old_logp_N).exp()
+    clipped_N = ratio_N.clamp(1 - clip_range, 1 + clip_range)
+    return -(weight_N * torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)).sum() / divisor
+
+
+def kl_estimates(logp_N: Tensor, base_logp_N: Tensor) -> Tensor:
+    """KL(policy ‖ base) from one sampled token each: never negative, unbiased (Schulman's k3)."""
+    difference_N = base_logp_N - logp_N
+    return difference_N.expm1() - difference_N
+
+
+def kl_penalty(logp_N: Tensor, base_logp_N: Tensor, weight_N: Tensor, divisor: float) -> Tensor:
+    """KL(policy ‖ base), with its own gradient.
+
+    The estimate's derivative at fixed tokens would be that of KL(base ‖ policy): the tokens are the policy's, and
+    change with it. The derivative of the expectation is that of (log π − log base) · log π, first factor constant.
+    """
+    gradient_N = (logp_N - base_logp_N).detach() * (logp_N - logp_N.detach())
+    return (weight_N * (kl_estimates(logp_N.detach(), base_logp_N) + gradient_N)).sum() / divisor
+
+
+def clipping_figures(logp_N: Tensor, old_logp_N: Tensor, clip_range: float) -> dict[str, float]:
+    """How far the policy has moved from where the update began."""
+    is_clipped_N = ((logp_N - old_logp_N).exp() - 1).abs() > clip_range
+    return {
+        "clip_fraction": is_clipped_N.float().mean().item(),
+        "approx_kl": kl_estimates(old_logp_N, logp_N).mean().item(),
+    }
+
+
 def importance_figures(logp_N: Tensor, behaviour_logp_N: Tensor, cap: float) -> dict[str, float]:
     ratio_N = (logp_N - behaviour_logp_N).exp()
     return {

@@ -7,6 +7,7 @@ or text. Works with any stock causal LM of transformers; one whose head it does 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,10 @@ class Policy:
         return int(self._base.config.get_text_config().vocab_size)
 
     @property
+    def hidden_size(self) -> int:
+        return int(self._base.config.get_text_config().hidden_size)
+
+    @property
     def max_position_embeddings(self) -> int | None:
         return getattr(self._base.config.get_text_config(), "max_position_embeddings", None)
 
@@ -91,43 +96,81 @@ class Policy:
             prompt_ids=prompt_ids,
             completion_ids=completion_ids,
             logprobs=unused,
-            advantage=0.0,
+            reward=0.0,
             adapter_version=0,
+            trajectory=0,
         )
         batching.check([item], self.vocab_size)
         batch = batching.pad([item]).to(self.device)
-        self.model.eval()
-        try:
+        with self.evaluating():
             adapter_logp_N, _ = self.logprobs(batch)
-            with self.model.disable_adapter():
-                base_logp_N, _ = self.logprobs(batch)
-        finally:
-            self.model.train()
+        base_logp_N = self.base_logprobs(batch)
         return adapter_logp_N.float().cpu().numpy(), base_logp_N.float().cpu().numpy()
 
-    def adapter_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    @torch.no_grad()
+    def base_logprobs(self, batch: batching.MicroBatch) -> Tensor:
+        """Log-probability of each trained token under the base alone."""
+        with self.evaluating(), self.model.disable_adapter():
+            logp_N, _ = self.logprobs(batch)
+        return logp_N
+
+    def last_hidden(self, batch: batching.PromptBatch) -> Tensor:
+        """`BD`: the decoder's output at each prompt's last token."""
+        with self._autocast():
+            hidden_BTD = self._hidden(batch.tokens_BT)
+        return hidden_BTD[torch.arange(len(batch.last_B), device=self.device), batch.last_B]
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Without checkpointing, which costs a forward that trains nothing, and without the adapter's dropout."""
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train()
+
+    def add_adapter(self, name: str, lora: LoraConfig) -> dict[str, nn.Parameter]:
+        """A second fresh adapter on the same base, at rest until `using` it; its parameters."""
+        self.model.add_adapter(name, _peft_config(lora, self.model.peft_config[_ADAPTER].base_model_name_or_path))
+        _cast_by_autocast_alone(self.model)
+        return {key: parameter for key, parameter in self.model.named_parameters() if f".{name}." in key}
+
+    @contextlib.contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """The base with adapter `name` instead of the policy's; the backward pass too must end inside.
+
+        Checkpointing runs layers again in the backward pass, with the adapter that is in place then. PEFT lets only
+        the adapter in place ask for gradients.
+        """
+        self.model.set_adapter(name)
+        try:
+            yield
+        finally:
+            self.model.set_adapter(_ADAPTER)
+
+    def adapter_state(self, name: str = _ADAPTER) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and config as PEFT saves them: names without the adapter's, float32, plain lists."""
         # save_embedding_layers="auto" would ask the hub whether the vocabulary was resized.
-        state = peft.get_peft_model_state_dict(self.model, adapter_name=_ADAPTER, save_embedding_layers=False)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-        config = self.model.peft_config[_ADAPTER].to_dict() | {"inference_mode": True}
+        state = peft.get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
+        config = self.model.peft_config[name].to_dict() | {"inference_mode": True}
         return tensors, config | {k: sorted(v) for k, v in config.items() if isinstance(v, set)}
 
-    def load_adapter(self, directory: Path) -> None:
+    def load_adapter(self, directory: Path, name: str = _ADAPTER) -> None:
         """Go on from a PEFT directory. Raises ModelError unless it has this run's rank, targets and scale."""
         tensors, stored = adapter_files.read(directory)
-        own_tensors, own = self.adapter_state()
+        own_tensors, own = self.adapter_state(name)
         for key in ("r", "lora_alpha", "target_modules", "bias", "use_rslora", "use_dora", "rank_pattern"):
             theirs, ours = _comparable(stored.get(key)), _comparable(own.get(key))
             if theirs != ours:
                 raise ModelError(f"{directory}: {key} is {theirs}, this run's is {ours}; set [lora] alike")
         theirs, ours = _shapes(tensors), _shapes(own_tensors)
         if theirs != ours:
-            name, _ = min(theirs.items() ^ ours.items())
+            key, _ = min(theirs.items() ^ ours.items())
             raise ModelError(
-                f"{directory} is not of this base: {name} has shape {theirs.get(name)} there, {ours.get(name)} here"
+                f"{directory} is not of this base: {key} has shape {theirs.get(key)} there, {ours.get(key)} here"
             )
-        peft.set_peft_model_state_dict(self.model, tensors, adapter_name=_ADAPTER)
+        peft.set_peft_model_state_dict(self.model, tensors, adapter_name=name)
 
     def _hidden(self, tokens_BT: Tensor) -> Tensor:
         decoder = self._base.get_decoder()  # type: ignore[no-untyped-call]
@@ -233,7 +276,16 @@ def _add_lora(base: transformers.PreTrainedModel, lora: LoraConfig, path: str) -
             raise ModelError(
                 f"lora.target_modules: no module of {type(base).__name__} is called {target!r}; it has {known}"
             )
-    peft_config = peft.LoraConfig(
+    try:
+        model = peft.get_peft_model(base, _peft_config(lora, path), adapter_name=_ADAPTER, autocast_adapter_dtype=True)
+    except ValueError as error:
+        raise ModelError(f"lora: {error}") from error
+    _cast_by_autocast_alone(model)
+    return model
+
+
+def _peft_config(lora: LoraConfig, path: str) -> peft.LoraConfig:
+    return peft.LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=path,
         r=lora.lora_rank,
@@ -241,11 +293,9 @@ def _add_lora(base: transformers.PreTrainedModel, lora: LoraConfig, path: str) -
         lora_dropout=lora.lora_dropout,
         target_modules=list(lora.target_modules),
     )
-    try:
-        model = peft.get_peft_model(base, peft_config, adapter_name=_ADAPTER, autocast_adapter_dtype=True)
-    except ValueError as error:
-        raise ModelError(f"lora: {error}") from error
+
+
+def _cast_by_autocast_alone(model: peft.PeftModel) -> None:
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
-            module.cast_input_dtype_enabled = False  # autocast casts; PEFT's own to float32 comes on top
-    return model
+            module.cast_input_dtype_enabled = False  # PEFT's own cast to float32 would come on top

@@ -104,9 +104,9 @@ def build_reward_transformations(
 ) -> tuple[ComposeFinalRewardTransforms, ComposeStepRewardTransforms, ComposeSamplingRewardTransforms]:
     """The three that a buffer takes. Raises ConfigError as `build_transforms` does."""
     return (
-        ComposeFinalRewardTransforms(build_transforms(rewards.final_reward_transformation, FINAL)),
-        ComposeStepRewardTransforms(build_transforms(rewards.step_reward_transformation, STEP)),
-        ComposeSamplingRewardTransforms(build_transforms(rewards.sampling_reward_transformation, SAMPLING)),
+        ComposeFinalRewardTransforms(build_transforms(rewards.final_reward_transformation or (), FINAL)),
+        ComposeStepRewardTransforms(build_transforms(rewards.step_reward_transformation or (), STEP)),
+        ComposeSamplingRewardTransforms(build_transforms(rewards.sampling_reward_transformation or (), SAMPLING)),
     )
 
 

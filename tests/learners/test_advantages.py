@@ -1,0 +1,85 @@
+"""Returns, advantages and value figures, against sums written out."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unrolled import returns, z_scores
+from unstable_lite.errors import RequestError
+from unstable_lite.learners.advantages import estimate_advantages, normalized, value_figures
+from unstable_lite.types import TrainItem
+
+
+def step(reward: float, trajectory: int) -> TrainItem:
+    ids = np.array([1], np.int32)
+    return TrainItem(
+        prompt_ids=ids,
+        completion_ids=ids,
+        logprobs=np.array([-1.0], np.float32),
+        reward=reward,
+        adapter_version=0,
+        trajectory=trajectory,
+    )
+
+
+numbers = st.floats(-5, 5)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    gamma=st.floats(0, 1),
+    gae_lambda=st.floats(0, 1),
+    data=st.data(),
+)
+def test_advantages_are_the_discounted_sum_of_the_surprises_of_ones_own_trajectory(
+    lengths: list[int], gamma: float, gae_lambda: float, data: st.DataObject
+) -> None:
+    items = [step(data.draw(numbers), trajectory) for trajectory, n in enumerate(lengths) for _ in range(n)]
+    values = [data.draw(numbers) for _ in items]
+    advantage_I, target_I = estimate_advantages(items, np.array(values), gamma, gae_lambda)
+    expected = returns(items, values, gamma, gae_lambda)
+    assert advantage_I == pytest.approx(expected, abs=1e-9)
+    assert target_I == pytest.approx(np.add(expected, values), abs=1e-9)
+
+
+def test_with_gamma_and_lambda_1_the_target_is_what_was_earned_and_the_final_reward_counts_once() -> None:
+    items = [step(0.0, 7), step(0.0, 7), step(1.0, 7), step(-1.0, 3)]
+    advantage_I, target_I = estimate_advantages(items, np.array([0.2, -0.5, 0.9, 0.4]), 1.0, 1.0)
+    assert target_I == pytest.approx([1, 1, 1, -1])
+    assert advantage_I == pytest.approx([0.8, 1.5, 0.1, -1.4])
+
+
+def test_with_lambda_0_only_the_next_value_counts() -> None:
+    items = [step(0.5, 0), step(2.0, 0)]
+    _, target_I = estimate_advantages(items, np.array([10.0, 3.0]), 0.9, 0.0)
+    assert target_I == pytest.approx([0.5 + 0.9 * 3.0, 2.0])
+
+
+def test_a_trajectory_in_two_places_is_refused() -> None:
+    with pytest.raises(RequestError, match="item 0: the steps of trajectory 1 do not stand next to each other"):
+        estimate_advantages([step(0, 1), step(0, 2), step(0, 1)], np.zeros(3), 1.0, 1.0)
+
+
+def test_normalised_advantages_have_mean_0_and_deviation_1_and_equal_ones_become_0() -> None:
+    given = [1.0, 4.0, -2.0, 0.5]
+    assert normalized(np.array(given)) == pytest.approx(z_scores(given))
+    assert np.abs(normalized(np.full(5, 0.1) + np.array([0, 1, 0, 0, 0]) * 1e-17)).max() < 1e-3
+    assert normalized(np.array([3.0])).tolist() == [0.0]
+
+
+def test_value_figures_count_what_they_say() -> None:
+    figures = value_figures(np.array([0.5, -0.5, 1.0, 2.0]), np.array([1.0, 1.0, 0.0, 3.0]))
+    assert figures["value_mae"] == pytest.approx((0.5 + 1.5 + 1.0 + 1.0) / 4)
+    assert (figures["value_dir_acc"], figures["value_dir_n"]) == (pytest.approx(2 / 3), 3)
+    assert (figures["value_mean"], figures["return_mean"], figures["num_steps"]) == (0.75, 1.25, 4)
+    targets = np.array([1.0, 2.0, 4.0])
+    assert value_figures(targets, targets)["explained_variance"] == 1
+    assert value_figures(np.full(3, 9.0), targets)["explained_variance"] == pytest.approx(0)
+    nothing = value_figures(np.ones(2), np.zeros(2))
+    assert (nothing["explained_variance"], nothing["value_dir_acc"], nothing["value_dir_n"]) == (0, 0, 0)
+    assert all(math.isfinite(figure) for figure in nothing.values())

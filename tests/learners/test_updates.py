@@ -1,0 +1,350 @@
+"""Whole updates of A2C, PPO and GRPO against the same thing written out, and what all algorithms owe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.optim import AdamW
+
+from unrolled import (
+    clipped_loss,
+    double,
+    gradient,
+    grads_of,
+    is_equal,
+    kl_to_base,
+    largest_difference,
+    logprobs,
+    policy_loss,
+    returns,
+    snapshot,
+    value,
+    value_loss,
+    z_scores,
+)
+from unstable_lite.learners import LEARNERS
+from unstable_lite.learners.proximal import Proximal, proximal_policy
+from unstable_lite.types import TrainItem
+
+MakeLearner = Callable[..., Any]
+MakeItems = Callable[..., list[TrainItem]]
+
+CRITICS = ["a2c", "ppo"]
+CLIPPED = ["ppo", "grpo"]
+ALGORITHMS = ["reinforce", "a2c", "ppo", "grpo"]
+
+
+def apply(
+    gradients: dict[str, torch.Tensor], parameters: dict[str, Any], optimizer: AdamW, largest_norm: float
+) -> None:
+    """One optimiser step by hand, the norm limited as a formula has it."""
+    norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
+    for name, parameter in parameters.items():
+        parameter.grad = gradients[name] * min(1.0, largest_norm / (norm + 1e-6))
+    optimizer.step()
+
+
+def adamw(parameters: dict[str, Any], learning_rate: float) -> AdamW:
+    return AdamW(list(parameters.values()), lr=learning_rate, weight_decay=0.01)
+
+
+@pytest.mark.parametrize("normalize_adv", [True, False])
+def test_an_update_of_a2c_is_that_of_the_formulas_written_out(
+    make_learner: MakeLearner, make_items: MakeItems, normalize_adv: bool
+) -> None:
+    settings = {"gamma": 0.9, "gae_lambda": 0.7, "critic_learning_rate": 2e-3, "normalize_adv": normalize_adv}
+    settings |= {"max_tokens_per_micro_batch": 60, "gradient_clipping": 0.05}
+    learner, twin = (make_learner("a2c", learner=settings) for _ in range(2))
+    items = make_items(8, turns=3)
+    for each in (learner, twin):
+        double(each)
+    policy, critic = twin.policy.parameters, twin.critic.parameters
+    optimizers = adamw(policy, 1e-3), adamw(critic, 2e-3)
+    for version in (1, 2):
+        assert learner.update(items, version).skipped is None
+        values = [value(twin, item).item() for item in items]
+        advantages = returns(items, values, 0.9, 0.7)
+        targets = [advantage + each for advantage, each in zip(advantages, values, strict=True)]
+        weights = z_scores(advantages) if normalize_adv else advantages
+        policy_gradient = gradient(policy_loss(twin, items, weights), policy)
+        apply(gradient(value_loss(twin, items, targets), critic), critic, optimizers[1], 0.05)
+        apply(policy_gradient, policy, optimizers[0], 0.05)
+    assert largest_difference(learner.policy.parameters, policy) < 1e-6
+    assert largest_difference(learner.critic.parameters, critic) < 1e-6
+
+
+@pytest.mark.parametrize("algorithm", CLIPPED)
+def test_the_clipped_gradient_is_that_of_the_formula_written_out(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    learner = make_learner(algorithm, learner={"max_tokens_per_micro_batch": 60, "kl_coefficient": 0.5})
+    double(learner)
+    items, rng = make_items(9), np.random.default_rng(4)
+    now = proximal_policy(learner.policy, items, learner._config)
+    moved = [logp + torch.tensor(rng.normal(0, 0.3, len(logp))) for logp in now.logp]
+    clipped = learner.add_gradient(items, Proximal(moved, now.base_logp, now.trained))
+    share = clipped.figures(0.2)["clip_fraction"]
+    assert 0.2 < share < 0.8
+    rewards = [float(np.float32(item.reward)) for item in items]
+    loss = clipped_loss(learner, items, rewards, moved, 0.2) + 0.5 * kl_to_base(learner, items)
+    expected = gradient(loss, learner.policy.parameters)
+    assert max(g.abs().max().item() for g in expected.values()) > 1e-3
+    assert largest_difference(grads_of(learner.policy.parameters), expected) < 1e-7
+
+
+@pytest.mark.parametrize("algorithm", CLIPPED)
+def test_an_update_in_several_steps_is_that_of_the_formulas_written_out(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    settings = {"ppo_epochs": 3, "ppo_minibatches": 2, "clip_range": 0.1, "learning_rate": 3e-3}
+    settings |= {"critic_learning_rate": 2e-3, "gamma": 0.9, "gae_lambda": 0.7}
+    learner, twin = (make_learner(algorithm, learner=settings) for _ in range(2))
+    for each in (learner, twin):
+        double(each)
+    items = make_items(7, turns=3)
+    torch.manual_seed(11)
+    result = learner.update(items, 1)
+    assert result.skipped is None
+    assert result.metrics["clip_fraction"] > 0.1
+    assert result.metrics["approx_kl"] > 0
+
+    has_critic = algorithm == "ppo"
+    weights, targets, optimizers = [item.reward for item in items], [0.0] * 7, [adamw(twin.policy.parameters, 3e-3)]
+    if has_critic:
+        values = [value(twin, item).item() for item in items]
+        advantages = returns(items, values, 0.9, 0.7)
+        targets = [advantage + each for advantage, each in zip(advantages, values, strict=True)]
+        weights = z_scores(advantages)
+        optimizers.append(adamw(twin.critic.parameters, 2e-3))
+    weights = [float(np.float32(weight)) for weight in weights]
+    twin.policy.model.set_adapter("default")
+    old = [logprobs(twin, item).detach() for item in items]
+    torch.manual_seed(11)
+    for _ in range(3):
+        order = torch.randperm(7).tolist()
+        for rows in (order[:4], order[4:]):
+            batch = [items[row] for row in rows]
+            loss = clipped_loss(twin, batch, [weights[row] for row in rows], [old[row] for row in rows], 0.1)
+            apply(gradient(loss, twin.policy.parameters), twin.policy.parameters, optimizers[0], 0.2)
+            if has_critic:
+                loss = value_loss(twin, batch, [targets[row] for row in rows])
+                apply(gradient(loss, twin.critic.parameters), twin.critic.parameters, optimizers[1], 0.2)
+    assert largest_difference(learner.policy.parameters, twin.policy.parameters) < 1e-5
+    if has_critic:
+        assert largest_difference(learner.critic.parameters, twin.critic.parameters) < 1e-5
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce", "a2c"])
+def test_the_gradient_of_the_kl_to_the_base_is_that_of_the_score_function(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    learner = make_learner(algorithm, learner={"kl_coefficient": 0.5, "max_tokens_per_micro_batch": 60})
+    double(learner)
+    items = [replace(item, reward=float(np.float32(item.reward))) for item in make_items(7)]
+    learner.add_gradient(items)
+    loss = policy_loss(learner, items, [item.reward for item in items]) + 0.5 * kl_to_base(learner, items)
+    expected = gradient(loss, learner.policy.parameters)
+    assert largest_difference(grads_of(learner.policy.parameters), expected) < 1e-7
+    assert largest_difference(expected, gradient(kl_to_base(learner, items), learner.policy.parameters)) > 1e-4
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_kl_to_the_base_costs_one_forward_and_none_when_it_is_off(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    forwards = []
+    for coefficient in (0.0, 0.1):
+        flags = {"gradient_checkpointing": False, "activation_checkpointing": False}
+        learner = make_learner(algorithm, learner=flags | {"kl_coefficient": coefficient})
+        calls: list[int] = []
+        learner.policy._base.model.layers[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        metrics = learner.update(make_items(3), 1).metrics
+        forwards.append(len(calls))
+        assert ("kl_to_base" in metrics) == bool(coefficient)
+    assert forwards[1] - forwards[0] == 1
+
+
+@pytest.mark.parametrize("algorithm", ["a2c", "ppo", "grpo"])
+def test_an_update_reports_every_metric_as_a_finite_number(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    metrics = make_learner(algorithm).update(make_items(6, turns=2), 1).metrics
+    names = {"loss", "policy_loss", "logp_mean", "logp_std", "entropy", "lr", "policy_grad_norm", "mismatch_mean"}
+    if algorithm in CRITICS:
+        names |= {"value_loss", "value_mae", "value_dir_acc", "value_dir_n", "num_steps", "grad_norm"}
+        names |= {"critic_lr", "critic_grad_norm", "explained_variance", "value_mean", "return_mean"}
+    if algorithm in CLIPPED:
+        names |= {"clip_fraction", "approx_kl"}
+    reinforce = make_learner("reinforce").update(make_items(6), 1).metrics.keys()
+    assert names | reinforce == metrics.keys()
+    assert all(type(value) is float and math.isfinite(value) for value in metrics.values()), metrics
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_n_updates_make_n_versions_however_many_steps_each_has(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    learner = make_learner(algorithm, learner={"ppo_epochs": 3, "ppo_minibatches": 2})
+    for version in (1, 2, 3):
+        result = learner.update(make_items(4, seed=version, turns=2), version)
+        assert result.skipped is None
+        assert (learner.step, learner.version, result.metrics["step"]) == (version, version, version)
+        assert result.metrics["samples_seen"] == 4 * version
+
+
+def poisoned_by_reward(learner: Any, items: list[TrainItem]) -> list[TrainItem]:
+    return [*items[:-1], replace(items[-1], reward=math.nan)]
+
+
+def poisoned_by_a_later_step(learner: Any, items: list[TrainItem]) -> list[TrainItem]:
+    """A learning rate that throws the policy out of the numbers: the first step's gradient is still finite."""
+    learner._optimizer.param_groups[0]["lr"] = 1e30
+    return items
+
+
+def poisoned_in_the_critic(learner: Any, items: list[TrainItem]) -> list[TrainItem]:
+    learner._critic_optimizer.param_groups[0]["lr"] = 1e30
+    return items
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "poison"),
+    [
+        ("a2c", poisoned_by_reward),
+        ("ppo", poisoned_by_reward),
+        ("grpo", poisoned_by_reward),
+        ("ppo", poisoned_by_a_later_step),
+        ("grpo", poisoned_by_a_later_step),
+        ("ppo", poisoned_in_the_critic),
+    ],
+)
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_non_finite_step_takes_the_whole_update_back(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str, poison: Any, num_before: int
+) -> None:
+    settings = {"ppo_epochs": 3, "ppo_minibatches": 2}
+    learner, clean = (make_learner(algorithm, learner=settings) for _ in range(2))
+    items = make_items(6, turns=2)
+    for each in (learner, clean):
+        torch.manual_seed(5)
+        for version in range(1, num_before + 1):
+            each.update(items, version)
+    before = snapshot(learner)
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers_of(learner)]
+    result = learner.update(poison(learner, items), num_before + 1)
+    assert result.skipped is not None
+    assert "not finite" in result.skipped
+    assert is_equal(before, snapshot(learner))
+    assert (learner.step, learner.version) == (num_before, num_before)
+    for optimizer, rate in zip(optimizers_of(learner), rates, strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+    for each in (learner, clean):
+        torch.manual_seed(6)
+        assert each.update(items, num_before + 1).skipped is None
+    assert is_equal(snapshot(learner), snapshot(clean))
+
+
+def optimizers_of(learner: Any) -> list[Any]:
+    return [learner._optimizer, *([learner._critic_optimizer] if hasattr(learner, "critic") else [])]
+
+
+@pytest.mark.parametrize("algorithm", CRITICS)
+def test_while_the_critic_warms_up_the_policy_stands_still_and_versions_go_on(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    learner = make_learner(algorithm, learner={"critic_warmup_updates": 2})
+    for version, is_warming_up in ((1, True), (2, True), (3, False)):
+        before = snapshot(learner)
+        assert learner.update(make_items(4, seed=version, turns=2), version).skipped is None
+        assert learner.version == version
+        after = snapshot(learner)
+        for parameters, stands_still in (
+            (learner.policy.parameters, is_warming_up),
+            (learner.critic.parameters, False),
+        ):
+            assert all(torch.equal(before[name], after[name]) == stands_still for name in parameters)
+
+
+@pytest.mark.parametrize("algorithm", ["a2c", "ppo", "grpo"])
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_save_and_load_go_on_bit_for_bit(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str, num_before: int
+) -> None:
+    settings = {"ppo_minibatches": 2, "critic_warmup_updates": 1}
+    learner = make_learner(algorithm, learner=settings)
+    for version in range(1, num_before + 1):
+        learner.update(make_items(6, seed=version, turns=2), version)
+    learner.save(tmp_path)
+    resumed = make_learner(algorithm, has_signal=False, learner=settings)
+    results = []
+    for each in (learner, resumed):
+        torch.manual_seed(99)
+        if each is resumed:
+            resumed.load(tmp_path)
+        else:
+            learner.load(tmp_path)  # the random state that was saved; the rest is as it was
+        for version in range(num_before + 1, num_before + 3):
+            metrics = each.update(make_items(6, seed=version, turns=2), version).metrics
+            results.append({**metrics, "seconds": 0, "tokens_per_s": 0})
+    assert is_equal(snapshot(learner), snapshot(resumed))
+    assert results[:2] == results[2:]
+
+
+@pytest.mark.parametrize("algorithm", CRITICS)
+def test_a_step_too_long_to_train_on_still_passes_its_reward_back(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    """Its player won by it: the steps before must not be told that they led to nothing."""
+    learner = make_learner(algorithm, has_signal=False, learner={"max_train_len": 30, "normalize_adv": False})
+    first, second, last = (replace(item, reward=0.0, trajectory=0) for item in make_items(3))
+    won = replace(last, prompt_ids=np.arange(40, dtype=np.int32), reward=2.0)
+    metrics = learner.update([first, second, won], 1).metrics
+    assert (metrics["dropped_too_long"], metrics["num_items"], metrics["num_steps"]) == (1, 2, 2)
+    assert metrics["return_mean"] == 2.0
+    assert metrics["value_mae"] == 2.0
+
+
+@pytest.mark.parametrize("algorithm", ["a2c", "ppo", "grpo"])
+def test_overlong_answers_are_cut_and_counted(make_learner: MakeLearner, make_items: MakeItems, algorithm: str) -> None:
+    (fits,) = make_items(1, seed=3)
+    cut = replace(
+        fits, completion_ids=np.arange(30, dtype=np.int32), logprobs=np.full(30, -5, np.float32), trajectory=1
+    )
+    dropped = replace(fits, prompt_ids=np.arange(40, dtype=np.int32), trajectory=2)
+    learner = make_learner(algorithm, learner={"max_train_len": len(fits.prompt_ids) + 16})
+    metrics = learner.update([dropped, cut, fits], 1).metrics
+    assert metrics["pct_truncated"] == pytest.approx(1 / 3)
+    assert (metrics["dropped_too_long"], metrics["num_items"]) == (1, 2)
+    before = snapshot(learner)
+    result = learner.update([dropped], 2)
+    assert result.skipped is not None
+    assert "max_train_len" in result.skipped
+    assert is_equal(before, snapshot(learner))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_update_does_not_depend_on_how_the_batch_is_cut(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    states = []
+    for settings in ({}, {"mini_batch_size": 1}, {"max_tokens_per_micro_batch": 50, "infer_mini_batch_size": 2}):
+        learner = make_learner(algorithm, learner=settings | {"ppo_minibatches": 2, "critic_learning_rate": 1e-3})
+        double(learner)
+        torch.manual_seed(3)
+        for version in (1, 2):
+            learner.update(make_items(8, turns=2, seed=version), version)
+        states.append(learner.policy.parameters | (learner.critic.parameters if hasattr(learner, "critic") else {}))
+    assert largest_difference(states[0], states[1]) < 1e-6
+    assert largest_difference(states[0], states[2]) < 1e-6
+
+
+def test_every_registered_algorithm_loads(make_learner: MakeLearner) -> None:
+    for name, algorithm in LEARNERS.items():
+        assert hasattr(make_learner(name, has_signal=False), "critic") == algorithm.has_critic

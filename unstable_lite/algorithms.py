@@ -1,0 +1,98 @@
+"""What a config leaves open and the algorithm decides: the kind of batches, the reward transforms; and what it forbids.
+
+Knows the algorithms' entries in `learners`, not their code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+
+from unstable_lite.config import Config, RewardConfig, Transformation
+from unstable_lite.learners import LEARNERS, Algorithm
+
+CRITIC_FILES = ("adapter_config.json", "adapter_model.safetensors", "value_head.safetensors")
+
+
+def _transformation(name: str, **keywords: float | bool) -> Transformation:
+    return Transformation.model_validate({"name": name, **keywords})
+
+
+_STEP_REWARDS = (
+    _transformation("RewardForFormat", reward=1.5),
+    _transformation("PenaltyForInvalidMove", reward=1.0, penalty=-1.0),
+)
+"""The reference's; it hides +1.0 for each valid step, which is written out here."""
+_STEP_PENALTIES = (
+    _transformation("RewardForFormat", penalty=-1.5),
+    _transformation("PenaltyForInvalidMove", penalty=-2.0),
+)
+"""The same differences as penalties: returns add up over a player's turns, and a bonus for each would pay for length."""
+
+
+def resolve_defaults(config: Config) -> Config:
+    """The config with nothing left open: what was given stays, the rest is what the algorithm wants."""
+    kind = _algorithm(config).batches if config.buffer.kind == "auto" else config.buffer.kind
+    has_group = config.group_baseline is not None
+    # A critic or a group is the baseline: there is nothing left for the batch to centre.
+    has_baseline = has_group or kind == "episodes"
+    open_ones = {
+        "final_reward_transformation": () if has_group else ("RoleAdvantageByEnvFormatter",),
+        "step_reward_transformation": _STEP_PENALTIES if kind == "episodes" else _STEP_REWARDS,
+        "sampling_reward_transformation": () if has_baseline else (_transformation("NormalizeRewardsByEnv", z_score=True),),
+    }
+    rewards = {name: value for name, value in open_ones.items() if getattr(config.rewards, name) is None}
+    return config.model_copy(
+        update={
+            "buffer": config.buffer.model_copy(update={"kind": kind}),
+            "rewards": config.rewards.model_copy(update=rewards),
+        }
+    )
+
+
+def describe_rewards(rewards: RewardConfig) -> str:
+    """Which transforms a reward goes through, for a person."""
+    kinds = {
+        "final": rewards.final_reward_transformation,
+        "step": rewards.step_reward_transformation,
+        "sampling": rewards.sampling_reward_transformation,
+    }
+    names = {
+        kind: " + ".join(entry if isinstance(entry, str) else entry.name for entry in entries or ()) or "none"
+        for kind, entries in kinds.items()
+    }
+    return "; ".join(f"{kind}: {name}" for kind, name in names.items())
+
+
+def algorithm_problems(config: Config) -> Iterable[str]:
+    """Why the algorithm cannot run with these settings."""
+    algorithm, learner = _algorithm(config), config.learner
+    is_ours = config.algorithm in LEARNERS
+    if is_ours and config.buffer.kind not in ("auto", algorithm.batches):
+        yield (
+            f"buffer.kind = {config.buffer.kind!r}: {config.algorithm} learns from {algorithm.batches}; "
+            'leave it at "auto"'
+        )
+    if critic := config.lora.initial_critic_path:
+        if is_ours and not algorithm.has_critic:
+            yield f"lora.initial_critic_path: {config.algorithm} has no critic"
+        missing = [name for name in CRITIC_FILES if not (critic / name).is_file()]
+        if missing:
+            yield f"lora.initial_critic_path: no {' and no '.join(missing)} in {critic}"
+    if algorithm.is_clipped and config.lora.lora_dropout:
+        yield (
+            f"lora.lora_dropout = {config.lora.lora_dropout}: {config.algorithm} compares one token's probability in "
+            "several passes, and dropout would make each another policy; set it to 0"
+        )
+    if algorithm.is_clipped and learner.ppo_minibatches > learner.batch_size:
+        yield (
+            f"learner.ppo_minibatches = {learner.ppo_minibatches} is more than learner.batch_size = "
+            f"{learner.batch_size}: some would be empty"
+        )
+    if learner.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        yield "learner.optimizer = 'adamw8bit': bitsandbytes is not installed; pip install bitsandbytes"
+
+
+def _algorithm(config: Config) -> Algorithm:
+    """The named one, or what is assumed of a `module:Class`."""
+    return LEARNERS.get(config.algorithm, Algorithm(target=config.algorithm))

@@ -1,0 +1,152 @@
+"""A2C: REINFORCE whose advantages come from a critic.
+
+Owns the one update on this page. An item's reward is what the game paid for that turn, the final reward with the
+last one; the critic, on the same frozen base, says how much of it was to be expected.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch.nn.utils import clip_grad_norm_
+
+from unstable_lite.config import Config
+from unstable_lite.learners import UpdateResult, adapter_files, losses
+from unstable_lite.learners.advantages import estimate_advantages, normalized, value_figures
+from unstable_lite.learners.batching import check, fit, length, make_micro_batches
+from unstable_lite.learners.critic import Critic
+from unstable_lite.learners.figures import Trained
+from unstable_lite.learners.learner_state import read_state, write_state
+from unstable_lite.learners.model import Policy
+from unstable_lite.learners.optimizers import load_state_tensors, make_optimizer, state_tensors
+from unstable_lite.types import TrainItem
+
+
+class A2CLearner:
+    def __init__(self, config: Config, device: str) -> None:
+        self.policy = Policy(config, device)
+        self.critic = Critic(self.policy, config)
+        self.step = 0
+        """Updates whose step was taken."""
+        self.version = 0
+        """Of the adapter that the policy now holds; 0 is the one that it started with."""
+        self.samples_seen = 0
+        self._max_generation_len = config.engine.max_generation_len
+        self._config = config.learner
+        self._parameters = list(self.policy.parameters.values())
+        self._critic_parameters = list(self.critic.parameters.values())
+        self._optimizer = make_optimizer(self.policy.parameters, config.learner.learning_rate, config.learner)
+        self._critic_optimizer = make_optimizer(
+            self.critic.parameters, config.learner.critic_learning_rate, config.learner
+        )
+
+    def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
+        """One step of policy and critic each on all of `items`, which makes adapter `version`.
+
+        No step is taken, and nothing changes, where a loss or a gradient is not finite. While the critic warms up the
+        policy's step is left out, and version after version holds the same adapter.
+        """
+        started = time.perf_counter()
+        check(items, self.policy.vocab_size)
+        # Of all steps: one that is too long to train on still passes on what the game paid later.
+        value_I = self.critic.estimate(items)
+        advantage_I, target_I = estimate_advantages(items, value_I, self._config.gamma, self._config.gae_lambda)
+        fitted = fit(items, self._config.max_train_len)
+        value_I, advantage_I, target_I = (figures_I[fitted.kept] for figures_I in (value_I, advantage_I, target_I))
+        metrics = {
+            "num_items": float(len(fitted.items)),
+            "dropped_too_long": float(fitted.num_dropped),
+            "pct_truncated": fitted.num_cut / max(len(items), 1),
+            "lr": self._config.learning_rate,
+            "critic_lr": self._config.critic_learning_rate,
+            **value_figures(value_I, target_I),
+        }
+        skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
+        if fitted.items:
+            weight_I = normalized(advantage_I) if self._config.normalize_adv else advantage_I
+            weighed = [replace(item, reward=float(weight)) for item, weight in zip(fitted.items, weight_I, strict=True)]
+            try:
+                trained = self.add_gradient(weighed)
+                value_loss = self.critic.add_gradient(fitted.items, target_I)
+                # Returns the norm from before the clipping.
+                norm = clip_grad_norm_(self._parameters, self._config.gradient_clipping).item()
+                critic_norm = clip_grad_norm_(self._critic_parameters, self._config.gradient_clipping).item()
+                if all(map(math.isfinite, (trained.loss, value_loss, norm, critic_norm))):
+                    if self.step >= self._config.critic_warmup_updates:
+                        self._optimizer.step()
+                    self._critic_optimizer.step()
+                    skipped = None
+                else:
+                    skipped = (
+                        f"not finite: loss {trained.loss:g}, gradient norm {norm:g}; critic: loss {value_loss:g}, "
+                        f"gradient norm {critic_norm:g}"
+                    )
+            finally:
+                self._optimizer.zero_grad(set_to_none=True)
+                self._critic_optimizer.zero_grad(set_to_none=True)
+            metrics |= {
+                "policy_grad_norm": norm,
+                "grad_norm": norm,
+                "critic_grad_norm": critic_norm,
+                "policy_loss": trained.loss,
+                "value_loss": value_loss,
+                "logp_std": trained.logp_std,
+                **trained.figures(self.version, self._config.importance_weight_cap),
+            }
+        if skipped is None:
+            self.step += 1
+            self.version = version
+            self.samples_seen += len(fitted.items)
+        seconds = time.perf_counter() - started
+        return UpdateResult(
+            metrics=metrics
+            | {
+                "step": float(self.step),
+                "samples_seen": float(self.samples_seen),
+                "seconds": seconds,
+                "tokens_per_s": sum(map(length, fitted.items)) / seconds,
+            },
+            skipped=skipped,
+        )
+
+    def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
+        """Add the gradient of the policy's loss on all of `items`, whose rewards are the advantages."""
+        config = self._config
+        divisor = self._max_generation_len * len(items)
+        trained = Trained()
+        for cpu_batch in make_micro_batches(items, config.max_tokens_per_micro_batch, config.mini_batch_size):
+            batch = cpu_batch.to(self.policy.device)
+            logp_N, entropy_N = self.policy.logprobs(batch)
+            weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
+            loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
+            base_logp_N = None
+            if config.kl_coefficient:
+                base_logp_N = self.policy.base_logprobs(batch)
+                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, base_logp_N, weight_N, divisor)
+            loss.backward()  # type: ignore[no-untyped-call]
+            trained.add(batch, logp_N, entropy_N, base_logp_N, loss)
+        return trained
+
+    def save(self, directory: Path) -> None:
+        """Adapter, critic, optimisers, counters and random state, into a directory that exists."""
+        adapter_files.write(directory, *self.policy.adapter_state())
+        (directory / "critic").mkdir()
+        self.critic.save(directory / "critic")
+        moments = state_tensors(self._optimizer, self.policy.parameters)
+        moments |= state_tensors(self._critic_optimizer, self.critic.parameters)
+        counters = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        write_state(directory, moments, counters, self.policy.device)
+
+    def load(self, directory: Path) -> None:
+        """Go on from what `save` wrote, bit for bit."""
+        self.policy.load_adapter(directory)
+        self.critic.load(directory / "critic")
+        moments, counters = read_state(directory, self.policy.device)
+        load_state_tensors(self._optimizer, self.policy.parameters, moments)
+        load_state_tensors(self._critic_optimizer, self.critic.parameters, moments)
+        self.step, self.version = counters["step"], counters["version"]
+        self.samples_seen = counters["samples_seen"]

@@ -1,0 +1,74 @@
+"""From rewards and values of whole trajectories to advantages and value targets.
+
+Numbers in, numbers out, in float64: knows nothing of models, tokens or losses. `I` counts the steps of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from unstable_lite.errors import RequestError
+from unstable_lite.types import TrainItem
+
+Figures = npt.NDArray[np.float64]
+
+_EPSILON = 1e-8
+
+
+def estimate_advantages(
+    items: Sequence[TrainItem], value_I: Figures, gamma: float, gae_lambda: float
+) -> tuple[Figures, Figures]:
+    """Generalised advantage estimation over each player's own turns: advantages, and the critic's targets.
+
+    After a trajectory's last step nothing follows: a game's end is worth its reward, however it ended.
+    Raises RequestError where the steps of a trajectory do not stand next to each other: their returns would be wrong.
+    Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
+    """
+    advantage_I = np.zeros(len(items))
+    following, next_value, next_advantage = None, 0.0, 0.0
+    seen: set[int] = set()
+    for i in range(len(items) - 1, -1, -1):
+        if items[i].trajectory != following:
+            following, next_value, next_advantage = items[i].trajectory, 0.0, 0.0
+            if following in seen:
+                raise RequestError(f"item {i}: the steps of trajectory {following} do not stand next to each other")
+            seen.add(following)
+        surprise = items[i].reward + gamma * next_value - value_I[i]
+        advantage_I[i] = surprise + gamma * gae_lambda * next_advantage
+        next_value, next_advantage = value_I[i], advantage_I[i]
+    return advantage_I, advantage_I + value_I
+
+
+def normalized(advantage_I: Figures) -> Figures:
+    """Mean 0, standard deviation 1; equal advantages become zeros, rounding noise is not scaled up to a signal."""
+    if not len(advantage_I):
+        return advantage_I
+    centred = advantage_I - advantage_I.mean()
+    scaled: Figures = centred / (centred.std() + _EPSILON * max(1.0, float(np.abs(advantage_I).max())))
+    return scaled
+
+
+def value_figures(value_I: Figures, target_I: Figures) -> dict[str, float]:
+    """How well the critic knew what was to come, before it learnt from it. Empty without a step.
+
+    `value_dir_acc`: how often value and target have one sign, over the `value_dir_n` targets that have one.
+    `explained_variance`: 1 is perfect, 0 no better than the mean, 0 too where there is nothing to explain.
+    """
+    if not len(value_I):
+        return {}
+    has_sign_I = target_I != 0
+    num_signed = int(has_sign_I.sum())
+    is_right_I = np.sign(value_I[has_sign_I]) == np.sign(target_I[has_sign_I])
+    variance = float(target_I.var())
+    return {
+        "value_mae": float(np.abs(value_I - target_I).mean()),
+        "value_dir_acc": float(is_right_I.mean()) if num_signed else 0.0,
+        "value_dir_n": float(num_signed),
+        "value_mean": float(value_I.mean()),
+        "return_mean": float(target_I.mean()),
+        "explained_variance": 1 - float((target_I - value_I).var()) / variance if variance else 0.0,
+        "num_steps": float(len(value_I)),
+    }

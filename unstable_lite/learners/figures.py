@@ -1,0 +1,99 @@
+"""What a gradient was made of, gathered micro-batch by micro-batch, and the figures that tell of it.
+
+Knows nothing of optimisers or of the loss's formula.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from unstable_lite.learners import losses
+from unstable_lite.learners.batching import MicroBatch
+
+
+@dataclass(slots=True)
+class Trained:
+    """`N` counts the trained tokens of all micro-batches so far."""
+
+    _loss: Tensor | float = 0.0
+    _tokens: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    _kl: list[Tensor] = field(default_factory=list)
+    _num_rows: int = 0
+    _num_padding: int = 0
+    _num_positions: int = 0
+
+    def add(
+        self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, base_logp_N: Tensor | None, loss: Tensor
+    ) -> None:
+        """base_logp_N: where it was computed."""
+        self._loss = self._loss + loss.detach()
+        self._tokens.append((logp_N.detach(), batch.behaviour_logp_N, entropy_N.detach(), batch.version_N))
+        if base_logp_N is not None:
+            self._kl.append(losses.kl_estimates(logp_N.detach(), base_logp_N))
+        self._num_rows += len(batch.rows)
+        self._num_padding += batch.num_padding
+        self._num_positions += batch.tokens_BT.numel()
+
+    @property
+    def loss(self) -> float:
+        """Of all micro-batches together."""
+        return float(self._loss)
+
+    @property
+    def logp_std(self) -> float:
+        """Over all tokens."""
+        return torch.cat([logp_N for logp_N, *_ in self._tokens]).std(correction=0).item()
+
+    @property
+    def padding_share(self) -> float:
+        return self._num_padding / self._num_positions
+
+    def figures(self, version: int, importance_weight_cap: float) -> dict[str, float]:
+        """version: of the adapter that the log-probabilities are of."""
+        logp_N, behaviour_logp_N, entropy_N, version_N = map(torch.cat, zip(*self._tokens, strict=True))
+        staleness_N = (version - version_N).float()
+        kl = {"kl_to_base": torch.cat(self._kl).mean().item()} if self._kl else {}
+        return {
+            "loss": self.loss,
+            "logp_mean": logp_N.mean().item(),
+            "entropy": entropy_N.mean().item(),
+            "staleness_mean": staleness_N.mean().item(),
+            "staleness_max": staleness_N.max().item(),
+            "num_tokens": float(len(logp_N)),
+            "avg_train_len": (self._num_positions - self._num_padding) / self._num_rows,
+            "padding_share": self.padding_share,
+            **kl,
+            **losses.importance_figures(logp_N, behaviour_logp_N, importance_weight_cap),
+            **losses.mismatch_figures(logp_N, behaviour_logp_N, staleness_N == 0),
+        }
+
+
+@dataclass(slots=True)
+class Clipped:
+    """The steps of a clipped update, against the policy that it began with."""
+
+    _loss: Tensor | float = 0.0
+    _tokens: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def add(self, logp_N: Tensor, old_logp_N: Tensor, loss: Tensor) -> None:
+        self._loss = self._loss + loss.detach()
+        self._tokens.append((logp_N.detach(), old_logp_N))
+
+    def extend(self, other: Clipped) -> None:
+        """With another step's tokens."""
+        self._tokens += other._tokens
+
+    @property
+    def loss(self) -> float:
+        """Of all micro-batches together."""
+        return float(self._loss)
+
+    def figures(self, clip_range: float) -> dict[str, float]:
+        """Of the last pass, each token as its step met it; empty where the update did not come so far."""
+        if not self._tokens:
+            return {}
+        logp_N, old_logp_N = map(torch.cat, zip(*self._tokens, strict=True))
+        return losses.clipping_figures(logp_N, old_logp_N, clip_range)

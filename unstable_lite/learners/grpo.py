@@ -1,0 +1,137 @@
+"""GRPO: PPO's clipped steps without a critic.
+
+Owns the one update on this page. An item's reward is its advantage within the group that it was played in (the same
+start, the same seat), made before it came here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from torch.nn.utils import clip_grad_norm_
+
+from unstable_lite.config import Config
+from unstable_lite.learners import UpdateResult, adapter_files, losses
+from unstable_lite.learners.batching import check, fit, length, make_micro_batches
+from unstable_lite.learners.figures import Clipped
+from unstable_lite.learners.learner_state import read_state, write_state
+from unstable_lite.learners.model import Policy
+from unstable_lite.learners.optimizers import Snapshot, load_state_tensors, make_optimizer, state_tensors
+from unstable_lite.learners.proximal import Proximal, proximal_policy, shuffled_minibatches
+from unstable_lite.types import TrainItem
+
+
+class GRPOLearner:
+    def __init__(self, config: Config, device: str) -> None:
+        self.policy = Policy(config, device)
+        self.step = 0
+        """Updates that were taken, whatever the number of their steps."""
+        self.version = 0
+        """Of the adapter that the policy now holds; 0 is the one that it started with."""
+        self.samples_seen = 0
+        self._max_generation_len = config.engine.max_generation_len
+        self._config = config.learner
+        self._parameters = list(self.policy.parameters.values())
+        self._optimizer = make_optimizer(self.policy.parameters, config.learner.learning_rate, config.learner)
+
+    def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
+        """`ppo_epochs` passes over `items` in `ppo_minibatches` steps each, which make one adapter `version`.
+
+        Where the loss or the gradient of any of them is not finite all are taken back, and nothing changes.
+        """
+        started = time.perf_counter()
+        check(items, self.policy.vocab_size)
+        fitted = fit(items, self._config.max_train_len)
+        metrics = {
+            "num_items": float(len(fitted.items)),
+            "dropped_too_long": float(fitted.num_dropped),
+            "pct_truncated": fitted.num_cut / max(len(items), 1),
+            "lr": self._config.learning_rate,
+        }
+        skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
+        if fitted.items:
+            before = Snapshot.take(self._optimizer)
+            try:
+                proximal = proximal_policy(self.policy, fitted.items, self._config)
+                loss_of_steps, norm_of_steps, last_epoch = [], [], Clipped()
+                for is_last_epoch, rows in shuffled_minibatches(len(fitted.items), self._config):
+                    minibatch = [fitted.items[row] for row in rows]
+                    clipped = self.add_gradient(minibatch, proximal.of(rows))
+                    # Returns the norm from before the clipping.
+                    norm = clip_grad_norm_(self._parameters, self._config.gradient_clipping).item()
+                    loss_of_steps.append(clipped.loss)
+                    norm_of_steps.append(norm)
+                    if not all(map(math.isfinite, (clipped.loss, norm))):
+                        skipped = f"not finite: loss {clipped.loss:g}, gradient norm {norm:g}"
+                        break
+                    self._optimizer.step()
+                    self._optimizer.zero_grad(set_to_none=True)
+                    if is_last_epoch:
+                        last_epoch.extend(clipped)
+                else:
+                    skipped = None
+            finally:
+                self._optimizer.zero_grad(set_to_none=True)
+                if skipped is not None:
+                    before.restore()
+            metrics |= {
+                **proximal.trained.figures(self.version, self._config.importance_weight_cap),
+                "loss": fmean(loss_of_steps),
+                "policy_loss": fmean(loss_of_steps),
+                "policy_grad_norm": fmean(norm_of_steps),
+                "logp_std": proximal.trained.logp_std,
+                **last_epoch.figures(self._config.clip_range),
+            }
+        if skipped is None:
+            self.step += 1
+            self.version = version
+            self.samples_seen += len(fitted.items)
+        seconds = time.perf_counter() - started
+        return UpdateResult(
+            metrics=metrics
+            | {
+                "step": float(self.step),
+                "samples_seen": float(self.samples_seen),
+                "seconds": seconds,
+                "tokens_per_s": sum(map(length, fitted.items)) / seconds,
+            },
+            skipped=skipped,
+        )
+
+    def add_gradient(self, items: Sequence[TrainItem], proximal: Proximal) -> Clipped:
+        """Add the gradient of the clipped loss on all of `items` to the parameters, micro-batch by micro-batch."""
+        config = self._config
+        divisor = self._max_generation_len * len(items)
+        clipped = Clipped()
+        for cpu_batch in make_micro_batches(items, config.max_tokens_per_micro_batch, config.mini_batch_size):
+            batch = cpu_batch.to(self.policy.device)
+            logp_N, _ = self.policy.logprobs(batch)
+            old_logp_N = batch.gather(proximal.logp)
+            weight_N = losses.importance_weights(old_logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
+            loss = losses.clipped_loss(logp_N, old_logp_N, weight_N, batch.advantage_N, config.clip_range, divisor)
+            if proximal.base_logp is not None:
+                base_logp_N = batch.gather(proximal.base_logp)
+                weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
+                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, base_logp_N, weight_N, divisor)
+            loss.backward()  # type: ignore[no-untyped-call]
+            clipped.add(logp_N, old_logp_N, loss)
+        return clipped
+
+    def save(self, directory: Path) -> None:
+        """Adapter, optimiser, counters and random state, into a directory that exists."""
+        adapter_files.write(directory, *self.policy.adapter_state())
+        moments = state_tensors(self._optimizer, self.policy.parameters)
+        counters = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        write_state(directory, moments, counters, self.policy.device)
+
+    def load(self, directory: Path) -> None:
+        """Go on from what `save` wrote, bit for bit."""
+        self.policy.load_adapter(directory)
+        moments, counters = read_state(directory, self.policy.device)
+        load_state_tensors(self._optimizer, self.policy.parameters, moments)
+        self.step, self.version = counters["step"], counters["version"]
+        self.samples_seen = counters["samples_seen"]

@@ -1,0 +1,42 @@
+"""What a learner needs to go on as if nothing had happened, as one file beside its adapter.
+
+Owns the file's layout: optimiser moments, random states, counters. Safetensors only: nothing read here can run code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from unstable_lite.learners import adapter_files
+
+_STATE = "learner.safetensors"
+
+
+def write_state(
+    directory: Path, moments: Mapping[str, Tensor], counters: Mapping[str, int], device: torch.device
+) -> None:
+    """Into a directory that exists; with the random states of now."""
+    tensors = {"rng.cpu": torch.get_rng_state(), **moments}
+    if device.type == "cuda":
+        tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
+    content = safetensors.torch.save(tensors, {"counters": json.dumps(dict(counters))})
+    adapter_files.write_file(directory / _STATE, content)
+
+
+def read_state(directory: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Moments and counters; the random states are put back on the way."""
+    with safetensors.safe_open(directory / _STATE, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        counters: dict[str, int] = json.loads(file.metadata()["counters"])
+    torch.set_rng_state(tensors.pop("rng.cpu"))
+    cuda_state = tensors.pop("rng.cuda", None)
+    if cuda_state is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(cuda_state, device)
+    return tensors, counters

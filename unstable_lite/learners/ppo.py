@@ -1,0 +1,175 @@
+"""PPO, clipped per token: several steps on one batch, advantages from a critic.
+
+Owns the one update on this page. An item's reward is what the game paid for that turn, the final reward with the
+last one; the critic, on the same frozen base, says how much of it was to be expected.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+from torch.nn.utils import clip_grad_norm_
+
+from unstable_lite.config import Config
+from unstable_lite.learners import UpdateResult, adapter_files, losses
+from unstable_lite.learners.advantages import estimate_advantages, normalized, value_figures
+from unstable_lite.learners.batching import check, fit, length, make_micro_batches
+from unstable_lite.learners.critic import Critic
+from unstable_lite.learners.figures import Clipped
+from unstable_lite.learners.learner_state import read_state, write_state
+from unstable_lite.learners.model import Policy
+from unstable_lite.learners.optimizers import Snapshot, load_state_tensors, make_optimizer, state_tensors
+from unstable_lite.learners.proximal import Proximal, proximal_policy, shuffled_minibatches
+from unstable_lite.types import TrainItem
+
+
+class PPOLearner:
+    def __init__(self, config: Config, device: str) -> None:
+        self.policy = Policy(config, device)
+        self.critic = Critic(self.policy, config)
+        self.step = 0
+        """Updates that were taken, whatever the number of their steps."""
+        self.version = 0
+        """Of the adapter that the policy now holds; 0 is the one that it started with."""
+        self.samples_seen = 0
+        self._max_generation_len = config.engine.max_generation_len
+        self._config = config.learner
+        self._parameters = list(self.policy.parameters.values())
+        self._critic_parameters = list(self.critic.parameters.values())
+        self._optimizer = make_optimizer(self.policy.parameters, config.learner.learning_rate, config.learner)
+        self._critic_optimizer = make_optimizer(
+            self.critic.parameters, config.learner.critic_learning_rate, config.learner
+        )
+
+    def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
+        """`ppo_epochs` passes over `items` in `ppo_minibatches` steps each, which make one adapter `version`.
+
+        Where a loss or a gradient of any of them is not finite all are taken back, and nothing changes. While the
+        critic warms up the policy's steps are left out, and version after version holds the same adapter.
+        """
+        started = time.perf_counter()
+        check(items, self.policy.vocab_size)
+        # Of all steps: one that is too long to train on still passes on what the game paid later.
+        value_I = self.critic.estimate(items)
+        advantage_I, target_I = estimate_advantages(items, value_I, self._config.gamma, self._config.gae_lambda)
+        fitted = fit(items, self._config.max_train_len)
+        value_I, advantage_I, target_I = (figures_I[fitted.kept] for figures_I in (value_I, advantage_I, target_I))
+        metrics = {
+            "num_items": float(len(fitted.items)),
+            "dropped_too_long": float(fitted.num_dropped),
+            "pct_truncated": fitted.num_cut / max(len(items), 1),
+            "lr": self._config.learning_rate,
+            "critic_lr": self._config.critic_learning_rate,
+            **value_figures(value_I, target_I),
+        }
+        skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
+        if fitted.items:
+            weight_I = normalized(advantage_I) if self._config.normalize_adv else advantage_I
+            weighed = [replace(item, reward=float(weight)) for item, weight in zip(fitted.items, weight_I, strict=True)]
+            before, critic_before = Snapshot.take(self._optimizer), Snapshot.take(self._critic_optimizer)
+            try:
+                proximal = proximal_policy(self.policy, fitted.items, self._config)
+                loss_of_steps, norm_of_steps, last_epoch = [], [], Clipped()
+                value_loss_of_steps, critic_norm_of_steps = [], []
+                for is_last_epoch, rows in shuffled_minibatches(len(fitted.items), self._config):
+                    minibatch = [weighed[row] for row in rows]
+                    clipped = self.add_gradient(minibatch, proximal.of(rows))
+                    value_loss = self.critic.add_gradient(minibatch, target_I[rows])
+                    # Returns the norm from before the clipping.
+                    norm = clip_grad_norm_(self._parameters, self._config.gradient_clipping).item()
+                    critic_norm = clip_grad_norm_(self._critic_parameters, self._config.gradient_clipping).item()
+                    loss_of_steps.append(clipped.loss)
+                    norm_of_steps.append(norm)
+                    value_loss_of_steps.append(value_loss)
+                    critic_norm_of_steps.append(critic_norm)
+                    if not all(map(math.isfinite, (clipped.loss, value_loss, norm, critic_norm))):
+                        skipped = (
+                            f"not finite: loss {clipped.loss:g}, gradient norm {norm:g}; critic: loss {value_loss:g}, "
+                            f"gradient norm {critic_norm:g}"
+                        )
+                        break
+                    if self.step >= self._config.critic_warmup_updates:
+                        self._optimizer.step()
+                    self._critic_optimizer.step()
+                    self._optimizer.zero_grad(set_to_none=True)
+                    self._critic_optimizer.zero_grad(set_to_none=True)
+                    if is_last_epoch:
+                        last_epoch.extend(clipped)
+                else:
+                    skipped = None
+            finally:
+                self._optimizer.zero_grad(set_to_none=True)
+                self._critic_optimizer.zero_grad(set_to_none=True)
+                if skipped is not None:
+                    before.restore()
+                    critic_before.restore()
+            metrics |= {
+                **proximal.trained.figures(self.version, self._config.importance_weight_cap),
+                "loss": fmean(loss_of_steps),
+                "policy_loss": fmean(loss_of_steps),
+                "value_loss": fmean(value_loss_of_steps),
+                "policy_grad_norm": fmean(norm_of_steps),
+                "grad_norm": fmean(norm_of_steps),
+                "critic_grad_norm": fmean(critic_norm_of_steps),
+                "logp_std": proximal.trained.logp_std,
+                **last_epoch.figures(self._config.clip_range),
+            }
+        if skipped is None:
+            self.step += 1
+            self.version = version
+            self.samples_seen += len(fitted.items)
+        seconds = time.perf_counter() - started
+        return UpdateResult(
+            metrics=metrics
+            | {
+                "step": float(self.step),
+                "samples_seen": float(self.samples_seen),
+                "seconds": seconds,
+                "tokens_per_s": sum(map(length, fitted.items)) / seconds,
+            },
+            skipped=skipped,
+        )
+
+    def add_gradient(self, items: Sequence[TrainItem], proximal: Proximal) -> Clipped:
+        """Add the gradient of the clipped loss on all of `items`, whose rewards are the advantages."""
+        config = self._config
+        divisor = self._max_generation_len * len(items)
+        clipped = Clipped()
+        for cpu_batch in make_micro_batches(items, config.max_tokens_per_micro_batch, config.mini_batch_size):
+            batch = cpu_batch.to(self.policy.device)
+            logp_N, _ = self.policy.logprobs(batch)
+            old_logp_N = batch.gather(proximal.logp)
+            weight_N = losses.importance_weights(old_logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
+            loss = losses.clipped_loss(logp_N, old_logp_N, weight_N, batch.advantage_N, config.clip_range, divisor)
+            if proximal.base_logp is not None:
+                base_logp_N = batch.gather(proximal.base_logp)
+                weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
+                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, base_logp_N, weight_N, divisor)
+            loss.backward()  # type: ignore[no-untyped-call]
+            clipped.add(logp_N, old_logp_N, loss)
+        return clipped
+
+    def save(self, directory: Path) -> None:
+        """Adapter, critic, optimisers, counters and random state, into a directory that exists."""
+        adapter_files.write(directory, *self.policy.adapter_state())
+        (directory / "critic").mkdir()
+        self.critic.save(directory / "critic")
+        moments = state_tensors(self._optimizer, self.policy.parameters)
+        moments |= state_tensors(self._critic_optimizer, self.critic.parameters)
+        counters = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        write_state(directory, moments, counters, self.policy.device)
+
+    def load(self, directory: Path) -> None:
+        """Go on from what `save` wrote, bit for bit."""
+        self.policy.load_adapter(directory)
+        self.critic.load(directory / "critic")
+        moments, counters = read_state(directory, self.policy.device)
+        load_state_tensors(self._optimizer, self.policy.parameters, moments)
+        load_state_tensors(self._critic_optimizer, self.critic.parameters, moments)
+        self.step, self.version = counters["step"], counters["version"]
+        self.samples_seen = counters["samples_seen"]

@@ -1,0 +1,64 @@
+"""The policy at the start of an update: what later steps of the same update are clipped around.
+
+Owns the pass that computes its log-probabilities (the base's too, where the loss asks for them: neither changes
+while the update lasts) and the order of the steps. Knows nothing of losses or optimisers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unstable_lite.config import LearnerConfig
+from unstable_lite.learners.batching import make_micro_batches
+from unstable_lite.learners.figures import Trained
+from unstable_lite.learners.model import Policy
+from unstable_lite.types import TrainItem
+
+
+@dataclass(frozen=True, slots=True)
+class Proximal:
+    """For each item, one tensor of its trained tokens' log-probabilities."""
+
+    logp: list[Tensor]
+    base_logp: list[Tensor] | None
+    trained: Trained
+    """The figures of the policy as it was."""
+
+    def of(self, rows: Sequence[int]) -> Proximal:
+        """The same for some of the items."""
+        base_logp = None if self.base_logp is None else [self.base_logp[row] for row in rows]
+        return Proximal([self.logp[row] for row in rows], base_logp, self.trained)
+
+
+@torch.no_grad()
+def proximal_policy(policy: Policy, items: Sequence[TrainItem], config: LearnerConfig) -> Proximal:
+    trained = Trained()
+    logp = [torch.empty(0)] * len(items)
+    base_logp = [torch.empty(0)] * len(items) if config.kl_coefficient else None
+    for cpu_batch in make_micro_batches(items, config.max_tokens_per_micro_batch, config.mini_batch_size):
+        batch = cpu_batch.to(policy.device)
+        with policy.evaluating():
+            logp_N, entropy_N = policy.logprobs(batch)
+        base_logp_N = None
+        if base_logp is not None:
+            base_logp_N = policy.base_logprobs(batch)
+            batch.scatter(base_logp_N, base_logp)
+        batch.scatter(logp_N, logp)
+        trained.add(batch, logp_N, entropy_N, base_logp_N, loss=torch.zeros(()))
+    return Proximal(logp, base_logp, trained)
+
+
+def shuffled_minibatches(num_items: int, config: LearnerConfig) -> Iterator[tuple[bool, list[int]]]:
+    """Which items each step of the update learns from, and whether it belongs to the last pass over all of them.
+
+    Each pass meets every item once, in a new order, in `ppo_minibatches` parts whose sizes differ by 1 at most. Draws
+    from torch's generator for the CPU, whose state is saved with the learner.
+    """
+    for epoch in range(config.ppo_epochs):
+        order = torch.randperm(num_items)
+        for rows in order.tensor_split(min(config.ppo_minibatches, num_items)):
+            yield epoch == config.ppo_epochs - 1, rows.tolist()
