@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,48 @@ def test_a_minimal_config_has_the_references_defaults() -> None:
     assert (config.run.learning_steps, config.run.num_collection_workers, config.run.num_eval_workers) == (200, 256, 16)
     assert config.buffer_size == 768
     assert find_problems(config) == []
+
+
+def names_of(transformations: Any) -> list[str]:
+    return [entry if isinstance(entry, str) else entry.name for entry in transformations]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "final", "sampling"),
+    [
+        ("reinforce", "steps", ["RoleAdvantageByEnvFormatter"], ["NormalizeRewardsByEnv"]),
+        ("a2c", "episodes", ["RoleAdvantageByEnvFormatter"], []),
+        ("ppo", "episodes", ["RoleAdvantageByEnvFormatter"], []),
+        ("grpo", "steps", [], []),
+        ("rloo", "steps", [], []),
+        ("json:Mine", "steps", ["RoleAdvantageByEnvFormatter"], ["NormalizeRewardsByEnv"]),
+    ],
+)
+def test_what_is_left_open_is_decided_by_the_algorithm_and_shown(
+    algorithm: str, kind: str, final: list[str], sampling: list[str]
+) -> None:
+    group = {"group_size": 4} if algorithm in ("grpo", "rloo") else {}
+    plan = make_plan(Config.model_validate({"train_envs": [ENV], "algorithm": algorithm, "run": group}))
+    rewards = plan.config.rewards
+    assert plan.config.buffer.kind == kind
+    assert names_of(rewards.final_reward_transformation) == final
+    assert names_of(rewards.sampling_reward_transformation) == sampling
+    assert f"sampling: {', '.join(sampling) or 'none'}" in dict(plan.describe())["rewards"]
+    assert make_plan(plan.config).config == plan.config
+
+
+def test_returns_add_up_over_turns_so_the_steps_of_a_game_are_not_paid_by_default() -> None:
+    for algorithm, largest in (("reinforce", 1.5), ("a2c", 0.0)):
+        plan = make_plan(Config.model_validate({"train_envs": [ENV], "algorithm": algorithm}))
+        steps = [entry.model_dump() for entry in plan.config.rewards.step_reward_transformation or ()]
+        assert max(step.get("reward", 0.0) for step in steps) == largest
+
+
+def test_an_explicit_transformation_wins() -> None:
+    rewards = {"sampling_reward_transformation": ["NormalizeRewards"], "step_reward_transformation": []}
+    plan = make_plan(Config.model_validate({"train_envs": [ENV], "algorithm": "a2c", "rewards": rewards}))
+    assert names_of(plan.config.rewards.sampling_reward_transformation) == ["NormalizeRewards"]
+    assert plan.config.rewards.step_reward_transformation == ()
 
 
 def test_a_config_survives_the_way_to_a_worker() -> None:
@@ -140,7 +183,11 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
         ),
         ({"algorithm": "ppo", "lora": {"lora_dropout": 0.1}}, "dropout would make each another policy"),
         ({"algorithm": "ppo", "learner": {"ppo_minibatches": 500}}, "some would be empty"),
-        ({"learner": {"optimizer": "adamw8bit"}}, "bitsandbytes is not installed"),
+        pytest.param(
+            {"learner": {"optimizer": "adamw8bit"}},
+            "pip install bitsandbytes",
+            marks=pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="it is installed"),
+        ),
         ({"tracker": {"wandb_project": "p"}}, "wandb is not installed"),
         (
             {
