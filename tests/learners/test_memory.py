@@ -76,8 +76,9 @@ def test_the_computed_memory_of_an_update_is_what_is_allocated(
         prompt_ids=ids[:200],
         completion_ids=ids[200:],
         logprobs=np.zeros(400, np.float32),
-        advantage=1.0,
+        reward=1.0,
         adapter_version=0,
+        trajectory=0,
     )
     batch = batching.pad([item, item])
 
