@@ -170,7 +170,8 @@ def _item(prompt_ids: TokenIds, completion_ids: TokenIds) -> TrainItem:
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
         logprobs=np.zeros(len(completion_ids), np.float32),
-        advantage=0.0,
+        reward=0.0,
+        trajectory=0,
         adapter_version=0,
     )
 
