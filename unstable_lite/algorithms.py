@@ -27,7 +27,8 @@ _STEP_PENALTIES = (
     _transformation("RewardForFormat", penalty=-1.5),
     _transformation("PenaltyForInvalidMove", penalty=-2.0),
 )
-"""The same differences as penalties: returns add up over a player's turns, and a bonus for each would pay for length."""
+"""The same differences as penalties: returns add up over a player's turns, so a bonus for each pays for length."""
+_NORMALIZED = (_transformation("NormalizeRewardsByEnv", z_score=True),)
 
 
 def resolve_defaults(config: Config) -> Config:
@@ -39,7 +40,9 @@ def resolve_defaults(config: Config) -> Config:
     open_ones = {
         "final_reward_transformation": () if has_group else ("RoleAdvantageByEnvFormatter",),
         "step_reward_transformation": _STEP_PENALTIES if kind == "episodes" else _STEP_REWARDS,
-        "sampling_reward_transformation": () if has_baseline else (_transformation("NormalizeRewardsByEnv", z_score=True),),
+        "sampling_reward_transformation": ()
+        if has_baseline
+        else (_transformation("NormalizeRewardsByEnv", z_score=True),),
     }
     rewards = {name: value for name, value in open_ones.items() if getattr(config.rewards, name) is None}
     return config.model_copy(
