@@ -117,6 +117,60 @@ def envs(
     Console(highlight=False).print(table)
 
 
+@app.command("eval")
+def evaluate_models(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help="'base', run directories (all their checkpoints), adapters' directories, 'scripted:…', 'vendor/model'."
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="Games and tables; the same directory again goes on with it.")],
+    games: Annotated[int, typer.Option(min=1, help="Games of each model, opponent and env; seats are balanced.")] = 200,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="env_id[:players[:template]], repeated for more; default: the config's eval envs."),
+    ] = None,
+    opponent: Annotated[
+        list[str] | None,
+        typer.Option(help="What MODELS may be, repeated for more; default: each eval env's own opponent."),
+    ] = None,
+    tournament: Annotated[bool, typer.Option("--tournament", help="Each model against each other; a ladder.")] = False,
+    config: Annotated[Path | None, typer.Option(help="A TOML file; default: the first run's own config.")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Games in flight.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value, repeated for more; engine.temperature=0.6")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the tables.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """Evaluate what training left on disk: models × opponents × envs, or a tournament. Starts engines, no learner."""
+    with _ErrorsAsMessages(debug):
+        from unstable_lite.evaluation.evaluator import evaluate, plan_evaluation
+        from unstable_lite.evaluation.results import ladder_table, results_tables
+        from unstable_lite.runtime import run_in_loop
+        from unstable_lite.trackers.terminal import TerminalInterface
+
+        evaluation = plan_evaluation(
+            models,
+            output=output,
+            config=config,
+            envs=env or (),
+            opponents=opponent or (),
+            games=games,
+            concurrency=concurrency,
+            tournament=tournament,
+            overrides=override or (),
+        )
+        evaluated = run_in_loop(evaluate(evaluation, TerminalInterface(quiet=quiet).say))
+        console = Console(highlight=False)
+        if evaluated.ladder:
+            console.print(ladder_table(evaluated.ladder))
+        else:
+            console.print(*results_tables(evaluated.evaluations), sep="\n")
+        console.print(f"{evaluated.played} games played; tables and games in {evaluated.output}", soft_wrap=True)
+
+
 @app.command()
 def export(
     run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],

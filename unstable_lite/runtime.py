@@ -15,7 +15,7 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.checkpoints import create_run_directory
@@ -40,6 +40,8 @@ from unstable_lite.trackers.tracker import Evaluation, Sink, Tracker
 from unstable_lite.training import Training
 from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas
 from unstable_lite.workers import Workers, started_workers
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +154,7 @@ class Run:
                         training = self._wire(directory, workers, arena, tracker, seats, canary_prompt)
                         await training.run()
         except BaseExceptionGroup as group:
-            raise _first_reason(group) from group
+            raise first_reason(group) from group
         finally:
             self._terminal.stop()
             tracker.close()
@@ -252,7 +254,7 @@ class Run:
                 loop.remove_signal_handler(signum)
 
 
-def run_in_loop(coroutine: Coroutine[Any, Any, Summary]) -> Summary:
+def run_in_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     """`asyncio.run`, on uvloop where it exists."""
     loop_factory: Any = asyncio.new_event_loop
     with contextlib.suppress(ImportError):
@@ -328,7 +330,7 @@ def log_file(path: Path) -> Iterator[None]:
         handler.close()
 
 
-def _first_reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """What ended the run: the first of our own errors in the group, else its first error."""
     reason: BaseException = group.subgroup(UnstableError) or group
     while isinstance(reason, BaseExceptionGroup):

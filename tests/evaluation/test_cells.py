@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.cells import Cell, game_spec, in_rounds, make_cells, make_tournament
+from unstable_lite.evaluation.models import BASE, EvaluatedModel
+from unstable_lite.types import EvalEnvSpec, ModelRef
+
+NIM = EvalEnvSpec(env_id="Nim-v0-train", num_players=2)
+DICE = EvalEnvSpec(env_id="LiarsDice-v0-small-train", num_players=3)
+FROZEN = EvalEnvSpec(env_id="FrozenLake-v0-train", num_players=1)
+RANDOM = EvaluatedModel(name="scripted:random", key="scripted:random", is_fixed=True)
+
+
+def adapter(number: int) -> EvaluatedModel:
+    return EvaluatedModel(name=f"ckpt-{number}", key=f"digest {number}", path=Path(f"/somewhere/ckpt-{number}"))
+
+
+def ref(model: EvaluatedModel) -> ModelRef:
+    return ModelRef(uid=model.name, kind="checkpoint", adapter_version=0)
+
+
+def test_every_model_meets_every_opponent_in_every_env_and_nobody_where_there_is_one_seat() -> None:
+    cells = make_cells([BASE, adapter(1)], lambda env: [RANDOM, BASE], [NIM, FROZEN])
+    assert [(c.env.env_id, c.model.name, c.opponent_name) for c in cells] == [
+        ("Nim-v0-train", "base", "scripted:random"),
+        ("Nim-v0-train", "base", "base"),
+        ("Nim-v0-train", "ckpt-1", "scripted:random"),
+        ("Nim-v0-train", "ckpt-1", "base"),
+        ("FrozenLake-v0-train", "base", "none"),
+        ("FrozenLake-v0-train", "ckpt-1", "none"),
+    ]
+
+
+def test_every_model_meets_the_same_seeds_at_the_same_seats_and_seats_are_balanced() -> None:
+    cells = make_cells([BASE, adapter(1)], lambda env: [RANDOM], [NIM])
+    one, other = ([game_spec(cell, number, 7, ref) for number in range(20)] for cell in cells)
+    assert [spec.seed for spec in one] == [spec.seed for spec in other]
+    assert len({spec.seed for spec in one}) == 20
+    assert all(spec.seed % 2 for spec in one)
+    for specs, name in ((one, "base"), (other, "ckpt-1")):
+        seats = Counter(agent.pid for spec in specs for agent in spec.agent_specs if agent.model.uid == name)
+        assert seats == {0: 10, 1: 10}
+    assert game_spec(cells[0], 0, 8, ref).seed != one[0].seed
+
+
+def test_a_tournament_has_every_pair_once_and_both_ways_round_where_one_sits_alone() -> None:
+    models = [adapter(n) for n in range(4)]
+    assert len(make_tournament(models, [NIM])) == 6
+    cells = make_tournament(models, [DICE])
+    assert len(cells) == len({(c.model.name, c.opponent_name) for c in cells}) == 12
+    seats = [a.model.uid for a in game_spec(cells[0], 1, 0, ref).agent_specs]
+    assert seats == ["ckpt-1", "ckpt-0", "ckpt-1"]
+
+
+@pytest.mark.parametrize(("models", "env"), [([BASE], NIM), ([BASE, RANDOM], FROZEN)])
+def test_a_tournament_of_one_and_one_without_opponents_are_refused(
+    models: list[EvaluatedModel], env: EvalEnvSpec
+) -> None:
+    with pytest.raises(ConfigError, match="a tournament needs"):
+        make_tournament(models, [env])
+
+
+@pytest.mark.parametrize("slots", [2, 3, 5, 100])
+def test_rounds_hold_no_more_adapters_than_there_are_slots_and_lose_no_cell(slots: int) -> None:
+    cells = make_tournament([BASE, RANDOM, *(adapter(n) for n in range(6))], [NIM])
+    rounds = in_rounds(cells, slots)
+    assert [cell for round_ in rounds for cell in round_] == cells
+    for round_ in rounds:
+        assert len(set().union(*(cell.adapters for cell in round_))) <= slots
+    assert (len(rounds) == 1) == (slots >= 6)
+
+
+def test_a_pair_that_does_not_fit_the_slots_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.max_loras = 1: ckpt-0 against ckpt-1 needs 2"):
+        in_rounds(make_tournament([adapter(0), adapter(1)], [NIM]), 1)
+
+
+def test_a_cell_is_known_by_what_is_played_not_by_names() -> None:
+    renamed = EvaluatedModel(name="the best", key="digest 1", path=Path("/elsewhere"))
+    assert Cell(model=adapter(1), opponent=RANDOM, env=NIM).key == Cell(model=renamed, opponent=RANDOM, env=NIM).key
+    other_env = EvalEnvSpec(env_id="Nim-v0-train", num_players=2, prompt_template="tiny")
+    assert (
+        Cell(model=adapter(1), opponent=RANDOM, env=NIM).key
+        != Cell(model=adapter(1), opponent=RANDOM, env=other_env).key
+    )

@@ -1,0 +1,238 @@
+"""Evaluations as a user starts them: real engine processes; with a model only where a model is what it is about."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import runs
+from handmade_adapters import small, write_adapter, write_run
+from unstable_lite.errors import AdapterError, ConfigError, EnvError
+from unstable_lite.evaluation.evaluator import AdapterSlots, Evaluated, evaluate, plan_evaluation
+from unstable_lite.evaluation.models import find_models
+from unstable_lite.trackers.tracker import wilson_interval
+from unstable_lite.workers import started_engines
+
+TESTS = Path(__file__).parents[1]
+SCRIPTED = (
+    "engine.kind=scripted",
+    'engine.replies=["\\\\boxed{[1 1]}", "\\\\boxed{[2 1]}", "\\\\boxed{[3 1]}"]',
+    "engine.max_generation_len=32",
+    "engine.max_model_len=4096",
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Four checkpoints that no engine with a model could load; the scripted one can."""
+    return write_run(tmp_path / "run", runs.write_small(tmp_path), checkpoints=4)
+
+
+async def evaluated(models: Sequence[str | Path], output: Path, *overrides: str, **options: Any) -> Evaluated:
+    plan = plan_evaluation([*map(str, models)], output=output, overrides=(*SCRIPTED, *overrides), **options)
+    return await evaluate(plan, say=lambda _: None)
+
+
+def lines(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+async def test_models_against_opponents_end_in_tables_that_agree_with_the_games(run: Path, tmp_path: Path) -> None:
+    done = await evaluated(["base", run], tmp_path / "out", games=6)
+    assert done.played == 5 * 6
+    games = lines(tmp_path / "out")
+    assert Counter(game["model"] for game in games) == {m: 6 for m in ("base", "ckpt-1", "ckpt-2", "ckpt-3", "ckpt-4")}
+    table = read_csv(tmp_path / "out" / "table.csv")
+    for row, evaluation in zip(table, done.evaluations, strict=True):
+        own = [game for game in games if game["model"] == row["model"]]
+        assert Counter(game["pid"] for game in own) == {0: 3, 1: 3}
+        assert int(row["n"]) + int(row["void"]) == 6
+        wins = sum(game["outcome"] == "win" for game in own)
+        assert int(row["wins"]) == evaluation.wins == wins
+        assert (float(row["low"]), float(row["high"])) == pytest.approx(wilson_interval(wins, evaluation.n), abs=1e-5)
+        assert float(row["mean_reward"]) == pytest.approx(sum(game["reward"] for game in own) / len(own))
+        assert int(row["own_invalid"]) == sum(game["own_invalid"] for game in own)
+    markdown = (tmp_path / "out" / "table.md").read_text().splitlines()
+    assert len(markdown) == 2 + len(table)
+    assert markdown[2].startswith("| base | scripted:random | Nim-v0-train | 6 |")
+    reference = read_csv(tmp_path / "out" / "eval_results.csv")
+    assert list(reference[0]) == [
+        "game_idx",
+        "env_id",
+        "eval_model_pid",
+        "eval_model_reward",
+        "avg_opponent_reward",
+        "num_turns",
+    ]
+    assert len(reference) == 30
+
+
+async def test_a_second_call_plays_only_what_is_not_there_and_completes_a_cut_cell(run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    await evaluated(["base", run / "checkpoints" / "ckpt-1"], output, games=8)
+    path = output / "results.jsonl"
+    kept = path.read_text().splitlines()[:11]
+    path.write_text("\n".join(kept) + '\n{"cell": "bas')  # as a crash leaves it
+    again = await evaluated(["base", run / "checkpoints" / "ckpt-1"], output, games=8)
+    assert again.played == 5
+    assert path.read_text().splitlines()[:11] == kept
+    assert Counter((g["model"], g["game"]) for g in lines(output)) == {
+        (model, number): 1 for model in ("base", "ckpt-1") for number in range(8)
+    }
+    more = await evaluated(["base", run], output, games=10)
+    assert more.played == 2 * 2 + 3 * 10
+    assert (await evaluated(["base", run], output, games=10)).played == 0
+    fewer = await evaluated(["base"], output, games=4, config=run / "config.toml")
+    assert fewer.played == 0
+    assert fewer.evaluations[0].n == 4
+
+
+async def test_more_checkpoints_than_slots_play_in_turns(run: Path, tmp_path: Path) -> None:
+    done = await evaluated([run, "base"], tmp_path / "out", "engine.max_loras=2", games=4, tournament=True)
+    assert done.played == 10 * 4
+    assert {e.void for e in done.evaluations} == {0}
+    assert [(placed.games) for placed in done.ladder] == [16] * 5
+    ladder = read_csv(tmp_path / "out" / "ladder.csv")
+    assert [row["model"] for row in ladder] == [placed.model for placed in done.ladder]
+    matrix = read_csv(tmp_path / "out" / "matches.csv")
+    for row in matrix:
+        for other in matrix:
+            mine, theirs = row[other["model"]], other[row["model"]]
+            assert (mine == theirs == "") if row is other else float(mine) + float(theirs) == pytest.approx(1)
+
+
+async def test_what_cannot_be_evaluated_is_said_before_an_engine_starts(run: Path, tmp_path: Path) -> None:
+    for options, says in (
+        ({"envs": ["NoSuchEnv-v0"]}, "no such env id"),
+        ({"envs": ["Nim-v0-train:two"]}, "write env_id, env_id:players"),
+        ({"opponents": ["scripted:perfectt"]}, "scripted"),
+        ({"tournament": True, "opponents": ["base"]}, "leave --opponent out"),
+        ({"config": tmp_path / "none.toml"}, "cannot be read"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            plan_evaluation(["base", str(run)], output=tmp_path / "out", **options)  # type: ignore[arg-type]
+        assert any(says in problem for problem in caught.value.problems), (says, caught.value.problems)
+    with pytest.raises(ConfigError, match="--config"):
+        plan_evaluation(["base"], output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+async def test_an_output_directory_of_something_else_or_of_other_settings_is_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match="no evaluation's"):
+        await evaluated(["base", run], tmp_path / "full", games=1)
+    await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", games=1)
+    with pytest.raises(ConfigError, match=r"temperature was 1\.0 and is 0\.5"):
+        await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", "engine.temperature=0.5", games=1)
+
+
+async def test_an_env_that_keeps_breaking_ends_the_evaluation_and_void_games_are_played_again(
+    run: Path, tmp_path: Path
+) -> None:
+    too_short = ("engine.max_model_len=20", "engine.max_generation_len=4")
+    with pytest.raises(EnvError, match="broke 20 times in a row"):
+        await evaluated(["base", run], tmp_path / "out", *too_short, games=30)
+    assert {game["end"] for game in lines(tmp_path / "out")} == {"void"}
+    again = plan_evaluation(["base"], config=run / "config.toml", output=tmp_path / "out", games=2, overrides=SCRIPTED)
+    (tmp_path / "out" / "settings.json").write_text(json.dumps(again.settings))
+    done = await evaluate(again, say=lambda _: None)
+    assert (done.played, done.evaluations[0].n, done.evaluations[0].void) == (2, 2, 0)
+
+
+def test_bad_input_is_one_message_and_exit_code_1(tmp_path: Path) -> None:
+    code, out, err = runs.run("eval", "base", tmp_path, "--output", tmp_path / "out")
+    assert code == 1
+    assert err.startswith("error: ")
+    assert "neither a run directory" in err
+    assert "Traceback" not in err + out
+
+
+# From here on with the model.
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three updates, evaluated before and after by 60 games."""
+    directory = tmp_path_factory.mktemp("trained")
+    overrides = ("run.eval_games=60", "run.checkpoint_every=1", "run.num_eval_workers=0")
+    code, out, err = runs.run("run", runs.write_small(directory), *overrides)
+    assert code == 0, out + err
+    return runs.run_directory(directory)
+
+
+def scaled(directory: Path, checkpoint: Path, of_a: float, of_b: float) -> Path:
+    """The checkpoint with its A and B matrices multiplied."""
+    arrays = safetensors.numpy.load_file(checkpoint / "adapter_model.safetensors")
+    made = {name: (of_a if ".lora_A." in name else of_b) * array for name, array in arrays.items()}
+    config = json.loads((checkpoint / "adapter_config.json").read_text())
+    return write_adapter(directory, {name: array.astype(np.float32) for name, array in made.items()}, **config)
+
+
+def test_offline_results_agree_with_those_of_training(trained: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    zero = scaled(tmp_path / "zero", trained / "checkpoints" / "ckpt-3", 1, 0)
+    models = ("base", trained / "checkpoints" / "latest", zero)
+    code, out, err = runs.run("eval", *models, "--output", output, "--games", "60", "--set", "engine.threads=1")
+    assert code == 0, out + err
+    assert "180 games played" in out
+    assert "Nim-v0-train against scripted:random" in out
+    offline = {row["model"]: row for row in read_csv(output / "table.csv")}
+    online = {row["model"]: row for row in map(json.loads, (trained / "eval.jsonl").read_text().splitlines())}
+    for model, trained_as in (("base", "base"), ("ckpt-3", "ckpt-3"), ("zero", "base")):
+        row, (low, high) = offline[model], online[trained_as]["interval"]
+        assert int(row["n"]) + int(row["void"]) == 60
+        assert float(row["low"]) <= high, model
+        assert low <= float(row["high"]), model
+
+
+async def test_adapters_that_do_not_fit_or_cannot_be_told_apart_are_errors(trained: Path, tmp_path: Path) -> None:
+    checkpoint = trained / "checkpoints" / "ckpt-3"
+    plan = plan_evaluation([str(checkpoint)], output=tmp_path / "out")
+    other_base = write_adapter(tmp_path / "other", small())
+    twin = scaled(tmp_path / "twin", checkpoint, 2, 0.5)
+    faint = scaled(tmp_path / "faint", checkpoint, 1, 1e-20)
+    (tmp_path / "logs").mkdir()
+    async with started_engines(plan.plan, tmp_path / "logs", say=lambda _: None) as workers:
+        slots = AdapterSlots(workers, "<|im_start|>user\nAvailable Moves: [0]<|im_end|>\n<|im_start|>assistant\n")
+
+        async def hold(*paths: Path) -> None:
+            await slots.hold({model.key: model for model in find_models(map(str, paths))})
+
+        await hold(checkpoint)
+        for path, says in (
+            (other_base, r"does not fit the base: model\.layers\.0"),
+            (twin, r"engine-0 answers as ckpt-3 where twin"),
+            (faint, r"engine-0 answers as the base model where faint"),
+        ):
+            with pytest.RaisesGroup(pytest.RaisesExc(AdapterError, match=says), allow_unwrapped=True):
+                await hold(checkpoint, path)
+        await hold(trained / "checkpoints" / "ckpt-1", trained / "checkpoints" / "ckpt-2")
+
+
+async def test_an_engine_that_serves_the_base_in_silence_is_caught(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    plan = plan_evaluation(
+        [str(trained / "checkpoints" / "ckpt-3")],
+        output=tmp_path / "out",
+        overrides=["engine.kind=lying_engines:ServesBaseUnderTheRightName"],
+    )
+    with pytest.raises(AdapterError, match="engine-0 answers as the base model where ckpt-3"):
+        await evaluate(plan, say=lambda _: None)
+    assert lines(tmp_path / "out") == []

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import runs
+from handmade_adapters import small, write_adapter, write_run
+from unstable_lite.config import Config
+from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.models import check_base, find_models, find_run
+from unstable_lite.types import TrainEnvSpec
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", runs.write_small(tmp_path), checkpoints=11)
+
+
+def test_a_run_is_all_of_its_checkpoints_in_the_order_of_their_numbers(run: Path) -> None:
+    models = find_models(["base", str(run), "scripted:random", "google/gemini-2.0-flash-lite-001"])
+    assert [model.name for model in models] == [
+        "base",
+        *(f"ckpt-{n}" for n in range(1, 12)),
+        "scripted:random",
+        "google/gemini-2.0-flash-lite-001",
+    ]
+    assert [model.step for model in models[1:12]] == list(range(1, 12))
+    assert [model.is_fixed for model in models[-2:]] == [True, True]
+
+
+def test_the_same_weights_under_two_names_are_one_model(run: Path) -> None:
+    latest = run / "checkpoints" / "latest"
+    latest.symlink_to("ckpt-11")
+    assert len(find_models([str(run), str(latest), str(run / "checkpoints" / "ckpt-3")])) == 11
+
+
+def test_the_same_matrices_under_another_scale_are_another_model(tmp_path: Path) -> None:
+    paths = [str(write_adapter(tmp_path / name, small(), lora_alpha=alpha)) for name, alpha in (("a", 8), ("b", 16))]
+    assert len(find_models(paths)) == 2
+
+
+def test_checkpoints_of_two_runs_are_told_apart_by_the_runs_name(run: Path, tmp_path: Path) -> None:
+    other = write_adapter(tmp_path / "other" / "checkpoints" / "ckpt-1", small(99))
+    names = [model.name for model in find_models([str(run / "checkpoints" / "ckpt-1"), str(other)])]
+    assert names == ["run/ckpt-1", "other/ckpt-1"]
+
+
+def test_an_adapter_whose_b_matrices_are_zero_is_known_to_be_the_base(tmp_path: Path) -> None:
+    zero, other = (
+        write_adapter(tmp_path / name, small(is_zero=is_zero)) for name, is_zero in (("zero", True), ("other", False))
+    )
+    assert [model.is_zero for model in find_models([str(zero), str(other)])] == [True, False]
+
+
+def test_the_run_of_a_checkpoint_is_found(run: Path) -> None:
+    assert find_run(["base", "scripted:random", str(run / "checkpoints" / "ckpt-2")]) == run
+    assert find_run([str(run)]) == run
+    assert find_run(["base"]) is None
+
+
+def test_what_names_no_model_is_said_all_at_once(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    half = write_adapter(tmp_path / "half", small())
+    (half / "adapter_model.safetensors").unlink()
+    garbled = write_adapter(tmp_path / "garbled", small())
+    (garbled / "adapter_model.safetensors").write_bytes(b"not safetensors at all")
+    words = [
+        "nonsense",
+        str(tmp_path / "nowhere"),
+        *(str(tmp_path / x) for x in ("empty", "run")),
+        str(half),
+        str(garbled),
+    ]
+    with pytest.raises(ConfigError) as caught:
+        find_models(words)
+    says = caught.value.problems
+    assert len(says) == 6
+    for problem, part in zip(
+        says,
+        (
+            "'nonsense' names no model",
+            "nowhere' names no model",
+            "neither a run directory",
+            "has no checkpoint",
+            "half is no adapter: it has no adapter_model.safetensors",
+            "garbled is no adapter that can be read",
+        ),
+        strict=True,
+    ):
+        assert part in problem
+
+
+def test_an_adapter_that_says_it_is_of_another_base_is_refused(tmp_path: Path) -> None:
+    env = TrainEnvSpec(env_id="Nim-v0-train", num_players=2, num_actors=2, prompt_template="tiny")
+    config = Config(model_name="Qwen/Qwen3-1.7B", train_envs=(env,))
+    other = find_models([str(write_adapter(tmp_path / "other", small(), base="Qwen/Qwen3-1.7B-Base"))])
+    with pytest.raises(ConfigError, match=r"is an adapter of Qwen/Qwen3-1\.7B-Base; this evaluation's"):
+        check_base(other, config)
+    same = find_models([str(write_adapter(tmp_path / "same", small(1), base="Qwen/Qwen3-1.7B", r=32))])
+    assert check_base(same, config) == 32
+    local = find_models([str(write_adapter(tmp_path / "local", small(2), base="/data/models/qwen"))])
+    assert check_base(local, config) == 4  # what a directory holds is not told by its name
+
+
+def test_a_config_of_an_adapter_that_is_no_json_is_an_error(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "a", small())
+    (adapter / "adapter_config.json").write_text(json.dumps({})[:-1])
+    with pytest.raises(ConfigError, match="is no adapter that can be read"):
+        find_models([str(adapter)])

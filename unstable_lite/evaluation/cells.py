@@ -1,0 +1,129 @@
+"""Which games an evaluation consists of: cells (a model, its opponent, an env), and the games of each.
+
+Pure: knows no engines, no files. Game number k of an env has the same seed and the same seat whoever plays it, so that
+every model meets the same games; which of them is sampled how is the engines' own chance.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.models import BASE, EvaluatedModel
+from unstable_lite.rng import derive_seed
+from unstable_lite.types import AgentSpec, EvalEnvSpec, GameSpec, ModelRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """`model` at one seat of `env`, `opponent` at all others."""
+
+    model: EvaluatedModel
+    opponent: EvaluatedModel | None
+    """None where there is one seat."""
+    env: EvalEnvSpec
+
+    @property
+    def key(self) -> str:
+        """The same for the same question, whatever the models are called."""
+        env = self.env
+        played_how = (env.env_id, env.num_players, env.prompt_template, env.action_extraction_fn, env.max_turns)
+        return " | ".join(map(str, (self.model.key, self.opponent_key, *played_how)))
+
+    @property
+    def opponent_key(self) -> str:
+        return self.opponent.key if self.opponent is not None else "none"
+
+    @property
+    def opponent_name(self) -> str:
+        return self.opponent.name if self.opponent is not None else "none"
+
+    @property
+    def adapters(self) -> set[str]:
+        """Keys of the adapters that must be loaded to play it."""
+        seated = (self.model, self.opponent)
+        return {model.key for model in seated if model is not None and model.path is not None}
+
+
+def make_cells(
+    models: Sequence[EvaluatedModel],
+    opponents: Callable[[EvalEnvSpec], Sequence[EvaluatedModel]],
+    envs: Sequence[EvalEnvSpec],
+) -> list[Cell]:
+    """Every model against every opponent of every env; against nobody where there is one seat."""
+    return [
+        Cell(model=model, opponent=opponent, env=env)
+        for env in envs
+        for model in models
+        for opponent in (opponents(env) if env.num_players > 1 else [None])
+    ]
+
+
+def make_tournament(models: Sequence[EvaluatedModel], envs: Sequence[EvalEnvSpec]) -> list[Cell]:
+    """Every pair of models in every env; with more than two seats both ways round, for one of them sits alone.
+
+    Raises ConfigError for fewer than two models and for an env of one seat.
+    """
+    if len(models) < 2:
+        raise ConfigError(f"a tournament needs two models or more, and these are {len(models)}")
+    if alone := [env.env_id for env in envs if env.num_players == 1]:
+        raise ConfigError(f"a tournament needs opponents, and {', '.join(alone)} has one player")
+    return [
+        Cell(model=model, opponent=opponent, env=env)
+        for env in envs
+        for model, opponent in (
+            itertools.combinations(models, 2) if env.num_players == 2 else itertools.permutations(models, 2)
+        )
+    ]
+
+
+def in_rounds(cells: Iterable[Cell], slots: int) -> list[list[Cell]]:
+    """Cut where one more cell would need more than `slots` adapters at once; the order stays.
+
+    Raises ConfigError if one cell alone needs more.
+    """
+    rounds: list[list[Cell]] = []
+    needed: set[str] = set()
+    for cell in cells:
+        if len(cell.adapters) > slots:
+            raise ConfigError(
+                f"engine.max_loras = {slots}: {cell.model.name} against {cell.opponent_name} needs {len(cell.adapters)}"
+            )
+        if not rounds or len(needed | cell.adapters) > slots:
+            rounds.append([])
+            needed = set()
+        rounds[-1].append(cell)
+        needed |= cell.adapters
+    return rounds
+
+
+def seat_of(cell: Cell, number: int) -> int:
+    """Where `cell.model` sits in game `number`: the seats go round."""
+    return number % cell.env.num_players
+
+
+def game_spec(cell: Cell, number: int, seed: int, ref: Callable[[EvaluatedModel], ModelRef]) -> GameSpec:
+    """Game `number` of a cell. `ref`: how a model is seated now."""
+    env, seat = cell.env, seat_of(cell, number)
+    seated = [cell.model if pid == seat else cell.opponent or BASE for pid in range(env.num_players)]
+    return GameSpec(
+        game_idx=number,
+        kind="eval",
+        env_id=env.env_id,
+        num_players=env.num_players,
+        seed=derive_seed(seed, "offline eval", env.env_id, env.num_players, number) % 2**31 | 1,
+        agent_specs=tuple(
+            AgentSpec(
+                pid=pid,
+                model=ref(model),
+                collect_data=False,
+                prompt_template=env.prompt_template,
+                action_extraction_fn=env.action_extraction_fn,
+            )
+            for pid, model in enumerate(seated)
+        ),
+        max_turns=env.max_turns,
+        eval_label=f"{cell.model.name} against {cell.opponent_name}",
+    )

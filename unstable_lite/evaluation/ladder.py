@@ -1,0 +1,80 @@
+"""TrueSkill over all games of a tournament, whatever the order in which they were played.
+
+TrueSkill takes games one after the other, and what it says depends on their order. Here the games of a tournament are
+rated in many random orders, each from the prior, and μ and σ are the means over the orders. The orders are drawn by a
+fixed seed from the games in a canonical order: the same results give the same ladder. Rating the games several times in
+a row instead would count each of them several times, and σ would promise more than the games hold.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from unstable_lite.league.model_registry import ModelMeta, ModelRegistry
+
+MOST_ORDERS = 20
+LEAST_ORDERS = 4
+RATED_GAMES = 20_000
+"""About so many games are rated, in as many orders as that allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class RatedGame:
+    """`model` alone at a seat, and how it fared against `opponent`."""
+
+    env_id: str
+    model: str
+    opponent: str
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """One model's place on the ladder."""
+
+    model: str
+    mu: float
+    sigma: float
+    games: int
+    wins: int
+    draws: int
+    losses: int
+
+
+def make_ladder(games: Sequence[RatedGame], beta: float) -> list[Placed]:
+    """The strongest first, by μ. A game of one against several counts as one between the two models."""
+    canonical = sorted(games, key=lambda game: (game.env_id, game.model, game.opponent, game.outcome))
+    rng = random.Random(0)
+    num_orders = max(LEAST_ORDERS, min(MOST_ORDERS, RATED_GAMES // max(len(games), 1)))
+    orders = [_rate(rng.sample(canonical, len(canonical)), beta) for _ in range(num_orders)]
+    names = sorted({name for game in games for name in (game.model, game.opponent)})
+    placed = [_placed(name, [order[name] for order in orders]) for name in names]
+    return sorted(placed, key=lambda model: -model.mu)
+
+
+def _rate(games: Sequence[RatedGame], beta: float) -> dict[str, ModelMeta]:
+    registry = ModelRegistry(beta)
+    uids: dict[str, str] = {}
+    for game in games:
+        for name in (game.model, game.opponent):
+            if name not in uids:
+                uids[name] = registry.add_fixed(name).uid
+        score = {"win": 1.0, "draw": 0.0, "loss": -1.0}[game.outcome]
+        registry.update_ratings({0: uids[game.model], 1: uids[game.opponent]}, {0: score, 1: 0.0}, game.env_id)
+    return {name: registry.get(uid) for name, uid in uids.items()}
+
+
+def _placed(name: str, metas: Sequence[ModelMeta]) -> Placed:
+    counts = metas[0]  # the same in every order
+    return Placed(
+        model=name,
+        mu=fmean(meta.rating.mu for meta in metas),
+        sigma=fmean(meta.rating.sigma for meta in metas),
+        games=counts.games,
+        wins=counts.wins,
+        draws=counts.draws,
+        losses=counts.losses,
+    )

@@ -1,0 +1,181 @@
+"""The models that an evaluation names: the base, adapters on disk, runs with their checkpoints, fixed opponents.
+
+Owns what can be told of an adapter by its files alone. Loads no weights: that is the engines' business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from unstable_lite.config import Config
+from unstable_lite.errors import AdapterError, ConfigError
+from unstable_lite.games.seats import SCRIPTED
+from unstable_lite.models import resolve_model
+
+WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Of the types that safetensors names; little-endian, so that the sign is in the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedModel:
+    name: str
+    """What tables show."""
+    key: str
+    """What results are kept under: `base`, a fixed opponent's name, or the digest of an adapter's files."""
+    path: Path | None = None
+    """Of an adapter's PEFT directory."""
+    is_fixed: bool = False
+    is_zero: bool = False
+    """An adapter whose B matrices are all zero: it is the base."""
+    step: int = 0
+    """Of a checkpoint: the updates it had seen."""
+
+
+BASE = EvaluatedModel(name="base", key="base")
+
+
+def find_models(words: Iterable[str]) -> list[EvaluatedModel]:
+    """What each word names: `base`, a run directory (all of its checkpoints), a PEFT directory, a fixed opponent.
+
+    The same weights under two names count once. Raises ConfigError with every word that names nothing.
+    """
+    models: dict[str, EvaluatedModel] = {}
+    problems: list[str] = []
+    for word in words:
+        try:
+            for model in _find(word):
+                models.setdefault(model.key, model)
+        except ConfigError as error:
+            problems += error.problems
+        except AdapterError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(*problems)
+    return _with_distinct_names(list(models.values()))
+
+
+def find_run(words: Iterable[str]) -> Path | None:
+    """The first run directory that is named, by itself or by a checkpoint inside it."""
+    for word in words:
+        path = Path(word).expanduser().resolve()
+        for directory in (path, *path.parents[:2]):
+            if (directory / "config.toml").is_file() and (directory / "checkpoints").is_dir():
+                return directory
+    return None
+
+
+def check_base(models: Sequence[EvaluatedModel], config: Config) -> int:
+    """The largest rank of the adapters. Raises ConfigError for one that says that it is of another base.
+
+    Only names are compared, and only where both are a hub's: a local directory may hold anything. Weights that do not
+    fit the base's shapes are refused by the engines.
+    """
+    rank, problems = 1, []
+    for model in models:
+        if model.path is None:
+            continue
+        stored = json.loads((model.path / ADAPTER_CONFIG).read_text())
+        rank = max(rank, int(stored.get("r", 1)))
+        theirs = stored.get("base_model_name_or_path") or ""
+        ours = resolve_model(config.model_name)
+        if theirs and theirs != ours and not _is_local(theirs) and not _is_local(ours):
+            problems.append(f"{model.path} is an adapter of {theirs}; this evaluation's model_name is {ours}")
+    if problems:
+        raise ConfigError(*problems)
+    return rank
+
+
+def _find(word: str) -> list[EvaluatedModel]:
+    if word == BASE.name:
+        return [BASE]
+    if word.startswith(SCRIPTED):
+        return [EvaluatedModel(name=word, key=word, is_fixed=True)]
+    path = Path(word).expanduser()
+    if path.is_dir():
+        if (path / ADAPTER_CONFIG).exists() or (path / WEIGHTS).exists():
+            return [_adapter(path)]
+        if (path / "checkpoints").is_dir():
+            checkpoints = [found for found in (path / "checkpoints").glob("ckpt-*") if _number(found) is not None]
+            if not checkpoints:
+                raise ConfigError(f"{path} has no checkpoint: {path / 'checkpoints'} holds no ckpt-<n>")
+            return [_adapter(found) for found in sorted(checkpoints, key=lambda found: _number(found) or 0)]
+        raise ConfigError(f"{path} is neither a run directory (checkpoints/) nor an adapter ({ADAPTER_CONFIG})")
+    if "/" not in word or word.startswith((".", "/", "~")) or Path(path.parts[0]).exists():
+        raise ConfigError(
+            f"{word!r} names no model: give 'base', a run directory, an adapter's directory, 'scripted:…' or "
+            "'vendor/model' at the API"
+        )
+    return [EvaluatedModel(name=word, key=word, is_fixed=True)]
+
+
+def _adapter(path: Path) -> EvaluatedModel:
+    """Raises AdapterError unless both files are there and can be read as what they are."""
+    path = path.resolve()
+    for name in (ADAPTER_CONFIG, WEIGHTS):
+        if not (path / name).is_file():
+            raise AdapterError(f"{path} is no adapter: it has no {name}")
+    try:
+        stored = json.loads((path / ADAPTER_CONFIG).read_text())
+        with (path / WEIGHTS).open("rb") as file:
+            digest = hashlib.file_digest(file, "blake2b").hexdigest()[:16]
+        is_zero = _is_zero(path / WEIGHTS)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdapterError(f"{path} is no adapter that can be read: {error}") from error
+    scale = f"{stored.get('r')}-{stored.get('lora_alpha')}"  # the same matrices under another scale are another model
+    return EvaluatedModel(name=path.name, key=f"{digest}-{scale}", path=path, is_zero=is_zero, step=_number(path) or 0)
+
+
+def _is_zero(weights: Path) -> bool:
+    """Whether every B matrix in a safetensors file is zero, told from its bytes, whatever their type."""
+    with weights.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if not 0 < header_bytes < weights.stat().st_size:
+            raise ValueError(f"{weights.name} is not in safetensors format")
+        header: dict[str, Any] = json.loads(file.read(header_bytes))
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            for name, tensor in header.items():
+                if ".lora_B." in name:
+                    start, end = (8 + header_bytes + offset for offset in tensor["data_offsets"])
+                    numbers = np.frombuffer(bytearray(content[start:end]), np.uint8)
+                    numbers = numbers.reshape(-1, FLOAT_BYTES[tensor["dtype"]])
+                    numbers[:, -1] &= 0x7F  # the sign: there is a negative zero
+                    if numbers.any():
+                        return False
+    return True
+
+
+def _number(path: Path) -> int | None:
+    match = re.fullmatch(r"ckpt-(\d+)", path.name)
+    return int(match[1]) if match else None
+
+
+def _with_distinct_names(models: list[EvaluatedModel]) -> list[EvaluatedModel]:
+    """`ckpt-3`; where another run's has the same name, `<run>/ckpt-3`; where that is not enough, the whole path."""
+    for rename in (_with_run, lambda path: str(path)):
+        names = Counter(model.name for model in models)
+        models = [
+            replace(model, name=rename(model.path)) if model.path is not None and names[model.name] > 1 else model
+            for model in models
+        ]
+    return models
+
+
+def _with_run(path: Path) -> str:
+    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    return f"{run.name}/{path.name}"
+
+
+def _is_local(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or Path(name).exists()

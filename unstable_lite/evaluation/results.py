@@ -1,0 +1,274 @@
+"""What an evaluation keeps and shows: a line for each game in results.jsonl, and every table made from those lines.
+
+Only whole cells' counts are shown, never stored: the lines are the truth, so an evaluation that was cut short goes on
+where it stopped, and one with more games or more models adds to what is there.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.table import Table
+
+from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.cells import Cell, seat_of
+from unstable_lite.evaluation.ladder import Placed
+from unstable_lite.trackers.records import RecordLog, read_records
+from unstable_lite.trackers.tracker import Evaluation, Tally
+from unstable_lite.types import GameRecord
+
+COLUMNS = (
+    "model",
+    "opponent",
+    "env_id",
+    "n",
+    "wins",
+    "draws",
+    "losses",
+    "win_rate",
+    "low",
+    "high",
+    "mean_reward",
+    "reward_low",
+    "reward_high",
+    "own_invalid",
+    "own_invalid_rate",
+    "void",
+)
+REFERENCE_COLUMNS = (
+    "game_idx",
+    "env_id",
+    "eval_model_pid",
+    "eval_model_reward",
+    "avg_opponent_reward",
+    "num_turns",
+)
+LADDER_COLUMNS = ("rank", "model", "mu", "sigma", "games", "wins", "draws", "losses")
+
+
+class Results:
+    """The games that an output directory holds, by cell and number."""
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
+        """Open a new directory, or one that was made under the same settings. Raises ConfigError for any other."""
+        self.directory = directory
+        _claim(directory, settings)
+        self._log = RecordLog(directory / "results.jsonl")
+        self._rows: dict[str, dict[int, dict[str, Any]]] = {}
+        for row in read_records(directory / "results.jsonl"):
+            self._keep(row)
+
+    def missing(self, cell: Cell, games: int) -> list[int]:
+        """Numbers of the cell's first `games` games that are not there; void ones are played again."""
+        rows = self._rows.get(cell.key, {})
+        return [number for number in range(games) if number not in rows or rows[number]["end"] == "void"]
+
+    def add(self, cell: Cell, record: GameRecord) -> None:
+        """On disk when this returns."""
+        number = record.spec.game_idx
+        pid, is_void = seat_of(cell, number), record.end == "void"
+        others = [reward for other, reward in record.rewards.items() if other != pid]
+        row = {
+            "cell": cell.key,
+            "game": number,
+            "model": cell.model.name,
+            "opponent": cell.opponent_name,
+            "env_id": cell.env.env_id,
+            "seed": record.spec.seed,
+            "pid": pid,
+            "reward": None if is_void else record.rewards[pid],
+            "opponent_reward": fmean(others) if others and not is_void else None,
+            "rewards": record.rewards,
+            "outcome": None if is_void else record.outcomes[pid],
+            "own_invalid": pid in record.invalid_pids,
+            "end": record.end,
+            "num_turns": len(record.turns),
+            "seconds": round(record.seconds, 4),
+            "error": record.error,
+        }
+        self._log.write(row)
+        self._keep(row)
+
+    def rows(self, cell: Cell, games: int) -> list[dict[str, Any]]:
+        """Of the cell's first `games` games, in the order of their numbers."""
+        rows = self._rows.get(cell.key, {})
+        return [rows[number] for number in sorted(rows) if number < games]
+
+    def evaluation(self, cell: Cell, games: int) -> Evaluation:
+        tally = Tally()
+        for row in self.rows(cell, games):
+            if row["end"] == "void":
+                tally.void += 1
+            else:
+                tally.add(row["outcome"], row["reward"], row["own_invalid"])
+        return tally.evaluation("offline", cell.model.name, cell.model.step, cell.env.env_id, cell.opponent_name)
+
+    def close(self) -> None:
+        self._log.close()
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        self._rows.setdefault(row["cell"], {})[row["game"]] = row
+
+
+def _claim(directory: Path, settings: Mapping[str, Any]) -> None:
+    path = directory / "settings.json"
+    if not path.exists():
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise ConfigError(f"{directory} is there, not empty, and no evaluation's; name another with --output")
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings, indent=2) + "\n")
+        return
+    try:
+        before = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read ({error}); name another directory with --output") from None
+    changed = [
+        f"{name} was {before.get(name)!r} and is {settings.get(name)!r}"
+        for name in sorted({*before, *settings})
+        if before.get(name) != settings.get(name)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{directory} holds an evaluation under other settings, and the two must not be mixed: "
+            f"{'; '.join(changed)}. Name another directory with --output"
+        )
+
+
+def write_tables(results: Results, cells: Sequence[Cell], games: int) -> list[Evaluation]:
+    """table.csv, table.md and the reference evaluator's eval_results.csv; returns the table's rows."""
+    evaluations = [results.evaluation(cell, games) for cell in cells]
+    rows = [_figures(evaluation) for evaluation in evaluations]
+    write_csv(results.directory / "table.csv", COLUMNS, rows)
+    write_markdown(results.directory / "table.md", COLUMNS, rows)
+    played = [(cell, row) for cell in cells for row in results.rows(cell, games) if row["end"] != "void"]
+    write_csv(
+        results.directory / "eval_results.csv",
+        REFERENCE_COLUMNS,
+        [
+            {
+                "game_idx": index,
+                "env_id": cell.env.env_id,
+                "eval_model_pid": row["pid"],
+                "eval_model_reward": row["reward"],
+                "avg_opponent_reward": row["opponent_reward"],
+                "num_turns": row["num_turns"],
+            }
+            for index, (cell, row) in enumerate(played)
+        ],
+    )
+    return evaluations
+
+
+def write_ladder(directory: Path, placed: Sequence[Placed], evaluations: Sequence[Evaluation]) -> None:
+    """ladder.csv and ladder.md; matches.csv: the share of points that the row's model took from the column's.
+
+    A win is a point, a draw half of one; empty where the two did not meet.
+    """
+    rows = [
+        {"rank": rank, **{column: getattr(model, column) for column in LADDER_COLUMNS[1:]}}
+        for rank, model in enumerate(placed, start=1)
+    ]
+    write_csv(directory / "ladder.csv", LADDER_COLUMNS, rows)
+    write_markdown(directory / "ladder.md", LADDER_COLUMNS, rows)
+    points, games = _points(evaluations)
+    names = [model.model for model in placed]
+    matrix = [
+        {"model": row}
+        | {column: points[row, column] / games[row, column] for column in names if games.get((row, column))}
+        for row in names
+    ]
+    write_csv(directory / "matches.csv", ("model", *names), matrix)
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows({column: _plain(value) for column, value in row.items()} for row in rows)
+
+
+def write_markdown(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    lines = [columns, ["---"] * len(columns), *([str(_plain(row[column])) for column in columns] for row in rows)]
+    text = "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+    path.write_text(text, encoding="utf-8")
+
+
+def results_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
+    """For a terminal: one for each env and opponent."""
+    tables = []
+    for env_id, opponent in dict.fromkeys((e.env_id, e.opponent) for e in evaluations):
+        table = Table("model", title=f"{env_id} against {opponent}", title_justify="left")
+        for name in ("games", "won", "95 % interval", "drawn", "reward", "own invalid"):
+            table.add_column(name, justify="right")
+        for e in evaluations:
+            if (e.env_id, e.opponent) == (env_id, opponent):
+                low, high = e.interval
+                is_decided = math.isfinite(e.win_rate)
+                table.add_row(
+                    e.model,
+                    f"{e.n}" + f" (+{e.void} void)" * bool(e.void),
+                    f"{e.win_rate:.1%}" if is_decided else "–",
+                    f"{low:.1%} – {high:.1%}" if is_decided else "–",
+                    str(e.draws) if is_decided else "–",
+                    f"{e.mean_reward:+.3f}" if e.n else "–",
+                    f"{e.invalid} ({e.invalid / max(e.n, 1):.1%})",
+                )
+        tables.append(table)
+    return tables
+
+
+def ladder_table(placed: Sequence[Placed]) -> Table:
+    """For a terminal."""
+    table = Table("", "model", title="TrueSkill", title_justify="left")
+    for name in ("μ", "σ", "games", "won", "drawn", "lost"):
+        table.add_column(name, justify="right")
+    for rank, p in enumerate(placed, start=1):
+        counts = map(str, (p.games, p.wins, p.draws, p.losses))
+        table.add_row(str(rank), p.model, f"{p.mu:.2f}", f"{p.sigma:.2f}", *counts)
+    return table
+
+
+def _figures(e: Evaluation) -> dict[str, Any]:
+    low, high = e.interval
+    reward_low, reward_high = e.reward_interval
+    return {
+        "model": e.model,
+        "opponent": e.opponent,
+        "env_id": e.env_id,
+        "n": e.n,
+        "wins": e.wins,
+        "draws": e.draws,
+        "losses": e.losses,
+        "win_rate": e.win_rate,
+        "low": low,
+        "high": high,
+        "mean_reward": e.mean_reward,
+        "reward_low": reward_low,
+        "reward_high": reward_high,
+        "own_invalid": e.invalid,
+        "own_invalid_rate": e.invalid / e.n if e.n else math.nan,
+        "void": e.void,
+    }
+
+
+def _points(evaluations: Sequence[Evaluation]) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], int]]:
+    """By (model, other): points that the model took, and games."""
+    points: dict[tuple[str, str], float] = {}
+    games: dict[tuple[str, str], int] = {}
+    for e in evaluations:
+        for pair, won in (((e.model, e.opponent), e.wins), ((e.opponent, e.model), e.losses)):
+            points[pair] = points.get(pair, 0.0) + won + e.draws / 2
+            games[pair] = games.get(pair, 0) + e.n
+    return points, games
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else ""
+    return "" if value is None else value
