@@ -38,7 +38,7 @@ from unstable_lite.plan import Plan, make_plan
 from unstable_lite.runtime import first_reason, log_file
 from unstable_lite.trackers.tracker import Evaluation
 from unstable_lite.types import EvalEnvSpec, GameSpec, Generation, ModelRef, TrainEnvSpec
-from unstable_lite.workers import EngineWorkers, started_engines
+from unstable_lite.workers import EngineWorkers, started_engines, while_alive
 
 PROBES = 4
 PROBE_TOKENS = 16
@@ -184,25 +184,33 @@ async def _play_all(
     evaluation: EvaluationPlan, todo: dict[str, list[int]], results: Results, say: Callable[[str], None]
 ) -> None:
     plan = evaluation.plan
-    async with started_engines(plan, evaluation.output / "logs", say) as workers, asyncio.TaskGroup() as tasks:
-        watching = [tasks.create_task(process.watch()) for process in workers.processes]
+    async with started_engines(plan, evaluation.output / "logs", say) as workers:
         templates = templates_for(plan.config, workers.prompts)
-        env = evaluation.cells[0].env
-        _, observation = Environment(env.env_id, env.num_players, seed=0).observe()
-        slots = AdapterSlots(workers, format_prompt(env.prompt_template, observation, env.num_players, templates))
-        runner = GameRunner(Seats(workers.engines.generate, templates), plan.config.run)
-        cells = [cell for cell in evaluation.cells if todo[cell.key]]
-        for round_ in in_rounds(cells, plan.config.engine.max_loras):
-            await slots.hold({model.key: model for cell in round_ for model in _adapters(cell)})
-            say(f"playing {_describe(round_)}")
-            games = (
-                (cell, game_spec(cell, number, plan.config.run.seed, slots.ref))
-                for cell in round_
-                for number in todo[cell.key]
-            )
-            await _play(games, runner, results, evaluation.concurrency)
-        for task in watching:
-            task.cancel()
+        async with Seats(workers.engines.generate, templates, plan.config.opponents, say) as seats:
+            env = evaluation.cells[0].env
+            _, observation = Environment(env.env_id, env.num_players, seed=0).observe()
+            slots = AdapterSlots(workers, format_prompt(env.prompt_template, observation, env.num_players, templates))
+            runner = GameRunner(seats, plan.config.run)
+            await while_alive(workers.processes, _play_rounds(evaluation, todo, slots, runner, results, say))
+
+
+async def _play_rounds(
+    evaluation: EvaluationPlan,
+    todo: dict[str, list[int]],
+    slots: AdapterSlots,
+    runner: GameRunner,
+    results: Results,
+    say: Callable[[str], None],
+) -> None:
+    config = evaluation.plan.config
+    cells = [cell for cell in evaluation.cells if todo[cell.key]]
+    for round_ in in_rounds(cells, config.engine.max_loras):
+        await slots.hold({model.key: model for cell in round_ for model in _adapters(cell)})
+        say(f"playing {_describe(round_)}")
+        games = (
+            (cell, game_spec(cell, number, config.run.seed, slots.ref)) for cell in round_ for number in todo[cell.key]
+        )
+        await _play(games, runner, results, evaluation.concurrency)
 
 
 async def _play(games: Iterator[tuple[Cell, GameSpec]], runner: GameRunner, results: Results, concurrency: int) -> None:

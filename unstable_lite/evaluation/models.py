@@ -19,8 +19,9 @@ import numpy as np
 
 from unstable_lite.config import Config
 from unstable_lite.errors import AdapterError, ConfigError
-from unstable_lite.games.seats import SCRIPTED
+from unstable_lite.games.seats import is_remote
 from unstable_lite.models import resolve_model
+from unstable_lite.types import ModelRef
 
 WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -100,7 +101,7 @@ def check_base(models: Sequence[EvaluatedModel], config: Config) -> int:
 def _find(word: str) -> list[EvaluatedModel]:
     if word == BASE.name:
         return [BASE]
-    if word.startswith(SCRIPTED):
+    if not is_remote(ModelRef(uid=word, kind="fixed", name=word)):  # scripted, or a class of one's own
         return [EvaluatedModel(name=word, key=word, is_fixed=True)]
     path = Path(word).expanduser()
     if path.is_dir():
@@ -114,8 +115,8 @@ def _find(word: str) -> list[EvaluatedModel]:
         raise ConfigError(f"{path} is neither a run directory (checkpoints/) nor an adapter ({ADAPTER_CONFIG})")
     if "/" not in word or word.startswith((".", "/", "~")) or Path(path.parts[0]).exists():
         raise ConfigError(
-            f"{word!r} names no model: give 'base', a run directory, an adapter's directory, 'scripted:…' or "
-            "'vendor/model' at the API"
+            f"{word!r} names no model: give 'base', a run directory, an adapter's directory, 'scripted:…', "
+            "'module:Class' or 'vendor/model' at the API"
         )
     return [EvaluatedModel(name=word, key=word, is_fixed=True)]
 
