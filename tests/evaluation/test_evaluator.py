@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from handmade_adapters import small, write_adapter, write_run
 
 import runs
-from handmade_adapters import small, write_adapter, write_run
 from unstable_lite.errors import AdapterError, ConfigError, EnvError
 from unstable_lite.evaluation.evaluator import AdapterSlots, Evaluated, evaluate, plan_evaluation
 from unstable_lite.evaluation.models import find_models
