@@ -50,6 +50,10 @@ class RunConfig(Section):
     `rewards.group_baseline`."""
     max_action_chars: int = Field(2000, ge=1)
     """Longer actions are cut before they reach the env."""
+    max_restarts: int = Field(5, ge=0)
+    """Deaths of one worker within an hour that the run survives by starting it again."""
+    restart_backoff_s: float = Field(1.0, ge=0)
+    """Before the first of these starts; twice as long before each one after it."""
     max_void_games: int = Field(20, ge=1)
     """So many void games of one env in a row end the run with the last one's error."""
 
@@ -83,6 +87,8 @@ class EngineConfig(Section):
     start_timeout_s: float = Field(600.0, gt=0)
     request_timeout_s: float = Field(600.0, gt=0)
     """A request without a reply after so long fails."""
+    stall_timeout_s: float = Field(300.0, gt=0)
+    """A worker that owes replies and says nothing for so long is killed and started again."""
     replies: tuple[str, ...] = ("\\boxed{[0]}",)
     """`scripted` only: the completions it draws from."""
 

@@ -6,11 +6,12 @@ Turns prompts into Generations and adapters into loaded versions. Knows no games
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from unstable_lite.config import EngineConfig
-from unstable_lite.errors import AdapterError
+from unstable_lite.errors import AdapterError, WorkerDied
 from unstable_lite.transport.messages import EngineStats, Generate, Generated, LoadAdapter, Message, UnloadAdapter
 from unstable_lite.transport.sockets import Peer, Router
 from unstable_lite.types import Generation
@@ -24,7 +25,13 @@ class EngineClient:
     def __init__(self, router: Router, name: str, config: EngineConfig) -> None:
         self.peer = Peer(router, name, self._receive)
         self.stats = EngineStats(queued=0, running=0, tokens_per_s=0.0, cached_share=0.0)
+        self.life = self.peer.life
+        """The last life of the worker in which it holds every adapter that it should."""
         self._config = config
+
+    @property
+    def is_up(self) -> bool:
+        return self.life == self.peer.life and not self.peer.is_dead
 
     async def generate(
         self,
@@ -66,26 +73,51 @@ class EngineClient:
 
 
 class EnginePool:
+    """What an engine that dies still owes is asked of another one, or of itself when it is back."""
+
     def __init__(self, engines: Sequence[EngineClient]) -> None:
         self.engines = engines
         self.generated_tokens = 0
+        self.resent = 0
+        """Requests that were asked again because their engine died."""
+        self._return = asyncio.Event()
+
+    @property
+    def up(self) -> list[EngineClient]:
+        return [engine for engine in self.engines if engine.is_up]
 
     async def generate(self, prompt: str, version: int, stop: tuple[str, ...] = ()) -> Generation:
         """One completion by the worker with the fewest requests in flight."""
-        engine = self.engines[0]
-        if len(self.engines) > 1:
-            engine = min(self.engines, key=lambda engine: engine.peer.num_pending)
-        generation = await engine.generate(prompt, version, stop)
-        self.generated_tokens += len(generation.completion_ids)
-        return generation
+        while True:
+            while not (up := self.up):
+                await self._return.wait()
+            engine = up[0] if len(up) == 1 else min(up, key=lambda engine: engine.peer.num_pending)
+            try:
+                generation = await engine.generate(prompt, version, stop)
+            except WorkerDied:
+                self.resent += 1
+            else:
+                self.generated_tokens += len(generation.completion_ids)
+                return generation
+
+    def take_back(self, engine: EngineClient) -> None:
+        """It died, is there again, and holds what the others hold."""
+        engine.life = engine.peer.life
+        self._return.set()
+        self._return = asyncio.Event()
 
     async def load_adapter(self, version: int, path: Path) -> None:
-        """Returns when every engine has it."""
-        async with asyncio.TaskGroup() as tasks:
-            for engine in self.engines:
-                tasks.create_task(engine.load_adapter(version, path))
+        """Returns when every engine that is up has it."""
+        await self._ask_each(lambda engine: engine.load_adapter(version, path))
 
     async def unload_adapter(self, version: int) -> None:
+        await self._ask_each(lambda engine: engine.unload_adapter(version))
+
+    async def _ask_each(self, ask: Callable[[EngineClient], Awaitable[None]]) -> None:
+        async def attempt(engine: EngineClient) -> None:
+            with contextlib.suppress(WorkerDied):  # what it should hold it is given when it is back
+                await ask(engine)
+
         async with asyncio.TaskGroup() as tasks:
-            for engine in self.engines:
-                tasks.create_task(engine.unload_adapter(version))
+            for engine in self.up:
+                tasks.create_task(attempt(engine))

@@ -6,8 +6,10 @@ orchestrator lives, so that end-of-file means "you are an orphan": the worker ex
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -19,6 +21,8 @@ import zmq
 from unstable_lite.config import Config
 from unstable_lite.transport.messages import MAX_FRAME_BYTES, Crashed, Message, decode, encode
 
+DUMP_STACKS = signal.SIGUSR1
+"""Makes a worker write the stacks of its threads to its log, even in the middle of a computation."""
 ORPHANED = 70
 """Exit code of a worker whose orchestrator is gone."""
 
@@ -28,8 +32,10 @@ class WorkerSpec:
     """What a worker is told on its first line of stdin."""
 
     name: str
-    """`engine-0`, `learner`: also its ZeroMQ identity and the name of its log."""
+    """`engine-0`, `learner`: also the name of its log."""
     endpoint: str
+    identity: str = ""
+    """On the wire; default: the name."""
     device: str
     """`cpu`, or `cuda:0` within the worker's own CUDA_VISIBLE_DEVICES."""
     threads: int
@@ -49,7 +55,7 @@ class WorkerSocket:
     def __init__(self, spec: WorkerSpec) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, spec.name.encode())
+        self._socket.setsockopt(zmq.IDENTITY, (spec.identity or spec.name).encode())
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -79,6 +85,7 @@ class WorkerSocket:
 def run_worker(main: Callable[[WorkerSpec, WorkerSocket], None]) -> None:
     """Read the spec, guard against being orphaned, run `main`; a failure is sent, logged, and exits with 1."""
     spec = WorkerSpec(**json.loads(sys.stdin.readline()))
+    faulthandler.register(DUMP_STACKS, all_threads=True)
     threading.Thread(target=_exit_when_orphaned, daemon=True).start()
     socket = WorkerSocket(spec)
     try:

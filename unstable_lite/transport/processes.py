@@ -6,19 +6,23 @@ A worker's stdout and stderr go to `logs/<name>.log`; the last lines of that fil
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from unstable_lite.errors import UnstableError, WorkerDied
-from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.child import DUMP_STACKS, WorkerSpec
 from unstable_lite.transport.messages import Stop
 from unstable_lite.transport.sockets import Peer
 
 TAIL_LINES = 15
+DUMP_S = 0.5
+"""What a stuck worker is given to write its stacks."""
 
 
 class WorkerProcess:
@@ -56,7 +60,7 @@ class WorkerProcess:
                 start_new_session=True,  # a Ctrl-C at the terminal is the orchestrator's to handle
             )
         assert self._process.stdin is not None
-        self._process.stdin.write(self._spec.to_line().encode())
+        self._process.stdin.write(replace(self._spec, identity=self.peer.identity.decode()).to_line().encode())
         await self._process.stdin.drain()
 
     async def ready(self, timeout_s: float) -> dict[str, Any]:
@@ -95,6 +99,14 @@ class WorkerProcess:
         except TimeoutError:
             self.kill()
             await self._process.wait()
+
+    async def kill_stuck(self) -> None:
+        """Kill it as if it had died by itself, after it wrote its threads' stacks to its log."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, DUMP_STACKS)
+            await asyncio.sleep(DUMP_S)
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """SIGKILL, now, to the worker and to whatever it started."""

@@ -31,12 +31,12 @@ class Router:
         self.endpoint = f"ipc://{directory / 'bus'}"
         self.dropped_frames = 0
         """Frames from peers nobody expects, malformed, or of another protocol version."""
-        self._peers: dict[bytes, Peer] = {}
+        self._peers: dict[bytes, Peer | None] = {}
+        """None: of workers that are dead."""
         self._outgoing: dict[bytes, list[Message]] = {}
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
@@ -44,8 +44,13 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.FD, self._receive)
 
-    def add_peer(self, peer: Peer) -> None:
-        self._peers[peer.name.encode()] = peer
+    def expect(self, identity: bytes, peer: Peer) -> None:
+        """Messages of a worker with this identity are the peer's."""
+        self._peers[identity] = peer
+
+    def forget(self, identity: bytes) -> None:
+        """Messages of this dead worker may still arrive; they concern nobody."""
+        self._peers[identity] = None
 
     def send(self, identity: bytes, message: Message) -> None:
         if not self._outgoing:
@@ -70,6 +75,8 @@ class Router:
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             peer = self._peers.get(identity)
+            if peer is None and identity in self._peers:
+                continue
             try:
                 if peer is None or len(frames) != 1:
                     raise ProtocolError(f"{len(frames)} frames from {identity[:40]!r}, whom nobody expects")
@@ -89,15 +96,23 @@ class Peer:
         self.name = name
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.crash_reason: str | None = None
+        self.life = 0
+        """How many workers of this name died before the present one."""
         self._router = router
-        self._identity = name.encode()
         self._on_message = on_message
         self._pending: dict[int, tuple[asyncio.Future[Any], float]] = {}
         """By request id: who waits, and until when."""
         self._sweep: asyncio.TimerHandle | None = None
         self._ids = itertools.count(1)
         self._dead: WorkerDied | None = None
-        router.add_peer(self)
+        self._loop = asyncio.get_running_loop()
+        self._heard_at = self._busy_since = self._loop.time()
+        router.expect(self.identity, self)
+
+    @property
+    def identity(self) -> bytes:
+        """A worker's own: what one that died has sent or been sent is never another's."""
+        return f"{self.name}.{self.life}".encode()
 
     @property
     def num_pending(self) -> int:
@@ -107,15 +122,22 @@ class Peer:
     def is_dead(self) -> bool:
         return self._dead is not None
 
+    def silent_for(self) -> float:
+        """Seconds since the worker last said anything while it is waited for; 0 while it is not."""
+        return self._loop.time() - max(self._heard_at, self._busy_since) if self._pending else 0.0
+
     def revive(self) -> None:
         """A new worker is about to start under the name of one that died; it will be `ready` in its turn."""
-        self.ready = asyncio.get_running_loop().create_future()
+        self.ready = self._loop.create_future()
         self.crash_reason = None
+        self._router.forget(self.identity)
+        self.life += 1
+        self._router.expect(self.identity, self)
         self._dead = None
 
     def tell(self, message: Message) -> None:
         """Send something that has no reply."""
-        self._router.send(self._identity, message)
+        self._router.send(self.identity, message)
 
     async def ask(self, message_type: Callable[..., Message], timeout_s: float, **fields: Any) -> Any:
         """Send a request and return its reply.
@@ -125,19 +147,21 @@ class Peer:
         """
         if self._dead is not None:
             raise self._dead
-        request_id = next(self._ids)
-        loop = asyncio.get_running_loop()
-        reply: asyncio.Future[Any] = loop.create_future()
-        self._pending[request_id] = reply, loop.time() + timeout_s
+        request_id, now = next(self._ids), self._loop.time()
+        reply: asyncio.Future[Any] = self._loop.create_future()
+        if not self._pending:
+            self._busy_since = now
+        self._pending[request_id] = reply, now + timeout_s
         if self._sweep is None:
-            self._sweep = loop.call_later(SWEEP_EVERY_S, self._fail_overdue, loop)
-        self._router.send(self._identity, message_type(request_id=request_id, **fields))
+            self._sweep = self._loop.call_later(SWEEP_EVERY_S, self._fail_overdue)
+        self._router.send(self.identity, message_type(request_id=request_id, **fields))
         try:
             return await reply
         finally:
             del self._pending[request_id]
 
     def receive(self, message: Message) -> None:
+        self._heard_at = self._loop.time()
         request_id: int | None = getattr(message, "request_id", None)
         if request_id is not None:
             reply, _ = self._pending.get(request_id, (None, None))
@@ -163,10 +187,10 @@ class Peer:
                 reply.set_exception(error)
                 reply.exception()  # mark as retrieved: nobody may be waiting for `ready` any more
 
-    def _fail_overdue(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _fail_overdue(self) -> None:
         """One timer for all requests: a timer for each would cost more than the requests themselves."""
-        now = loop.time()
+        now = self._loop.time()
         for reply, deadline in self._pending.values():
             if deadline <= now and not reply.done():
                 reply.set_exception(RequestError(f"{self.name}: no reply before its deadline"))
-        self._sweep = loop.call_later(SWEEP_EVERY_S, self._fail_overdue, loop) if self._pending else None
+        self._sweep = self._loop.call_later(SWEEP_EVERY_S, self._fail_overdue) if self._pending else None

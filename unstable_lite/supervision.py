@@ -1,0 +1,95 @@
+"""Keep a worker alive: start it again where it dies, kill it where it is stuck; so often, and no more.
+
+Owns the budget. What a worker must be given back before it may work again is the caller's to know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from unstable_lite.config import RunConfig
+from unstable_lite.errors import WorkerDied
+from unstable_lite.transport.processes import WorkerProcess
+
+log = logging.getLogger(__name__)
+
+WINDOW_S = 3600.0
+"""Deaths longer ago do not count."""
+
+
+class Supervisor:
+    """One worker's."""
+
+    def __init__(
+        self,
+        process: WorkerProcess,
+        config: RunConfig,
+        start_timeout_s: float,
+        stall_timeout_s: float,
+        restore: Callable[[], Awaitable[None]],
+        alarm: Callable[[str], None],
+    ) -> None:
+        """`restore`: give a worker that started again what it held; from then on it may be asked."""
+        self.restarts = 0
+        self._process = process
+        self._config = config
+        self._start_timeout_s = start_timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._restore = restore
+        self._alarm = alarm
+        self._deaths: deque[float] = deque()
+
+    async def run(self) -> None:
+        """Until the worker is asked to stop. Raises WorkerDied where it dies more often than `run.max_restarts`."""
+        while True:
+            try:
+                async with asyncio.TaskGroup() as life:
+                    companions = [life.create_task(self._kill_when_silent())]
+                    if self.restarts:
+                        companions.append(life.create_task(self._restore()))  # type: ignore[arg-type]
+                    await self._process.watch()
+                    for companion in companions:
+                        companion.cancel()
+                return
+            except* WorkerDied as deaths:
+                death = deaths.exceptions[0]
+                assert isinstance(death, WorkerDied)
+            await self._start_again(death)
+
+    async def _start_again(self, death: WorkerDied) -> None:
+        while True:
+            self._count(death)
+            await asyncio.sleep(self._config.restart_backoff_s * 2 ** (len(self._deaths) - 1))
+            try:
+                await self._process.start()
+                await self._process.ready(self._start_timeout_s)
+            except WorkerDied as another:
+                death = another
+            else:
+                self.restarts += 1
+                return
+
+    def _count(self, death: WorkerDied) -> None:
+        now, most = time.monotonic(), self._config.max_restarts
+        while self._deaths and self._deaths[0] < now - WINDOW_S:
+            self._deaths.popleft()
+        self._deaths.append(now)
+        if len(self._deaths) > most:
+            if most == 0:
+                raise death
+            raise WorkerDied(f"{death}\n({len(self._deaths)} deaths within the hour; run.max_restarts = {most})")
+        log.warning("%s", death)
+        self._alarm(f"{str(death).splitlines()[0]} It is started again ({len(self._deaths)} of {most}).")
+
+    async def _kill_when_silent(self) -> None:
+        """A worker that waits for nothing and says nothing does no harm; one that is waited for does."""
+        peer = self._process.peer
+        while True:
+            await asyncio.sleep(self._stall_timeout_s / 10)
+            if (silent_s := peer.silent_for()) > self._stall_timeout_s:
+                self._alarm(f"{peer.name} is waited for and has said nothing for {silent_s:.0f} s: it is killed")
+                await self._process.kill_stuck()
