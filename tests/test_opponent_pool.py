@@ -123,13 +123,15 @@ class League:
             asyncio.create_task(self.publisher.retire_unreferenced()),
         ]
 
-    async def update(self) -> None:
+    async def update(self, extra_file: str | None = None) -> None:
         """One update of the learner, as training makes it."""
         version = self.updates + 1
         path = self.arena.path(version)
         path.mkdir()
         (path / "adapter_config.json").write_text("{}")
         (path / "adapter_model.safetensors").write_text(f"weights of ckpt-{version}")
+        if extra_file:
+            (path / extra_file).symlink_to(path / "absent")  # cannot be copied
         self.pool.make_room()
         await asyncio.wait_for(self.publisher.publish(version), 10)
         self.updates += 1
@@ -298,14 +300,24 @@ async def test_a_return_never_takes_the_slot_of_the_next_update_and_comes_when_t
 
 
 async def test_where_slots_are_short_an_opponent_that_nobody_plays_makes_room(tmp_path: Path) -> None:
-    league = await a_league_of(tmp_path, 4, size=3, max_loras=5)
-    for version in (3, 4):
-        league.arena.retain(version)
-    for _ in range(3):
-        league.arena.retain(league.updates)
-        await asyncio.wait_for(league.update(), 5)
-    assert league.engines.engines[0].most_loaded <= 5
-    assert league.active[-1] == "ckpt-7"
+    league = await a_league_of(tmp_path, 4, size=3)
+    for version in (2, 3):
+        league.arena.retain(version)  # games that go on and on
+    for _ in range(2):
+        await league.update()
+        await league.settle()
+    assert set(league.engines.engines[0].loaded) == {2, 3, 4, 5, 6}
+    await asyncio.wait_for(league.update(), 5)
+    assert league.active == ["ckpt-5", "ckpt-6", "ckpt-7"]
+    await league.close()
+
+
+async def test_half_a_copy_never_lies_where_a_whole_one_is_looked_for(tmp_path: Path) -> None:
+    league = League(tmp_path, size=2)
+    await league.update(extra_file="nowhere")
+    await league.settle()
+    assert len(league.alarms) == 1
+    assert list(league.disk.iterdir()) == []
     await league.close()
 
 

@@ -182,6 +182,7 @@ class OpponentPool:
             partial.rename(self._directory / uid)
             self._published_as[uid] = version
         except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
             self._alarm(f"{uid} is not kept on disk and cannot come back as an opponent: {error}")
             self._publisher.forget(version)
         finally:

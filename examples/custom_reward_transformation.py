@@ -1,0 +1,42 @@
+"""Reward transforms of your own: `python examples/custom_reward_transformation.py [learning_steps]`.
+
+A final one is called `(reward, pid, env_id)` once for each player of a game, a step one `(player_traj, step_index,
+reward)` once a turn, a sampling one `(steps)` once a batch. A class takes its options from the configuration; what it
+keeps survives a restart if it has `state_dict` and `load_state_dict`.
+"""
+
+import sys
+
+import unstable_lite as unstable
+from unstable_lite.types import PlayerTrajectory
+
+
+class QuickWin:
+    """A win is worth more the fewer turns it took: `bonus / turns` on top, for every step of the winner."""
+
+    def __init__(self, bonus: float = 1.0) -> None:
+        self.bonus = bonus
+
+    def __call__(self, player_traj: PlayerTrajectory, step_index: int, reward: float) -> float:
+        has_won = player_traj.final_reward > 0
+        return reward + (self.bonus / player_traj.num_turns if has_won else 0.0)
+
+
+if __name__ == "__main__":
+    run = unstable.build(
+        train_envs=[
+            unstable.TrainEnvSpec(env_id="TicTacToe-v0-train", num_players=2, num_actors=2, prompt_template="tiny"),
+        ],
+        max_generation_len=16,
+        batch_size=64,
+        learning_rate=1e-3,
+        vllm_config={"temperature": 1.0, "max_model_len": 512},
+        rewards={
+            "final_reward_transformation": ["WinDrawLossFormatter", "RoleAdvantageByEnvFormatter"],
+            "step_reward_transformation": [{"name": "custom_reward_transformation:QuickWin", "bonus": 2.0}],
+        },
+    )
+    summary = run.start(
+        learning_steps=int(sys.argv[1]) if len(sys.argv) > 1 else 20, num_collection_workers=32, num_eval_workers=0
+    )
+    print("adapter:", summary.checkpoint)
