@@ -6,6 +6,7 @@ else the name of a model behind an OpenAI-compatible endpoint.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -85,7 +86,7 @@ class Seats:
             return PolicyPlayer(self._generate, template, agent, spec.num_players)
         if not is_remote(agent.model):
             return _player_class(_name(agent.model))(env_id=spec.env_id, seed=spec.seed ^ agent.pid)
-        # The library takes half a second to import.
+        # Imported here only, because its library takes a second.
         from unstable_lite.games.players.openai_compatible import Endpoint, OpenAICompatiblePlayer
 
         if self._endpoint is None:
@@ -106,6 +107,8 @@ def opponent_problem(
         url = endpoint_url(opponents.base_url if opponents else None)
         if url_problem(url) is None and api_key(url) is None:
             return f"opponent {name!r} needs an API key for {url}: set {key_variable(url)}"
+        # The library takes a second to import: now, rather than on the event loop in the first game.
+        importlib.import_module("unstable_lite.games.players.openai_compatible")
         return None
     try:
         player_class = _player_class(name)
