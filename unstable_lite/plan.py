@@ -290,7 +290,7 @@ def _env_problems(config: Config) -> Iterable[str]:
         for name in _opponents(config, spec):
             observation = None
             if facts.problem is None:
-                observation = Environment(spec.env_id, spec.num_players, seed=0).observe()[1]
+                observation = Environment(spec.env_id, spec.num_players, 0, spec.observation).observe()[1]
             if (reason := opponent_problem(name, spec.env_id, observation, config.opponents)) is not None:
                 yield f"{where}: {reason}"
 

@@ -307,7 +307,7 @@ def _sinks(config: Config, directory: Path) -> list[Sink]:
 def _canary_prompt(config: Config, templates: Mapping[str, Template]) -> str:
     """What the first player of the first env is shown: a prompt of the kind that the run is about."""
     spec = config.train_envs[0]
-    _, observation = Environment(spec.env_id, spec.num_players, seed=0).observe()
+    _, observation = Environment(spec.env_id, spec.num_players, seed=0, observation=spec.observation).observe()
     return format_prompt(spec.prompt_template, observation, spec.num_players, templates)
 
 

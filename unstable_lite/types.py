@@ -19,6 +19,8 @@ FinishReason = Literal["stop", "length"]
 GameKind = Literal["train", "eval"]
 Outcome = Literal["win", "draw", "loss", "na"]
 """Place among the players, from the ranks of the final rewards; "na" where there is one player."""
+Observation = Literal["env", "first-last"]
+"""What a seat is shown: what the env id's own wrapper makes of the game so far, or its first and its last message."""
 GameEnd = Literal["natural", "invalid", "truncated", "void"]
 """How a game ended: by its rules, by an invalid move, by our turn or time cap, or because something broke."""
 
@@ -35,6 +37,7 @@ class TrainEnvSpec:
     action_extraction_fn: str = "default"
     max_turns: int = 200
     """Turn cap over all players; a game that reaches it is truncated."""
+    observation: Observation = "env"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,7 @@ class EvalEnvSpec:
     action_extraction_fn: str = "default"
     fixed_opponent: str = "google/gemini-2.0-flash-lite-001"
     max_turns: int = 200
+    observation: Observation = "env"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,7 @@ class GameSpec:
     """Env seed; train seeds are even, eval seeds odd."""
     agent_specs: tuple[AgentSpec, ...]
     max_turns: int
+    observation: Observation = "env"
     eval_label: str | None = None
     """For evaluations with a quota: which evaluation this game belongs to."""
     group_idx: int | None = None

@@ -17,6 +17,7 @@ from unstable_lite.games.environments import (
     outcomes_from_rewards,
     probe,
 )
+from unstable_lite.games.players.scripted import random_legal_action
 
 # Envs that draw in the middle of a game (REFERENCE.md 3.6), from `random` or `numpy.random`.
 DRAWING = [
@@ -155,3 +156,18 @@ def test_the_list_of_envs_names_players_and_what_is_broken() -> None:
 def test_every_denied_family_exists() -> None:
     families = {env_id.partition("-v")[0] for env_id in env_ids()}
     assert set(DENIED) <= families
+
+
+@pytest.mark.parametrize("env_id", ["Nim-v0-train", "Nim-v0"])
+def test_only_the_first_and_the_last_message_are_shown_where_asked_for(env_id: str) -> None:
+    env = Environment(env_id, 2, 3, observation="first-last")
+    shown = []
+    for action in ("[0 1]", "1 4", "[0 1]", "[2 1]"):  # an action without brackets gets them, as ever
+        pid, observation = env.observe()
+        shown.append(observation)
+        assert not env.step(action)
+        assert f"Welcome to Nim, Player {pid}" in observation
+        assert observation.count("Current Pile:") == 1
+        assert "removes" not in observation
+    assert "pile 0: 1\n  pile 1: 0\n  pile 2: 5" in shown[3]
+    assert random_legal_action(env_id, shown[3], random.Random(0)) in ("[0 1]", *(f"[2 {n}]" for n in range(1, 6)))

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unstable_lite.config import LeagueConfig
+from unstable_lite.errors import OpponentError
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import UniformRandomEnvSampler, build_model_sampler
@@ -41,6 +42,39 @@ def policy_seat(spec):
 
 
 # training games
+
+
+def test_a_game_is_shown_as_its_env_is_to_be_shown():
+    shown_short = {"observation": "first-last"}
+    scheduler = a_scheduler(train=[a_train_env(**shown_short)], evals=[an_eval_env(**shown_short)])
+    assert scheduler.next_train_job().observation == scheduler.next_eval_job().observation == "first-last"
+    assert a_scheduler().next_train_job().observation == "env"
+
+
+def test_an_opponent_that_cannot_play_now_is_drawn_again_and_asked_about_once_a_game():
+    asked = []
+
+    def can_play(model):
+        asked.append(model.name)
+        return model.name == "y"
+
+    scheduler = a_scheduler(train=[a_train_env(num_players=4)])
+    for _ in range(20):
+        asked.clear()
+        spec = scheduler.next_train_job(can_play)
+        assert {agent.model.name for agent in spec.agent_specs} == {None, "y"}
+        assert len(asked) == len(set(asked))
+    with pytest.raises(OpponentError, match="cannot play now"):
+        scheduler.next_train_job(lambda _model: False)
+
+
+def test_an_eval_env_whose_opponent_cannot_play_now_is_passed_over_and_loses_no_seat():
+    scheduler = a_scheduler(evals=[an_eval_env(), EvalEnvSpec(env_id="W", num_players=2, fixed_opponent="other")])
+    specs = [scheduler.next_eval_job(can_play=lambda model: model.name == "judge") for _ in range(10)]
+    assert {spec.env_id for spec in specs} == {"V"}
+    assert Counter(policy_seat(spec) for spec in specs) == {0: 5, 1: 5}
+    with pytest.raises(OpponentError, match="cannot play now"):
+        scheduler.next_eval_job(can_play=lambda _model: False)
 
 
 @pytest.mark.parametrize(("num_players", "num_actors"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 3)])

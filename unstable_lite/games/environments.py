@@ -25,9 +25,10 @@ from typing import Any
 
 import numpy as np
 import textarena as ta
+from textarena.wrappers.ObservationWrappers.llm_observation_wrapper import FirstLastObservationWrapper
 
 from unstable_lite.errors import EnvError
-from unstable_lite.types import Outcome
+from unstable_lite.types import Observation, Outcome
 
 SLOW_RESET_S = 0.02
 """An env whose reset takes longer is made and reset off the event loop."""
@@ -103,7 +104,7 @@ def _give_own_streams(package: str) -> None:
 class Environment:
     """One game of one env."""
 
-    def __init__(self, env_id: str, num_players: int, seed: int) -> None:
+    def __init__(self, env_id: str, num_players: int, seed: int, observation: Observation = "env") -> None:
         """Make and reset. Whatever TextArena raises comes through."""
         self.env_id = env_id
         self.num_players = num_players
@@ -113,7 +114,7 @@ class Environment:
         _prepare(env_id)
         _streams.game = self
         try:
-            self._env = ta.make(env_id)
+            self._env = ta.make(env_id) if observation == "env" else _make_first_last(env_id)
             self._env.reset(num_players=num_players, seed=seed)
         finally:
             _streams.game = None
@@ -156,12 +157,18 @@ _one_slow_reset = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow-res
 """One at a time: envs like Sokoban keep a reset's work in globals of their module."""
 
 
-async def make_environment(env_id: str, num_players: int, seed: int) -> Environment:
+async def make_environment(env_id: str, num_players: int, seed: int, observation: Observation = "env") -> Environment:
     """Make and reset; off the event loop where that takes long."""
     if probe(env_id, num_players).has_slow_reset:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_one_slow_reset, Environment, env_id, num_players, seed)
-    return Environment(env_id, num_players, seed)
+        return await loop.run_in_executor(_one_slow_reset, Environment, env_id, num_players, seed, observation)
+    return Environment(env_id, num_players, seed, observation)
+
+
+def _make_first_last(env_id: str) -> Any:
+    """The env without its own wrappers, seen through TextArena's `FirstLastObservationWrapper`."""
+    bare = ta.make(env_id.removesuffix("-train") + "-raw")
+    return FirstLastObservationWrapper(ta.wrappers.ActionFormattingWrapper(bare))
 
 
 def _checked_rewards(env_id: str, num_players: int, rewards: Any) -> dict[int, float]:

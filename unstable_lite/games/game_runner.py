@@ -42,7 +42,7 @@ class GameRunner:
         if waits_for_opponents:
             await self._seats.wait_for_opponents(spec)
         async with asyncio.timeout(self._config.game_timeout_s):
-            environment = await make_environment(spec.env_id, spec.num_players, spec.seed)
+            environment = await make_environment(spec.env_id, spec.num_players, spec.seed, spec.observation)
             await run_game(record, environment, self._seats.players(spec), self._config.max_action_chars)
 
     def _settle(self, record: GameRecord, error: BaseException | None) -> None:

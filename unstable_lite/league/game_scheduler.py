@@ -165,6 +165,7 @@ class GameScheduler:
             seed=seed,
             agent_specs=tuple(agents),
             max_turns=env.max_turns,
+            observation=env.observation,
             eval_label=label,
         )
 

@@ -121,4 +121,5 @@ def _game(config: Config, number: int) -> GameSpec:
         seed=game_seed(derive_seed(config.run.seed, "sft"), "train", number),
         agent_specs=tuple(agents),
         max_turns=env.max_turns,
+        observation=env.observation,
     )
