@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -160,6 +162,23 @@ def test_bad_input_is_one_message_and_exit_code_1(tmp_path: Path) -> None:
     assert err.startswith("error: ")
     assert "neither a run directory" in err
     assert "Traceback" not in err + out
+
+
+def test_the_readmes_commands_do_what_they_say(run: Path, tmp_path: Path) -> None:
+    (run / "games.jsonl").touch()
+    text = (TESTS.parent / "README.md").read_text()
+    commands = [line for line in text.splitlines() if re.match(r"python -m unstable_lite (eval|export) ", line)]
+    assert len(commands) == 4
+    for command in commands:
+        words = shlex.split(command, comments=True)[3:]
+        words = [re.sub(r"^outputs/[^/]*/[^/]*", str(run), word) for word in words]
+        if words[0] == "eval":
+            words[words.index("--output") + 1] = str(tmp_path / words[words.index("--output") + 1])
+            words += ["--games", "2", *(word for override in SCRIPTED for word in ("--set", override))]
+        code, out, err = runs.run(*words)
+        assert code == 0, (words, out, err)
+    assert {path.name for path in (tmp_path / "ladder").iterdir()} >= {"table.md", "ladder.csv", "matches.csv"}
+    assert {row["opponent"] for row in read_csv(tmp_path / "eval-2" / "table.csv")} == {"scripted:random", "base"}
 
 
 # From here on with the model.
