@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from unstable_lite.config import Config
-from unstable_lite.errors import EnvError, RequestError
+from unstable_lite.errors import EnvError, OpponentError, RequestError
 from unstable_lite.games.seats import Seats
 from unstable_lite.sft.collect import Collected, adapter_versions, collect_pairs
 from unstable_lite.sft.pairs import Pair
@@ -96,11 +96,18 @@ async def test_a_game_that_breaks_gives_no_pair_and_if_all_do_the_last_reason_is
     _, collected = await collect(config(players=("base",), filter=()), break_once)
     assert collected.void_games == 1
 
-    async def broken(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
-        raise RequestError("the engine is on strike")
+    class Broken:
+        """As an engine that is on strike, or an endpoint."""
 
-    with pytest.raises(EnvError, match=r"broke.*the engine is on strike"):
-        await collect(config(players=("base",)), broken)
+        def __init__(self, error: type[RequestError]) -> None:
+            self._error = error
+
+        async def __call__(self, prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+            raise self._error("on strike")
+
+    for error in (RequestError, OpponentError):
+        with pytest.raises(EnvError, match=r"broke.*on strike"):
+            await collect(config(players=("base",)), Broken(error))
 
 
 def test_adapters_are_numbered_and_the_base_is_version_0() -> None:

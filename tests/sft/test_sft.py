@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import re
 import signal
@@ -9,12 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import runs
+from openai_server import said, serving
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.plan import find_problems
-from unstable_lite.sft.session import load_sft_plan
+from unstable_lite.sft.pairs import read_pairs
+from unstable_lite.sft.session import load_sft_plan, run_sft
+from unstable_lite.trackers.terminal import TerminalInterface
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -125,6 +131,41 @@ def test_ctrl_c_while_training_on_given_pairs_leaves_them_and_no_process(
     runs.wait_for(lambda: runs.are_gone(children), 5)
     assert (tmp_path / "warm" / "pairs.jsonl").read_text() == given.read_text()
     assert not (tmp_path / "warm" / "adapter_config.json").exists()
+
+
+def test_an_engine_that_dies_while_games_are_collected_ends_it_and_is_named(tmp_path: Path) -> None:
+    answers = ("engine.kind=scripted", 'engine.replies=["[9]"]', 'sft.players=["base"]', 'sft.filter=["valid"]')
+    process = runs.start("sft", write(tmp_path), *answers, "sft.max_games=1000000")
+    log = tmp_path / "warm" / "logs" / "engine-0.log"
+    assert process.stdout is not None
+    while "engine-0 is up" not in (line := process.stdout.readline()):
+        assert line
+    (engine,) = runs.children_of(process)
+    engine.kill()
+    code, _, err = runs.finish(process, 30)
+    assert code == 1
+    assert f"engine-0 was killed by SIGKILL; the last lines of {log}" in err
+    assert "Traceback" not in err
+
+
+def test_a_model_behind_an_endpoint_is_imitated_word_by_word_until_its_budget_is_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "a key")
+    with serving() as server:
+        server.answer = lambda body: said("One from the first. \\boxed{[0 1]}")
+        players = ('sft.players=["vendor/model", "scripted:random"]', 'sft.imitate=["vendor/model"]', "sft.filter=[]")
+        limits = (f'opponents.base_url="{server.url}"', "opponents.max_requests=20", "run.num_collection_workers=2")
+        plan = load_sft_plan(write(tmp_path), (*players, *limits))
+        console = Console(file=io.StringIO(), width=200)
+        summary = asyncio.run(run_sft(plan, TerminalInterface(console), collect_only=True))
+    pairs = read_pairs(tmp_path / "warm" / "pairs.jsonl")
+    assert 0 < summary.num_pairs == len(pairs) <= 20 == len(server.bodies)
+    assert {(pair.player, pair.completion) for pair in pairs} == {
+        ("vendor/model", "One from the first. \\boxed{[0 1]}")
+    }
+    assert isinstance(console.file, io.StringIO)
+    assert f"only {len(pairs)} of 60 pairs" in console.file.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -106,3 +106,11 @@ def test_the_arena_of_a_killed_process_is_reaped_at_the_next_start(shared_memory
     holder.stdout.close()
     assert reap_stale_arenas(shared_memory) == [shared_memory / "unstable_lite-dead"]
     assert list(shared_memory.iterdir()) == []
+
+
+async def test_two_runs_of_one_name_have_an_arena_each(tmp_path: Path) -> None:
+    arenas = [AdapterArena("same", tmp_path, bytes_needed=1 << 60) for _ in range(3)]
+    assert [arena.directory.name for arena in arenas] == [f"unstable_lite-same{end}" for end in ("", "-2", "-3")]
+    assert reap_stale_arenas(tmp_path) == [], "all of them are alive"
+    for arena in arenas:
+        arena.close()

@@ -75,6 +75,7 @@ async def collect_pairs(
     async def play() -> None:
         for number in numbers:  # shared by all workers
             finished[number] = await runner.play(_game(config, number))
+            await asyncio.sleep(0)  # scripted players answer at once: let others, and a Ctrl-C, have their turn
             while collected.pairs < config.sft.pairs and collected.games in finished:
                 take(finished.pop(collected.games))
             if collected.pairs >= config.sft.pairs or seats.spent:

@@ -159,7 +159,8 @@ async def _collect(plan: Plan, pairs_file: Path, terminal: TerminalInterface) ->
         )
     if collected.pairs < config.sft.pairs:
         terminal.say(
-            f"{collected.pairs} of {config.sft.pairs} pairs after sft.max_games = {config.sft.max_games} games"
+            f"only {collected.pairs} of {config.sft.pairs} pairs after {collected.games} games: sft.max_games or a "
+            "limit of section opponents is reached"
         )
     return collected
 

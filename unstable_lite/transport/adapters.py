@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
+import itertools
 import os
 import shutil
 from collections import Counter
@@ -38,12 +40,11 @@ class AdapterArena:
                 f"adapters go through {fallback}"
             )
             parent = fallback
-        self.directory = parent / f"{PREFIX}{run_id}"
         # Locked under another name first, so that a run that starts now cannot take it for a dead run's.
-        nameless = parent / f".{PREFIX}{run_id}"
+        nameless = parent / f".{PREFIX}{run_id}.{os.getpid()}"
         nameless.mkdir(mode=0o700)
         self._lock = _try_lock(nameless)
-        nameless.rename(self.directory)
+        self.directory = _rename(nameless, parent / f"{PREFIX}{run_id}")
         self.unreferenced: asyncio.Queue[int] = asyncio.Queue()
         """Versions that nobody holds any more, to be unloaded from the engines and then unlinked."""
         self._references: Counter[int] = Counter()
@@ -98,6 +99,20 @@ def reap_stale_arenas(parent: Path = SHARED_MEMORY) -> list[Path]:
                 os.close(lock)
                 reaped.append(directory)
     return reaped
+
+
+def _rename(directory: Path, wanted: Path) -> Path:
+    """To `wanted`, or to that with a number where another run, of another output directory, has taken the name."""
+    for number in itertools.count(1):
+        name = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            directory.rename(name)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            break
+    return name
 
 
 def _try_lock(directory: Path) -> int | None:
