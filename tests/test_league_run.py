@@ -24,12 +24,7 @@ POOL = (
     "league.max_active_checkpoints=3",
     "engine.max_loras=5",
 )
-GROUPS = (
-    "run.group_size=2",
-    'rewards.group_baseline="rloo"',
-    "rewards.final_reward_transformation=[]",
-    "rewards.sampling_reward_transformation=[]",
-)
+GROUPS = ("algorithm=grpo", "run.group_size=2")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +43,7 @@ def test_checkpoints_come_back_and_slots_suffice(finished: Path) -> None:
     assert last["league/returned_checkpoints"] >= 3
     assert all(line.get("league/active_checkpoints", 0) <= 3 for line in lines)
     assert last["run/alarms"] == 0
+    assert last["buffer/groups_whole"] > last["buffer/groups_of_one"]
 
 
 def test_checkpoints_that_came_back_are_played_and_none_that_is_too_young(finished: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from random_models import make_adapter
 from remote_engine import START_TIMEOUT_S, RemoteEngine
+from unstable_lite.opponent_pool import FIRST_RETURNED_VERSION
 from unstable_lite.transport.messages import Done, Failed, Ready
 from unstable_lite.types import Generation
 
@@ -275,6 +276,20 @@ def test_no_more_adapters_than_slots(engine: Engine, adapter_dirs: list[Path]) -
     assert len({tuple(generation.completion_ids) for generation in generations}) == 1 or not engine.is_exact
     for version in versions[:-1]:
         assert isinstance(remote.unload(version), Done)
+
+
+def test_versions_may_be_as_large_as_those_of_adapters_that_come_back(
+    engine: Engine, adapters: list[int], adapter_dirs: list[Path]
+) -> None:
+    remote, version = engine.remote, FIRST_RETURNED_VERSION + 5
+    assert isinstance(remote.load(version, adapter_dirs[0]), Done)
+    returned, first, other, base = remote.generate(
+        *(remote.request("who", v, temperature=1e-6) for v in (version, *adapters, 0))
+    )
+    assert returned.adapter_version == version
+    assert returned.completion_ids.tolist() == first.completion_ids.tolist()
+    assert first.completion_ids.tolist() not in (other.completion_ids.tolist(), base.completion_ids.tolist())
+    assert isinstance(remote.unload(version), Done)
 
 
 def test_what_is_no_adapter_of_this_base_is_refused(
