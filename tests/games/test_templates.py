@@ -189,7 +189,10 @@ def test_a_template_that_cannot_work_says_what_is_wrong_with_it(name, fields, sa
         (r"\boxed{  4 }", "[4]"),
         (r"\boxed{play [4] now}", "play [4] now"),
         (r"\boxed{1} no, \boxed{2}", "[2]"),
-        (r"\boxed{\text{4}}", r"[\text{4}]"),
+        (r"\boxed{\text{4}}", "[4]"),
+        (r"\boxed{ \texttt{[col 4]} }", "[col 4]"),
+        (r"\boxed{\text{a} \text{b}}", r"[\text{a} \text{b}]"),
+        (r"\boxed{\frac{4}{2}}", r"[\frac{4}{2}]"),
         ("\\boxed{\n4\n}", "[4]"),
         ("\\boxed{a\nb}", "[a\nb]"),
         (r"\boxed{{a}{b}}", "[{a}{b}]"),
@@ -212,7 +215,7 @@ def test_an_answer_without_a_box_goes_as_it_is_and_is_marked(text):
     assert extract(text) == (text, False)
 
 
-@pytest.mark.parametrize("text", [r"\boxed{}", "\\boxed{ \n }", r"\boxed{4} \boxed{}"])
+@pytest.mark.parametrize("text", [r"\boxed{}", "\\boxed{ \n }", r"\boxed{4} \boxed{}", r"\boxed{\text{ }}"])
 def test_an_empty_last_box_is_no_answer(text):
     assert extract(text) == (text, False)
 

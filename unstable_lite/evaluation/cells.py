@@ -125,5 +125,6 @@ def game_spec(cell: Cell, number: int, seed: int, ref: Callable[[EvaluatedModel]
             for pid, model in enumerate(seated)
         ),
         max_turns=env.max_turns,
+        observation=env.observation,
         eval_label=f"{cell.model.name} against {cell.opponent_name}",
     )

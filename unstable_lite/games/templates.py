@@ -185,9 +185,12 @@ def format_prompt(
 def extract_boxed(text: str) -> tuple[str, bool]:
     r"""The last `\boxed{…}` as `[content]`, and True; if there is none or it is empty, the whole text, False.
 
-    The last to open of those that close; braces inside are balanced. Content with a `[` stays as it is.
+    The last to open of those that close; braces inside are balanced. Content that is one `\text{…}` is what stands in
+    it; content with a `[` stays as it is.
     """
     content = _last_boxed(text)
+    if (wrapped := _TEXT.fullmatch(content)) is not None:
+        content = wrapped.group(1).strip()
     if not content:
         return text, False
     return (content if "[" in content else f"[{content}]"), True
@@ -224,20 +227,25 @@ def extraction_problems(name: str) -> list[str]:
 
 def without_markup(observation: str, markup: tuple[str, ...] = MARKUP) -> str:
     """Chat markup that an opponent spells out in its words is broken by a space after its first character."""
-    return _markup_starts(markup).sub(r"\g<0> ", observation)
+    for first, starts in _markup_starts(markup):
+        if first in observation:
+            observation = starts.sub(r"\g<0> ", observation)
+    return observation
 
 
 @cache
-def _markup_starts(markup: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds first characters only, so that of two tokens that overlap both are found."""
+def _markup_starts(markup: tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
+    """By first character. Each pattern finds that character only, so that of two tokens that overlap both are found."""
     by_first: dict[str, list[str]] = {}
     for token in dict.fromkeys(markup):
         by_first.setdefault(token[0], []).append(re.escape(token[1:]))
-    return re.compile("|".join(f"{re.escape(first)}(?=(?:{'|'.join(rest)}))" for first, rest in by_first.items()))
+    return [(first, re.compile(f"{re.escape(first)}(?=(?:{'|'.join(rest)}))")) for first, rest in by_first.items()]
 
 
 _PLACEHOLDER = re.compile(r"(?<!\\boxed)\{[A-Za-z_]\w*\}")
 """`\\boxed{move}` is none."""
+_TEXT = re.compile(r"\\(?:text|texttt|textbf|mathrm|mathbf)\{([^{}]*)\}")
+"""How models that write LaTeX write a word."""
 _BRACE = re.compile(r"\\boxed[ \t]*\{|[{}]")
 
 
