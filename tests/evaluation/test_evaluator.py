@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shlex
+import signal
+import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ import runs
 from unstable_lite.errors import AdapterError, ConfigError, EnvError
 from unstable_lite.evaluation.evaluator import AdapterSlots, Evaluated, evaluate, plan_evaluation
 from unstable_lite.evaluation.models import find_models
+from unstable_lite.trackers.records import read_records
 from unstable_lite.trackers.tracker import wilson_interval
 from unstable_lite.workers import started_engines
 
@@ -45,7 +48,7 @@ async def evaluated(models: Sequence[str | Path], output: Path, *overrides: str,
 
 
 def lines(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+    return list(read_records(output / "results.jsonl"))
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -162,6 +165,39 @@ def test_bad_input_is_one_message_and_exit_code_1(tmp_path: Path) -> None:
     assert err.startswith("error: ")
     assert "neither a run directory" in err
     assert "Traceback" not in err + out
+
+
+def start_long_evaluation(run: Path, output: Path) -> subprocess.Popen[str]:
+    """Somewhere in the middle of it."""
+    overrides = [word for override in SCRIPTED for word in ("--set", override)]
+    process = runs.start("eval", "base", run, "--output", output, "--games", "100000", *overrides)
+    runs.wait_for(lambda: (output / "results.jsonl").exists() and len(lines(output)) > 20)
+    return process
+
+
+def test_ctrl_c_keeps_what_was_played_and_the_same_command_goes_on(run: Path, tmp_path: Path) -> None:
+    process = start_long_evaluation(run, tmp_path / "out")
+    children = runs.children_of(process)
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process, 30)
+    assert code == 130
+    assert "Traceback" not in out + err
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    kept = lines(tmp_path / "out")
+    overrides = [word for override in SCRIPTED for word in ("--set", override)]
+    code, out, err = runs.run("eval", "base", run, "--output", tmp_path / "out", "--games", "5", *overrides)
+    assert code == 0, err
+    assert lines(tmp_path / "out")[: len(kept)] == kept
+
+
+def test_an_engine_that_dies_ends_the_evaluation_and_is_named(run: Path, tmp_path: Path) -> None:
+    process = start_long_evaluation(run, tmp_path / "out")
+    (engine,) = runs.children_of(process)
+    engine.kill()
+    code, _, err = runs.finish(process, 30)
+    assert code == 1
+    assert "engine-0 was killed by SIGKILL" in err
+    assert "Traceback" not in err
 
 
 def test_the_readmes_commands_do_what_they_say(run: Path, tmp_path: Path) -> None:
