@@ -1,0 +1,54 @@
+"""An algorithm of your own: `python examples/custom_algorithm.py [learning_steps]`.
+
+In a TOML it is `algorithm = "custom_algorithm:TaperedREINFORCE"`, where Python finds it.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+import unstable_lite as unstable
+from unstable_lite.learners import losses
+from unstable_lite.learners.batching import make_micro_batches
+from unstable_lite.learners.figures import Trained
+from unstable_lite.learners.reinforce import REINFORCELearner
+from unstable_lite.types import TrainItem
+
+
+class TaperedREINFORCE(REINFORCELearner):
+    """What went well counts in full, however stale; what went badly only as far as the policy still does it.
+
+    Per token, after TOPR (Le Roux et al. 2025, arXiv:2503.14286): unlearning what is unlearnt already, again and
+    again, is what makes stale failures dangerous. Everything else is REINFORCE's.
+    """
+
+    def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
+        config, trained = self._config, Trained()
+        divisor = self._max_generation_len * len(items)
+        for cpu_batch in make_micro_batches(items, config.max_tokens_per_micro_batch, config.mini_batch_size):
+            batch = cpu_batch.to(self.policy.device)
+            logp_N, entropy_N = self.policy.logprobs(batch)
+            tapered_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, cap=1.0)
+            weight_N = torch.where(batch.advantage_N > 0, torch.ones_like(tapered_N), tapered_N)
+            loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
+            loss.backward()
+            trained.add(batch, logp_N, entropy_N, base_logp_N=None, loss=loss)
+        return trained
+
+
+if __name__ == "__main__":
+    run = unstable.build(
+        train_envs=[
+            unstable.TrainEnvSpec(env_id="Nim-v0-train", num_players=2, num_actors=2, prompt_template="tiny"),
+        ],
+        algorithm="custom_algorithm:TaperedREINFORCE",
+        max_generation_len=16,
+        batch_size=64,
+        learning_rate=1e-3,
+        vllm_config={"temperature": 1.0, "max_model_len": 512},
+    )
+    summary = run.start(
+        learning_steps=int(sys.argv[1]) if len(sys.argv) > 1 else 20, num_collection_workers=32, num_eval_workers=0
+    )
+    print("adapter:", summary.checkpoint)
