@@ -1,8 +1,8 @@
 """A game that is small enough to solve by hand: does the algorithm find the policy, and the critic its values?
 
 Two states, told apart by their first token alone. In the first, odd tokens lead to the second, even ones end the game
-with nothing; in the second, one even token ends it with 1, all others with nothing. So the first turn pays by what comes
-after it alone, what is right in one state is wrong in the other, and with a discount of 0.9 a turn the best values are
+with nothing; in the second, one even token ends it with 1, all others with nothing. So the first turn pays only by what
+comes after it, what is right in one state is wrong in the other, and with a discount of 0.9 a turn the best values are
 0.9 and 1.
 """
 

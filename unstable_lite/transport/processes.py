@@ -56,7 +56,8 @@ class WorkerProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log_file,
                 stderr=log_file,
-                env={**os.environ, **self._environment},
+                # What its parent can import, a script's neighbours included, a worker can.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **self._environment},
                 start_new_session=True,  # a Ctrl-C at the terminal is the orchestrator's to handle
             )
         assert self._process.stdin is not None
