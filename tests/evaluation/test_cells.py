@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -83,8 +84,8 @@ def test_a_pair_that_does_not_fit_the_slots_is_an_error() -> None:
 def test_a_cell_is_known_by_what_is_played_not_by_names() -> None:
     renamed = EvaluatedModel(name="the best", key="digest 1", path=Path("/elsewhere"))
     assert Cell(model=adapter(1), opponent=RANDOM, env=NIM).key == Cell(model=renamed, opponent=RANDOM, env=NIM).key
-    other_env = EvalEnvSpec(env_id="Nim-v0-train", num_players=2, prompt_template="tiny")
-    assert (
-        Cell(model=adapter(1), opponent=RANDOM, env=NIM).key
-        != Cell(model=adapter(1), opponent=RANDOM, env=other_env).key
-    )
+    keys = {
+        Cell(model=adapter(1), opponent=RANDOM, env=env).key
+        for env in (NIM, replace(NIM, prompt_template="tiny"), replace(NIM, observation="first-last"), DICE)
+    }
+    assert len(keys) == 4

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.models import BASE, EvaluatedModel
@@ -27,10 +27,13 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """The same for the same question, whatever the models are called."""
-        env = self.env
-        played_how = (env.env_id, env.num_players, env.prompt_template, env.action_extraction_fn, env.max_turns)
-        return " | ".join(map(str, (self.model.key, self.opponent_key, *played_how)))
+        """The same for the same question, whatever the models are called; what an env leaves at its default is out."""
+        played_how = [
+            f"{field.name}={getattr(self.env, field.name)}"
+            for field in fields(self.env)
+            if field.name != "fixed_opponent" and getattr(self.env, field.name) != field.default
+        ]
+        return " | ".join((self.model.key, self.opponent_key, *played_how))
 
     @property
     def opponent_key(self) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ PROBE_TOKENS = 16
 PROBE_SEED = 1207
 LEAST_GAP = 1e-6
 """In log p: what two answers of the same weights may differ by, if the base does not differ from itself by more."""
+ENV_KEYS = tuple(field.name for field in fields(EvalEnvSpec) if field.name != "fixed_opponent")
+"""What training and eval envs have in common."""
 UNLOAD_RETRIES = 60
 UNLOAD_RETRY_S = 1.0
 
@@ -344,14 +346,8 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
 
 
 def _as_eval(train: TrainEnvSpec, fixed_opponents: Sequence[str]) -> EvalEnvSpec:
-    return EvalEnvSpec(
-        env_id=train.env_id,
-        num_players=train.num_players,
-        prompt_template=train.prompt_template,
-        action_extraction_fn=train.action_extraction_fn,
-        fixed_opponent=fixed_opponents[0] if fixed_opponents else "scripted:random",
-        max_turns=train.max_turns,
-    )
+    opponent = fixed_opponents[0] if fixed_opponents else "scripted:random"
+    return EvalEnvSpec(fixed_opponent=opponent, **{name: getattr(train, name) for name in ENV_KEYS})
 
 
 def _distinct_envs(specs: Sequence[EvalEnvSpec]) -> list[EvalEnvSpec]:
@@ -376,15 +372,7 @@ def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
         if model is not None and model.is_fixed
     )
     mirror = tuple(
-        TrainEnvSpec(
-            env_id=env.env_id,
-            num_players=env.num_players,
-            num_actors=env.num_players,
-            prompt_template=env.prompt_template,
-            action_extraction_fn=env.action_extraction_fn,
-            max_turns=env.max_turns,
-        )
-        for env in envs
+        TrainEnvSpec(num_actors=env.num_players, **{name: getattr(env, name) for name in ENV_KEYS}) for env in envs
     )
     run = {"eval_games": 0, "eval_every": None, "num_eval_workers": 1, "max_eval_games_per_ckpt": None}
     plan = make_plan(
