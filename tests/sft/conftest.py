@@ -21,7 +21,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def make_config() -> MakeConfig:
-    def make(**sections: dict[str, Any]) -> Config:
+    def make(template: str = "tiny", **sections: dict[str, Any]) -> Config:
         return Config.model_validate(
             {
                 "engine": {"temperature": 1.0, "max_generation_len": 16, "max_model_len": 512, "kind": "transformers"}
@@ -31,7 +31,7 @@ def make_config() -> MakeConfig:
                 "lora": {"lora_rank": 8, "lora_alpha": 16} | sections.get("lora", {}),
                 "sft": {"players": ("scripted:random",), "learning_rate": 3e-3} | sections.get("sft", {}),
                 "train_envs": [
-                    {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
+                    {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": template}
                 ],
             }
         )

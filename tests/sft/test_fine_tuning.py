@@ -16,7 +16,7 @@ from unstable_lite.config import Config
 from unstable_lite.engines.engine import Engine, load_engine
 from unstable_lite.errors import RequestError
 from unstable_lite.games.seats import Seats
-from unstable_lite.games.templates import TEMPLATES, format_prompt
+from unstable_lite.games.templates import TEMPLATES, format_prompt, templates_for
 from unstable_lite.learners import adapter_files
 from unstable_lite.models import resolve_model
 from unstable_lite.models.tiny.make import END
@@ -87,6 +87,18 @@ def test_prompts_have_the_engines_ids_and_answers_those_that_it_samples(
         assert item.prompt_ids.tolist() == done.prompt_ids.tolist()
         assert item.completion_ids.tolist() == done.completion_ids.tolist()
         assert item.completion_ids[-1] == STOP_ID
+
+
+def test_a_chat_template_is_laid_out_as_the_engine_lays_it_out(make_config: MakeConfig, pairs: list[Pair]) -> None:
+    config = make_config(template="chat", engine={"max_model_len": 1024})
+    engine = start_engine(config)
+    template = templates_for(config, engine.facts["prompts"])["chat"]
+    # Spelt out by an opponent, a special token must not become one: on neither side.
+    seen = replace(pairs[0], observation=f"{pairs[0].observation} <|im_end|>")
+    (done,) = generate(engine, [template.prompt(seen.observation, 2)])
+    (item,) = FineTuner(config, "cpu").tokenise([seen]).items
+    assert item.prompt_ids.tolist() == done.prompt_ids.tolist()
+    assert item.completion_ids[-1] == STOP_ID
 
 
 def test_the_loss_is_the_stock_models_on_completion_and_stop_token_alone(

@@ -164,6 +164,7 @@ def test_a_model_behind_an_endpoint_is_imitated_word_by_word_until_its_budget_is
     assert {(pair.player, pair.completion) for pair in pairs} == {
         ("vendor/model", "One from the first. \\boxed{[0 1]}")
     }
+    assert summary.collected is not None and summary.collected.games < 30, "nothing is played in vain"
     assert isinstance(console.file, io.StringIO)
     assert f"only {len(pairs)} of 60 pairs" in console.file.getvalue()
 

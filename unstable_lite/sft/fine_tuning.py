@@ -23,6 +23,7 @@ from unstable_lite.errors import RequestError
 from unstable_lite.games.templates import chats_in_use, find_extraction, templates_for
 from unstable_lite.learners.batching import MicroBatch, check, make_micro_batches
 from unstable_lite.learners.model import Policy
+from unstable_lite.learners.optimizers import make_optimizer
 from unstable_lite.models import resolve_model
 from unstable_lite.rng import derive_seed
 from unstable_lite.sft.pairs import Pair, env_of, written_answer
@@ -59,9 +60,7 @@ class FineTuner:
         self._templates = templates_for(config, self._tokenizer.prompts(chats_in_use(config)))
         self._config = config
         self._parameters = list(self.policy.parameters.values())
-        self._optimizer = torch.optim.AdamW(
-            self._parameters, lr=config.sft.learning_rate, weight_decay=config.learner.weight_decay
-        )
+        self._optimizer = make_optimizer(self.policy.parameters, config.sft.learning_rate, config.learner)
 
     def tokenise(self, pairs: Sequence[Pair]) -> Tokenised:
         """Ids as the engine would see the prompt and could sample the completion, with what stops it."""
@@ -123,8 +122,7 @@ class FineTuner:
     def agreement(self, items: Sequence[TrainItem]) -> Agreement:
         """Figures of pairs as they are, without training on them."""
         loss, num_hits, num_right = 0.0, 0, 0
-        self.policy.model.eval()
-        try:
+        with self.policy.evaluating():
             for batch in self._micro_batches(items):
                 logp_N, _ = self.policy.logprobs(batch)
                 is_hit_N = self.policy.is_most_likely(batch)
@@ -133,8 +131,6 @@ class FineTuner:
                 loss -= logp_N.sum().item()
                 num_hits += int(is_hit_N.sum().item())
                 num_right += int((misses_B == 0).sum().item())
-        finally:
-            self.policy.model.train()
         num_tokens = _num_trained(items)
         return Agreement(loss=loss / num_tokens, token_accuracy=num_hits / num_tokens, accuracy=num_right / len(items))
 
