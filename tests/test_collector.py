@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -360,6 +361,7 @@ async def test_the_adapters_of_a_group_are_held_until_its_last_game_and_let_go_w
 # opponents behind an endpoint
 
 REMOTE = "vendor/model"
+MAX_VOID_GAMES = 5
 DOWN = (500, {"error": {"message": "down"}})
 
 
@@ -378,7 +380,7 @@ async def remote_league(tmp_path: Path) -> AsyncIterator[tuple[Callable[..., Lea
         def new(limits: dict[str, Any], **league: Any) -> League:
             fast = {"base_url": server.url, "max_retries": 0, "pause_s": 0.1, "max_pause_s": 0.1, **limits}
             config = OpponentsConfig.model_validate(fast)
-            leagues.append(League(tmp_path, opponents=config, max_void_games=5, **league))
+            leagues.append(League(tmp_path, opponents=config, max_void_games=MAX_VOID_GAMES, **league))
             return leagues[-1]
 
         yield new, server
@@ -449,6 +451,16 @@ async def test_when_the_budget_is_spent_its_opponents_are_done_and_the_run_too_i
     assert len(server.bodies) == 90
     assert against(league.records, REMOTE, is_void=False) >= 3
     assert against(league.records, REMOTE, is_void=True) <= 8
+
+
+async def test_a_slow_opponent_does_not_get_its_env_quarantined(
+    remote_league: tuple[Callable[..., League], Server],
+) -> None:
+    new, server = remote_league
+    server.answer = lambda body: time.sleep(0.2) or free_cell(body)
+    league = new({}, fixed_opponents=(REMOTE,), game_timeout_s=0.05)
+    await league.collect_until(lambda: len(league.records) >= 3 * MAX_VOID_GAMES)
+    assert {record.error for record in league.records} == {"OpponentError: not over after run.game_timeout_s = 0.05"}
 
 
 async def test_a_quota_of_games_waits_for_its_opponent_but_not_for_ever(

@@ -240,7 +240,8 @@ def test_openrouters_key_goes_to_openrouter_and_the_other_to_others(monkeypatch:
     monkeypatch.setenv("OPENAI_API_KEY", "for others")
     assert endpoint_url(None) == OPENROUTER_URL
     assert api_key(OPENROUTER_URL) == "for openrouter"
-    assert api_key("https://api.example.com/v1") == api_key("https://openrouter.ai.example.com") == "for others"
+    for other in ("https://api.example.com/v1", "https://openrouter.ai.example.com", "https://notopenrouter.ai/v1"):
+        assert api_key(other) == "for others"
     monkeypatch.delenv("OPENAI_API_KEY")
     assert api_key("https://api.example.com/v1") is None
     assert key_variable("https://api.example.com/v1") == "OPENAI_API_KEY"
@@ -248,3 +249,14 @@ def test_openrouters_key_goes_to_openrouter_and_the_other_to_others(monkeypatch:
     monkeypatch.setenv("OPENAI_BASE_URL", "https://api.example.com/v1")
     assert endpoint_url(None) == "https://api.example.com/v1"
     assert endpoint_url("https://configured.example.com") == "https://configured.example.com"
+
+
+async def test_a_request_that_waits_for_a_slot_is_given_up_when_its_model_is_paused(
+    server: Server, connect: Callable[..., Endpoint]
+) -> None:
+    server.answer = lambda _body: time.sleep(0.5) or said("late")
+    endpoint = connect(timeout_s=0.1, max_concurrent_requests=1, pause_s=60)
+    requests = [endpoint.complete(MODEL, "hello") for _ in range(12)]
+    errors = [str(error) for error in await asyncio.gather(*requests, return_exceptions=True)]
+    assert len(server.bodies) == 3
+    assert sum("was paused while a request waited" in error for error in errors) == 9

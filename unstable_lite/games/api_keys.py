@@ -15,7 +15,7 @@ def endpoint_url(configured: str | None) -> str:
 def key_variable(url: str) -> str:
     """OpenRouter's key goes to OpenRouter alone."""
     host = urlsplit(url).hostname or ""
-    return "OPENROUTER_API_KEY" if host.endswith("openrouter.ai") else "OPENAI_API_KEY"
+    return "OPENROUTER_API_KEY" if f".{host}".endswith(".openrouter.ai") else "OPENAI_API_KEY"
 
 
 def api_key(url: str) -> str | None:

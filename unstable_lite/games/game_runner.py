@@ -15,7 +15,7 @@ from unstable_lite.config import RunConfig
 from unstable_lite.errors import EnvError, OpponentError, WorkerDied
 from unstable_lite.games.environments import make_environment
 from unstable_lite.games.run_game import new_record, run_game
-from unstable_lite.games.seats import Seats
+from unstable_lite.games.seats import Seats, is_remote
 from unstable_lite.types import GameRecord, GameSpec
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,10 @@ class GameRunner:
         if isinstance(error, WorkerDied):
             raise error
         if isinstance(error, TimeoutError):
-            error = EnvError(f"not over after run.game_timeout_s = {self._config.game_timeout_s:g}")
+            # A game may take too long because an opponent does: that says nothing about the env.
+            has_remote = any(is_remote(agent.model) for agent in record.spec.agent_specs)
+            kind = OpponentError if has_remote else EnvError
+            error = kind(f"not over after run.game_timeout_s = {self._config.game_timeout_s:g}")
         record.end, record.error = "void", f"{type(error).__name__}: {error}"
         if isinstance(error, OpponentError):  # neither the env's fault nor a reason to end
             log.warning("void game %d of %s: %s", record.spec.game_idx, env_id, record.error)

@@ -67,8 +67,12 @@ class Endpoint:
 
     async def complete(self, model: str, message: str) -> str:
         """The model's answer. Raises OpponentError if none can be had, or the budget is spent."""
+        health = self._models[model]
+        num_pauses = health.num_pauses
         async with self._slots:
             self._check_budget()
+            if health.num_pauses > num_pauses:
+                raise OpponentError(f"opponent {model!r} was paused while a request waited: {health.reason}")
             self.budget.num_requests += 1
             try:
                 completion: Any = await self._client.chat.completions.create(
@@ -84,7 +88,7 @@ class Endpoint:
         self.budget.count(getattr(completion, "usage", None), message, text or "")
         if text is None:
             raise self._failed(model, f"an answer without text: {self._without_key(repr(completion))}")
-        if pause_s := self._models[model].succeeded():
+        if pause_s := health.succeeded():
             self._tell(f"opponent {model!r} answers again after {pause_s:.0f} s")
         return text
 
@@ -175,6 +179,7 @@ class _Health:
 
     def __init__(self, config: OpponentsConfig) -> None:
         self.is_paused = False
+        self.num_pauses = 0
         self.reason = ""
         """Of the last failure."""
         self._config = config
@@ -208,6 +213,7 @@ class _Health:
             self.is_paused, self._pause_s, self._down_since = True, self._config.pause_s, time.monotonic()
         else:
             return 0.0
+        self.num_pauses += 1
         self._is_tried, self._next_try = False, time.monotonic() + self._pause_s
         return self._pause_s
 
