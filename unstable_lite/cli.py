@@ -172,6 +172,44 @@ def evaluate_models(
 
 
 @app.command()
+def resample(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="The run whose games hold the observations.")],
+    models: Annotated[
+        list[str] | None, typer.Argument(help="'base', run or adapter directories; default: base and RUN.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="A CSV file; default: RUN/resampled.csv.")] = None,
+    observations: Annotated[int, typer.Option(min=1, help="Of each env, at most.")] = 100,
+    samples: Annotated[int, typer.Option(min=2, help="Actions for each observation.")] = 8,
+    env: Annotated[list[str] | None, typer.Option(help="As for eval; default: the run's eval envs.")] = None,
+    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, repeated for more.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """Sample several actions for each of the same kept observations: how open each model's choice is."""
+    with _ErrorsAsMessages(debug):
+        from unstable_lite.evaluation.evaluator import plan_evaluation
+        from unstable_lite.evaluation.resampling import resample as resample_models
+        from unstable_lite.evaluation.resampling import resampled_table, write_resampled
+        from unstable_lite.runtime import run_in_loop
+        from unstable_lite.trackers.terminal import TerminalInterface
+
+        target = output or run_directory / "resampled.csv"
+        evaluation = plan_evaluation(
+            models or ["base", str(run_directory)],
+            output=target,
+            config=run_directory / "config.toml",
+            envs=env or (),
+            opponents=["base"],
+            overrides=override or (),
+        )
+        say = TerminalInterface().say
+        rows = run_in_loop(resample_models(evaluation, run_directory, observations, samples, say))
+        write_resampled(target, rows)
+        console = Console(highlight=False)
+        console.print(resampled_table(rows))
+        console.print(f"{samples} actions for each observation, entropy in nats; {target}", soft_wrap=True)
+
+
+@app.command()
 def export(
     run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     output: Annotated[Path | None, typer.Option(help="An empty or new directory; default: RUN/csv.")] = None,

@@ -136,6 +136,11 @@ async def test_what_cannot_be_evaluated_is_said_before_an_engine_starts(run: Pat
     assert not (tmp_path / "out").exists()
 
 
+async def test_how_a_model_was_trained_is_of_no_concern(run: Path, tmp_path: Path) -> None:
+    of_another_machine = ("algorithm=a2c", "buffer.kind=episodes", "learner.devices=[7]", "run.eval_every=5")
+    assert (await evaluated(["base", run], tmp_path / "out", *of_another_machine, games=1)).played == 5
+
+
 async def test_an_output_directory_of_something_else_or_of_other_settings_is_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("")

@@ -15,15 +15,16 @@ An engine that applied every adapter at half its scale would pass.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from unstable_lite.config import Config, LeagueConfig, LearnerConfig, RewardConfig, read_config
+from unstable_lite.config import Config, LeagueConfig, LearnerConfig, read_config
 from unstable_lite.engines.client import EngineClient
 from unstable_lite.errors import AdapterError, ConfigError, RequestError, UnstableError
 from unstable_lite.evaluation.cells import Cell, game_spec, in_rounds, make_cells, make_tournament
@@ -182,18 +183,27 @@ async def evaluate(evaluation: EvaluationPlan, say: Callable[[str], None]) -> Ev
     return Evaluated(evaluations=tuple(evaluations), ladder=tuple(ladder), played=num_missing, output=output)
 
 
-async def _play_all(
-    evaluation: EvaluationPlan, todo: dict[str, list[int]], results: Results, say: Callable[[str], None]
-) -> None:
+@contextlib.asynccontextmanager
+async def opened(
+    evaluation: EvaluationPlan, logs: Path, say: Callable[[str], None]
+) -> AsyncIterator[tuple[EngineWorkers, Seats, AdapterSlots]]:
+    """Engines, seats for players, and slots for adapters."""
     plan = evaluation.plan
-    async with started_engines(plan, evaluation.output / "logs", say) as workers:
+    async with started_engines(plan, logs, say) as workers:
         templates = templates_for(plan.config, workers.prompts)
         async with Seats(workers.engines.generate, templates, plan.config.opponents, say) as seats:
             env = evaluation.cells[0].env
             _, observation = Environment(env.env_id, env.num_players, seed=0).observe()
-            slots = AdapterSlots(workers, format_prompt(env.prompt_template, observation, env.num_players, templates))
-            runner = GameRunner(seats, plan.config.run)
-            await while_alive(workers.processes, _play_rounds(evaluation, todo, slots, runner, results, say))
+            prompt = format_prompt(env.prompt_template, observation, env.num_players, templates)
+            yield workers, seats, AdapterSlots(workers, prompt)
+
+
+async def _play_all(
+    evaluation: EvaluationPlan, todo: dict[str, list[int]], results: Results, say: Callable[[str], None]
+) -> None:
+    async with opened(evaluation, evaluation.output / "logs", say) as (workers, seats, slots):
+        runner = GameRunner(seats, evaluation.plan.config.run)
+        await while_alive(workers.processes, _play_rounds(evaluation, todo, slots, runner, results, say))
 
 
 async def _play_rounds(
@@ -207,7 +217,7 @@ async def _play_rounds(
     config = evaluation.plan.config
     cells = [cell for cell in evaluation.cells if todo[cell.key]]
     for round_ in in_rounds(cells, config.engine.max_loras):
-        await slots.hold({model.key: model for cell in round_ for model in _adapters(cell)})
+        await slots.hold({model.key: model for cell in round_ for model in adapters_of(cell)})
         say(f"playing {_describe(round_)}")
         games = (
             (cell, game_spec(cell, number, config.run.seed, slots.ref)) for cell in round_ for number in todo[cell.key]
@@ -376,17 +386,18 @@ def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
     )
     run = {"eval_games": 0, "eval_every": None, "num_eval_workers": 1, "max_eval_games_per_ckpt": None}
     plan = make_plan(
-        config.model_copy(
-            update={
-                "algorithm": "reinforce",
-                "run": config.run.model_copy(update=run),
-                "learner": LearnerConfig(devices=("cpu",)),
-                "lora": config.lora.model_copy(update={"lora_rank": rank, "initial_lora_path": None}),
-                "rewards": RewardConfig(),
-                "league": LeagueConfig(fixed_opponents=(), trueskill_beta=config.league.trueskill_beta),
-                "train_envs": mirror,
-                "eval_envs": tuple(fixed),
-            }
+        # What concerns learning alone is left at its defaults: it may fit no other algorithm, or not this machine.
+        Config(
+            model_name=config.model_name,
+            run=config.run.model_copy(update=run),
+            engine=config.engine,
+            learner=LearnerConfig(devices=("cpu",)),
+            lora=config.lora.model_copy(update={"lora_rank": rank, "initial_lora_path": None}),
+            league=LeagueConfig(fixed_opponents=(), trueskill_beta=config.league.trueskill_beta),
+            opponents=config.opponents,
+            templates=config.templates,
+            train_envs=mirror,
+            eval_envs=tuple(fixed),
         )
     )
     engines_on_cpu = plan.engine_devices.count("cpu")
@@ -394,7 +405,7 @@ def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
     return replace(plan, engine_threads=config.engine.threads or share)
 
 
-def _adapters(cell: Cell) -> list[EvaluatedModel]:
+def adapters_of(cell: Cell) -> list[EvaluatedModel]:
     return [model for model in (cell.model, cell.opponent) if model is not None and model.path is not None]
 
 

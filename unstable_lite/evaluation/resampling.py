@@ -1,0 +1,148 @@
+"""How open a model's choice is: several actions for each of the same observations.
+
+The diversity of games as they were played mixes two things: that the games differ, and that the model does. Here every
+model answers the same observations, kept from a run's games, `samples` times each. The entropy of so many samples is at
+most ln(samples), and on average below the policy's own: compare it at one number of samples only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import fmean, stdev
+
+from rich.table import Table
+
+from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.cells import Cell, game_spec, in_rounds, seat_of
+from unstable_lite.evaluation.evaluator import AdapterSlots, EvaluationPlan, adapters_of, opened
+from unstable_lite.evaluation.results import write_csv
+from unstable_lite.games.players.player import Player
+from unstable_lite.games.seats import Seats
+from unstable_lite.trackers.records import read_records
+from unstable_lite.trackers.tracker import Z_95
+from unstable_lite.types import Reply
+from unstable_lite.workers import while_alive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resampled:
+    """One model in one env; means over the observations."""
+
+    model: str
+    env_id: str
+    n: int
+    """Observations."""
+    samples: int
+    """For each of them."""
+    action_entropy: float
+    """In nats."""
+    low: float
+    high: float
+    """95 % interval of the mean entropy, by the normal approximation."""
+    distinct_actions: float
+    correct_answer_format: float
+
+
+def kept_observations(run: Path, env_id: str, most: int) -> list[str]:
+    """At most so many distinct observations of `env_id` that models of the engines saw in the games of `run`.
+
+    Drawn at random from all of them, always the same ones. Raises ConfigError if there are none.
+    """
+    seen: set[str] = set()
+    for game in read_records(run / "games.jsonl"):
+        if game["env_id"] == env_id and game["end"] != "void":
+            served = {agent["pid"] for agent in game["agents"] if not agent["model"].startswith("fixed-")}
+            seen.update(observation for pid, observation, *_ in game["turns"] if pid in served)
+    if not seen:
+        raise ConfigError(f"{run / 'games.jsonl'} holds no observation of {env_id}")
+    return random.Random(0).sample(sorted(seen), min(most, len(seen)))
+
+
+async def resample(
+    evaluation: EvaluationPlan, run: Path, observations: int, samples: int, say: Callable[[str], None]
+) -> list[Resampled]:
+    """Every model of the plan, in every env of it.
+
+    Raises ConfigError for a model that no engine serves, and what `evaluate` raises.
+    """
+    if fixed := sorted({cell.model.name for cell in evaluation.cells if cell.model.is_fixed}):
+        raise ConfigError(f"{', '.join(fixed)}: only the base and adapters can be sampled again")
+    envs = dict.fromkeys(cell.env.env_id for cell in evaluation.cells)
+    kept = {env_id: kept_observations(run, env_id, observations) for env_id in envs}
+    (run / "logs" / "resample").mkdir(parents=True, exist_ok=True)
+    async with opened(evaluation, run / "logs" / "resample", say) as (workers, seats, slots):
+        work = _resample_all(evaluation, kept, samples, seats, slots)
+        return await while_alive(workers.processes, work)
+
+
+async def _resample_all(
+    evaluation: EvaluationPlan, kept: dict[str, list[str]], samples: int, seats: Seats, slots: AdapterSlots
+) -> list[Resampled]:
+    rows = []
+    for round_ in in_rounds(evaluation.cells, evaluation.plan.config.engine.max_loras):
+        await slots.hold({model.key: model for cell in round_ for model in adapters_of(cell)})
+        for cell in round_:
+            player = seats.players(game_spec(cell, 0, 0, slots.ref))[seat_of(cell, 0)]
+            observations = kept[cell.env.env_id]
+            rows.append(_summarise(cell, await _ask(player, observations, samples, evaluation.concurrency)))
+    return rows
+
+
+async def _ask(player: Player, observations: Sequence[str], samples: int, concurrency: int) -> list[list[Reply]]:
+    """`samples` answers to each observation."""
+    answers: list[list[Reply]] = [[] for _ in observations]
+    questions: Iterator[int] = iter([index for index in range(len(observations)) for _ in range(samples)])
+
+    async def ask() -> None:
+        for index in questions:  # shared by all
+            answers[index].append(await player.act(observations[index]))
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(concurrency):
+            tasks.create_task(ask())
+    return answers
+
+
+def _summarise(cell: Cell, answers: Sequence[Sequence[Reply]]) -> Resampled:
+    counts = [Counter(reply.action for reply in replies) for replies in answers]
+    entropies = [entropy(list(count.values())) for count in counts]
+    mean = fmean(entropies)
+    half = Z_95 * stdev(entropies) / math.sqrt(len(entropies)) if len(entropies) > 1 else math.nan
+    return Resampled(
+        model=cell.model.name,
+        env_id=cell.env.env_id,
+        n=len(answers),
+        samples=len(answers[0]),
+        action_entropy=mean,
+        low=mean - half,
+        high=mean + half,
+        distinct_actions=fmean(map(len, counts)),
+        correct_answer_format=fmean(reply.format_ok for replies in answers for reply in replies),
+    )
+
+
+def entropy(counts: Sequence[int]) -> float:
+    """Of frequencies, in nats."""
+    total = sum(counts)
+    return math.log(total) - sum(count * math.log(count) for count in counts) / total
+
+
+def write_resampled(path: Path, rows: Sequence[Resampled]) -> None:
+    write_csv(path, [field.name for field in fields(Resampled)], map(asdict, rows))
+
+
+def resampled_table(rows: Sequence[Resampled]) -> Table:
+    """For a terminal."""
+    table = Table("env", "model")
+    for name in ("observations", "action entropy", "95 % interval", "distinct", "format ok"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        figures = (f"{row.action_entropy:.3f}", f"{row.low:.3f} – {row.high:.3f}", f"{row.distinct_actions:.2f}")
+        table.add_row(row.env_id, row.model, str(row.n), *figures, f"{row.correct_answer_format:.1%}")
+    return table
