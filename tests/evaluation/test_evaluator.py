@@ -206,16 +206,22 @@ def test_an_engine_that_dies_ends_the_evaluation_and_is_named(run: Path, tmp_pat
 
 
 def test_the_readmes_commands_do_what_they_say(run: Path, tmp_path: Path) -> None:
-    (run / "games.jsonl").touch()
+    game = {"game_idx": 0, "kind": "train", "env_id": "Nim-v0-train", "end": "natural", "invalid_pids": []}
+    game |= {"agents": [{"pid": 0, "model": "base", "collect_data": True}], "rewards": {"0": 1.0}}
+    (run / "games.jsonl").write_text(json.dumps(game | {"turns": [[0, "piles", "[1 1]", "[1 1]", True, 0.1]]}) + "\n")
     text = (TESTS.parent / "README.md").read_text()
-    commands = [line for line in text.splitlines() if re.match(r"python -m unstable_lite (eval|export) ", line)]
-    assert len(commands) == 4
+    commands = [
+        line for line in text.splitlines() if re.match(r"python -m unstable_lite (eval|resample|export) ", line)
+    ]
+    assert len(commands) == 5
     for command in commands:
         words = shlex.split(command, comments=True)[3:]
         words = [re.sub(r"^outputs/[^/]*/[^/]*", str(run), word) for word in words]
         if words[0] == "eval":
             words[words.index("--output") + 1] = str(tmp_path / words[words.index("--output") + 1])
-            words += ["--games", "2", *(word for override in SCRIPTED for word in ("--set", override))]
+            words += ["--games", "2"]
+        if words[0] != "export":
+            words += [word for override in SCRIPTED for word in ("--set", override)]
         code, out, err = runs.run(*words)
         assert code == 0, (words, out, err)
     assert {path.name for path in (tmp_path / "ladder").iterdir()} >= {"table.md", "ladder.csv", "matches.csv"}
