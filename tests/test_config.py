@@ -223,7 +223,10 @@ def test_top_p_below_one_can_be_insisted_on() -> None:
 
 
 def test_a_sound_group_has_no_problems() -> None:
-    assert problems_of(run={"group_size": 4}, rewards={**NO_BASELINE, "group_baseline": "rloo"}) == []
+    sections = {"run": {"group_size": 4}, "rewards": {**NO_BASELINE, "group_baseline": "rloo"}}
+    assert problems_of(**sections) == []
+    plan = make_plan(Config.model_validate({"train_envs": [ENV], **sections}))
+    assert "4 games from each start, compared by rloo" in dict(plan.describe())["groups"]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -406,6 +408,30 @@ async def test_keeping_for_ever_needs_no_pool(tmp_path: Path) -> None:
     assert {path.name for path in league.disk.iterdir()} == {"ckpt-2", "ckpt-4"}
     assert league.active == ["ckpt-4"]
     await league.close()
+
+
+async def test_a_run_that_ends_waits_for_a_copy_that_is_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    league = League(tmp_path, size=2)
+    has_begun, may_end = threading.Event(), threading.Event()
+    copy = shutil.copytree
+
+    def slow_copy(source: Path, target: Path) -> Path:
+        has_begun.set()
+        may_end.wait(20)
+        return copy(source, target)
+
+    monkeypatch.setattr(shutil, "copytree", slow_copy)
+    await league.update()
+    while not has_begun.is_set():
+        await asyncio.sleep(0.001)
+    closing = asyncio.create_task(league.close())
+    await asyncio.sleep(0.02)
+    assert not closing.done()  # else the copy would bring back what close removes
+    may_end.set()
+    await asyncio.wait_for(closing, 10)
+    assert not league.arena.directory.exists()
 
 
 @pytest.mark.parametrize("rule", ["recency", "match-quality", "nearest-rating"])

@@ -84,6 +84,10 @@ class Plan:
         rows.append(("engine memory", memory))
         games = f"{config.run.num_collection_workers} training, {config.run.num_eval_workers} evaluation"
         rows.append(("games in flight", games))
+        if config.run.group_size > 1:
+            rows.append(
+                ("groups", f"{config.run.group_size} games from each start, compared by {config.group_baseline}")
+            )
         batches = f"batches of {config.learner.batch_size}"
         whole = ", whole trajectories" * (config.buffer.kind == "episodes")
         rows.append(("buffer", f"{config.buffer_size} steps, {batches}{whole}"))
