@@ -1,0 +1,86 @@
+"""From a buffer's batch to what the learner gets, and which buffer an algorithm gets its batches from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from unstable_lite.buffers import EpisodeBuffer, StepBuffer
+from unstable_lite.config import Config
+from unstable_lite.errors import ConfigError
+from unstable_lite.learners.client import train_items
+from unstable_lite.plan import make_plan
+from unstable_lite.runtime import Run, _buffer
+from unstable_lite.types import Generation, ModelRef, PlayerTrajectory, Step
+
+ENV = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
+
+
+def plan_of(algorithm: str) -> Config:
+    return make_plan(Config.model_validate({"train_envs": [ENV], "algorithm": algorithm})).config
+
+
+def trajectory(game_idx: int, num_steps: int, final_reward: float) -> PlayerTrajectory:
+    """Its tokens tell which game and which turn."""
+    steps = [
+        Step(
+            pid=0,
+            obs="",
+            act="",
+            reward=0.0,
+            env_id="E",
+            generation=Generation(
+                prompt_ids=np.array([game_idx, turn], np.int32),
+                completion_ids=np.array([turn], np.int32),
+                logprobs=np.array([-0.5], np.float32),
+                text="",
+                finish_reason="stop",
+                adapter_version=game_idx,
+            ),
+            format_feedback={"correct_answer_format": True, "invalid_move": False},
+        )
+        for turn in range(num_steps)
+    ]
+    model = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+    return PlayerTrajectory(
+        pid=0, env_id="E", game_idx=game_idx, model=model, steps=steps, final_reward=final_reward, num_turns=num_steps
+    )
+
+
+async def test_episodes_reach_the_learner_whole_in_turn_order_with_the_final_reward_on_the_last_step() -> None:
+    buffer = EpisodeBuffer(100)
+    for game_idx in range(1, 6):
+        buffer.add_player_trajectory(trajectory(game_idx, game_idx, float(game_idx)))
+    items = train_items(await buffer.get_batch(15, 5))
+    games: dict[int, list[int]] = {}
+    for item in items:
+        games.setdefault(item.trajectory, []).append(int(item.prompt_ids[0]))
+        game_idx, turn = item.prompt_ids.tolist()
+        assert item.completion_ids.tolist() == [turn]
+        assert item.reward == (game_idx if turn == game_idx - 1 else 0.0)
+        assert item.adapter_version == game_idx
+    assert list(games) == sorted(games)
+    assert sorted(games.values()) == [[game_idx] * game_idx for game_idx in range(1, 6)]
+    turns = [int(item.prompt_ids[1]) for item in items]
+    assert turns == [turn for played in games.values() for turn in range(len(played))]
+
+
+async def test_a_step_that_comes_alone_is_a_trajectory_of_its_own() -> None:
+    buffer = StepBuffer(100)
+    buffer.add_player_trajectory(trajectory(1, 4, 1.0))
+    items = train_items(await buffer.get_batch(4, 1))
+    assert [item.trajectory for item in items] == [0, 1, 2, 3]
+    assert [item.reward for item in items] == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind"), [("reinforce", StepBuffer), ("a2c", EpisodeBuffer), ("ppo", EpisodeBuffer)]
+)
+def test_an_algorithm_gets_the_buffer_that_it_learns_from(algorithm: str, kind: type) -> None:
+    assert type(_buffer(plan_of(algorithm))) is kind
+
+
+def test_a_buffer_of_the_other_kind_is_refused() -> None:
+    for algorithm, buffer in (("a2c", StepBuffer(10)), ("reinforce", EpisodeBuffer(10))):
+        with pytest.raises(ConfigError, match=f"{algorithm} learns from .*, not from a {type(buffer).__name__}"):
+            Run(make_plan(plan_of(algorithm)), buffer=buffer)
