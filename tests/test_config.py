@@ -185,7 +185,7 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
         ({"algorithm": "ppo", "learner": {"ppo_minibatches": 500}}, "some would be empty"),
         pytest.param(
             {"learner": {"optimizer": "adamw8bit"}},
-            "pip install bitsandbytes",
+            "bitsandbytes is not installed",
             marks=pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="it is installed"),
         ),
         ({"tracker": {"wandb_project": "p"}}, "wandb is not installed"),

@@ -93,7 +93,7 @@ def algorithm_problems(config: Config) -> Iterable[str]:
             f"{learner.batch_size}: some would be empty"
         )
     if learner.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        yield "learner.optimizer = 'adamw8bit': bitsandbytes is not installed; pip install bitsandbytes"
+        yield "learner.optimizer = 'adamw8bit': bitsandbytes is not installed; pip install 'unstable-lite[adamw8bit]'"
 
 
 def _algorithm(config: Config) -> Algorithm:

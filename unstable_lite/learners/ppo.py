@@ -157,7 +157,7 @@ class PPOLearner:
     def save(self, directory: Path) -> None:
         """Adapter, critic, optimisers, counters and random state, into a directory that exists."""
         adapter_files.write(directory, *self.policy.adapter_state())
-        (directory / "critic").mkdir()
+        (directory / "critic").mkdir(exist_ok=True)
         self.critic.save(directory / "critic")
         moments = state_tensors(self._optimizer, self.policy.parameters)
         moments |= state_tensors(self._critic_optimizer, self.critic.parameters)

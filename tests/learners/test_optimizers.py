@@ -1,0 +1,69 @@
+"""An optimiser's state as tensors, and the way back after a step that should not have been."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from unstable_lite.config import LearnerConfig
+from unstable_lite.learners.optimizers import Snapshot, load_state_tensors, make_optimizer, state_tensors
+
+NAMES = [
+    "adamw",
+    pytest.param(
+        "adamw8bit",
+        marks=pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),
+    ),
+]
+
+
+def make_parameters() -> dict[str, nn.Parameter]:
+    torch.manual_seed(0)
+    return {"large": nn.Parameter(torch.randn(64, 128)), "small": nn.Parameter(torch.randn(4))}
+
+
+def step(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+
+def is_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_goes_through_a_file_and_a_snapshot_takes_steps_back_bit_for_bit(name: str) -> None:
+    config = LearnerConfig.model_validate({"optimizer": name})
+    parameters = make_parameters()
+    optimizer = make_optimizer(parameters, 1e-2, config)
+    for seed in (1, 2):
+        step(parameters, optimizer, seed)
+    largest = {v.dtype for v in optimizer.state[parameters["large"]].values() if torch.is_tensor(v) and v.dim() == 2}
+    assert largest == {torch.uint8 if name == "adamw8bit" else torch.float32}
+    file = safetensors.torch.save(state_tensors(optimizer, parameters))
+    resumed = {key: nn.Parameter(parameter.detach().clone()) for key, parameter in parameters.items()}
+    resumed_optimizer = make_optimizer(resumed, 1e-2, config)
+    load_state_tensors(resumed_optimizer, resumed, safetensors.torch.load(file))
+    before = Snapshot.take(optimizer)
+    after = step(parameters, optimizer, 3)
+    assert is_equal(step(resumed, resumed_optimizer, 3), after)
+    step(parameters, optimizer, 4)
+    before.restore()
+    assert is_equal(step(parameters, optimizer, 3), after)
+
+
+def test_a_snapshot_of_a_fresh_optimiser_takes_its_moments_away_again() -> None:
+    parameters = make_parameters()
+    optimizer = make_optimizer(parameters, 1e-2, LearnerConfig())
+    before = Snapshot.take(optimizer)
+    after = step(parameters, optimizer, 1)
+    before.restore()
+    assert not optimizer.state
+    assert is_equal(step(parameters, optimizer, 1), after)
