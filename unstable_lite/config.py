@@ -201,7 +201,7 @@ class RewardConfig(Section):
 
 
 class LeagueConfig(Section):
-    env_sampling_strategy: str | dict[str, dict[str, Any]] = "random"
+    env_sampling_strategy: str | dict[str, Any] = "random"
     """`random`, `weighted`, `round-robin`, `learning-progress`, or `module:Class`; with options as a table of one
     name: `{ weighted = { weights = { "Nim-v0-train" = 2, "KuhnPoker-v0-train" = 1 } } }`."""
     opponent_sampling_strategy: str | dict[str, Any] = "none"

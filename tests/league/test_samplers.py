@@ -523,6 +523,10 @@ def test_the_default_league_is_sound_for_mirror_self_play():
         (2, {"env_sampling_strategy": {"weighted": {"weights": {"A": -1}}}}, "the weight of 'A' is -1"),
         (2, {"env_sampling_strategy": {"learning-progress": {"slow": 0.5}}}, "slow < fast"),
         (2, {"env_sampling_strategy": {"random": {}, "round-robin": {}}}, "one name with its options"),
+        (2, {"env_sampling_strategy": {}}, "one name with its options"),
+        (2, {"env_sampling_strategy": {"weighted": 3}}, "the options must be a table"),
+        (2, {"env_sampling_strategy": {"name": "weighted", "weights": {"A": 1}}}, "{ weighted = { … } }"),
+        (1, {"opponent_sampling_strategy": {"name": "pfsp", "weighting": "hard"}}, "{ pfsp = { … } }"),
     ],
 )
 def test_every_problem_of_a_league_is_found_before_the_run(num_actors, league, message):

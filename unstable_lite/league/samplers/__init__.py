@@ -155,12 +155,13 @@ def check_league(config: Config) -> list[str]:
         problems.append(f"opponent_lag = [{least}, {most}]: must be [least, most] with 0 <= least <= most")
     if "fixed" in names and not league.fixed_opponents:
         problems.append("opponent_sampling_strategy uses 'fixed', and fixed_opponents is empty")
-    if isinstance(league.env_sampling_strategy, str) or len(league.env_sampling_strategy) == 1:
-        problems += _problems_of(lambda: build_env_sampler(config))
-    else:
-        problems.append("env_sampling_strategy: a table must hold one name with its options: { weighted = { … } }")
+    problems += _shape_problems("env_sampling_strategy", league.env_sampling_strategy) or _problems_of(
+        lambda: build_env_sampler(config)
+    )
     if names:
-        found = _problems_of(lambda: build_model_sampler(league, ModelRegistry(), random.Random(0)))
+        found = _shape_problems("opponent_sampling_strategy", strategy) or _problems_of(
+            lambda: build_model_sampler(league, ModelRegistry(), random.Random(0))
+        )
         problems += [problem for problem in found if problem not in problems]
     for spec in config.train_envs:
         if not 1 <= spec.num_actors <= spec.num_players:
@@ -186,6 +187,19 @@ def _build_one(
     if sampler is LaggedModelSampler:
         sampler = partial(sampler, lag_range=league.opponent_lag)
     return by_name.call("opponent_sampling_strategy", name, partial(sampler, registry, rng), options)
+
+
+def _shape_problems(what: str, strategy: str | Mapping[str, Any]) -> list[str]:
+    """What no sampler can be built from."""
+    if isinstance(strategy, str):
+        return []
+    if isinstance(name := strategy.get("name"), str):
+        return [f"{what}: options stand under the name that they are of: {{ {name} = {{ … }} }}"]
+    if what == "env_sampling_strategy" and len(strategy) != 1:
+        return [f"{what}: a table must hold one name with its options: {{ weighted = {{ … }} }}"]
+    if what == "env_sampling_strategy" and not all(isinstance(options, Mapping) for options in strategy.values()):
+        return [f"{what}: the options must be a table: {{ {next(iter(strategy))} = {{ … }} }}"]
+    return []
 
 
 def _problems_of(build: Callable[[], object]) -> list[str]:
