@@ -30,7 +30,11 @@ class RunConfig(Section):
     num_collection_workers: int = Field(256, ge=1)
     """Training games in flight."""
     num_eval_workers: int = Field(16, ge=0)
-    """Evaluation games in flight beside them; 0 evaluates only by `eval_games`."""
+    """Evaluation games in flight beside them; 0 evaluates only by `eval_games`.
+
+    eval.jsonl has their results by checkpoint, labelled "concurrent". Those in flight when training ends are given up,
+    so the last checkpoints' are of shorter games.
+    """
     eval_games: int = Field(0, ge=0)
     """Games per eval env and evaluation, balanced over the seats, before the first and after the last update."""
     max_eval_games_per_ckpt: int | None = Field(None, ge=1)

@@ -268,7 +268,7 @@ def test_offline_results_agree_with_those_of_training(trained: Path, tmp_path: P
 
 async def test_adapters_that_do_not_fit_or_cannot_be_told_apart_are_errors(trained: Path, tmp_path: Path) -> None:
     checkpoint = trained / "checkpoints" / "ckpt-3"
-    plan = plan_evaluation([str(checkpoint)], output=tmp_path / "out")
+    plan = plan_evaluation([str(checkpoint)], output=tmp_path / "out", overrides=["engine.threads=1"])
     other_base = write_adapter(tmp_path / "other", small())
     twin = scaled(tmp_path / "twin", checkpoint, 2, 0.5)
     faint = scaled(tmp_path / "faint", checkpoint, 1, 1e-20)
@@ -297,7 +297,7 @@ async def test_an_engine_that_serves_the_base_in_silence_is_caught(
     plan = plan_evaluation(
         [str(trained / "checkpoints" / "ckpt-3")],
         output=tmp_path / "out",
-        overrides=["engine.kind=lying_engines:ServesBaseUnderTheRightName"],
+        overrides=["engine.kind=lying_engines:ServesBaseUnderTheRightName", "engine.threads=1"],
     )
     with pytest.raises(AdapterError, match="engine-0 answers as the base model where ckpt-3"):
         await evaluate(plan, say=lambda _: None)
