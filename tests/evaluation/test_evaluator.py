@@ -136,6 +136,14 @@ async def test_what_cannot_be_evaluated_is_said_before_an_engine_starts(run: Pat
     assert not (tmp_path / "out").exists()
 
 
+async def test_where_nobody_can_win_the_reward_is_shown(run: Path, tmp_path: Path) -> None:
+    ones = [run / "checkpoints" / "ckpt-1"]
+    done = await evaluated(ones, tmp_path / "out", games=3, envs=["GuessTheNumber-v0-train:1"])
+    (row,) = read_csv(tmp_path / "out" / "table.csv")
+    assert (row["opponent"], row["win_rate"], int(row["n"]) + int(row["void"])) == ("none", "", 3)
+    assert float(row["mean_reward"]) == pytest.approx(done.evaluations[0].mean_reward)
+
+
 async def test_how_a_model_was_trained_is_of_no_concern(run: Path, tmp_path: Path) -> None:
     of_another_machine = ("algorithm=a2c", "buffer.kind=episodes", "learner.devices=[7]", "run.eval_every=5")
     assert (await evaluated(["base", run], tmp_path / "out", *of_another_machine, games=1)).played == 5

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Mapping
@@ -8,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from unstable_lite.config import TrackerConfig
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.trackers.records import read_part, read_records
+from unstable_lite.trackers.terminal import evaluation_tables
 from unstable_lite.trackers.tracker import WINDOW, Tally, Tracker, wilson_interval
 from unstable_lite.types import (
     AgentSpec,
@@ -203,6 +206,13 @@ def test_games_that_nobody_can_win_have_a_reward_and_no_win_rate() -> None:
     half = 1.96 * math.sqrt(0.125) / math.sqrt(2)
     assert evaluation.reward_interval == pytest.approx((0.5 - half, 0.5 + half))
     assert evaluation.to_json()["win_rate"] is None
+    assert "mean reward of 0.500 in 2 games" in evaluation.describe()
+    console = Console(file=io.StringIO(), width=120)
+    console.print(*evaluation_tables([evaluation]))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "reward" in shown
+    assert "0.500" in shown
+    assert "nan" not in shown + evaluation.describe()
 
 
 async def test_what_an_update_trained_on_is_kept_one_file_an_update(tmp_path: Path) -> None:

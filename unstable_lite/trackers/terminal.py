@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 
@@ -85,19 +86,25 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
         table = Table(title=f"{env_id} against {opponent}", title_justify="left")
         table.add_column("when")
         table.add_column("model")
-        for name in ("games", "won", "95 % interval", "drawn", "own invalid"):
+        rows = [e for e in evaluations if (e.env_id, e.opponent) == (env_id, opponent)]
+        has_winners = any(math.isfinite(e.win_rate) for e in rows)
+        for name in ("games", "won" if has_winners else "reward", "95 % interval", "drawn", "own invalid"):
             table.add_column(name, justify="right")
-        for evaluation in evaluations:
-            if (evaluation.env_id, evaluation.opponent) == (env_id, opponent):
-                low, high = evaluation.interval
-                table.add_row(
-                    evaluation.label,
-                    evaluation.model,
-                    f"{evaluation.n}" + f" (+{evaluation.void} void)" * bool(evaluation.void),
-                    f"{evaluation.win_rate:.1%}",
-                    f"{low:.1%} – {high:.1%}",
-                    f"{evaluation.draws}",
-                    f"{evaluation.invalid} ({evaluation.invalid / max(evaluation.n, 1):.1%})",
-                )
+        for evaluation in rows:
+            if has_winners:
+                share, (low, high) = f"{evaluation.win_rate:.1%}", evaluation.interval
+                interval = f"{low:.1%} – {high:.1%}"
+            else:
+                share, (low, high) = f"{evaluation.mean_reward:.3f}", evaluation.reward_interval
+                interval = f"{low:.3f} – {high:.3f}"
+            table.add_row(
+                evaluation.label,
+                evaluation.model,
+                f"{evaluation.n}" + f" (+{evaluation.void} void)" * bool(evaluation.void),
+                share,
+                interval,
+                f"{evaluation.draws}" if has_winners else "–",
+                f"{evaluation.invalid} ({evaluation.invalid / max(evaluation.n, 1):.1%})",
+            )
         tables.append(table)
     return tables

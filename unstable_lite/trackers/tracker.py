@@ -80,6 +80,12 @@ class Evaluation:
         return self.mean_reward - half, self.mean_reward + half
 
     def describe(self) -> str:
+        if not math.isfinite(self.win_rate):
+            low, high = self.reward_interval
+            return (
+                f"{self.model} had a mean reward of {self.mean_reward:.3f} in {self.n} games of {self.env_id} "
+                f"(95 %: {low:.3f} – {high:.3f}); {self.invalid} ended by its own invalid move"
+            )
         low, high = self.interval
         return (
             f"{self.model} won {self.win_rate:.1%} of {self.n} games of {self.env_id} against {self.opponent} "
