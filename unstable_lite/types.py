@@ -49,6 +49,7 @@ class EvalEnvSpec:
     prompt_template: str = "default"
     action_extraction_fn: str = "default"
     fixed_opponent: str = "google/gemini-2.0-flash-lite-001"
+    """Named as `league.fixed_opponents` names them."""
     max_turns: int = 200
     observation: Observation = "env"
 
