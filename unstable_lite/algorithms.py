@@ -40,9 +40,7 @@ def resolve_defaults(config: Config) -> Config:
     open_ones = {
         "final_reward_transformation": () if has_group else ("RoleAdvantageByEnvFormatter",),
         "step_reward_transformation": _STEP_PENALTIES if kind == "episodes" else _STEP_REWARDS,
-        "sampling_reward_transformation": ()
-        if has_baseline
-        else (_transformation("NormalizeRewardsByEnv", z_score=True),),
+        "sampling_reward_transformation": () if has_baseline else _NORMALIZED,
     }
     rewards = {name: value for name, value in open_ones.items() if getattr(config.rewards, name) is None}
     return config.model_copy(
