@@ -7,6 +7,7 @@ from pathlib import Path
 
 from unstable_lite.engines.transformers import TransformersEngine
 from unstable_lite.opponent_pool import FIRST_RETURNED_VERSION
+from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import Generate, Generated
 
 
@@ -68,3 +69,21 @@ class ServesBaseForWhatReturns(ServesBaseUnderTheRightName):
         self._asked[request.request_id] = request.adapter_version
         is_back = request.adapter_version >= FIRST_RETURNED_VERSION
         TransformersEngine.add_request(self, replace(request, adapter_version=0) if is_back else request)
+
+
+class ServesBaseAfterItsDeath(ServesBaseUnderTheRightName):
+    """Honest in its first life; the one that takes its place answers from the base."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self._is_honest = not spec.identity.endswith(".1")
+
+    def load_adapter(self, version: int, path: Path) -> None:
+        TransformersEngine.load_adapter(self, version, path)
+
+    def unload_adapter(self, version: int) -> None:
+        TransformersEngine.unload_adapter(self, version)
+
+    def add_request(self, request: Generate) -> None:
+        self._asked[request.request_id] = request.adapter_version
+        TransformersEngine.add_request(self, request if self._is_honest else replace(request, adapter_version=0))

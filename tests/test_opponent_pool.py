@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from unstable_lite.config import Config, LeagueConfig
+from unstable_lite.engines.client import EnginePool
 from unstable_lite.engines.scripted import LOGPROB, ScriptedEngine
 from unstable_lite.errors import AdapterError, RequestError
 from unstable_lite.league.model_registry import ModelRegistry, Rating
@@ -44,7 +45,12 @@ class LocalEngine:
         self.loading.set()
         self.lie: float = 0.0
         """Added to the log-probabilities of what came back."""
+        self.is_up = True
         self._engine = ScriptedEngine(spec)
+
+    @property
+    def adapters(self) -> set[int]:
+        return set(self.loaded)
 
     async def load_adapter(self, version: int, path: Path) -> None:
         await self.loading.wait()
@@ -57,8 +63,9 @@ class LocalEngine:
 
     async def unload_adapter(self, version: int) -> None:
         await asyncio.sleep(0)
-        self._engine.unload_adapter(version)
-        del self.loaded[version]
+        if version in self.loaded:
+            self._engine.unload_adapter(version)
+            del self.loaded[version]
 
     async def generate(self, prompt: str, version: int, *, seed: int, max_tokens: int) -> Generation:
         await asyncio.sleep(0)
@@ -78,17 +85,6 @@ class LocalEngine:
         return replace(done.generation, logprobs=done.generation.logprobs + lie)
 
 
-class LocalEngines:
-    def __init__(self, engines: list[LocalEngine]) -> None:
-        self.engines = engines
-
-    async def load_adapter(self, version: int, path: Path) -> None:
-        await asyncio.gather(*(engine.load_adapter(version, path) for engine in self.engines))
-
-    async def unload_adapter(self, version: int) -> None:
-        await asyncio.gather(*(engine.unload_adapter(version) for engine in self.engines))
-
-
 class LocalLearner:
     """Agrees with the scripted engine, and finds the base as far off as it is told."""
 
@@ -103,17 +99,17 @@ class League:
         self, tmp_path: Path, size: int, max_loras: int | None = None, engines: int = 1, **league: Any
     ) -> None:
         self.max_loras = max_loras or size + 2
-        self.engines = LocalEngines([LocalEngine(f"engine-{index}", self.max_loras) for index in range(engines)])
+        local = [LocalEngine(f"engine-{index}", self.max_loras) for index in range(engines)]
+        self.engines: Any = EnginePool(local)  # type: ignore[arg-type]
         self.arena = AdapterArena("pool", tmp_path, bytes_needed=1 << 60)
         self.registry = ModelRegistry()
         self.publisher = Publisher(
-            self.engines,  # type: ignore[arg-type]
+            self.engines,
             LocalLearner(),  # type: ignore[arg-type]
             self.arena,
             "p",
             self.max_loras,
             tolerance=0.1,
-            remembers=True,
         )
         self.disk = tmp_path / "adapters"
         self.alarms: list[str] = []

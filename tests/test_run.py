@@ -270,8 +270,8 @@ def test_a_killed_orchestrator_takes_its_workers_along_and_the_next_start_cleans
 
 
 @pytest.mark.parametrize("victim", ["engine-0", "learner"])
-def test_a_worker_that_dies_ends_the_run_at_once_and_is_named(tmp_path: Path, victim: str) -> None:
-    process = runs.start("run", runs.write_small(tmp_path), "run.learning_steps=10000")
+def test_without_restarts_a_worker_that_dies_ends_the_run_at_once_and_is_named(tmp_path: Path, victim: str) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), "run.learning_steps=10000", "run.max_restarts=0")
     runs.wait_for(lambda: runs.num_updates(tmp_path) >= 1)
     children = runs.children_of(process)
     package = "engines" if victim == "engine-0" else "learners"

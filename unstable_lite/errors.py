@@ -43,3 +43,8 @@ class ProtocolError(UnstableError):
 
 class WorkerDied(UnstableError):
     """A worker process ended or answered that it cannot go on."""
+
+    def __init__(self, message: str, is_final: bool = False) -> None:
+        """`is_final`: another one in its place would end in the same way."""
+        self.is_final = is_final
+        super().__init__(message)

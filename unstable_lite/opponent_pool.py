@@ -92,6 +92,33 @@ class OpponentPool:
                 await self._rotate()
             await self._clear_out()
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"published_as": self._published_as, "next_version": self._next_version}
+
+    async def resume(self, state: dict[str, Any]) -> None:
+        """Of a run that goes on: the registry knows who was active, `directory` has the adapters that were stored.
+
+        The current policy is loaded already; who else was active comes back, if there is an adapter of it.
+        """
+        self._published_as = dict(state["published_as"])
+        self._next_version = state["next_version"]
+        for path in self._directory.glob("*"):
+            if path.name not in self._published_as:
+                shutil.rmtree(path)
+        current = self._registry.current
+        assert current.adapter_version is not None
+        self._arena.retain(current.adapter_version)
+        iteration = self._registry.get(current.uid).iteration
+        if current.uid not in self._published_as and (self._size > 1 or self._is_kept(iteration or 0)):
+            self._arena.retain(current.adapter_version)
+            self._to_store.append((current.uid, current.adapter_version))
+        for meta in self._others():
+            self._registry.set_active(meta.uid, False)
+            if self._can_play(meta):
+                await self._return(meta)
+            if not meta.active:
+                self._alarm(f"{meta.uid} was an opponent, and its adapter was not stored: it does not come back")
+
     async def settled(self) -> None:
         """Wait until all that followed from the last `admit` is done, so that what is to be kept is on disk."""
         await self._settled.wait()
@@ -181,6 +208,7 @@ class OpponentPool:
             await _in_thread(shutil.copytree, self._arena.path(version), partial)
             partial.rename(self._directory / uid)
             self._published_as[uid] = version
+            self._publisher.keep(version)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             self._alarm(f"{uid} is not kept on disk and cannot come back as an opponent: {error}")

@@ -2,22 +2,24 @@
 
 The canary: each engine samples a few tokens of a fixed prompt with the new adapter, and the learner scores those very
 tokens. They must agree, and be nearer to the adapter than to the base wherever the learner can tell the two apart.
-The learner holds only the newest adapter; one that comes back is held against what the same engine said with it, to
-the same prompt and seeds, when it was the newest.
+The learner holds only the newest adapter. One that comes back, or that an engine is given which died and is there
+again, is held against what engines said with it, to the same prompt and seeds, when it was the newest.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
 from unstable_lite.engines.client import EngineClient, EnginePool
-from unstable_lite.errors import AdapterError, RequestError
+from unstable_lite.errors import AdapterError, RequestError, WorkerDied
 from unstable_lite.learners.client import LearnerClient
 from unstable_lite.transport.adapters import AdapterArena
 from unstable_lite.types import Logprobs, TokenIds
@@ -28,9 +30,9 @@ CANARY_TOKENS = 16
 CANARY_SEED = 20_11
 BASE_CANARIES = 8
 """Samples that each engine gives of the base, once: a short answer may hold tokens that any distribution is sure of."""
-RETURN_CANARIES = 2
-"""Samples that are remembered of an adapter that may come back: the first token of one of them may fall otherwise, by
-rounding alone, and leave nothing to compare."""
+CANARIES = 2
+"""Samples of an adapter: the first token of one of them may fall otherwise, by rounding alone, when it is asked again,
+and leave nothing to compare."""
 UNLOAD_RETRY_S = 1.0
 
 
@@ -69,14 +71,15 @@ class Publisher:
         canary_prompt: str,
         max_loras: int,
         tolerance: float,
-        remembers: bool = False,
     ) -> None:
-        """`remembers`: keep what is needed for `bring_back`."""
         self.num_waits = 0
         """How often a new adapter had to wait for a slot."""
-        self._remembers = remembers
         self._remembered: dict[int, dict[str, list[_Remembered]]] = {}
         """By version and engine."""
+        self._keeps: set[int] = set()
+        """Versions that are remembered after they are unloaded: they may come back."""
+        self._held: dict[int, int] = {}
+        """What every engine is to hold: version, and the version that it was when the learner held it."""
         self._engines = engines
         self._learner = learner
         self._arena = arena
@@ -91,8 +94,7 @@ class Publisher:
 
     async def check_base(self) -> dict[str, float]:
         """The canary without an adapter, before the first game: do engines and learner hold the same base?"""
-        seeds = range(CANARY_SEED, CANARY_SEED + BASE_CANARIES)
-        canaries = await self._ask_canaries(0, seeds)
+        canaries = await self._ask_canaries(0, BASE_CANARIES)
         self._noise = fmean(canary.mismatch for canary in canaries)
         return self._verdict(0, canaries)
 
@@ -108,9 +110,34 @@ class Publisher:
                 log.warning("adapter %d waits: %d are loaded, engine.max_loras = %d", version, *self._slots())
             await self._slot_freed.wait_for(lambda: len(self._loaded) < self._max_loras)
         self._loaded.add(version)
+        self._held[version] = version
         await self._engines.load_adapter(version, self._arena.path(version))
-        seeds = range(CANARY_SEED, CANARY_SEED + (RETURN_CANARIES if self._remembers else 1))
-        return self._verdict(version, await self._ask_canaries(version, seeds))
+        return self._verdict(version, await self._ask_canaries(version, CANARIES))
+
+    async def restore(self, engine: EngineClient) -> None:
+        """Give an engine that died and is there again what the others hold, and try it; then it may be asked again.
+
+        Raises AdapterError if it does not answer as the one that died did.
+        """
+        tried: set[int] = set()
+        while new := sorted({0, *self._held} - tried):  # what the others hold changes meanwhile
+            for version in new:
+                tried.add(version)
+                try:
+                    await self._give_back(engine, version)
+                except RequestError:
+                    if version in self._held:  # else it was retired meanwhile
+                        raise
+            for version in engine.adapters - self._held.keys():
+                await engine.unload_adapter(version)
+        self._engines.take_back(engine)
+
+    async def _give_back(self, engine: EngineClient, version: int) -> None:
+        published_as = self._held.get(version, 0)
+        if version:
+            await engine.load_adapter(version, self._arena.path(version))
+        if remembered := self._remembered.get(published_as):
+            await self._check_returned(engine, version, remembered)
 
     @property
     def has_slot(self) -> bool:
@@ -137,21 +164,58 @@ class Publisher:
         Raises RequestError if no engine can load it; AdapterError if the engines differ in that, or one does not
         answer as it did.
         """
-        path = self._arena.path(version)
-        loading = (engine.load_adapter(version, path) for engine in self._engines.engines)
-        failures = [error for error in await asyncio.gather(*loading, return_exceptions=True) if error is not None]
-        for error in failures:
-            if isinstance(error, RequestError) and len(failures) < len(self._engines.engines):
-                raise AdapterError(f"adapter {version} is loaded by some engines, not by others: {error}") from error
-            raise error
-        remembered = self._remembered[published_as]
-        await asyncio.gather(
-            *(self._check_returned(engine, version, remembered[engine.peer.name]) for engine in self._engines.engines)
-        )
+        failure: RequestError | None = None
+        self._held[version] = published_as
+        try:
+            await self._engines.load_adapter(version, self._arena.path(version))
+        except* RequestError as errors:
+            failure = RequestError(str(errors.exceptions[0]))
+        if failure is not None:
+            del self._held[version]
+            if any(version in engine.adapters for engine in self._engines.engines):
+                raise AdapterError(f"adapter {version} is loaded by some engines, not by others: {failure}")
+            raise failure
+        for engine in self._engines.up:
+            with contextlib.suppress(WorkerDied):  # it is tried when it is back
+                await self._check_returned(engine, version, self._remembered[published_as])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is remembered of versions that may come back, JSON-able."""
+        return {
+            str(version): {
+                engine: [
+                    [c.seed, c.completion_ids.tolist(), c.logprobs.tolist(), c.base_logprobs.tolist()] for c in known
+                ]
+                for engine, known in self._remembered[version].items()
+            }
+            for version in sorted(self._keeps & self._remembered.keys())
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for version, by_engine in state.items():
+            self.keep(int(version))
+            self._remembered[int(version)] = {
+                engine: [
+                    _Remembered(
+                        seed=seed,
+                        completion_ids=np.array(ids, np.int32),
+                        logprobs=np.array(logprobs, np.float32),
+                        base_logprobs=np.array(base_logprobs, np.float32),
+                    )
+                    for seed, ids, logprobs, base_logprobs in known
+                ]
+                for engine, known in by_engine.items()
+            }
+
+    def keep(self, published_as: int) -> None:
+        """It may come back."""
+        self._keeps.add(published_as)
 
     def forget(self, published_as: int) -> None:
         """It will not come back."""
-        self._remembered.pop(published_as, None)
+        self._keeps.discard(published_as)
+        if published_as not in self._held.values():
+            self._remembered.pop(published_as, None)
 
     async def retire_unreferenced(self) -> None:
         """Unload and unlink what nobody holds any more, for ever."""
@@ -160,6 +224,11 @@ class Publisher:
             self._is_unloading = True
             try:
                 await self._engines.unload_adapter(version)
+                published_as = self._held.pop(version)
+                if any(version in engine.adapters for engine in self._engines.up):  # it came back meanwhile
+                    await self._engines.unload_adapter(version)
+                if published_as not in self._keeps:
+                    self.forget(published_as)
             except* RequestError as errors:
                 # A game that was given up may still have a request in an engine.
                 log.info("adapter %d stays a little longer: %s", version, errors.exceptions[0])
@@ -175,15 +244,28 @@ class Publisher:
     def _slots(self) -> tuple[int, int]:
         return len(self._loaded), self._max_loras
 
-    async def _ask_canaries(self, version: int, seeds: Iterable[int]) -> list[Canary]:
-        """Every engine's answers to every seed, asked for at once."""
-        engines = self._engines.engines
-        return await asyncio.gather(*(self._ask_canary(engine, version, seed) for engine in engines for seed in seeds))
+    async def _ask_canaries(self, version: int, count: int) -> list[Canary]:
+        """The answers to `count` seeds, asked for at once, of every engine that is up when the last one is there."""
+        canaries: list[Canary] = []
+        while True:
+            await self._engines.wait_for_one()
+            answered = {canary.engine for canary in canaries}
+            silent = [engine for engine in self._engines.up if engine.peer.name not in answered]
+            if not silent:
+                return canaries
+            seeds = range(CANARY_SEED, CANARY_SEED + count)
+            asked = (self._ask_canary(engine, version, seed) for engine in silent for seed in seeds)
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            for answer in answers:
+                if isinstance(answer, Canary):
+                    canaries.append(answer)
+                elif not isinstance(answer, WorkerDied):
+                    raise answer
 
     async def _ask_canary(self, engine: EngineClient, version: int, seed: int) -> Canary:
         generation = await engine.generate(self._prompt, version, seed=seed, max_tokens=CANARY_TOKENS)
         scored = await self._learner.score(generation)
-        if version and self._remembers:
+        if seed < CANARY_SEED + CANARIES:
             self._remembered.setdefault(version, {}).setdefault(engine.peer.name, []).append(
                 _Remembered(
                     seed=seed,
@@ -201,10 +283,13 @@ class Publisher:
             engine_to_base=_mean_gap(generation.logprobs, scored.base_logprobs),
         )
 
-    async def _check_returned(self, engine: EngineClient, version: int, remembered: list[_Remembered]) -> None:
+    async def _check_returned(
+        self, engine: EngineClient, version: int, remembered: Mapping[str, list[_Remembered]]
+    ) -> None:
         """The same seeds must give the same tokens, up to where rounding parts them, as likely as they were then."""
         then, now, base = [], [], []
-        for canary in remembered:
+        canaries = remembered.get(engine.peer.name) or next(iter(remembered.values()))
+        for canary in canaries:
             generation = await engine.generate(self._prompt, version, seed=canary.seed, max_tokens=CANARY_TOKENS)
             n = _num_common(canary.completion_ids, generation.completion_ids)
             then.append(canary.logprobs[:n])
@@ -215,8 +300,8 @@ class Publisher:
         can_tell = len(then_N) > 0 and _mean_gap(then_N, base_N) > 4 * max(self._noise, 1e-4)
         if not mismatch <= self._tolerance or (can_tell and _mean_gap(now_N, base_N) <= mismatch):
             raise AdapterError(
-                f"canary: {engine.peer.name} does not answer as it once did with the adapter that came back as "
-                f"{version}: {len(now_N)} of {sum(len(canary.completion_ids) for canary in remembered)} tokens are the "
+                f"canary: {engine.peer.name} does not answer as it once did with what is now loaded as adapter "
+                f"{version}: {len(now_N)} of {sum(len(canary.completion_ids) for canary in canaries)} tokens are the "
                 f"same, and their log p differs by {mismatch:.4f} (learner.canary_tolerance = {self._tolerance})"
             )
 

@@ -8,21 +8,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
-from unstable_lite.checkpoints import create_run_directory
+from unstable_lite.checkpoints import create_run_directory, newest_checkpoint, read_checkpoint
 from unstable_lite.collector import Collector
 from unstable_lite.config import Config, parse_config
 from unstable_lite.errors import ConfigError, UnstableError
-from unstable_lite.games.environments import Environment
+from unstable_lite.games.environments import Environment, hang_guard
 from unstable_lite.games.seats import Seats
 from unstable_lite.games.templates import Template, format_prompt, templates_for
 from unstable_lite.league.game_scheduler import GameScheduler
@@ -33,15 +35,21 @@ from unstable_lite.plan import Plan, make_plan
 from unstable_lite.publisher import Publisher
 from unstable_lite.reward_transformations import GROUP_BASELINES, build_reward_transformations
 from unstable_lite.rng import derive_seed
+from unstable_lite.supervision import Supervisor
 from unstable_lite.trackers.jsonl import JsonlSink
+from unstable_lite.trackers.rewind import read_json_lines, rewind
 from unstable_lite.trackers.tensorboard import TensorBoardSink
 from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.trackers.tracker import Evaluation, Sink, Tracker
 from unstable_lite.training import Training
-from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas
+from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas, try_lock
 from unstable_lite.workers import Workers, started_workers
 
 T = TypeVar("T")
+
+
+LEARNER_STATE = 8
+"""Adapters' worth of the learner's state in the arena: adapter and two moments, of this version and the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +81,9 @@ class Run:
         scheduler: GameScheduler | None = None,
         buffer: StepBuffer | EpisodeBuffer | None = None,
         terminal: TerminalInterface | None = None,
+        resume: Path | None = None,
     ) -> None:
+        """`resume`: the directory of a run to go on with, from its newest whole checkpoint."""
         config = plan.config
         if buffer is not None and isinstance(buffer, EpisodeBuffer) != (config.buffer.kind == "episodes"):
             raise ConfigError(
@@ -83,6 +93,7 @@ class Run:
         self._scheduler = scheduler
         self._buffer = buffer
         self._terminal = terminal or TerminalInterface()
+        self._resume = resume
         self._summary: Summary | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -136,22 +147,41 @@ class Run:
         """Start the workers, train, evaluate, save. Leaves no process and no shared memory, however it ends."""
         self._loop = asyncio.get_running_loop()
         started, config = time.monotonic(), self.plan.config
-        directory = create_run_directory(config)
+        directory = create_run_directory(config) if self._resume is None else self._resume.resolve()
         self._terminal.say(f"run directory {directory}")
+        lock = try_lock(directory)
+        if lock is None:
+            raise UnstableError(f"{directory}: another process is running this run")
+        checkpoint = None
+        if self._resume is not None:
+            checkpoint = newest_checkpoint(directory / "checkpoints", self._terminal.say)
+            state, _ = read_checkpoint(checkpoint)
+            if state["updates"] >= config.run.learning_steps:
+                raise UnstableError(
+                    f"{directory} has made its {state['updates']} updates; give run.learning_steps=N for more of them"
+                )
+            rewind(directory, state["updates"], sum(state["scheduler"]["games"].values()))
+            self._terminal.say(f"going on after update {state['updates']}, from {checkpoint.name}")
         for path in reap_stale_arenas():
             self._terminal.say(f"removed {path}, left behind by a run that was killed")
         tracker = Tracker(directory, _sinks(config, directory), config.tracker)
+        if checkpoint is not None:
+            tracker.resume(state["tracker"], read_json_lines(directory / "eval.jsonl"))
         arena: AdapterArena | None = None
         try:
-            with log_file(directory / "logs" / "orchestrator.log"), self._stopped_by_signals():
+            with (
+                log_file(directory / "logs" / "orchestrator.log"),
+                self._stopped_by_signals(),
+                hang_guard(config.run.env_timeout_s),
+            ):
                 async with started_workers(self.plan, directory / "logs", self._terminal.say) as workers:
-                    needed = workers.adapter_bytes * (config.engine.max_loras + 2)
+                    needed = workers.adapter_bytes * (config.engine.max_loras + 2 + LEARNER_STATE)
                     arena = AdapterArena(directory.name, fallback=directory, bytes_needed=needed)
                     templates = templates_for(config, workers.prompts)
                     generate, say = workers.engines.generate, self._terminal.say
                     async with Seats(generate, templates, config.opponents, say) as seats:
                         canary_prompt = _canary_prompt(config, templates)
-                        training = self._wire(directory, workers, arena, tracker, seats, canary_prompt)
+                        training = self._wire(directory, workers, arena, tracker, seats, canary_prompt, checkpoint)
                         await training.run()
         except BaseExceptionGroup as group:
             raise first_reason(group) from group
@@ -160,6 +190,7 @@ class Run:
             tracker.close()
             if arena is not None:
                 arena.close()  # after the workers: a learner that is still writing would bring it back
+            os.close(lock)
         return Summary(
             directory=directory,
             updates=training.updates,
@@ -175,7 +206,14 @@ class Run:
         )
 
     def _wire(
-        self, directory: Path, workers: Workers, arena: AdapterArena, tracker: Tracker, seats: Seats, canary_prompt: str
+        self,
+        directory: Path,
+        workers: Workers,
+        arena: AdapterArena,
+        tracker: Tracker,
+        seats: Seats,
+        canary_prompt: str,
+        checkpoint: Path | None,
     ) -> Training:
         config = self.plan.config
         if arena.remark is not None:
@@ -192,7 +230,6 @@ class Run:
             canary_prompt=canary_prompt,
             max_loras=config.engine.max_loras,
             tolerance=config.learner.canary_tolerance,
-            remembers=self.plan.active_checkpoints > 1,
         )
 
         def alarm(text: str) -> None:
@@ -203,6 +240,7 @@ class Run:
             plan=self.plan,
             directory=directory,
             workers=workers,
+            supervisors=_supervisors(config, workers, publisher, alarm),
             arena=arena,
             registry=scheduler.registry,
             scheduler=scheduler,
@@ -220,6 +258,7 @@ class Run:
             ),
             tracker=tracker,
             terminal=self._terminal,
+            resume_from=checkpoint,
             stop=self._stop,
         )
 
@@ -261,6 +300,25 @@ def run_in_loop(coroutine: Coroutine[Any, Any, T]) -> T:
         from uvloop import new_event_loop as loop_factory
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(coroutine)
+
+
+def _supervisors(
+    config: Config, workers: Workers, publisher: Publisher, alarm: Callable[[str], None]
+) -> list[Supervisor]:
+    restore: dict[str, Callable[[], Awaitable[None]]] = {"learner": workers.learner.restore}
+    restore |= {engine.peer.name: partial(publisher.restore, engine) for engine in workers.engines.engines}
+    engine, learner = config.engine, config.learner
+    timeouts = {"learner": (learner.start_timeout_s, learner.update_timeout_s)}
+    return [
+        Supervisor(
+            process,
+            config.run,
+            *timeouts.get(process.peer.name, (engine.start_timeout_s, engine.stall_timeout_s)),
+            restore=restore[process.peer.name],
+            alarm=alarm,
+        )
+        for process in workers.processes
+    ]
 
 
 def _scheduler(config: Config) -> GameScheduler:

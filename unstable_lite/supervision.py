@@ -44,7 +44,10 @@ class Supervisor:
         self._deaths: deque[float] = deque()
 
     async def run(self) -> None:
-        """Until the worker is asked to stop. Raises WorkerDied where it dies more often than `run.max_restarts`."""
+        """Until the worker is asked to stop.
+
+        Raises WorkerDied where it dies more often than `run.max_restarts`, or of what its successor would die of too.
+        """
         while True:
             try:
                 async with asyncio.TaskGroup() as life:
@@ -74,6 +77,8 @@ class Supervisor:
                 return
 
     def _count(self, death: WorkerDied) -> None:
+        if death.is_final:
+            raise death
         now, most = time.monotonic(), self._config.max_restarts
         while self._deaths and self._deaths[0] < now - WINDOW_S:
             self._deaths.popleft()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
-from unstable_lite.checkpoints import save_checkpoint
+from unstable_lite.checkpoints import read_checkpoint, save_checkpoint
 from unstable_lite.collector import Collector
 from unstable_lite.errors import UnstableError
 from unstable_lite.league.game_scheduler import GameScheduler
@@ -21,6 +21,7 @@ from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.opponent_pool import OpponentPool
 from unstable_lite.plan import Plan
 from unstable_lite.publisher import Publisher
+from unstable_lite.supervision import Supervisor
 from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.trackers.tracker import Tracker, summarise_evaluation
 from unstable_lite.transport.adapters import AdapterArena
@@ -37,6 +38,7 @@ class Training:
     plan: Plan
     directory: Path
     workers: Workers
+    supervisors: list[Supervisor]
     arena: AdapterArena
     registry: ModelRegistry
     scheduler: GameScheduler
@@ -46,6 +48,8 @@ class Training:
     pool: OpponentPool
     tracker: Tracker
     terminal: TerminalInterface
+    resume_from: Path | None
+    """A whole checkpoint."""
     stop: asyncio.Event
     """Set: finish the update at hand, save, and end."""
     updates: int = 0
@@ -63,11 +67,12 @@ class Training:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(process.watch()) for process in self.workers.processes]
+            background = [tasks.create_task(supervisor.run()) for supervisor in self.supervisors]
             background.append(tasks.create_task(self.publisher.retire_unreferenced()))
             background.append(tasks.create_task(self.pool.run()))
             await self._start_policy()
-            await self._evaluate("before")
+            if self.resume_from is None:
+                await self._evaluate("before")
             await self._learn(tasks)
             await self.pool.settled()
             if self.updates != self._saved:
@@ -106,7 +111,9 @@ class Training:
             return
         waited_s = time.monotonic() - started
         self.pool.make_room()
-        updated = await self.workers.learner.update(batch, version, self.arena.path(version))
+        updated = await self.workers.learner.update(
+            batch, version, self.arena.path(version), self.arena.learner_state(version)
+        )
         if updated.skipped is not None:
             self._count_skipped(updated.skipped)
             return
@@ -132,14 +139,33 @@ class Training:
     async def _start_policy(self) -> None:
         """Try the base on every engine, and the adapter that training starts from, if there is one."""
         canary = await self.publisher.check_base()
-        if self.plan.config.lora.initial_lora_path is not None:
-            await self.workers.learner.publish(1, self.arena.path(1))
+        if self.resume_from is not None:
+            canary = await self._resume(self.resume_from)
+        elif self.plan.config.lora.initial_lora_path is not None:
+            await self.workers.learner.publish(1, self.arena.path(1), self.arena.learner_state(1))
             canary = await self.publisher.publish(1)
             self._offer("initial", 1)
         self.terminal.say(
             f"engine and learner agree about {self.registry.current.uid}: mean |Δ log p| "
             f"{canary['canary/mismatch']:.5f} over {canary['canary/n']:.0f} tokens"
         )
+
+    async def _resume(self, checkpoint: Path) -> dict[str, float]:
+        """Everything as it was when `checkpoint` was written; the games that were in flight then are not."""
+        state, waiting = read_checkpoint(checkpoint)
+        self.updates, self.version, self.skipped = state["updates"], state["version"], state["skipped_updates"]
+        self.checkpoint, self._saved = checkpoint, self.updates
+        self.registry.load_state_dict(state["registry"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.buffer.load_state_dict(state["buffer"])
+        self.buffer.refill(waiting)
+        self.publisher.load_state_dict(state["publisher"])
+        learner, version = self.workers.learner, self.version
+        await learner.load(checkpoint)
+        await learner.publish(version, self.arena.path(version), self.arena.learner_state(version))
+        canary = await self.publisher.publish(version)
+        await self.pool.resume(state["pool"])
+        return canary
 
     async def _evaluate(self, label: str) -> None:
         config = self.plan.config
@@ -218,13 +244,19 @@ class Training:
         """A checkpoint of everything that has to survive."""
         state = {
             "updates": self.updates,
+            "version": self.version,
             "skipped_updates": self.skipped,
             "registry": self.registry.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "buffer": self.buffer.state_dict(),
+            "publisher": self.publisher.state_dict(),
+            "pool": self.pool.state_dict(),
+            "tracker": self.tracker.state_dict(),
         }
         checkpoints = self.directory / "checkpoints"
-        self.checkpoint = await save_checkpoint(checkpoints, self.updates, state, self.workers.learner.save)
+        self.checkpoint = await save_checkpoint(
+            checkpoints, self.updates, state, self.buffer.contents(), self.workers.learner.save
+        )
         self._saved = self.updates
 
     async def _unless_stopped(self, waiting: Coroutine[Any, Any, T]) -> T | None:

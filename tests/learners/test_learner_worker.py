@@ -68,7 +68,14 @@ async def test_a_learner_updates_publishes_scores_saves_and_stops(
     for version in (1, 2):
         path = tmp_path / f"v{version}"
         items = tuple(make_items(seed=version))
-        updated = await peer.ask(Update, TIMEOUT_S, items=items, version=version, path=str(path))
+        updated = await peer.ask(
+            Update,
+            TIMEOUT_S,
+            items=items,
+            version=version,
+            path=str(path),
+            state_path=str(tmp_path / f"state-{version}"),
+        )
         assert updated.skipped is None
         assert updated.metrics["step"] == version
         size = sum(tensor.nbytes for tensor in safetensors.torch.load_file(path / "adapter_model.safetensors").values())
@@ -77,7 +84,9 @@ async def test_a_learner_updates_publishes_scores_saves_and_stops(
 
     poisoned = tuple(make_items())
     object.__setattr__(poisoned[0], "reward", float("nan"))
-    skipped = await peer.ask(Update, TIMEOUT_S, items=poisoned, version=3, path=str(tmp_path / "v3"))
+    skipped = await peer.ask(
+        Update, TIMEOUT_S, items=poisoned, version=3, path=str(tmp_path / "v3"), state_path=str(tmp_path / "s3")
+    )
     assert "not finite" in skipped.skipped
     assert not (tmp_path / "v3").exists()
 
@@ -117,7 +126,8 @@ class OutOfMemory:
 
 
 def test_out_of_memory_fails_the_update_with_what_to_do_and_the_worker_goes_on() -> None:
-    reply = worker._answer(OutOfMemory(), Update(request_id=5, items=(), version=1, path="/nowhere"))
+    update = Update(request_id=5, items=(), version=1, path="/nowhere", state_path="/nowhere")
+    reply = worker._Worker(OutOfMemory()).answer(update)
     assert isinstance(reply, Failed)
     assert reply.request_id == 5
     assert "cuda:0 is out of memory: lower learner.max_tokens_per_micro_batch" in reply.error
@@ -130,7 +140,14 @@ async def test_an_adapter_that_cannot_be_published_ends_the_learner_with_the_rea
     await asyncio.wait_for(asyncio.shield(process.peer.ready), TIMEOUT_S)
     (tmp_path / "file").write_text("in the way")
     update = asyncio.create_task(
-        process.peer.ask(Update, TIMEOUT_S, items=tuple(make_items(2)), version=1, path=str(tmp_path / "file" / "v1"))
+        process.peer.ask(
+            Update,
+            TIMEOUT_S,
+            items=tuple(make_items(2)),
+            version=1,
+            path=str(tmp_path / "file" / "v1"),
+            state_path=str(tmp_path / "s1"),
+        )
     )
     with pytest.raises(WorkerDied, match=r"cannot write .*file/v1: Not a directory"):
         await process.watch()

@@ -32,6 +32,7 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
     if hint == dict[str, int]:
         return st.dictionaries(st.text(), st.integers(0, 2**63 - 1))
     plain: dict[Any, st.SearchStrategy[Any]] = {
+        bool: st.booleans(),
         int: st.integers(-(2**63), 2**63 - 1),
         float: st.floats(allow_nan=False),
         str: st.text(),
@@ -145,7 +146,7 @@ def test_several_messages_share_one_frame() -> None:
     generate = Generate(
         request_id=7, prompt="p", adapter_version=0, max_tokens=1, temperature=1, top_p=1, stop=("x",), seed=None
     )
-    update = Update(request_id=8, items=items, version=4, path="/dev/shm/x")
+    update = Update(request_id=8, items=items, version=4, path="/dev/shm/x", state_path="/dev/shm/y")
     first, second = decode(encode([generate, update]))
     assert isinstance(first, Generate)
     assert first.stop == ("x",)

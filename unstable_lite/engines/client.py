@@ -6,7 +6,6 @@ Turns prompts into Generations and adapters into loaded versions. Knows no games
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -27,6 +26,9 @@ class EngineClient:
         self.stats = EngineStats(queued=0, running=0, tokens_per_s=0.0, cached_share=0.0)
         self.life = self.peer.life
         """The last life of the worker in which it holds every adapter that it should."""
+        self._holds: tuple[int, set[int]] = (0, set())
+        """In which life which versions are loaded."""
+        self._loading = asyncio.Lock()
         self._config = config
 
     @property
@@ -61,11 +63,30 @@ class EngineClient:
             )
         return generation
 
+    @property
+    def adapters(self) -> set[int]:
+        """The versions that it holds."""
+        if self._holds[0] != self.peer.life:
+            self._holds = self.peer.life, set()
+        return self._holds[1]
+
     async def load_adapter(self, version: int, path: Path) -> None:
-        await self.peer.ask(LoadAdapter, LOAD_TIMEOUT_S, version=version, path=str(path))
+        """Nothing, if it holds `version` already."""
+        async with self._loading:
+            adapters = self.adapters
+            if version in adapters:
+                return
+            await self.peer.ask(LoadAdapter, LOAD_TIMEOUT_S, version=version, path=str(path))
+            adapters.add(version)
 
     async def unload_adapter(self, version: int) -> None:
-        await self.peer.ask(UnloadAdapter, LOAD_TIMEOUT_S, version=version)
+        """Nothing, if it does not hold `version`."""
+        async with self._loading:
+            adapters = self.adapters
+            if version not in adapters:
+                return
+            await self.peer.ask(UnloadAdapter, LOAD_TIMEOUT_S, version=version)
+            adapters.discard(version)
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, EngineStats):
@@ -89,8 +110,8 @@ class EnginePool:
     async def generate(self, prompt: str, version: int, stop: tuple[str, ...] = ()) -> Generation:
         """One completion by the worker with the fewest requests in flight."""
         while True:
-            while not (up := self.up):
-                await self._return.wait()
+            await self.wait_for_one()
+            up = self.up
             engine = up[0] if len(up) == 1 else min(up, key=lambda engine: engine.peer.num_pending)
             try:
                 generation = await engine.generate(prompt, version, stop)
@@ -99,6 +120,11 @@ class EnginePool:
             else:
                 self.generated_tokens += len(generation.completion_ids)
                 return generation
+
+    async def wait_for_one(self) -> None:
+        """Until an engine is up."""
+        while not self.up:
+            await self._return.wait()
 
     def take_back(self, engine: EngineClient) -> None:
         """It died, is there again, and holds what the others hold."""
@@ -114,10 +140,8 @@ class EnginePool:
         await self._ask_each(lambda engine: engine.unload_adapter(version))
 
     async def _ask_each(self, ask: Callable[[EngineClient], Awaitable[None]]) -> None:
-        async def attempt(engine: EngineClient) -> None:
-            with contextlib.suppress(WorkerDied):  # what it should hold it is given when it is back
-                await ask(engine)
-
-        async with asyncio.TaskGroup() as tasks:
-            for engine in self.up:
-                tasks.create_task(attempt(engine))
+        """Of all that are up, and wait for all; what one that dies should hold it is given when it is back."""
+        results = await asyncio.gather(*(ask(engine) for engine in self.up), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, Exception) and not isinstance(result, WorkerDied)]
+        if errors:
+            raise ExceptionGroup("engines", errors)

@@ -8,15 +8,17 @@ sees them. An env may be made and reset in any thread; its other calls are short
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import importlib.util
 import math
 import random
+import signal
 import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -109,6 +111,8 @@ class Environment:
         self.env_id = env_id
         self.num_players = num_players
         self.random = random.Random(seed)
+        self.calls = 0
+        """Into the env so far; see `hang_guard`."""
         self._seed = seed
         self._numpy_random: np.random.RandomState | None = None
         _prepare(env_id)
@@ -129,8 +133,11 @@ class Environment:
     def observe(self) -> tuple[int, str]:
         """Whose turn it is and what that player sees. Drains the env's queue: call once a turn."""
         _streams.game = self
-        pid, observation = self._env.get_observation()
-        _streams.game = None
+        self.calls += 1
+        try:
+            pid, observation = self._env.get_observation()
+        finally:
+            _streams.game = None
         if not isinstance(observation, str):
             raise EnvError(f"{self.env_id}: observation is {type(observation).__name__}, not text")
         return pid, observation
@@ -138,8 +145,11 @@ class Environment:
     def step(self, action: str) -> bool:
         """Play `action` for the player whose turn it is; whether the game is over."""
         _streams.game = self
-        done, _ = self._env.step(action)
-        _streams.game = None
+        self.calls += 1
+        try:
+            done, _ = self._env.step(action)
+        finally:
+            _streams.game = None
         return bool(done)
 
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
@@ -148,9 +158,43 @@ class Environment:
         Raises EnvError if a reward is missing or not a finite number.
         """
         _streams.game = self
-        rewards, game_info = self._env.close()
-        _streams.game = None
+        self.calls += 1
+        try:
+            rewards, game_info = self._env.close()
+        finally:
+            _streams.game = None
         return _checked_rewards(self.env_id, self.num_players, rewards), game_info
+
+
+@contextlib.contextmanager
+def hang_guard(limit_s: float) -> Iterator[None]:
+    """A call into an env that takes longer than `limit_s` is broken off by an EnvError, in the middle of its loop.
+
+    Envs are Python, so a signal reaches them; only in the main thread, and elsewhere there is no guard. TextArena has
+    loops without end (its `state.py`, where all players are eliminated), and one would stop every other game too.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen: tuple[int, int] | None = None
+    since = 0.0
+
+    def look(signum: int, frame: object) -> None:  # noqa: ARG001
+        nonlocal seen, since
+        game = _streams.game
+        call = None if game is None else (id(game), game.calls)
+        if game is None or call != seen:
+            seen, since = call, time.monotonic()
+        elif time.monotonic() - since > limit_s:
+            raise EnvError(f"{game.env_id}: a call did not return within run.env_timeout_s = {limit_s:g}")
+
+    previous = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, limit_s / 4, limit_s / 4)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 _one_slow_reset = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow-reset")

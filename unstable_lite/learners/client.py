@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from unstable_lite.config import LearnerConfig
-from unstable_lite.transport.messages import Publish, SaveLearner, Score, Scored, Update, Updated
+from unstable_lite.errors import WorkerDied
+from unstable_lite.transport.messages import LoadLearner, Message, Publish, SaveLearner, Score, Scored, Update, Updated
 from unstable_lite.transport.sockets import Peer, Router
 from unstable_lite.types import Batch, Generation, TrainItem
 
 SAVE_TIMEOUT_S = 600.0
+DEADLINE_FACTOR = 2
+"""A learner that is silent for its time-out is killed and its successor asked again: the request outlives it."""
 
 
 class LearnerClient:
+    """A learner that dies is asked again when another one has taken its place and its state."""
+
     def __init__(self, router: Router, config: LearnerConfig) -> None:
         self.peer = Peer(router, "learner")
         self._config = config
+        self._state: Path | None = None
+        """Of the newest version."""
+        self._next_state: Path | None = None
+        """Of the one that is being made."""
+        self._origin: Path | None = None
+        """The checkpoint that it went on from."""
+        self._life = self.peer.life
+        """The last one in which it has that state."""
+        self._return = asyncio.Event()
 
-    async def update(self, batch: Batch, version: int, path: Path) -> Updated:
-        """One update on `batch`, steps or whole trajectories; unless it was skipped, `path` then holds `version`."""
-        updated: Updated = await self.peer.ask(
-            Update, self._config.update_timeout_s, items=train_items(batch), version=version, path=str(path)
+    async def update(self, batch: Batch, version: int, path: Path, state_path: Path) -> Updated:
+        """One update on `batch`, steps or whole trajectories; unless it was skipped, `path` then holds `version`.
+
+        `state_path`: a new directory for the learner's state after it; the one before is removed.
+        """
+        timeout_s, self._next_state = self._config.update_timeout_s, state_path
+        updated: Updated = await self._ask(
+            Update, timeout_s, items=train_items(batch), version=version, path=str(path), state_path=str(state_path)
         )
+        if updated.skipped is None:
+            self._go_on_from(state_path)
         return updated
 
-    async def publish(self, version: int, path: Path) -> None:
+    async def publish(self, version: int, path: Path, state_path: Path) -> None:
         """Write the adapter that training starts from, as `version`."""
-        await self.peer.ask(Publish, SAVE_TIMEOUT_S, version=version, path=str(path))
+        self._next_state = state_path
+        await self._ask(Publish, SAVE_TIMEOUT_S, version=version, path=str(path), state_path=str(state_path))
+        self._go_on_from(state_path)
 
     async def score(self, generation: Generation) -> Scored:
         """The learner's own log-probabilities of the tokens that an engine sampled."""
-        scored: Scored = await self.peer.ask(
+        scored: Scored = await self._ask(
             Score,
             self._config.update_timeout_s,
             prompt_ids=generation.prompt_ids,
@@ -40,7 +67,35 @@ class LearnerClient:
 
     async def save(self, directory: Path) -> None:
         """Write adapter and optimiser state into `directory`."""
-        await self.peer.ask(SaveLearner, SAVE_TIMEOUT_S, path=str(directory))
+        await self._ask(SaveLearner, SAVE_TIMEOUT_S, path=str(directory))
+
+    async def load(self, checkpoint: Path) -> None:
+        """Go on from what `save` wrote."""
+        self._origin = checkpoint
+        await self._ask(LoadLearner, SAVE_TIMEOUT_S, path=str(checkpoint))
+
+    async def restore(self) -> None:
+        """Give the one that is there now the state of the one that died; then it may be asked again."""
+        candidates = [
+            path for path in (self._next_state, self._state, self._origin) if path is not None and path.is_dir()
+        ]
+        if candidates:
+            await self.peer.ask(LoadLearner, SAVE_TIMEOUT_S, path=str(candidates[0]))
+        self._life = self.peer.life
+        self._return.set()
+        self._return = asyncio.Event()
+
+    async def _ask(self, message_type: Callable[..., Message], timeout_s: float, **fields: Any) -> Any:
+        while True:
+            while self.peer.is_dead or self._life != self.peer.life:
+                await self._return.wait()
+            with contextlib.suppress(WorkerDied):
+                return await self.peer.ask(message_type, DEADLINE_FACTOR * timeout_s, **fields)
+
+    def _go_on_from(self, state_path: Path) -> None:
+        if self._state is not None:
+            shutil.rmtree(self._state, ignore_errors=True)
+        self._state = state_path
 
 
 def train_items(batch: Batch) -> tuple[TrainItem, ...]:

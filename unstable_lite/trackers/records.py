@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,31 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         yield from read_part(part)
     if path.exists():
         yield from read_part(path)
+
+
+def keep_records(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Take out what is not to be kept, from the newest part back to the first one that needs no change."""
+    parts = [part for _, part in sorted(_full_parts(path))] + [path] * path.exists()
+    for part in reversed(parts):
+        if not keep_whole_lines(part, is_kept):
+            return
+
+
+def keep_whole_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> bool:
+    """Rewrite one file, `.gz` or not, with the records to keep; whether there was anything else in it."""
+    if not path.exists():
+        return False
+    records = list(read_part(path))
+    kept = [record for record in records if is_kept(record)]
+    if len(kept) == len(records) and path.suffix == ".gz":
+        return False
+    if path.suffix == ".gz":
+        write_whole(path, kept)
+    else:  # rewritten in any case: an unfinished line goes
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_bytes(b"".join(to_line(record) for record in kept))
+        partial.rename(path)
+    return len(kept) < len(records)
 
 
 def read_part(path: Path) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -259,6 +259,17 @@ class Tracker:
             "match_counts": dict(registry.match_counts) if registry else {},
             "exploration": {env_id: diversity.metrics() for env_id, diversity in self._diversity.items()},
         } | {name: self._mean_over_envs(count, name) for count, name in INTERFACE_MEANS}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"games": self.games_finished, "void_games": self.void_games, "alarms": self.alarms}
+
+    def resume(self, state: dict[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> None:
+        """Counts go on; the windows over games begin anew. `evaluations`: the lines of eval.jsonl."""
+        self.games_finished, self.void_games = state["games"], state["void_games"]
+        self.alarms = list(state["alarms"])
+        names = {field.name for field in fields(Evaluation)}
+        known = [Evaluation(**{name: line[name] for name in names}) for line in evaluations]
+        self.evaluations = [evaluation for evaluation in known if evaluation.label != "concurrent"]
 
     def close(self) -> None:
         """Everything that is known is on disk afterwards."""

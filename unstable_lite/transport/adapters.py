@@ -43,7 +43,7 @@ class AdapterArena:
         # Locked under another name first, so that a run that starts now cannot take it for a dead run's.
         nameless = parent / f".{PREFIX}{run_id}.{os.getpid()}"
         nameless.mkdir(mode=0o700)
-        self._lock = _try_lock(nameless)
+        self._lock = try_lock(nameless)
         self.directory = _rename(nameless, parent / f"{PREFIX}{run_id}")
         self.unreferenced: asyncio.Queue[int] = asyncio.Queue()
         """Versions that nobody holds any more, to be unloaded from the engines and then unlinked."""
@@ -51,6 +51,10 @@ class AdapterArena:
 
     def path(self, version: int) -> Path:
         return self.directory / f"v{version}"
+
+    def learner_state(self, version: int) -> Path:
+        """Where the learner keeps its state of a version, for the one that takes its place if it dies."""
+        return self.directory / f"learner-{version}"
 
     def bytes_used(self) -> int:
         return sum(file.stat().st_size for file in self.directory.rglob("*") if file.is_file())
@@ -93,7 +97,7 @@ def reap_stale_arenas(parent: Path = SHARED_MEMORY) -> list[Path]:
     reaped = []
     for directory in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, or reaped by someone else at this moment
-            lock = _try_lock(directory)
+            lock = try_lock(directory)
             if lock is not None:
                 shutil.rmtree(directory)
                 os.close(lock)
@@ -115,7 +119,7 @@ def _rename(directory: Path, wanted: Path) -> Path:
     return name
 
 
-def _try_lock(directory: Path) -> int | None:
+def try_lock(directory: Path) -> int | None:
     """An open, locked descriptor, or None if a living process holds the lock."""
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

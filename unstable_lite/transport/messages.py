@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgpack
 import numpy as np
@@ -18,7 +18,9 @@ import numpy as np
 from unstable_lite.errors import ProtocolError
 from unstable_lite.types import Generation, Logprobs, TokenIds, TrainItem
 
-PROTOCOL = 1
+T = TypeVar("T")
+
+PROTOCOL = 2
 MAX_FRAME_BYTES = 1 << 30
 
 
@@ -71,6 +73,8 @@ class Update:
     version: int
     """The adapter version that this update makes."""
     path: str
+    state_path: str
+    """A new directory for the learner's whole state, written before the reply; see `LoadLearner`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,7 @@ class Publish:
     request_id: int
     version: int
     path: str
+    state_path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +146,17 @@ class FineTuning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadLearner:
+    """Go on from a directory that `SaveLearner`, `Update` or `Publish` wrote. Reply: `Done`.
+
+    If the update that it is of is asked for again, its reply was lost: the same reply is given, and nothing done.
+    """
+
+    request_id: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     request_id: int
     seconds: float
@@ -177,6 +193,8 @@ class Crashed:
     """A worker's last message: it cannot go on."""
 
     error: str
+    is_final: bool
+    """Another one in its place would end in the same way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +213,7 @@ Message = (
     | Score
     | Scored
     | SaveLearner
+    | LoadLearner
     | FineTune
     | FineTuned
     | FineTuning
@@ -282,6 +301,19 @@ def _dataclass_unpacker(cls: Any, where: str) -> _Convert:
     return unpack
 
 
+def pack_all(cls: type[T], values: Iterable[T]) -> bytes:
+    """Dataclasses of one kind as bytes, with the same care for token arrays."""
+    pack_value = _packer(cls)
+    return msgpack.packb([PROTOCOL, [pack_value(value) for value in values]])  # type: ignore[no-any-return]
+
+
+def unpack_all(cls: type[T], content: bytes) -> list[T]:
+    """What `pack_all` packed. Raises ProtocolError for anything else."""
+    _, make = _unpacker(cls, cls.__name__)
+    assert make is not None
+    return [make(value) for value in _open(content)]
+
+
 _CLASSES: tuple[Any, ...] = get_args(Message)
 _PACKERS = {cls: (cls.__name__, _field_packers(cls)) for cls in _CLASSES}
 _UNPACKERS = {cls.__name__: _dataclass_unpacker(cls, cls.__name__) for cls in _CLASSES}
@@ -302,6 +334,17 @@ def decode(frame: bytes) -> list[Message]:
     Raises ProtocolError if the bytes are not ours: malformed, oversized, of another protocol version, or with
     fields of a wrong type.
     """
+    messages = []
+    for item in _open(frame):
+        known = isinstance(item, list) and item and isinstance(item[0], str) and item[0] in _UNPACKERS
+        if not known:
+            raise ProtocolError(f"unknown message {str(item)[:80]!r}")
+        messages.append(_UNPACKERS[item[0]](item[1:]))
+    return messages
+
+
+def _open(frame: bytes) -> list[Any]:
+    """What the envelope holds."""
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
     try:
@@ -310,13 +353,8 @@ def decode(frame: bytes) -> list[Message]:
         raise ProtocolError(f"frame of {len(frame)} bytes is not msgpack: {error}") from error
     if not isinstance(envelope, list) or len(envelope) != 2 or not isinstance(envelope[1], list):
         raise ProtocolError("frame is not [protocol, messages]")
-    version, packed = envelope
+    version: Any = envelope[0]
+    packed: list[Any] = envelope[1]
     if version != PROTOCOL:
         raise ProtocolError(f"peer speaks protocol {version!r}, this side speaks {PROTOCOL}")
-    messages = []
-    for item in packed:
-        known = isinstance(item, list) and item and isinstance(item[0], str) and item[0] in _UNPACKERS
-        if not known:
-            raise ProtocolError(f"unknown message {str(item)[:80]!r}")
-        messages.append(_UNPACKERS[item[0]](item[1:]))
-    return messages
+    return packed

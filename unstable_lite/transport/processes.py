@@ -117,8 +117,8 @@ class WorkerProcess:
 
     def _death(self, code: int) -> WorkerDied:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        if self.peer.crash_reason is not None:
-            return WorkerDied(f"{self.peer.name}: {self.peer.crash_reason}\n(log: {self.log_path})")
+        if (crash := self.peer.crash) is not None:
+            return WorkerDied(f"{self.peer.name}: {crash.error}\n(log: {self.log_path})", crash.is_final)
         lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         tail = "\n".join(f"  {line}" for line in lines) or "  (empty)"
         return WorkerDied(f"{self.peer.name} {how}; the last lines of {self.log_path}:\n{tail}")

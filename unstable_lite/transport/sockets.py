@@ -95,7 +95,7 @@ class Peer:
     def __init__(self, router: Router, name: str, on_message: Callable[[Message], None] | None = None) -> None:
         self.name = name
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self.crash_reason: str | None = None
+        self.crash: Crashed | None = None
         self.life = 0
         """How many workers of this name died before the present one."""
         self._router = router
@@ -129,7 +129,7 @@ class Peer:
     def revive(self) -> None:
         """A new worker is about to start under the name of one that died; it will be `ready` in its turn."""
         self.ready = self._loop.create_future()
-        self.crash_reason = None
+        self.crash = None
         self._router.forget(self.identity)
         self.life += 1
         self._router.expect(self.identity, self)
@@ -175,7 +175,7 @@ class Peer:
             if not self.ready.done():
                 self.ready.set_result(message.facts)
         elif isinstance(message, Crashed):
-            self.crash_reason = message.error
+            self.crash = message
         elif self._on_message is not None:
             self._on_message(message)
 

@@ -1,0 +1,152 @@
+"""A run that was killed goes on from its newest whole checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import runs
+from unstable_lite.checkpoints import find_damage
+from unstable_lite.trackers.records import read_records
+
+LEAGUE = (
+    "run.checkpoint_every=2",
+    "run.num_eval_workers=0",
+    "league.opponent_sampling_strategy={ mirror = 0.4, lagged = 0.4, fixed = 0.2 }",
+    "league.opponent_lag=[1, 2]",
+)
+
+
+def updates_of(directory: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "learner/loss" in line]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that was killed after its fifth update or so; its newest checkpoint is of the fourth."""
+    tmp_path = tmp_path_factory.mktemp("killed")
+    process = runs.start("run", runs.write_small(tmp_path), *LEAGUE, "run.learning_steps=10000")
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 5)
+    os.kill(process.pid, signal.SIGKILL)
+    runs.finish(process)
+    return runs.run_directory(tmp_path)
+
+
+@pytest.fixture
+def copy(killed: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(killed, tmp_path / "run", symlinks=True)
+
+
+def test_a_killed_run_goes_on_and_tells_every_update_and_game_once(copy: Path) -> None:
+    newest = max(int(path.name.removeprefix("ckpt-")) for path in (copy / "checkpoints").glob("ckpt-*"))
+    state = json.loads((copy / "checkpoints" / f"ckpt-{newest}" / "league.json").read_text())
+    code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={newest + 3}")
+    assert code == 0, out + err
+    assert f"going on after update {newest}, from ckpt-{newest}" in out
+    updates = updates_of(copy)
+    assert [line["step"] for line in updates] == list(range(1, newest + 4))
+    assert [line["learner/step"] for line in updates] == list(range(1, newest + 4))
+    assert all(line["learner/staleness_max"] <= 8 for line in updates)
+    games = [record["game_idx"] for record in read_records(copy / "games.jsonl")]
+    assert len(games) == len(set(games))
+    assert updates[newest]["run/games"] >= state["tracker"]["games"]
+    events = EventAccumulator(str(copy / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("learner/loss")] == list(range(1, newest + 4))
+    rated = {model["uid"]: model["games"] for model in state["registry"]["models"]}
+    after = json.loads((copy / "checkpoints" / f"ckpt-{newest + 3}" / "league.json").read_text())
+    assert all(model["games"] >= rated.get(model["uid"], 0) for model in after["registry"]["models"])
+    assert {model["uid"] for model in after["registry"]["models"]} >= {f"ckpt-{n}" for n in range(1, newest + 4)}
+    assert after["buffer"]["counters"]["added"] > state["buffer"]["counters"]["added"]
+    assert out.count("evaluation before") == 0
+
+
+def test_an_actor_and_its_critic_go_on_together(tmp_path: Path) -> None:
+    small = runs.write_small(tmp_path)
+    overrides = ("run.eval_games=0", "run.num_eval_workers=0", "run.checkpoint_every=1")
+    code, out, err = runs.run("run", small, "algorithm=a2c", *overrides, "run.learning_steps=1")
+    assert code == 0, out + err
+    directory = runs.run_directory(tmp_path)
+    assert find_damage(directory / "checkpoints" / "ckpt-1") is None
+    code, out, err = runs.run("run", "--resume", directory, "run.learning_steps=2")
+    assert code == 0, out + err
+    assert [line["learner/step"] for line in updates_of(directory)] == [1, 2]
+    head = directory / "checkpoints" / "ckpt-2" / "critic" / "value_head.safetensors"
+    head.write_bytes(head.read_bytes()[:-1])
+    assert find_damage(directory / "checkpoints" / "ckpt-2") is not None
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "learner.safetensors", "league.json", "waiting.msgpack"])
+def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_is_taken(copy: Path, file: str) -> None:
+    checkpoints = copy / "checkpoints"
+    numbers = sorted(int(path.name.removeprefix("ckpt-")) for path in checkpoints.glob("ckpt-*"))
+    damaged = checkpoints / f"ckpt-{numbers[-1]}"
+    content = bytearray((damaged / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (damaged / file).write_bytes(content)
+    assert find_damage(damaged) == f"{file} has other contents than were written"
+    code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={numbers[-2] + 1}", "run.eval_games=0")
+    assert code == 0, out + err
+    assert f"ckpt-{numbers[-1]} cannot be used ({file} has other contents" in out
+    assert [line["step"] for line in updates_of(copy)] == list(range(1, numbers[-2] + 2))
+
+
+def test_a_run_without_a_whole_checkpoint_says_so(copy: Path) -> None:
+    for path in (copy / "checkpoints").glob("ckpt-*"):
+        (path / "manifest.json").unlink()
+    code, out, err = runs.run("run", "--resume", copy)
+    assert code == 1
+    assert "manifest.json is missing" in out
+    assert "there is no checkpoint to go on from" in err
+    assert "Traceback" not in err
+
+
+def test_a_run_that_is_done_or_is_no_run_or_still_runs_is_not_resumed(copy: Path, tmp_path: Path) -> None:
+    code, _, err = runs.run("run", "--resume", copy, "run.learning_steps=1")
+    assert (code, "has made its" in err) == (1, True)
+    code, _, err = runs.run("run", "--resume", tmp_path)
+    assert (code, "config.toml" in err) == (1, True)
+    process = runs.start("run", "--resume", copy)
+    runs.wait_for(lambda: runs.children_of(process))
+    code, _, err = runs.run("run", "--resume", copy)
+    assert (code, "another process is running this run" in err) == (1, True)
+    process.kill()
+    runs.finish(process)
+
+
+def test_kills_at_random_moments_never_leave_a_run_that_cannot_go_on(tmp_path: Path) -> None:
+    """Start-up, saves, evaluations and updates are all among the moments."""
+    chance = random.Random(5)
+    small = runs.write_small(tmp_path)
+    process = runs.start("run", small, *LEAGUE, "run.checkpoint_every=1", "run.learning_steps=10000")
+    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/checkpoints/ckpt-*")))
+    directory = runs.run_directory(tmp_path)
+    for _ in range(4):
+        runs.wait_for(lambda: len(runs.children_of(process)) == 2)  # noqa: B023
+        children, before = runs.children_of(process), runs.num_updates(tmp_path)
+        runs.wait_for(lambda: runs.num_updates(tmp_path) > before)  # noqa: B023
+        moment = chance.uniform(0, 1)
+        try:
+            process.wait(moment)
+        except runs.subprocess.TimeoutExpired:
+            process.kill()
+        runs.finish(process)
+        runs.wait_for(lambda: runs.are_gone(children), 5)  # noqa: B023
+        process = runs.start("run", "--resume", directory)
+    process.send_signal(signal.SIGINT)
+    runs.finish(process)
+    code, out, err = runs.run("run", "--resume", directory, f"run.learning_steps={len(updates_of(directory)) + 2}")
+    assert code == 0, out + err
+    steps = [line["step"] for line in updates_of(directory)]
+    assert steps == list(range(1, len(steps) + 1))
+    games = [record["game_idx"] for record in read_records(directory / "games.jsonl")]
+    assert len(games) == len(set(games))

@@ -1,0 +1,64 @@
+"""A whole run whose workers are killed again and again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+import runs
+
+
+def test_a_run_outlives_its_engine_and_its_learner_and_makes_every_update_once(tmp_path: Path) -> None:
+    process = runs.start(
+        "run", runs.write_small(tmp_path), "run.learning_steps=8", "run.restart_backoff_s=0.1", "run.num_eval_workers=0"
+    )
+    for num_updates, package in ((1, "engines"), (2, "learners"), (4, "engines"), (5, "learners")):
+        runs.wait_for(lambda: runs.num_updates(tmp_path) >= num_updates)  # noqa: B023
+        kill(process.pid, package)
+    code, out, err = runs.finish(process)
+    assert code == 0, out + err
+    directory = runs.run_directory(tmp_path)
+    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in metrics if "learner/loss" in line]
+    assert [line["step"] for line in updates] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [line["learner/step"] for line in updates] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert updates[-1]["run/void_games"] == 0
+    assert all(line["canary/mismatch"] < 0.1 for line in updates)
+    assert updates[-1]["run/alarms"] == 4
+    assert runs.arenas_named(directory.name) == []
+
+
+def test_an_engine_that_comes_back_with_other_weights_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    )
+    process = runs.start(
+        "run",
+        runs.write_small(tmp_path),
+        "engine.kind=lying_engines:ServesBaseAfterItsDeath",
+        "run.learning_steps=1000",
+        "run.eval_games=0",
+        "learner.learning_rate=1e-2",
+    )
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 2)
+    kill(process.pid, "engines")
+    code, _, err = runs.finish(process)
+    assert code == 1
+    assert "engine-0 does not answer as it once did with what is now loaded as adapter" in err
+
+
+def kill(orchestrator: int, package: str) -> None:
+    """The worker of that kind, once there is one."""
+
+    def find() -> list[psutil.Process]:
+        children = psutil.Process(orchestrator).children(recursive=True)
+        return [child for child in children if any(package in part for part in child.cmdline())]
+
+    runs.wait_for(find)
+    find()[0].kill()
