@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_and_tells_every_update_and_game_once(copy: Path) -
     assert updates[newest]["run/games"] >= state["tracker"]["games"]
     events = EventAccumulator(str(copy / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("learner/loss")] == list(range(1, newest + 4))
+    assert [event.step for event in events.Tensors("learner/loss")] == list(range(1, newest + 4))
     rated = {model["uid"]: model["games"] for model in state["registry"]["models"]}
     after = json.loads((copy / "checkpoints" / f"ckpt-{newest + 3}" / "league.json").read_text())
     assert all(model["games"] >= rated.get(model["uid"], 0) for model in after["registry"]["models"])

@@ -16,7 +16,6 @@ import peft
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -74,8 +73,7 @@ class Policy:
             logps, entropies = [], []
             chunks = torch.split(hidden_ND, self._chunk_tokens), torch.split(batch.target_N, self._chunk_tokens)
             for hidden_KD, target_K in zip(*chunks, strict=True):
-                # Recomputed in the backward pass: one chunk's logits exist at a time, not the batch's.
-                logp_K, entropy_K = checkpoint(self._token_logprobs, hidden_KD, target_K, use_reentrant=False)
+                logp_K, entropy_K = self._token_logprobs(hidden_KD, target_K)
                 logps.append(logp_K)
                 entropies.append(entropy_K)
         return torch.cat(logps), torch.cat(entropies)
@@ -191,12 +189,22 @@ class Policy:
         return logits_KV
 
     def _token_logprobs(self, hidden_KD: Tensor, target_K: Tensor) -> tuple[Tensor, Tensor]:
-        logits_KV = self._logits(hidden_KD) / self._temperature
+        """One chunk's logits exist only in here, and once: the gradient towards the hidden state is taken with them.
+
+        A token's log-probability depends on its own row alone, so that this gradient, scaled, is all that a loss needs.
+        """
+        leaf_KD = hidden_KD.detach().requires_grad_(hidden_KD.requires_grad)
+        logits_KV = self._logits(leaf_KD) / self._temperature
         normaliser_K = logits_KV.logsumexp(-1)
         logp_K = logits_KV.gather(-1, target_K[:, None]).squeeze(-1) - normaliser_K
+        if logp_K.requires_grad:
+            (slope_KD,) = torch.autograd.grad(logp_K.sum(), leaf_KD)
+            # Adds 0, and the gradient's way to the hidden state.
+            distance_KD = (hidden_KD - leaf_KD.detach()).to(logp_K.dtype)
+            logp_K = logp_K.detach() + (distance_KD * slope_KD).sum(-1)
         with torch.no_grad():
-            probability_KV = (logits_KV - normaliser_K[:, None]).exp_()
-            entropy_K = normaliser_K - probability_KV.mul_(logits_KV).sum(-1)
+            probability_KV = (logits_KV.detach() - normaliser_K.detach()[:, None]).exp_()
+            entropy_K = normaliser_K.detach() - probability_KV.mul_(logits_KV.detach()).sum(-1)
         return logp_K, entropy_K
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
