@@ -89,4 +89,4 @@ def test_an_engine_that_lies_about_what_came_back_ends_the_run(tmp_path: Path, m
         "run.learning_steps=20",
     )
     assert code == 1
-    assert "engine-0 does not answer as it once did with the adapter that came back" in err
+    assert "engine-0 does not answer as it once did with what is now loaded as adapter 1073741824" in err
