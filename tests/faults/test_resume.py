@@ -123,6 +123,8 @@ def test_a_run_that_is_done_or_is_no_run_or_still_runs_is_not_resumed(copy: Path
     runs.finish(process)
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_kills_at_random_moments_never_leave_a_run_that_cannot_go_on(tmp_path: Path) -> None:
     """Start-up, saves, evaluations and updates are all among the moments."""
     chance = random.Random(5)
