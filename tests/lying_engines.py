@@ -56,8 +56,8 @@ class HotterThanItSays(TransformersEngine):
         super().add_request(replace(request, temperature=2 * request.temperature))
 
 
-class ServesBaseForWhatReturns(ServesBaseUnderTheRightName):
-    """Honest about new adapters; the base answers for one that comes back."""
+class ServesBaseForSome(ServesBaseUnderTheRightName):
+    """Loads what it is given, and answers from the base where `lies_about` says so."""
 
     def load_adapter(self, version: int, path: Path) -> None:
         TransformersEngine.load_adapter(self, version, path)
@@ -66,24 +66,29 @@ class ServesBaseForWhatReturns(ServesBaseUnderTheRightName):
         TransformersEngine.unload_adapter(self, version)
 
     def add_request(self, request: Generate) -> None:
-        self._asked[request.request_id] = request.adapter_version
-        is_back = request.adapter_version >= FIRST_RETURNED_VERSION
-        TransformersEngine.add_request(self, replace(request, adapter_version=0) if is_back else request)
+        version = request.adapter_version
+        self._asked[request.request_id] = version
+        TransformersEngine.add_request(
+            self, replace(request, adapter_version=0 if self.lies_about(version) else version)
+        )
+
+    def lies_about(self, version: int) -> bool:
+        raise NotImplementedError
 
 
-class ServesBaseAfterItsDeath(ServesBaseUnderTheRightName):
+class ServesBaseForWhatReturns(ServesBaseForSome):
+    """Honest about new adapters; the base answers for one that comes back."""
+
+    def lies_about(self, version: int) -> bool:
+        return version >= FIRST_RETURNED_VERSION
+
+
+class ServesBaseAfterItsDeath(ServesBaseForSome):
     """Honest in its first life; the one that takes its place answers from the base."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self._is_honest = not spec.identity.endswith(".1")
 
-    def load_adapter(self, version: int, path: Path) -> None:
-        TransformersEngine.load_adapter(self, version, path)
-
-    def unload_adapter(self, version: int) -> None:
-        TransformersEngine.unload_adapter(self, version)
-
-    def add_request(self, request: Generate) -> None:
-        self._asked[request.request_id] = request.adapter_version
-        TransformersEngine.add_request(self, request if self._is_honest else replace(request, adapter_version=0))
+    def lies_about(self, version: int) -> bool:
+        return not self._is_honest

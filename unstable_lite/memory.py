@@ -15,6 +15,7 @@ from pathlib import Path
 
 from unstable_lite.config import Config, EngineConfig, LearnerConfig, LoraConfig
 from unstable_lite.errors import ConfigError
+from unstable_lite.learners import LEARNERS
 from unstable_lite.models import resolve_model
 
 GIB = 1 << 30
@@ -147,9 +148,9 @@ class LearnerMemory:
 
 
 def learner_memory(
-    shape: ModelShape, learner: LearnerConfig, lora: LoraConfig, is_bfloat16: bool = True
+    shape: ModelShape, learner: LearnerConfig, lora: LoraConfig, is_bfloat16: bool = True, has_critic: bool = False
 ) -> LearnerMemory:
-    """`is_bfloat16`: of the frozen base; adapter and optimiser are float32."""
+    """`is_bfloat16`: of the frozen base; adapter and optimiser are float32. A critic is a second adapter."""
     is_checkpointed = learner.activation_checkpointing or learner.gradient_checkpointing
     h, i, q, k, r = shape.hidden, shape.inner, shape.queries, shape.keys, lora.lora_rank
     if is_bfloat16:
@@ -167,7 +168,7 @@ def learner_memory(
         kept, passing = shape.layers * layer + ends, 0.0
     return LearnerMemory(
         base=width * shape.base_parameters,
-        adapter=16 * shape.lora_parameters(lora),
+        adapter=(2 if has_critic else 1) * 16 * shape.lora_parameters(lora),
         head=LOGIT_BYTES * learner.logits_chunk_tokens * shape.vocab_size,
         kept_per_token=round(kept),
         layer_per_token=round(passing),
@@ -210,15 +211,20 @@ def describe(model_name: str, vram_gib: float, sections: Config | None = None) -
         )
     learner, engine = (sections.learner, sections.engine) if sections else (LearnerConfig(), EngineConfig())
     lora = sections.lora if sections else LoraConfig()
+    algorithm = LEARNERS.get(sections.algorithm) if sections else None
+    has_critic = algorithm is not None and algorithm.has_critic
     usable = int(vram_gib * GIB) - RESERVED_BYTES
     rows = [("model", f"{shape.base_parameters / 1e9:.2f} billion parameters, {shape.layers} layers")]
     for is_checkpointed in (True, False):
-        memory = _learner(shape, learner, lora, is_checkpointed)
+        memory = _learner(shape, learner, lora, is_checkpointed, has_critic)
         how = "with checkpointing" if is_checkpointed else "without"
         if is_checkpointed:
             rows += [
                 ("learner: frozen base", _gib(memory.base)),
-                (f"learner: adapter of rank {lora.lora_rank}", f"{_gib(memory.adapter)} with gradient and optimiser"),
+                (
+                    f"learner: adapter{'s of policy and critic,' * has_critic} of rank {lora.lora_rank}",
+                    f"{_gib(memory.adapter)} with gradient and optimiser",
+                ),
                 (f"learner: logits of {learner.logits_chunk_tokens} tokens", _gib(memory.head)),
             ]
         per_token = (memory.kept_per_token + memory.layer_per_token) / 1e6
@@ -260,9 +266,11 @@ def table(models: Sequence[str], vram_gib: Sequence[float]) -> list[list[str]]:
     return rows
 
 
-def _learner(shape: ModelShape, learner: LearnerConfig, lora: LoraConfig, is_checkpointed: bool) -> LearnerMemory:
+def _learner(
+    shape: ModelShape, learner: LearnerConfig, lora: LoraConfig, is_checkpointed: bool, has_critic: bool = False
+) -> LearnerMemory:
     switches = dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), is_checkpointed)
-    return learner_memory(shape, learner.model_copy(update=switches), lora)
+    return learner_memory(shape, learner.model_copy(update=switches), lora, has_critic=has_critic)
 
 
 def _tokens(count: int) -> str:

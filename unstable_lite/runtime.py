@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import logging.handlers
 import os
 import random
 import signal
@@ -48,6 +49,8 @@ from unstable_lite.workers import Workers, started_workers
 T = TypeVar("T")
 
 
+LOG_BYTES, LOG_BACKUPS = 10_000_000, 5
+"""Of orchestrator.log (reference: `tracker.py`)."""
 LEARNER_STATE = 8
 """Adapters' worth of the learner's state in the arena: adapter and two moments, of this version and the next."""
 
@@ -372,7 +375,7 @@ def _canary_prompt(config: Config, templates: Mapping[str, Template]) -> str:
 @contextlib.contextmanager
 def log_file(path: Path) -> Iterator[None]:
     """Everything that this package logs, in one file."""
-    handler = logging.FileHandler(path)
+    handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=LOG_BACKUPS)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("unstable_lite")
     level, propagate = logger.level, logger.propagate

@@ -141,6 +141,13 @@ def test_keys_and_values_are_counted_as_an_engine_stores_them() -> None:
     assert engine.kv_per_token == 2 * 2 * 28 * 8 * 128  # keys and values, 16 bit, 28 layers, 8 heads of 128
 
 
+def test_a_critic_is_a_second_adapter_beside_the_policys() -> None:
+    shape = memory.KNOWN_SHAPES["Qwen/Qwen3-1.7B"]
+    alone = memory.learner_memory(shape, LearnerConfig(), LoraConfig())
+    both = memory.learner_memory(shape, LearnerConfig(), LoraConfig(), has_critic=True)
+    assert both.total(0) - alone.total(0) == alone.adapter == 16 * shape.lora_parameters(LoraConfig())
+
+
 def test_check_memory_says_what_fits_with_or_without_a_config(tmp_path: Path) -> None:
     code, out, err = runs.run("check", "--memory", "Qwen/Qwen3-1.7B-Base", "24")
     assert (code, err) == (0, "")

@@ -6,6 +6,7 @@ loaded here by its kind, is the only one that does.
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -23,7 +24,11 @@ from unstable_lite.transport.messages import (
     UnloadAdapter,
 )
 
+log = logging.getLogger(__name__)
+
 STATS_EVERY_S = 1.0
+SLOW_STEP_S = 5.0
+"""A longer step is told in the worker's log (reference: `actor.py`)."""
 
 
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
@@ -37,7 +42,10 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
                 return
             replies += _take(engine, message)
         if engine.has_unfinished():
+            started = time.monotonic()
             replies += engine.step()
+            if (took_s := time.monotonic() - started) > SLOW_STEP_S:
+                log.warning("a step took %.1f s", took_s)
             if time.monotonic() >= stats_due:
                 replies.append(engine.stats())
                 stats_due = time.monotonic() + STATS_EVERY_S
