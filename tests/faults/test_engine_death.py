@@ -153,6 +153,12 @@ async def test_past_the_budget_of_restarts_the_end_is_clear(fleet: Fleet) -> Non
     assert "3 deaths within the hour; run.max_restarts = 2" in str(death.exceptions[0])
 
 
+@pytest.mark.parametrize("fleet", [{"engine": {"kind": "stuck_engines:Slow"}}], indirect=True)
+async def test_a_slow_step_is_told_in_the_workers_log(fleet: Fleet) -> None:
+    await fleet.workers.engines.generate("p", 0)
+    assert "a step took 5.1 s" in fleet.workers.processes[0].log_path.read_text()
+
+
 @pytest.mark.parametrize("fleet", [{"engine": {"kind": "stuck_engines:Loops", "stall_timeout_s": 2.0}}], indirect=True)
 async def test_a_stuck_worker_leaves_its_stacks_in_its_log(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     (process,) = fleet.workers.processes
