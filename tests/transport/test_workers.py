@@ -20,7 +20,7 @@ from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.errors import RequestError, WorkerDied
 from unstable_lite.transport.child import ORPHANED, WorkerSpec
-from unstable_lite.transport.messages import Done, LoadAdapter, UnloadAdapter, encode
+from unstable_lite.transport.messages import Done, LoadAdapter, Ready, UnloadAdapter, encode
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.sockets import Router
 
@@ -139,6 +139,23 @@ async def test_frames_from_strangers_and_garbage_are_dropped_and_counted(wire: W
         await asyncio.sleep(0.01)
     assert (await wire.engine.generate("p", 0)).text
     context.destroy()
+
+
+async def test_what_a_dead_worker_sent_is_not_taken_for_its_successors(wire: Wire) -> None:
+    peer, late = wire.engine.peer, zmq.Context.instance().socket(zmq.DEALER)
+    late.setsockopt(zmq.IDENTITY, peer.identity)
+    os.kill(wire.process.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied):
+        await wire.process.watch()
+    peer.revive()
+    late.connect(wire.router.endpoint)
+    late.send(encode([Ready(facts={})]))
+    await asyncio.sleep(0.3)
+    assert not peer.ready.done()
+    assert wire.router.dropped_frames == 0
+    late.close(linger=0)
+    await wire.process.start()
+    assert (await wire.process.ready(30))["kind"] == "scripted"
 
 
 async def test_the_engine_worker_with_the_scripted_engine_loads_no_torch(wire: Wire) -> None:
