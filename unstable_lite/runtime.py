@@ -373,6 +373,20 @@ def _canary_prompt(config: Config, templates: Mapping[str, Template]) -> str:
 
 
 @contextlib.contextmanager
+def cancelled_by_signals() -> Iterator[None]:
+    """Ctrl-C, or a request to end: workers end first, then this process does."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, task.cancel)
+    try:
+        yield
+    finally:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(signum)
+
+
+@contextlib.contextmanager
 def log_file(path: Path) -> Iterator[None]:
     """Everything that this package logs, in one file."""
     handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=LOG_BACKUPS)

@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import runs
-from unstable_lite.checkpoints import find_damage
+from unstable_lite.checkpoints import find_damage, newest_checkpoint
 from unstable_lite.trackers.records import read_records
 
 LEAGUE = (
@@ -87,17 +87,32 @@ def test_an_actor_and_its_critic_go_on_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["adapter_model.safetensors", "learner.safetensors", "league.json", "waiting.msgpack"])
 def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_is_taken(copy: Path, file: str) -> None:
-    checkpoints = copy / "checkpoints"
-    numbers = sorted(int(path.name.removeprefix("ckpt-")) for path in checkpoints.glob("ckpt-*"))
-    damaged = checkpoints / f"ckpt-{numbers[-1]}"
-    content = bytearray((damaged / file).read_bytes())
-    content[len(content) // 2] ^= 1
-    (damaged / file).write_bytes(content)
-    assert find_damage(damaged) == f"{file} has other contents than were written"
-    code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={numbers[-2] + 1}", "run.eval_games=0")
+    newest, before = damage_newest(copy / "checkpoints", file)
+    said: list[str] = []
+    assert newest_checkpoint(copy / "checkpoints", said.append).name == f"ckpt-{before}"
+    assert said == [
+        f"ckpt-{newest} cannot be used ({file} has other contents than were written); it is now damaged-ckpt-{newest}"
+    ]
+
+
+def test_a_run_goes_on_before_a_damaged_checkpoint_and_writes_it_anew(copy: Path) -> None:
+    newest, before = damage_newest(copy / "checkpoints", "adapter_model.safetensors")
+    code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={newest}", "run.eval_games=0")
     assert code == 0, out + err
-    assert f"ckpt-{numbers[-1]} cannot be used ({file} has other contents" in out
-    assert [line["step"] for line in updates_of(copy)] == list(range(1, numbers[-2] + 2))
+    assert f"ckpt-{newest} cannot be used" in out
+    assert f"going on after update {before}" in out
+    assert [line["step"] for line in updates_of(copy)] == list(range(1, newest + 1))
+    assert find_damage(copy / "checkpoints" / f"ckpt-{newest}") is None
+
+
+def damage_newest(checkpoints: Path, file: str) -> tuple[int, int]:
+    """One bit of it; the updates of the newest checkpoint and of the one before."""
+    *_, before, newest = sorted(int(path.name.removeprefix("ckpt-")) for path in checkpoints.glob("ckpt-*"))
+    damaged = checkpoints / f"ckpt-{newest}" / file
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    return newest, before
 
 
 def test_a_run_without_a_whole_checkpoint_says_so(copy: Path) -> None:
@@ -132,7 +147,7 @@ def test_kills_at_random_moments_never_leave_a_run_that_cannot_go_on(tmp_path: P
     process = runs.start("run", small, *LEAGUE, "run.checkpoint_every=1", "run.learning_steps=10000")
     runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/checkpoints/ckpt-*")))
     directory = runs.run_directory(tmp_path)
-    for _ in range(4):
+    for _ in range(2):
         runs.wait_for(lambda: len(runs.children_of(process)) == 2)  # noqa: B023
         children, before = runs.children_of(process), runs.num_updates(tmp_path)
         runs.wait_for(lambda: runs.num_updates(tmp_path) > before)  # noqa: B023

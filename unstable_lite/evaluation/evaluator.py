@@ -36,7 +36,7 @@ from unstable_lite.games.game_runner import GameRunner
 from unstable_lite.games.seats import Seats
 from unstable_lite.games.templates import format_prompt, templates_for
 from unstable_lite.plan import Plan, make_plan
-from unstable_lite.runtime import first_reason, log_file
+from unstable_lite.runtime import cancelled_by_signals, first_reason, log_file
 from unstable_lite.trackers.tracker import Evaluation
 from unstable_lite.types import EvalEnvSpec, GameSpec, Generation, ModelRef, TrainEnvSpec
 from unstable_lite.workers import EngineWorkers, started_engines, while_alive
@@ -167,7 +167,7 @@ async def evaluate(evaluation: EvaluationPlan, say: Callable[[str], None]) -> Ev
         )
         if num_missing:
             (output / "logs").mkdir(exist_ok=True)
-            with log_file(output / "logs" / "evaluation.log"):
+            with log_file(output / "logs" / "evaluation.log"), cancelled_by_signals():
                 await _play_all(evaluation, todo, results, say)
         evaluations = write_tables(results, evaluation.cells, evaluation.games)
         ladder: list[Placed] = []

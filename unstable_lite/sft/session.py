@@ -5,10 +5,7 @@ Loads neither torch nor transformers: training is the worker's.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +20,7 @@ from unstable_lite.games.environments import Environment, probe
 from unstable_lite.games.seats import Seats, opponent_problem
 from unstable_lite.games.templates import templates_for
 from unstable_lite.plan import Plan, adapter_problems, find_problems, make_plan
-from unstable_lite.runtime import log_file
+from unstable_lite.runtime import cancelled_by_signals, log_file
 from unstable_lite.sft.collect import ADAPTER, BASE, Collected, adapter_versions, collect_pairs
 from unstable_lite.sft.pairs import Pair, read_pairs, write_line
 from unstable_lite.trackers.terminal import TerminalInterface
@@ -92,7 +89,7 @@ async def run_sft(plan: Plan, terminal: TerminalInterface, collect_only: bool = 
         (directory / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UnstableError(f"sft.output = {directory}: {error.strerror}; choose another") from error
-    with log_file(directory / "logs" / "orchestrator.log"), _cancelled_by_signals():
+    with log_file(directory / "logs" / "orchestrator.log"), cancelled_by_signals():
         if given is not None:
             collected, num_pairs = None, len(given)
             terminal.say(f"{num_pairs} pairs in {config.sft.data}")
@@ -244,17 +241,3 @@ def _how(config: Config, summary: SftSummary) -> dict[str, Any]:
         "made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions(),
     }
-
-
-@contextlib.contextmanager
-def _cancelled_by_signals() -> Iterator[None]:
-    """Ctrl-C, or a request to end: workers end first, then this process does."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, task.cancel)
-    try:
-        yield
-    finally:
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(signum)
