@@ -146,6 +146,7 @@ class Handoff:
         clock = [time.perf_counter()]
         path = str(self._arena.path(version))
         loaded: Done = await self._engine.peer.ask(LoadAdapter, 300.0, version=version, path=path)
+        self._engine.adapters.add(version)
         clock.append(time.perf_counter())
         canary = await self._engine.generate(self._prompt(), version, seed=CANARY_SEED, max_tokens=CANARY_TOKENS)
         clock.append(time.perf_counter())

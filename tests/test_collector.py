@@ -448,7 +448,7 @@ async def test_when_the_budget_is_spent_its_opponents_are_done_and_the_run_too_i
         with pytest.raises(ExceptionGroup) as caught:
             await league.collector.run(8, 0)
         assert caught.group_contains(OpponentError, match="max_requests = 90, and there is nobody else")
-    assert len(server.bodies) == 90
+    assert 90 - 8 <= len(server.bodies) <= 90  # what 8 games were about to ask when all was over is not sent
     assert against(league.records, REMOTE, is_void=False) >= 3
     assert against(league.records, REMOTE, is_void=True) <= 8
 

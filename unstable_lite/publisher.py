@@ -309,12 +309,6 @@ class Publisher:
         """The worst engine's figures as metrics. Raises AdapterError for an engine that does not sing in tune."""
         worst = max(canaries, key=lambda canary: canary.mismatch)
         what = f"adapter {version}" if version else "the base model"
-        if not worst.mismatch <= self._tolerance:
-            raise AdapterError(
-                f"canary: {worst.engine} and the learner disagree about {what} by {worst.mismatch:.4f} in mean log p "
-                f"over {worst.n} tokens (learner.canary_tolerance = {self._tolerance}). They do not hold the same "
-                "weights, or one computes them wrongly; dtype float32 on both sides tells which."
-            )
         for canary in canaries:
             can_tell = canary.base_gap > 4 * max(self._noise, 1e-4)
             if can_tell and canary.engine_to_base <= canary.mismatch:
@@ -322,6 +316,12 @@ class Publisher:
                     f"canary: {canary.engine} answers as the base model where {what} is asked for (log p is "
                     f"{canary.engine_to_base:.4f} from the base, {canary.mismatch:.4f} from the adapter)"
                 )
+        if not worst.mismatch <= self._tolerance:
+            raise AdapterError(
+                f"canary: {worst.engine} and the learner disagree about {what} by {worst.mismatch:.4f} in mean log p "
+                f"over {worst.n} tokens (learner.canary_tolerance = {self._tolerance}). They do not hold the same "
+                "weights, or one computes them wrongly; dtype float32 on both sides tells which."
+            )
         return {
             "canary/mismatch": worst.mismatch,
             "canary/base_gap": worst.base_gap,

@@ -288,6 +288,7 @@ def test_versions_may_be_as_large_as_those_of_adapters_that_come_back(
     )
     assert returned.adapter_version == version
     assert returned.completion_ids.tolist() == first.completion_ids.tolist()
+    # With every slot taken rows without an adapter are still the base's.
     assert first.completion_ids.tolist() not in (other.completion_ids.tolist(), base.completion_ids.tolist())
     assert isinstance(remote.unload(version), Done)
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unstable_lite.config import RewardConfig
+from unstable_lite.algorithms import resolve_defaults
+from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations import (
     FINAL,
@@ -213,7 +214,9 @@ def test_state_of_other_transforms_is_refused():
 
 
 def test_the_default_config_builds_the_references_transforms():
-    final, step, sampling = build_reward_transformations(RewardConfig())
+    env = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2}
+    config = resolve_defaults(Config.model_validate({"train_envs": [env]}))
+    final, step, sampling = build_reward_transformations(config.rewards)
     assert repr(final.transforms) == "[RoleAdvantageByEnvFormatter(default_role_adv=0.0, tau=0.001)]"
     assert repr(step.transforms) == (
         "[RewardForFormat(reward=1.5, penalty=0), PenaltyForInvalidMove(reward=1.0, penalty=-1.0)]"

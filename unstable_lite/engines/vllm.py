@@ -62,7 +62,8 @@ class VLLMEngine:
             max_model_len=self._max_model_len,
             max_num_seqs=self._max_parallel_seq,
             enable_lora=True,
-            max_loras=config.engine.max_loras,
+            # On the CPU vLLM 0.32 computes rows without an adapter with slot -1, the last one: it must stay empty.
+            max_loras=config.engine.max_loras + is_cpu,
             # One more than can be loaded: vLLM must never evict a version that we hold for loaded.
             max_cpu_loras=config.engine.max_loras + 1,
             max_lora_rank=min(rank for rank in LORA_RANKS if rank >= self._max_rank),

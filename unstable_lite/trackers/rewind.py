@@ -6,7 +6,6 @@ Owns which files of a run directory tell of which update or game. Every file is 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,14 +38,13 @@ def _rewind_tensorboard(directory: Path, update: int) -> None:
     kept = [raw for raw in events if Event.FromString(raw).step <= update]
     if len(kept) == len(events):
         return
-    new = directory / f"events.out.tfevents.{time.time():.0f}.rewound"
-    partial = directory / f".{new.name}.partial"
+    partial = directory / f".{old[0].name}.partial"
     with partial.open("wb") as file:
         writer = RecordWriter(file)
         for raw in kept:
             writer.write(raw)
-    partial.rename(new)
-    for path in old:
+    partial.rename(old[0])  # files are read in the order of their names, which begin with the time
+    for path in old[1:]:
         path.unlink()
 
 
