@@ -150,11 +150,19 @@ def find_damage(directory: Path) -> str | None:
     return None
 
 
-def read_checkpoint(directory: Path) -> tuple[dict[str, Any], list[list[Step]]]:
-    """The state and the waiting steps of a whole checkpoint."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What the orchestrator needs of a whole one; the learner reads its own files."""
+
+    directory: Path
+    state: dict[str, Any]
+    waiting: list[list[Step]]
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
     chunks = unpack_all(Chunk, (directory / WAITING).read_bytes())
     state: dict[str, Any] = json.loads((directory / LEAGUE).read_text())
-    return state, [list(chunk.steps) for chunk in chunks]
+    return Checkpoint(directory=directory, state=state, waiting=[list(chunk.steps) for chunk in chunks])
 
 
 def _update_of(directory: Path) -> int:

@@ -248,9 +248,9 @@ class Publisher:
         """The answers to `count` seeds, asked for at once, of every engine that is up when the last one is there."""
         canaries: list[Canary] = []
         while True:
-            await self._engines.wait_for_one()
+            up = await self._engines.wait_for_one()
             answered = {canary.engine for canary in canaries}
-            silent = [engine for engine in self._engines.up if engine.peer.name not in answered]
+            silent = [engine for engine in up if engine.peer.name not in answered]
             if not silent:
                 return canaries
             seeds = range(CANARY_SEED, CANARY_SEED + count)

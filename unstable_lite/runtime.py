@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
-from unstable_lite.checkpoints import create_run_directory, newest_checkpoint, read_checkpoint
+from unstable_lite.checkpoints import Checkpoint, create_run_directory, newest_checkpoint, read_checkpoint
 from unstable_lite.collector import Collector
 from unstable_lite.config import Config, parse_config
 from unstable_lite.errors import ConfigError, UnstableError
@@ -38,7 +38,8 @@ from unstable_lite.reward_transformations import GROUP_BASELINES, build_reward_t
 from unstable_lite.rng import derive_seed
 from unstable_lite.supervision import Supervisor
 from unstable_lite.trackers.jsonl import JsonlSink
-from unstable_lite.trackers.rewind import read_json_lines, rewind
+from unstable_lite.trackers.records import read_records
+from unstable_lite.trackers.rewind import rewind
 from unstable_lite.trackers.tensorboard import TensorBoardSink
 from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.trackers.tracker import Evaluation, Sink, Tracker
@@ -157,19 +158,19 @@ class Run:
             raise UnstableError(f"{directory}: another process is running this run")
         checkpoint = None
         if self._resume is not None:
-            checkpoint = newest_checkpoint(directory / "checkpoints", self._terminal.say)
-            state, _ = read_checkpoint(checkpoint)
+            checkpoint = read_checkpoint(newest_checkpoint(directory / "checkpoints", self._terminal.say))
+            state = checkpoint.state
             if state["updates"] >= config.run.learning_steps:
                 raise UnstableError(
                     f"{directory} has made its {state['updates']} updates; give run.learning_steps=N for more of them"
                 )
             rewind(directory, state["updates"], sum(state["scheduler"]["games"].values()))
-            self._terminal.say(f"going on after update {state['updates']}, from {checkpoint.name}")
+            self._terminal.say(f"going on after update {state['updates']}, from {checkpoint.directory.name}")
         for path in reap_stale_arenas():
             self._terminal.say(f"removed {path}, left behind by a run that was killed")
         tracker = Tracker(directory, _sinks(config, directory), config.tracker)
         if checkpoint is not None:
-            tracker.resume(state["tracker"], read_json_lines(directory / "eval.jsonl"))
+            tracker.resume(checkpoint.state["tracker"], list(read_records(directory / "eval.jsonl")))
         arena: AdapterArena | None = None
         try:
             with (
@@ -216,7 +217,7 @@ class Run:
         tracker: Tracker,
         seats: Seats,
         canary_prompt: str,
-        checkpoint: Path | None,
+        checkpoint: Checkpoint | None,
     ) -> Training:
         config = self.plan.config
         if arena.remark is not None:

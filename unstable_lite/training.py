@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
-from unstable_lite.checkpoints import read_checkpoint, save_checkpoint
+from unstable_lite.checkpoints import Checkpoint, save_checkpoint
 from unstable_lite.collector import Collector
 from unstable_lite.errors import UnstableError
 from unstable_lite.league.game_scheduler import GameScheduler
@@ -48,8 +48,7 @@ class Training:
     pool: OpponentPool
     tracker: Tracker
     terminal: TerminalInterface
-    resume_from: Path | None
-    """A whole checkpoint."""
+    resume_from: Checkpoint | None
     stop: asyncio.Event
     """Set: finish the update at hand, save, and end."""
     updates: int = 0
@@ -150,18 +149,18 @@ class Training:
             f"{canary['canary/mismatch']:.5f} over {canary['canary/n']:.0f} tokens"
         )
 
-    async def _resume(self, checkpoint: Path) -> dict[str, float]:
+    async def _resume(self, checkpoint: Checkpoint) -> dict[str, float]:
         """Everything as it was when `checkpoint` was written; the games that were in flight then are not."""
-        state, waiting = read_checkpoint(checkpoint)
+        state = checkpoint.state
         self.updates, self.version, self.skipped = state["updates"], state["version"], state["skipped_updates"]
-        self.checkpoint, self._saved = checkpoint, self.updates
+        self.checkpoint, self._saved = checkpoint.directory, self.updates
         self.registry.load_state_dict(state["registry"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.buffer.load_state_dict(state["buffer"])
-        self.buffer.refill(waiting)
+        self.buffer.refill(checkpoint.waiting)
         self.publisher.load_state_dict(state["publisher"])
         learner, version = self.workers.learner, self.version
-        await learner.load(checkpoint)
+        await learner.load(checkpoint.directory)
         await learner.publish(version, self.arena.path(version), self.arena.learner_state(version))
         canary = await self.publisher.publish(version)
         await self.pool.resume(state["pool"])

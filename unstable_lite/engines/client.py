@@ -24,8 +24,6 @@ class EngineClient:
     def __init__(self, router: Router, name: str, config: EngineConfig) -> None:
         self.peer = Peer(router, name, self._receive)
         self.stats = EngineStats(queued=0, running=0, tokens_per_s=0.0, cached_share=0.0)
-        self.life = self.peer.life
-        """The last life of the worker in which it holds every adapter that it should."""
         self._holds: tuple[int, set[int]] = (0, set())
         """In which life which versions are loaded."""
         self._loading = asyncio.Lock()
@@ -33,7 +31,7 @@ class EngineClient:
 
     @property
     def is_up(self) -> bool:
-        return self.life == self.peer.life and not self.peer.is_dead
+        return self.peer.is_up
 
     async def generate(
         self,
@@ -110,8 +108,7 @@ class EnginePool:
     async def generate(self, prompt: str, version: int, stop: tuple[str, ...] = ()) -> Generation:
         """One completion by the worker with the fewest requests in flight."""
         while True:
-            await self.wait_for_one()
-            up = self.up
+            up = await self.wait_for_one()
             engine = up[0] if len(up) == 1 else min(up, key=lambda engine: engine.peer.num_pending)
             try:
                 generation = await engine.generate(prompt, version, stop)
@@ -121,14 +118,15 @@ class EnginePool:
                 self.generated_tokens += len(generation.completion_ids)
                 return generation
 
-    async def wait_for_one(self) -> None:
-        """Until an engine is up."""
-        while not self.up:
+    async def wait_for_one(self) -> list[EngineClient]:
+        """The engines that are up, as soon as one is."""
+        while not (up := self.up):
             await self._return.wait()
+        return up
 
     def take_back(self, engine: EngineClient) -> None:
         """It died, is there again, and holds what the others hold."""
-        engine.life = engine.peer.life
+        engine.peer.take_back()
         self._return.set()
         self._return = asyncio.Event()
 

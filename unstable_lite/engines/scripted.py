@@ -7,14 +7,13 @@ is a byte of UTF-8; 256 ends a completion.
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from unstable_lite.engines.adapters import AdapterVersions
-from unstable_lite.engines.requests import check_length
+from unstable_lite.engines.requests import Throughput, check_length
 from unstable_lite.errors import AdapterError
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
@@ -32,8 +31,7 @@ class ScriptedEngine:
         self._adapters = AdapterVersions(config.engine.max_loras)
         self._rng = random.Random(f"{config.run.seed} {spec.name}")
         self._finished: list[Generated] = []
-        self._num_tokens = 0
-        self._reported_at = time.monotonic()
+        self._throughput = Throughput()
         self.facts: dict[str, Any] = {
             "kind": "scripted",
             "model": None,
@@ -62,7 +60,7 @@ class ScriptedEngine:
             adapter_version=request.adapter_version,
         )
         self._finished.append(Generated(request_id=request.request_id, generation=generation))
-        self._num_tokens += len(completion_ids)
+        self._throughput.count(generated=len(completion_ids))
 
     def step(self) -> list[Generated]:
         finished, self._finished = self._finished, []
@@ -81,7 +79,4 @@ class ScriptedEngine:
         self._adapters.remove(version)
 
     def stats(self) -> EngineStats:
-        now = time.monotonic()
-        rate = self._num_tokens / max(now - self._reported_at, 1e-9)
-        self._num_tokens, self._reported_at = 0, now
-        return EngineStats(queued=0, running=len(self._finished), tokens_per_s=rate, cached_share=0.0)
+        return self._throughput.report(queued=0, running=len(self._finished))

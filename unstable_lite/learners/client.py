@@ -32,8 +32,6 @@ class LearnerClient:
         """Of the one that is being made."""
         self._origin: Path | None = None
         """The checkpoint that it went on from."""
-        self._life = self.peer.life
-        """The last one in which it has that state."""
         self._return = asyncio.Event()
 
     async def update(self, batch: Batch, version: int, path: Path, state_path: Path) -> Updated:
@@ -81,13 +79,13 @@ class LearnerClient:
         ]
         if candidates:
             await self.peer.ask(LoadLearner, SAVE_TIMEOUT_S, path=str(candidates[0]))
-        self._life = self.peer.life
+        self.peer.take_back()
         self._return.set()
         self._return = asyncio.Event()
 
     async def _ask(self, message_type: Callable[..., Message], timeout_s: float, **fields: Any) -> Any:
         while True:
-            while self.peer.is_dead or self._life != self.peer.life:
+            while not self.peer.is_up:
                 await self._return.wait()
             with contextlib.suppress(WorkerDied):
                 return await self.peer.ask(message_type, DEADLINE_FACTOR * timeout_s, **fields)

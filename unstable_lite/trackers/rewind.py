@@ -5,7 +5,6 @@ Owns which files of a run directory tell of which update or game. Every file is 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,3 @@ def _rewind_tensorboard(directory: Path, update: int) -> None:
     partial.rename(old[0])  # files are read in the order of their names, which begin with the time
     for path in old[1:]:
         path.unlink()
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file that `rewind` has seen to; none if there is no such file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

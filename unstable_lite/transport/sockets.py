@@ -96,6 +96,8 @@ class Peer:
         self.name = name
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.crash: Crashed | None = None
+        self._restored_life = 0
+        """The last life in which it was given what it should hold."""
         self.life = 0
         """How many workers of this name died before the present one."""
         self._router = router
@@ -121,6 +123,15 @@ class Peer:
     @property
     def is_dead(self) -> bool:
         return self._dead is not None
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it lives and holds what it should; from `revive` to `take_back` it lives, and does not yet."""
+        return self._dead is None and self._restored_life == self.life
+
+    def take_back(self) -> None:
+        """It was given what the one that died had held."""
+        self._restored_life = self.life
 
     def silent_for(self) -> float:
         """Seconds since the worker last said anything while it is waited for; 0 while it is not."""
