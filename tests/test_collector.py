@@ -47,7 +47,7 @@ def answer(text: str, version: int = 0) -> Generation:
     )
 
 
-async def any_cell(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+async def any_cell(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
     await asyncio.sleep(0)
     return answer(f"\\boxed{{[{random.Random(prompt).randrange(9)}]}}", version)
 
@@ -143,7 +143,7 @@ async def test_evaluation_games_never_reach_the_buffer_and_are_balanced_over_sea
 async def test_a_game_whose_engine_fails_is_void_not_trained_not_rated_and_its_slot_returns(tmp_path: Path) -> None:
     calls = 0
 
-    async def fails_sometimes(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    async def fails_sometimes(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         nonlocal calls
         calls += 1
         if calls % 5 == 0:
@@ -163,7 +163,7 @@ async def test_a_game_whose_engine_fails_is_void_not_trained_not_rated_and_its_s
 
 
 async def test_an_env_that_keeps_breaking_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    async def always_fails(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    async def always_fails(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         raise RuntimeError("out of order")
 
     league = League(tmp_path, always_fails, max_void_games=6)
@@ -176,7 +176,7 @@ async def test_an_env_that_keeps_breaking_ends_the_run_and_is_named(tmp_path: Pa
 
 
 async def test_a_dead_worker_is_not_a_void_game_but_the_end(tmp_path: Path) -> None:
-    async def dead(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    async def dead(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         raise WorkerDied("engine-0 was killed")
 
     league = League(tmp_path, dead)
@@ -188,7 +188,7 @@ async def test_a_dead_worker_is_not_a_void_game_but_the_end(tmp_path: Path) -> N
 
 
 async def test_a_game_over_its_wall_clock_cap_is_void(tmp_path: Path) -> None:
-    async def never(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    async def never(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         await asyncio.sleep(3600)
         raise AssertionError
 
@@ -202,7 +202,7 @@ async def test_a_game_over_its_wall_clock_cap_is_void(tmp_path: Path) -> None:
 async def test_adapter_versions_are_held_while_games_play_them_and_let_go_after(tmp_path: Path) -> None:
     held: list[bool] = []
 
-    async def look(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    async def look(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         held.append(league.arena.is_referenced(version))
         return await any_cell(prompt, version, stop)
 
@@ -251,7 +251,7 @@ async def test_a_checkpoint_gets_no_more_evaluation_games_than_its_quota_and_the
 
 
 async def test_steps_of_games_ended_by_others_invalid_moves_are_left_out_where_asked_for(tmp_path: Path) -> None:
-    async def far_off(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    async def far_off(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         await asyncio.sleep(0)
         return answer("\\boxed{[99]}", version)
 
@@ -269,7 +269,7 @@ async def test_steps_of_games_ended_by_others_invalid_moves_are_left_out_where_a
 # groups
 
 
-async def any_cell_of_many(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+async def any_cell_of_many(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
     """Another answer to the same prompt each time, as an engine's own stream gives."""
     for _ in range(STREAM.randrange(5)):
         await asyncio.sleep(0)
@@ -318,7 +318,7 @@ async def test_a_group_that_is_begun_is_played_to_its_end_however_full_the_buffe
 async def test_void_games_make_their_group_smaller_and_stop_nobody(tmp_path: Path) -> None:
     calls = 0
 
-    async def fails_sometimes(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    async def fails_sometimes(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         nonlocal calls
         calls += 1
         if calls % 4 == 0:

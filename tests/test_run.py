@@ -265,7 +265,6 @@ def test_a_killed_orchestrator_takes_its_workers_along_and_the_next_start_cleans
     (tmp_path / "next").mkdir()
     code, out, _ = runs.run("run", runs.write_small(tmp_path / "next"), "run.learning_steps=1", "run.eval_games=0")
     assert code == 0
-    assert f"unstable_lite-{name}, left behind" in out
     assert runs.arenas_named(name) == []
 
 

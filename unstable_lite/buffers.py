@@ -86,6 +86,11 @@ class _Waiting:
         for trajectory in self._learnt_from(record):
             self.add_player_trajectory(trajectory)
 
+    def has_batch(self, n: int, current_version: int) -> bool:
+        """Whether a batch of `n` could be drawn now."""
+        self._drop_stale(current_version)
+        return self._size >= math.ceil(self.batch_delay * n)
+
     async def wait_for_room(self) -> None:
         while self.is_full:
             await self._room.wait()
@@ -124,14 +129,18 @@ class _Waiting:
     def state_dict(self) -> dict[str, Any]:
         """Totals, the random stream and the transforms' memory; the waiting steps are not part of it."""
         transforms = [t.state_dict() if isinstance(t, Stateful) else {} for t in self._transforms]
-        return {"counters": self.counters(), "rng": state_of(self._rng), "transforms": transforms}
+        return {
+            "counters": self.counters() | {"filtered": self.filtered},
+            "rng": state_of(self._rng),
+            "transforms": transforms,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Into an empty buffer; steps that waited when the state was saved count as drained."""
         assert not self._chunks
         counters = state["counters"]
         self.added, self.taken = counters["added"], counters["taken"]
-        self.dropped_stale = counters["dropped_stale"]
+        self.dropped_stale, self.filtered = counters["dropped_stale"], counters["filtered"]
         self.drained = self.added - self.taken - self.dropped_stale
         restore(self._rng, state["rng"])
         for transform, saved in zip(self._transforms, state["transforms"], strict=True):
@@ -186,10 +195,8 @@ class _Waiting:
                 f"batch_size {n}, times batch_delay_buffer {self.batch_delay:g}, must be between 1 and buffer_size "
                 f"{self.max_buffer_size}: a full buffer starts no new game, so a larger batch would never come"
             )
-        self._drop_stale(current_version)
-        while self._size < enough:
+        while not self.has_batch(n, current_version):
             await self._arrival.wait()
-            self._drop_stale(current_version)
         chunks: list[list[Step]] = []
         num_steps = 0
         while num_steps < n:
@@ -301,6 +308,18 @@ class StepBuffer(_Waiting):
     def group_counters(self) -> dict[str, int]:
         """Running totals since the start, in groups of one player's trajectories."""
         return {"whole": self.groups, "without_spread": self.groups_without_spread, "of_one": self.groups_of_one}
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"groups": self.group_counters()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        groups = state["groups"]
+        self.groups, self.groups_without_spread, self.groups_of_one = (
+            groups["whole"],
+            groups["without_spread"],
+            groups["of_one"],
+        )
 
     def _add_compared(self, trajectories: list[PlayerTrajectory], baseline: GroupBaseline) -> None:
         """One group of one player. A trajectory's reward is the mean of its steps'; all of them get its advantage."""

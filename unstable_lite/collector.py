@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.config import RunConfig
+from unstable_lite.engines.lock_step import LockStep
 from unstable_lite.errors import OpponentError
 from unstable_lite.games.game_runner import GameRunner
 from unstable_lite.games.seats import Seats
@@ -35,7 +36,9 @@ class Collector:
         arena: AdapterArena,
         config: RunConfig,
         on_record: Callable[[GameRecord], None],
+        lock_step: LockStep | None = None,
     ) -> None:
+        """`lock_step`: what the seats ask, where games are played in rounds, at one pace."""
         self.games_in_flight: Counter[str] = Counter()
         """By kind: "train", "eval"."""
         self._scheduler = scheduler
@@ -45,6 +48,7 @@ class Collector:
         self._arena = arena
         self._config = config
         self._on_record = on_record
+        self._lock_step = lock_step
         self.evaluating: Counter[str] = Counter()
         """Evaluation games without a quota that are in flight, by the checkpoint's uid."""
         self._eval_games_of: Counter[str] = Counter()
@@ -75,8 +79,8 @@ class Collector:
         self, env: EvalEnvSpec, model: ModelRef, num_games: int, label: str, concurrency: int
     ) -> list[GameRecord]:
         """Play a quota of evaluation games of one model; returns the records, void ones included."""
-        specs = iter([self._scheduler.next_eval_job(env, model, label) for _ in range(num_games)])
-        records: list[GameRecord] = []
+        jobs = [self._scheduler.next_eval_job(env, model, label) for _ in range(num_games)]
+        specs, records = iter(jobs), list[GameRecord]()
 
         async def play() -> None:
             for spec in specs:  # shared by all workers
@@ -85,11 +89,34 @@ class Collector:
 
         self._arena.retain(_version(model))
         try:
+            if self._lock_step is not None:
+                for start in range(0, num_games, concurrency):
+                    for spec in jobs[start : start + concurrency]:
+                        self._retain(spec)
+                    records += await self._play_round(self._lock_step, jobs[start : start + concurrency])
+                return records
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(concurrency):
                     tasks.create_task(play())
         finally:
             self._arena.release(_version(model))
+        return records
+
+    async def play_round(self, num_games: int) -> None:
+        """So many training games, in whole groups and at one pace, to their end; needs `lock_step`."""
+        assert self._lock_step is not None
+        while len(self._rest_of_group) < num_games:
+            await self._begin_group()
+        specs = list(self._rest_of_group)
+        self._rest_of_group.clear()
+        for record in await self._play_round(self._lock_step, specs):
+            self._buffer.add_game(record)
+
+    async def _play_round(self, lock_step: LockStep, specs: Sequence[GameSpec]) -> list[GameRecord]:
+        """Games that are retained. What follows from them is done when all are over, in the order of `specs`."""
+        records = await lock_step.play([self._to_its_end(spec, waits_for_opponents=True) for spec in specs])
+        for record in records:
+            self._count(record)
         return records
 
     async def _play_train_games(self) -> None:
@@ -155,15 +182,21 @@ class Collector:
 
     async def _play(self, spec: GameSpec, waits_for_opponents: bool = False) -> GameRecord:
         """One game, from its spec, which is retained, to its one record, whatever happens in between."""
+        record = await self._to_its_end(spec, waits_for_opponents)
+        self._count(record)
+        return record
+
+    async def _to_its_end(self, spec: GameSpec, waits_for_opponents: bool) -> GameRecord:
         self.games_in_flight[spec.kind] += 1
         try:
-            record = await self._runner.play(spec, waits_for_opponents)
+            return await self._runner.play(spec, waits_for_opponents)
         finally:
             self.games_in_flight[spec.kind] -= 1
             self._release(spec)
+
+    def _count(self, record: GameRecord) -> None:
         self._scheduler.update(record)
         self._on_record(record)
-        return record
 
 
 def _versions(spec: GameSpec) -> set[int]:

@@ -23,12 +23,16 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
+    mode: Literal["async", "sync"] = "async"
+    """`sync`: play a round of games to its end, then learn, in turns, so that a run follows from its seed alone: on one
+    machine with the embedded engine to the last bit. Slower, and for finding out what changed a result. There are no
+    games of `num_eval_workers` then; `eval_games` and `eval_every` evaluate."""
     name: str | None = None
     """Name of the run directory; default: `unstable-lite-<model>-<envs>`."""
     learning_steps: int = Field(200, ge=1)
     """Updates of the learner, and so adapter versions."""
     num_collection_workers: int = Field(256, ge=1)
-    """Training games in flight."""
+    """Training games in flight; in mode `sync`, those of one round."""
     num_eval_workers: int = Field(16, ge=0)
     """Evaluation games in flight beside them; 0 evaluates only by `eval_games`.
 

@@ -50,6 +50,10 @@ class OpponentPool:
         self._alarm = alarm
         self._published_as: dict[str, int] = {}
         """By uid of those on disk: the version that they had when they were current."""
+        self._left: list[str] = []
+        """Those on disk that are too old to come back, since the last checkpoint; it may be gone back to."""
+        self._left_before: list[str] = []
+        """The same, since the one before; so may that, if the last one is damaged."""
         self._to_store: deque[tuple[str, int]] = deque()
         self._is_due = False
         self._next_version = FIRST_RETURNED_VERSION
@@ -89,16 +93,22 @@ class OpponentPool:
                 await self._store(*self._to_store.popleft())
             if self._is_due:
                 self._is_due = False
+                await self._publisher.retired()
                 await self._rotate()
-            await self._clear_out()
+            self._clear_out()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"published_as": self._published_as, "next_version": self._next_version}
+        return {
+            "published_as": self._published_as,
+            "next_version": self._next_version,
+            "num_returned": self.num_returned,
+        }
 
     async def resume(self, state: dict[str, Any]) -> None:
         """Of a run that goes on: the registry knows who was active, `directory` has the adapters that were stored.
 
-        The current policy is loaded already; who else was active comes back, if there is an adapter of it.
+        The current policy is loaded already; who else was active comes back as the version that it was, if there is
+        an adapter of it: these engines never heard of it.
         """
         self._published_as = dict(state["published_as"])
         self._next_version = state["next_version"]
@@ -115,9 +125,16 @@ class OpponentPool:
         for meta in self._others():
             self._registry.set_active(meta.uid, False)
             if self._can_play(meta):
-                await self._return(meta)
+                await self._return(meta, meta.adapter_version or 0)
             if not meta.active:
                 self._alarm(f"{meta.uid} was an opponent, and its adapter was not stored: it does not come back")
+        self.num_returned = state["num_returned"]
+
+    async def tell_saved(self) -> None:
+        """A checkpoint was written: what only those before the last two needed is removed from disk."""
+        for uid in self._left_before:
+            await _in_thread(shutil.rmtree, self._directory / uid, True)
+        self._left_before, self._left = self._left, []
 
     async def settled(self) -> None:
         """Wait until all that followed from the last `admit` is done, so that what is to be kept is on disk."""
@@ -169,23 +186,22 @@ class OpponentPool:
             known = [meta for meta in self._registry.get_all_models().values() if meta.kind == "checkpoint"]
             candidates = [meta for meta in known if self._is_candidate(meta) and self._can_play(meta)]
             absent = [meta for meta in self._ranked(candidates)[: self._size - 1] if not meta.active]
-            if not absent or not await self._return(absent[0]):
+            if not absent or not await self._return(absent[0], self._next_version):
                 return
+            self._next_version += 1
             self._trim()
 
     def _can_play(self, meta: ModelMeta) -> bool:
         return meta.active or not meta.adapter_version or meta.uid in self._published_as
 
-    async def _return(self, meta: ModelMeta) -> bool:
-        """Whether it could be tried: there was a slot, or none was needed."""
+    async def _return(self, meta: ModelMeta, version: int) -> bool:
+        """Whether it could be tried: there was a slot, or none was needed. `version`: a new one for these engines."""
         uid = meta.uid
         if not meta.adapter_version:
             self._registry.bring_back(uid, 0)
             return True
-        version = self._next_version
         if not self._publisher.reserve_spare_slot(version):
             return False
-        self._next_version += 1
         try:
             await _in_thread(shutil.copytree, self._directory / uid, self._arena.path(version))
             await self._publisher.bring_back(version, self._published_as[uid])
@@ -216,15 +232,15 @@ class OpponentPool:
         finally:
             self._arena.release(version)
 
-    async def _clear_out(self) -> None:
-        """Forget whoever is too old to come back; who is to be kept stays on disk."""
+    def _clear_out(self) -> None:
+        """Forget whoever is too old to come back; who is to be kept stays."""
         most = self._config.opponent_lag[1]
         for uid in [uid for uid in self._published_as if self._registry.lag(uid) > most]:
             iteration = self._registry.get(uid).iteration
             assert iteration is not None
             if not self._is_kept(iteration):
                 self._publisher.forget(self._published_as.pop(uid))
-                await _in_thread(shutil.rmtree, self._directory / uid, True)
+                self._left.append(uid)
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> None:

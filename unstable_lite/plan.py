@@ -83,6 +83,8 @@ class Plan:
         )
         rows.append(("engine memory", memory))
         games = f"{config.run.num_collection_workers} training, {config.run.num_eval_workers} evaluation"
+        if config.run.mode == "sync":
+            games = f"rounds of {config.run.num_collection_workers}, each to its end; then the learner learns"
         rows.append(("games in flight", games))
         if config.run.group_size > 1:
             rows.append(

@@ -181,7 +181,7 @@ class Publisher:
 
     def state_dict(self) -> dict[str, Any]:
         """What is remembered of versions that may come back, JSON-able."""
-        return {
+        remembered = {
             str(version): {
                 engine: [
                     [c.seed, c.completion_ids.tolist(), c.logprobs.tolist(), c.base_logprobs.tolist()] for c in known
@@ -190,9 +190,11 @@ class Publisher:
             }
             for version in sorted(self._keeps & self._remembered.keys())
         }
+        return {"num_waits": self.num_waits, "remembered": remembered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for version, by_engine in state.items():
+        self.num_waits = state["num_waits"]
+        for version, by_engine in state["remembered"].items():
             self.keep(int(version))
             self._remembered[int(version)] = {
                 engine: [
@@ -217,6 +219,10 @@ class Publisher:
         if published_as not in self._held.values():
             self._remembered.pop(published_as, None)
 
+    async def retired(self) -> None:
+        """Wait until what nobody holds is unloaded, so that its slots are free."""
+        await self._arena.unreferenced.join()
+
     async def retire_unreferenced(self) -> None:
         """Unload and unlink what nobody holds any more, for ever."""
         while True:
@@ -240,6 +246,7 @@ class Publisher:
                     self._slot_freed.notify_all()
             finally:
                 self._is_unloading = False
+                self._arena.unreferenced.task_done()
 
     def _slots(self) -> tuple[int, int]:
         return len(self._loaded), self._max_loras

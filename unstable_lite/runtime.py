@@ -24,6 +24,7 @@ from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.checkpoints import Checkpoint, create_run_directory, newest_checkpoint, read_checkpoint
 from unstable_lite.collector import Collector
 from unstable_lite.config import Config, parse_config
+from unstable_lite.engines.lock_step import LockStep
 from unstable_lite.errors import ConfigError, UnstableError
 from unstable_lite.games.environments import Environment, hang_guard
 from unstable_lite.games.seats import Seats
@@ -150,13 +151,18 @@ class Run:
     async def execute(self) -> Summary:
         """Start the workers, train, evaluate, save. Leaves no process and no shared memory, however it ends."""
         self._loop = asyncio.get_running_loop()
-        started, config = time.monotonic(), self.plan.config
-        directory = create_run_directory(config) if self._resume is None else self._resume.resolve()
+        directory = create_run_directory(self.plan.config) if self._resume is None else self._resume.resolve()
         self._terminal.say(f"run directory {directory}")
         lock = try_lock(directory)
         if lock is None:
             raise UnstableError(f"{directory}: another process is running this run")
-        checkpoint = None
+        try:
+            return await self._execute_in(directory)
+        finally:
+            os.close(lock)
+
+    async def _execute_in(self, directory: Path) -> Summary:
+        started, config, checkpoint = time.monotonic(), self.plan.config, None
         if self._resume is not None:
             checkpoint = read_checkpoint(newest_checkpoint(directory / "checkpoints", self._terminal.say))
             state = checkpoint.state
@@ -181,11 +187,17 @@ class Run:
                 async with started_workers(self.plan, directory / "logs", self._terminal.say) as workers:
                     needed = workers.adapter_bytes * (config.engine.max_loras + 2 + LEARNER_STATE)
                     arena = AdapterArena(directory.name, fallback=directory, bytes_needed=needed)
-                    templates = templates_for(config, workers.prompts)
-                    generate, say = workers.engines.generate, self._terminal.say
-                    async with Seats(generate, templates, config.opponents, say) as seats:
+                    templates, say = templates_for(config, workers.prompts), self._terminal.say
+                    lock_step, sampling_seed = None, None
+                    if config.run.mode == "sync":
+                        lock_step = LockStep(workers.engines.generate)
+                        sampling_seed = derive_seed(config.run.seed, "sampling")
+                    generate = lock_step.generate if lock_step is not None else workers.engines.generate
+                    async with Seats(generate, templates, config.opponents, say, sampling_seed) as seats:
                         canary_prompt = _canary_prompt(config, templates)
-                        training = self._wire(directory, workers, arena, tracker, seats, canary_prompt, checkpoint)
+                        training = self._wire(
+                            directory, workers, arena, tracker, seats, lock_step, canary_prompt, checkpoint
+                        )
                         await training.run()
         except BaseExceptionGroup as group:
             raise first_reason(group) from group
@@ -194,7 +206,6 @@ class Run:
             tracker.close()
             if arena is not None:
                 arena.close()  # after the workers: a learner that is still writing would bring it back
-            os.close(lock)
         return Summary(
             directory=directory,
             updates=training.updates,
@@ -216,6 +227,7 @@ class Run:
         arena: AdapterArena,
         tracker: Tracker,
         seats: Seats,
+        lock_step: LockStep | None,
         canary_prompt: str,
         checkpoint: Checkpoint | None,
     ) -> Training:
@@ -249,7 +261,7 @@ class Run:
             registry=scheduler.registry,
             scheduler=scheduler,
             buffer=buffer,
-            collector=Collector(scheduler, buffer, seats, arena, config.run, tracker.add_record),
+            collector=Collector(scheduler, buffer, seats, arena, config.run, tracker.add_record, lock_step),
             publisher=publisher,
             pool=OpponentPool(
                 config.league,

@@ -72,8 +72,10 @@ class Training:
             await self._start_policy()
             if self.resume_from is None:
                 await self._evaluate("before")
-            await self._learn(tasks)
-            await self.pool.settled()
+            if self.plan.config.run.mode == "sync":
+                await self._learn_in_turns()
+            else:
+                await self._learn(tasks)
             if self.updates != self._saved:
                 await self._save()
             if not self.stop.is_set():
@@ -99,6 +101,24 @@ class Training:
         collecting.cancel()
         for evaluation in evaluations:
             await evaluation
+
+    async def _learn_in_turns(self) -> None:
+        """Play a round, learn from it, and so on: whatever is waited for, nothing else goes on."""
+        config, batch_size = self.plan.config.run, self.plan.config.learner.batch_size
+        self._started = time.monotonic()
+        self.terminal.start(config.learning_steps)
+        while self.updates < config.learning_steps and not self.stop.is_set():
+            await self.pool.settled()
+            await self.publisher.retired()
+            if not self.buffer.has_batch(batch_size, self.version):
+                await self.collector.play_round(config.num_collection_workers)
+                continue
+            await self._update()
+            is_evaluated = config.eval_every and self.updates % config.eval_every == 0
+            if is_evaluated and self.updates < config.learning_steps:
+                await self._evaluate(f"update {self.updates}")
+        self.seconds = time.monotonic() - self._started
+        self.terminal.stop()
 
     async def _update(self) -> None:
         """One batch, one optimiser step, one adapter version that every engine holds and games may ask for."""
@@ -159,6 +179,7 @@ class Training:
         self.buffer.load_state_dict(state["buffer"])
         self.buffer.refill(checkpoint.waiting)
         self.publisher.load_state_dict(state["publisher"])
+        self.collector.seats.load_state_dict(state["seats"])
         learner, version = self.workers.learner, self.version
         await learner.load(checkpoint.directory)
         await learner.publish(version, self.arena.path(version), self.arena.learner_state(version))
@@ -241,6 +262,7 @@ class Training:
 
     async def _save(self) -> None:
         """A checkpoint of everything that has to survive."""
+        await self.pool.settled()
         state = {
             "updates": self.updates,
             "version": self.version,
@@ -251,12 +273,14 @@ class Training:
             "publisher": self.publisher.state_dict(),
             "pool": self.pool.state_dict(),
             "tracker": self.tracker.state_dict(),
+            "seats": self.collector.seats.state_dict(),
         }
         checkpoints = self.directory / "checkpoints"
         self.checkpoint = await save_checkpoint(
             checkpoints, self.updates, state, self.buffer.contents(), self.workers.learner.save
         )
         self._saved = self.updates
+        await self.pool.tell_saved()
 
     async def _unless_stopped(self, waiting: Coroutine[Any, Any, T]) -> T | None:
         """The result, or None if the run is asked to stop first."""

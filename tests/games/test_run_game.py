@@ -28,7 +28,7 @@ def generation(text: str, prompt: str = "", version: int = 3) -> Generation:
     )
 
 
-async def first_legal_cell(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+async def first_legal_cell(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
     """Plays TicTacToe by taking the first free cell, in a box."""
     board = prompt.rsplit("Current Board", 1)[-1]
     cell = next(iter(re.findall(r"\[(\d)\]|\b(\d)\b", board)))
@@ -92,7 +92,7 @@ async def test_the_same_spec_and_actions_give_the_same_record() -> None:
 
 
 async def test_an_invalid_move_is_marked_on_the_last_step_of_its_player_alone() -> None:
-    async def illegal(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    async def illegal(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         return generation("no box here")
 
     record = await played(tictactoe(POLICY, RANDOM), illegal)
@@ -106,7 +106,9 @@ async def test_an_invalid_move_is_marked_on_the_last_step_of_its_player_alone() 
 async def test_an_opponents_invalid_move_is_not_ours() -> None:
     turns = iter([4, 99])
 
-    async def second_is_illegal(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    async def second_is_illegal(
+        prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None
+    ) -> Generation:
         return generation(f"\\boxed{{{next(turns)}}}")
 
     record = await played(tictactoe(POLICY, POLICY), second_is_illegal)
@@ -124,7 +126,7 @@ async def test_a_game_at_its_turn_cap_is_truncated_and_pays_nobody() -> None:
 
 
 async def test_an_endless_answer_reaches_the_env_cut() -> None:
-    async def endless(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    async def endless(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         return generation("[" + "9" * 10_000 + "]")
 
     record = await played(tictactoe(POLICY, POLICY), endless)
@@ -135,7 +137,7 @@ async def test_an_endless_answer_reaches_the_env_cut() -> None:
 async def test_a_game_that_breaks_stays_void_and_keeps_its_turns() -> None:
     calls = 0
 
-    async def breaks(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    async def breaks(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         nonlocal calls
         calls += 1
         if calls == 3:
@@ -160,7 +162,7 @@ async def test_a_game_that_breaks_stays_void_and_keeps_its_turns() -> None:
     ],
 )
 async def test_games_of_one_and_of_many_players_collect_every_seat(env_id: str, num_players: int, text: str) -> None:
-    async def same(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    async def same(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         return generation(text)
 
     agents = tuple(

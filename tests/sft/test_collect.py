@@ -35,7 +35,7 @@ async def collect(given: Config, generate: Any = None) -> tuple[list[Pair], Coll
     return pairs, collected
 
 
-async def box_it(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+async def box_it(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
     """Answers after a while that depends on the prompt, so that games end in another order than they began."""
     await asyncio.sleep(len(prompt) % 7 / 1000)
     text = "\\boxed{[1 1]}" if "Nim" in prompt else f"\\boxed{{{prompt.split('[')[-1][:2]}]}}"
@@ -86,7 +86,7 @@ async def test_no_more_than_max_games_are_played() -> None:
 async def test_a_game_that_breaks_gives_no_pair_and_if_all_do_the_last_reason_is_told() -> None:
     calls = 0
 
-    async def break_once(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+    async def break_once(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         nonlocal calls
         calls += 1
         if calls == 1:
@@ -102,7 +102,9 @@ async def test_a_game_that_breaks_gives_no_pair_and_if_all_do_the_last_reason_is
         def __init__(self, error: type[RequestError]) -> None:
             self._error = error
 
-        async def __call__(self, prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+        async def __call__(
+            self, prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None
+        ) -> Generation:
             raise self._error("on strike")
 
     for error in (RequestError, OpponentError):

@@ -41,7 +41,7 @@ def pairs(make_config: MakeConfig) -> list[Pair]:
     return found
 
 
-async def no_engine(prompt: str, version: int, stop: tuple[str, ...]) -> Generation:
+async def no_engine(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
     raise AssertionError
 
 

@@ -105,13 +105,15 @@ class EnginePool:
     def up(self) -> list[EngineClient]:
         return [engine for engine in self.engines if engine.is_up]
 
-    async def generate(self, prompt: str, version: int, stop: tuple[str, ...] = ()) -> Generation:
+    async def generate(
+        self, prompt: str, version: int, stop: tuple[str, ...] = (), seed: int | None = None
+    ) -> Generation:
         """One completion by the worker with the fewest requests in flight."""
         while True:
             up = await self.wait_for_one()
             engine = up[0] if len(up) == 1 else min(up, key=lambda engine: engine.peer.num_pending)
             try:
-                generation = await engine.generate(prompt, version, stop)
+                generation = await engine.generate(prompt, version, stop, seed)
             except WorkerDied:
                 self.resent += 1
             else:

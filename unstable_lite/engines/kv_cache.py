@@ -128,6 +128,13 @@ class KVCache:
         self._version_S[is_gone_S] = _NOBODY
         self._used_at_S[is_gone_S] = 0
 
+    def clear(self) -> None:
+        """As if nothing had ever been computed; no sequence may be running."""
+        assert self.num_free == self.num_running
+        self._version_S[:] = _NOBODY
+        self._used_at_S[:] = 0
+        self._now = 0
+
     def _shared(self, slots: IntArray, ids: TokenIds) -> IntArray:
         """How many tokens from the start are equal, for each slot."""
         differs_ST = self._token_ST[slots, : len(ids)] != ids

@@ -99,6 +99,8 @@ class TransformersEngine:
         self._rng = np.random.default_rng([config.run.seed, *spec.name.encode()])
         self._prompt_tokens_per_step = PROMPT_TOKENS_PER_STEP[self._device.type]
         self._throughput = Throughput()
+        self._is_exact = config.run.mode == "sync"
+        """Whether nothing that was computed before may be used: in other company it was rounded otherwise."""
         stock_model.check_same(self._model, self._attention.name, self._logits, num_running)
         self._cache.forget(BASE)
         self.facts: dict[str, Any] = {
@@ -122,6 +124,8 @@ class TransformersEngine:
         prompt_ids = self._tokenizer.encode(request.prompt)
         max_tokens = check_length(len(prompt_ids), request.max_tokens, self._max_model_len)
         self._adapters.acquire(version)
+        if self._is_exact and not self.has_unfinished():
+            self._cache.clear()
         self._queue.append(
             Row(
                 request=request,

@@ -69,7 +69,7 @@ class VLLMEngine:
             max_lora_rank=min(rank for rank in LORA_RANKS if rank >= self._max_rank),
             enforce_eager=is_cpu if eager is None else eager,
             gpu_memory_utilization=config.engine.gpu_memory_utilization,
-            enable_prefix_caching=True,
+            enable_prefix_caching=config.run.mode != "sync",
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             **(_WHOLE_PROMPTS | {"max_num_batched_tokens": max(4096, self._max_model_len)} if is_cpu else {}),

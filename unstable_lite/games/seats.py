@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from unstable_lite import by_name
 from unstable_lite.config import OpponentsConfig
@@ -21,6 +21,7 @@ from unstable_lite.games.players.player import Player
 from unstable_lite.games.players.policy import Generates, PolicyPlayer
 from unstable_lite.games.players.scripted import RandomLegalPlayer, ScriptedPlayer
 from unstable_lite.games.templates import TEMPLATES, Template
+from unstable_lite.rng import derive_seed
 from unstable_lite.types import AgentSpec, GameSpec, ModelRef
 
 if TYPE_CHECKING:
@@ -43,12 +44,18 @@ class Seats:
         templates: Mapping[str, Template] = TEMPLATES,
         opponents: OpponentsConfig | None = None,
         say: Callable[[str], None] = lambda _text: None,
+        sampling_seed: int | None = None,
     ) -> None:
+        """`sampling_seed`: what is sampled at a seat follows from it, the game, the seat and the turn; None: from the
+        engines' own random streams."""
         self._generate = generate
         self._templates = templates
         self._opponents = opponents or OpponentsConfig()
         self._say = say
+        self._sampling_seed = sampling_seed
         self._endpoint: Endpoint | None = None
+        self._spent_before: dict[str, Any] | None = None
+        """Of the budget, where a run goes on."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -80,10 +87,21 @@ class Seats:
         """As metrics; none before the first game against a model behind the endpoint."""
         return self._endpoint.figures() if self._endpoint is not None else {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was spent on others' models."""
+        return {"budget": self._endpoint.budget.state_dict() if self._endpoint is not None else self._spent_before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Before the first game."""
+        assert self._endpoint is None
+        self._spent_before = state["budget"]
+
     def _player(self, spec: GameSpec, agent: AgentSpec) -> Player:
         if agent.model.kind == "checkpoint":
             template = by_name.find("prompt_template", agent.prompt_template, self._templates)
-            return PolicyPlayer(self._generate, template, agent, spec.num_players)
+            seed = self._sampling_seed
+            own_seed = None if seed is None else derive_seed(seed, spec.game_idx, agent.pid)
+            return PolicyPlayer(self._generate, template, agent, spec.num_players, own_seed)
         if not is_remote(agent.model):
             return _player_class(_name(agent.model))(env_id=spec.env_id, seed=spec.seed ^ agent.pid)
         # Imported here only, because its library takes a second.
@@ -91,6 +109,8 @@ class Seats:
 
         if self._endpoint is None:
             self._endpoint = Endpoint(self._opponents, self._say)
+            if self._spent_before is not None:
+                self._endpoint.budget.load_state_dict(self._spent_before)
         return OpenAICompatiblePlayer(self._endpoint, agent, spec.num_players)
 
 

@@ -220,7 +220,7 @@ def _not_seated(name: str, config: Config) -> Iterator[str]:
     yield from (reason for reason in reasons if reason is not None)
 
 
-async def _no_engine(_prompt: str, _version: int, _stop: tuple[str, ...]) -> Generation:
+async def _no_engine(_prompt: str, _version: int, _stop: tuple[str, ...], _seed: int | None) -> Generation:
     raise AssertionError("no player asked for an engine")
 
 

@@ -6,10 +6,12 @@ for, once an update, from a window that is bounded in trajectories and in turns.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 GRAMS = (1, 2, 3, 4)
 MAX_TURNS = 16_384
@@ -27,10 +29,20 @@ class Diversity:
         self._num_turns = 0
 
     def add(self, states: Sequence[str], actions: Sequence[str]) -> None:
-        self._trajectories.append((tuple(map(hash, states)), tuple(map(hash, actions))))
+        self._append(tuple(map(_digest, states)), tuple(map(_digest, actions)))
+
+    def _append(self, states: tuple[int, ...], actions: tuple[int, ...]) -> None:
+        self._trajectories.append((states, actions))
         self._num_turns += len(actions)
         while len(self._trajectories) > self._window or self._num_turns > self._max_turns:
             self._num_turns -= len(self._trajectories.popleft()[1])
+
+    def state_dict(self) -> list[Any]:
+        return list(self._trajectories)
+
+    def load_state_dict(self, state: list[Any]) -> None:
+        for states, actions in state:
+            self._append(tuple(states), tuple(actions))
 
     def metrics(self) -> dict[str, float]:
         """Shares between 0 and 1, entropies in nats, and how many trajectories and turns they are of."""
@@ -57,6 +69,11 @@ class Diversity:
             "n": num_trajectories,
             "n (turns)": num_turns,
         }
+
+
+def _digest(text: str) -> int:
+    """Unlike `hash`, the same in every process: the window outlives this one."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def _grams(actions: tuple[int, ...], n: int) -> Iterable[tuple[int, ...]]:

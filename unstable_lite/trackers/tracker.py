@@ -121,6 +121,20 @@ class Tally:
         self._squares += reward * reward
         self.invalid += own_invalid
 
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "void": self.void,
+            "invalid": self.invalid,
+            "outcomes": dict(self._outcomes),
+            "rewards": self._rewards,
+            "squares": self._squares,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.void, self.invalid = state["void"], state["invalid"]
+        self._outcomes = Counter(state["outcomes"])
+        self._rewards, self._squares = state["rewards"], state["squares"]
+
     def evaluation(self, label: str, model: str, step: int, env_id: str, opponent: str) -> Evaluation:
         n = self._outcomes.total()
         mean = self._rewards / n if n else math.nan
@@ -261,12 +275,35 @@ class Tracker:
         } | {name: self._mean_over_envs(count, name) for count, name in INTERFACE_MEANS}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"games": self.games_finished, "void_games": self.void_games, "alarms": self.alarms}
+        windows = {
+            group: {
+                count: {name: list(window) for name, window in windows.items()} for count, windows in by_count.items()
+            }
+            for group, by_count in self._windows.items()
+        }
+        return {
+            "games": self.games_finished,
+            "void_games": self.void_games,
+            "alarms": self.alarms,
+            "windows": windows,
+            "games_of": dict(self._games_of),
+            "diversity": {env_id: diversity.state_dict() for env_id, diversity in self._diversity.items()},
+            "tallies": [[*key, tally.state_dict()] for key, tally in self._tallies.items()],
+        }
 
     def resume(self, state: dict[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> None:
-        """Counts go on; the windows over games begin anew. `evaluations`: the lines of eval.jsonl."""
+        """Counts and windows go on. `evaluations`: the lines of eval.jsonl."""
         self.games_finished, self.void_games = state["games"], state["void_games"]
         self.alarms = list(state["alarms"])
+        for group, by_count in state["windows"].items():
+            for count, windows in by_count.items():
+                for name, values in windows.items():
+                    self._windows[group][count][name].extend(values)
+        self._games_of.update(state["games_of"])
+        for env_id, diversity in state["diversity"].items():
+            self._diversity[env_id].load_state_dict(diversity)
+        for *key, tally in state["tallies"]:
+            self._tallies[key[0], key[1], key[2]].load_state_dict(tally)
         names = {field.name for field in fields(Evaluation)}
         known = [Evaluation(**{name: line[name] for name in names}) for line in evaluations]
         self.evaluations = [evaluation for evaluation in known if evaluation.label != "concurrent"]

@@ -164,6 +164,12 @@ class Budget:
                 return f"spending limit reached: opponents.{name} = {limit:g}"
         return None
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_requests": self.num_requests, "num_tokens": self.num_tokens, "usd": self.usd}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_requests, self.num_tokens, self.usd = state["num_requests"], state["num_tokens"], state["usd"]
+
     def count(self, usage: Any, message: str, text: str) -> None:
         """The tokens that the endpoint says it used, or an estimate."""
         num_prompt, num_completion = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)

@@ -5,23 +5,36 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from unstable_lite.games.templates import Template, find_extraction
+from unstable_lite.rng import derive_seed
 from unstable_lite.types import AgentSpec, Generation, Reply
 
-Generates = Callable[[str, int, tuple[str, ...]], Awaitable[Generation]]
-"""(prompt, adapter version, stop strings) to one completion: `EnginePool.generate`."""
+Generates = Callable[[str, int, tuple[str, ...], int | None], Awaitable[Generation]]
+"""(prompt, adapter version, stop strings, seed) to one completion: `EnginePool.generate`."""
 
 
 class PolicyPlayer:
-    def __init__(self, generate: Generates, template: Template, agent: AgentSpec, num_players: int) -> None:
+    def __init__(
+        self,
+        generate: Generates,
+        template: Template,
+        agent: AgentSpec,
+        num_players: int,
+        sampling_seed: int | None = None,
+    ) -> None:
+        """`sampling_seed`: every turn samples from a stream of its own, which follows from it; None: the engine's."""
         assert agent.model.adapter_version is not None
         self._generate = generate
         self._version = agent.model.adapter_version
         self._template = template
         self._extract = find_extraction(agent.action_extraction_fn)
         self._num_players = num_players
+        self._sampling_seed = sampling_seed
+        self._num_turns = 0
 
     async def act(self, observation: str) -> Reply:
         prompt = self._template.prompt(observation, self._num_players)
-        generation = await self._generate(prompt, self._version, self._template.stop)
+        seed = None if self._sampling_seed is None else derive_seed(self._sampling_seed, self._num_turns)
+        self._num_turns += 1
+        generation = await self._generate(prompt, self._version, self._template.stop, seed)
         action, format_ok = self._extract(generation.text)
         return Reply(action=action, text=generation.text, prompt=prompt, format_ok=format_ok, generation=generation)

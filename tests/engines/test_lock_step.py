@@ -1,0 +1,98 @@
+"""Games at one pace: nobody's request leaves before everybody has asked."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from unstable_lite.engines.lock_step import LockStep
+from unstable_lite.errors import RequestError
+from unstable_lite.types import Generation
+
+
+class Engine:
+    """Notes what arrives together, and answers after a time of its own choosing."""
+
+    def __init__(self) -> None:
+        self.waves: list[list[int | None]] = [[]]
+        self.in_flight = 0
+        self.chance = random.Random(1)
+
+    async def generate(self, prompt: str, version: int, stop: tuple[str, ...], seed: int | None) -> Generation:
+        if not self.in_flight:
+            self.waves.append([])
+        self.waves[-1].append(seed)
+        self.in_flight += 1
+        try:
+            await asyncio.sleep(self.chance.random() / 100)
+            if prompt == "refused":
+                raise RequestError("no")
+        finally:
+            self.in_flight -= 1
+        return Generation(
+            prompt_ids=np.array([1], np.int32),
+            completion_ids=np.array([2], np.int32),
+            logprobs=np.array([-1.0], np.float32),
+            text=prompt,
+            finish_reason="stop",
+            adapter_version=version,
+        )
+
+
+async def test_requests_leave_when_every_game_has_asked_or_is_over_and_in_the_order_of_their_seeds() -> None:
+    engine, chance, order = Engine(), random.Random(2), list[int]()
+    lock_step = LockStep(engine.generate)
+
+    async def game(number: int, turns: int) -> int:
+        for turn in range(turns):
+            await asyncio.sleep(chance.random() / 100)
+            await lock_step.generate("p", 0, (), 10 * turn + number)
+            order.append(10 * turn + number)
+        return number
+
+    assert await lock_step.play([game(0, 2), game(1, 3), game(2, 0), game(3, 1)]) == [0, 1, 2, 3]
+    assert engine.waves[1:] == [[0, 1, 3], [10, 11], [21]]
+    assert order == [0, 1, 3, 10, 11, 21]
+
+
+async def test_a_game_whose_request_fails_or_that_gives_up_does_not_hold_up_the_others() -> None:
+    engine = Engine()
+    lock_step = LockStep(engine.generate)
+
+    async def refused() -> str:
+        with pytest.raises(RequestError):
+            await lock_step.generate("refused", 0, (), 1)
+        return "refused"
+
+    async def impatient() -> str:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await lock_step.generate("p", 0, (), 2)
+        return "gave up"
+
+    async def slow() -> str:
+        await asyncio.sleep(0.1)
+        return (await lock_step.generate("last", 0, (), 3)).text
+
+    async with asyncio.timeout(5):
+        assert await lock_step.play([refused(), impatient(), slow()]) == ["refused", "gave up", "last"]
+    assert engine.waves[1:] == [[1, 3]]
+
+
+async def test_an_error_in_one_game_ends_the_round_and_the_next_round_is_whole() -> None:
+    engine = Engine()
+    lock_step = LockStep(engine.generate)
+
+    async def broken() -> None:
+        raise ValueError("broken")
+
+    async def waits() -> None:
+        await lock_step.generate("p", 0, (), 1)
+
+    async with asyncio.timeout(5):
+        with pytest.raises(ExceptionGroup):
+            await lock_step.play([waits(), broken()])
+        await lock_step.play([waits(), waits()])
