@@ -263,7 +263,7 @@ def test_a_killed_orchestrator_takes_its_workers_along_and_the_next_start_cleans
     name = runs.run_directory(tmp_path).name
     assert runs.arenas_named(name)
     (tmp_path / "next").mkdir()
-    code, out, _ = runs.run("run", runs.write_small(tmp_path / "next"), "run.learning_steps=1", "run.eval_games=0")
+    code, _, _ = runs.run("run", runs.write_small(tmp_path / "next"), "run.learning_steps=1", "run.eval_games=0")
     assert code == 0
     assert runs.arenas_named(name) == []
 
