@@ -19,6 +19,7 @@ class Name(StrEnum):
     engine = "engine"
     handoff = "handoff"
     learner = "learner"
+    faults = "faults"
 
 
 def main(
@@ -27,6 +28,7 @@ def main(
     seconds: Annotated[float, typer.Option(min=0.05, help="Length of one sample.")] = 2.0,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each side.")] = 5,
     compare: Annotated[Path | None, typer.Option(help="An earlier result, shown beside this one.")] = None,
+    minutes: Annotated[float, typer.Option(min=0.05, help="faults: how long they strike; 60 is a soak.")] = 1.0,
     seed: int = 0,
     small: Annotated[bool, typer.Option(help="Sizes of a smoke test.")] = False,
     profile: Annotated[bool, typer.Option(help="orchestrator: print what costs most.")] = False,
@@ -42,7 +44,7 @@ def main(
             raise typer.BadParameter(f"{compare} is a result of {baseline.get('bench')!r}, not of {name.value!r}")
     if profile and name is not Name.orchestrator:
         raise typer.BadParameter("--profile is for the orchestrator")
-    options = Options(seconds=seconds, rounds=rounds, seed=seed, small=small, profile=profile)
+    options = Options(seconds=seconds, rounds=rounds, minutes=minutes, seed=seed, small=small, profile=profile)
     console = Console(width=None if Console().is_terminal else 150)
     try:
         report: Report = importlib.import_module(f"bench.{name.value}").run(options)

@@ -44,6 +44,8 @@ class Options:
     """Of one sample, where the bench can choose."""
     rounds: int
     """Samples of each side, after one that only warms up."""
+    minutes: float
+    """Of the bench, where it is about time."""
     seed: int
     small: bool
     """Sizes for a smoke test: the figures mean nothing."""

@@ -1,0 +1,435 @@
+"""Does a run survive what may happen to it, and how soon is it itself again?
+
+A whole run: 1,000 games at once over ten envs, two scripted engines that take an answer's time, a learner that really
+learns. Faults strike at random: engines and learner killed, an engine stopped until it is taken for dead, an env that
+raises, one that never returns, frames that nobody sent. Each is followed until what it struck works again. At the end
+the games are counted (each that was started has one record, or was in flight when the run ended), and memory, file
+descriptors, tasks and shared memory are compared with those of the beginning. `--minutes 60` is a soak.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import random
+import re
+import signal
+import socket
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import textarena.envs.Nim.env as nim
+import uvloop
+import zmq
+
+from bench.delayed_engine import LATENCY
+from bench.harness import Options, Questioner, Report, Subjects, Target, memory_mb
+from unstable_lite.config import Config
+from unstable_lite.plan import make_plan
+from unstable_lite.runtime import Run
+from unstable_lite.trackers.records import read_records
+from unstable_lite.trackers.terminal import TerminalInterface
+from unstable_lite.training import Training
+from unstable_lite.transport.messages import Done, encode
+from unstable_lite.transport.processes import WorkerProcess
+from unstable_lite.types import GameRecord
+
+MODULE = "bench.faults"
+ENVS = {
+    "Nim-v0-train": 2,
+    "TicTacToe-v0-train": 2,
+    "ConnectFour-v0-train": 2,
+    "SimpleTak-v0-train": 2,
+    "KuhnPoker-v0-train": 2,
+    "LiarsDice-v0-small-train": 3,
+    "PigDice-v0-short-train": 2,
+    "IteratedRockPaperScissors-v0-train": 2,
+    "Othello-v0-tiny-train": 2,
+    "IteratedPrisonersDilemma-v0-train": 2,
+    "2048-v0-ultra-easy-train": 1,
+    "GuessTheNumber-v0-train": 1,
+}
+STRUCK_ENV = "Nim-v0-train"
+WITH_OPPONENT = ("Nim-v0-train", "TicTacToe-v0-train", "ConnectFour-v0-train", "KuhnPoker-v0-train")
+"""Envs of the evaluation games: no lack of room in the buffer ever holds them up."""
+MOVES = (
+    "0",
+    "1",
+    "2",
+    "3",
+    "4",
+    "5",
+    "0 1",
+    "1 2",
+    "2 1",
+    "rock",
+    "paper",
+    "roll",
+    "check",
+    "bet",
+    "call",
+    "up",
+    "left",
+)
+GAMES = 1_000
+ENV_TIMEOUT_S, STALL_TIMEOUT_S, GAME_TIMEOUT_S = 1.0, 5.0, 240.0
+GIVE_UP_S = 120.0
+"""A fault that is not over after so long is not survived."""
+RUN_NAME = f"faults-{os.getpid()}"
+INJECTED = "a fault of the bench"
+NUM_FRAMES = 20
+
+
+def run(options: Options) -> Report:
+    report = Report(bench="faults", question="What a run survives, and how soon it works again", options=options)
+    minutes = 0.01 if options.small else options.minutes
+    games = 40 if options.small else GAMES
+    report.sizes = {"envs": len(ENVS), "games": games, "engines": 2, "minutes": minutes}
+    with Subjects() as subjects:
+        subject = subjects.start(MODULE, games=games, seed=options.seed, small=options.small)
+        told = subject.measure(minutes=minutes)
+    injected = 0
+    for kind, seconds in told["recovery_s"].items():
+        injected += len(seconds)
+        report.add(f"{kind}: seconds to recover", "s", seconds)
+    survived = injected - told["not_survived"]
+    report.add("faults injected", "", [injected])
+    report.add("faults survived", "", [survived])
+    report.add("games played", "", [told["games"]], f"{told['void']} void, {told['struck']} of them struck")
+    report.add("games at once, median", "", [told["games_in_flight"]])
+    report.add("updates", "", [told["updates"]])
+    report.add("memory growth", "MB/h", [told["growth_mb_h"]], told["memory"])
+    nothing = Target(bound="≤", value=0)
+    report.add_figure("faults not survived", "", [told["not_survived"]], nothing)
+    for what in ("games lost", "games doubled", "times that games did not add up"):
+        report.add_figure(what, "", [told[what]], nothing)
+    for what, (before, after) in told["left"].items():
+        report.add_figure(f"{what} left over", "", [after - before], nothing)
+    report.notes += told["notes"]
+    return report
+
+
+# ------------------------------------------------------------------------------------ the run under faults
+
+
+class WatchedRun(Run):
+    """A run that lets its parts be seen, and what became of the games that were struck."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(make_plan(config), terminal=TerminalInterface(quiet=True))
+        self.training: Training | None = None
+        self.voids: Counter[str] = Counter()
+
+    def _wire(self, *parts: Any) -> Training:
+        tracker = parts[3]
+        add_record = tracker.add_record
+
+        def add(record: GameRecord) -> None:
+            if (kind := of_the_bench(record.error)) is not None:
+                self.voids[kind] += 1
+            add_record(record)
+
+        tracker.add_record = add
+        self.training = super()._wire(*parts)
+        return self.training
+
+
+@dataclass
+class Faults:
+    """Strikes, and follows each strike until it is made good."""
+
+    training: Training
+    voids: Counter[str]
+    rng: random.Random
+    recovery_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    not_survived: list[str] = field(default_factory=list)
+    armed: list[str] = field(default_factory=list)
+    """What the next step of the struck env does."""
+    _struck: set[str] = field(default_factory=set)
+    """Names of the workers that are not themselves yet."""
+
+    async def strike_until(self, deadline: float, mean_pause_s: float) -> None:
+        """Every kind once at least, and until `deadline`."""
+        kinds: dict[str, Callable[[str], contextlib.AbstractAsyncContextManager[Callable[[], bool]]]] = {
+            "engine killed": lambda _kind: self._worker("engine", signal.SIGKILL),
+            "engine stopped": lambda _kind: self._worker("engine", signal.SIGSTOP),
+            "learner killed": lambda _kind: self._worker("learner", signal.SIGKILL),
+            "env raises": self._env,
+            "env hangs": self._env,
+            "malformed frames": lambda _kind: self._frames(),
+        }
+        order = self.rng.sample(list(kinds), len(kinds))
+        async with asyncio.TaskGroup() as tasks:
+            while order or time.monotonic() < deadline:
+                order = order or self.rng.sample(list(kinds), len(kinds))
+                kind = order.pop()
+                tasks.create_task(self._follow(kind, kinds[kind](kind)))
+                await asyncio.sleep(self.rng.expovariate(1 / mean_pause_s))
+
+    async def _follow(self, kind: str, strike: contextlib.AbstractAsyncContextManager[Callable[[], bool]]) -> None:
+        async with strike as is_over:
+            started = time.monotonic()
+            if not await until(is_over, GIVE_UP_S):
+                self.not_survived.append(kind)
+            self.recovery_s[kind].append(time.monotonic() - started)
+
+    @contextlib.asynccontextmanager
+    async def _worker(self, name: str, signum: signal.Signals) -> AsyncIterator[Callable[[], bool]]:
+        """Over when its successor holds what it should, and has answered."""
+        process = await self._target(name)
+        peer, life = process.peer, process.peer.life
+        os.kill(process.pid, signum)
+        yield lambda: peer.life > life and peer.is_up
+        self._struck.discard(peer.name)
+
+    async def _target(self, name: str) -> WorkerProcess:
+        while True:
+            up = [
+                process
+                for process in self.training.workers.processes
+                if process.peer.name.startswith(name) and process.peer.is_up and process.peer.name not in self._struck
+            ]
+            if up:
+                process = self.rng.choice(up)
+                self._struck.add(process.peer.name)
+                return process
+            await asyncio.sleep(0.1)
+
+    @contextlib.asynccontextmanager
+    async def _env(self, kind: str) -> AsyncIterator[Callable[[], bool]]:
+        """Over when the game that it strikes is void."""
+        await until(lambda: not self.armed)
+        before = self.voids[kind]
+        self.armed.append(kind)
+        yield lambda: self.voids[kind] > before
+
+    @contextlib.asynccontextmanager
+    async def _frames(self) -> AsyncIterator[Callable[[], bool]]:
+        """Over when every one of them is dropped and counted."""
+        router = self.training.workers.learner.peer._router
+        before = router.dropped_frames
+        with socket.socket(socket.AF_UNIX) as raw:  # speaks not even ZeroMQ; nothing to count
+            raw.connect(router.endpoint.removeprefix("ipc://"))
+            raw.send(self.rng.randbytes(64))
+        context = zmq.Context()
+        stranger = context.socket(zmq.DEALER)
+        stranger.setsockopt(zmq.IDENTITY, f"stranger-{self.rng.random()}".encode())
+        stranger.connect(router.endpoint)
+        whole = encode([Done(request_id=1, seconds=0.0)])
+        for number in range(NUM_FRAMES):
+            cut = whole[: self.rng.randrange(len(whole))]
+            stranger.send([self.rng.randbytes(self.rng.randrange(200)), cut, whole, b""][number % 4])
+        yield lambda: router.dropped_frames >= before + NUM_FRAMES
+        await asyncio.to_thread(context.destroy, 0)
+
+    def strike_env(self) -> None:
+        """In the middle of a step of the struck env, for the bench is in the same process."""
+        if self.armed:
+            if self.armed.pop() == "env raises":
+                raise RuntimeError(INJECTED)
+            while True:
+                pass
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = math.inf) -> bool:
+    """Whether it came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.01)
+    return True
+
+
+def of_the_bench(error: str | None) -> str | None:
+    if error is None:
+        return None
+    return "env raises" if INJECTED in error else "env hangs" if "run.env_timeout_s" in error else None
+
+
+@dataclass
+class Samples:
+    """What must not grow, over time."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)
+    did_not_add_up: int = 0
+
+    async def take(self, training: Training, every_s: float) -> None:
+        started_at = time.monotonic()
+        while True:
+            started, flying = training.scheduler._games.total(), training.collector.games_in_flight.total()
+            finished, waiting = training.tracker.games_finished, len(training.collector._rest_of_group)
+            self.did_not_add_up += started != finished + flying + waiting
+            row = {"seconds": time.monotonic() - started_at, "mb": memory_mb("now"), "games": started}
+            self.rows.append(row | {"flying": flying, "buffer": training.buffer.size()} | in_use())
+            await asyncio.sleep(every_s)
+
+    def growth_mb_h(self) -> float:
+        """Slope of memory over the second half, by least squares."""
+        half = self.rows[len(self.rows) // 2 :]
+        if len(half) < 3:
+            return 0.0
+        seconds, mb = [row["seconds"] for row in half], [row["mb"] for row in half]
+        return statistics.linear_regression(seconds, mb).slope * 3600
+
+    def describe(self) -> str:
+        """Medians of ten equal parts."""
+        size = max(1, len(self.rows) // 10)
+        parts = [self.rows[start : start + size] for start in range(0, len(self.rows), size)]
+        return "MB " + " ".join(f"{statistics.median(row['mb'] for row in part):.0f}" for part in parts)
+
+
+def in_use() -> dict[str, float]:
+    return {
+        "file descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "tasks": len(asyncio.all_tasks()),
+        "segments": len(list(Path("/dev/shm").glob(f"unstable_lite-*{RUN_NAME}*"))),
+        "child processes": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
+    }
+
+
+def open_files() -> set[str]:
+    opened = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the listing's own is gone
+            opened.add(str(descriptor.readlink()))
+    return opened
+
+
+def config_of(arguments: dict[str, Any], directory: Path) -> Config:
+    train = [
+        {"env_id": env_id, "num_players": n, "num_actors": n, "prompt_template": "tiny", "max_turns": 40}
+        for env_id, n in ENVS.items()
+    ]
+    evaluated = [
+        {"env_id": env_id, "num_players": 2, "prompt_template": "tiny", "fixed_opponent": "scripted:random"}
+        for env_id in WITH_OPPONENT
+    ]
+    games = arguments["games"]
+    return Config.model_validate(
+        {
+            "run": {
+                "name": RUN_NAME,
+                "seed": arguments["seed"],
+                "learning_steps": 10**6,
+                "num_collection_workers": games // 2,
+                "num_eval_workers": games - games // 2,
+                "output_dir": directory,
+                "checkpoint_every": 20,
+                "env_timeout_s": ENV_TIMEOUT_S,
+                "game_timeout_s": GAME_TIMEOUT_S,
+                "max_restarts": 10**6,
+                "restart_backoff_s": 0.0,
+            },
+            "engine": {
+                "kind": "bench.delayed_engine:DelayedEngine",
+                "devices": ["cpu", "cpu"],
+                "replies": [f"\\boxed{{[{move}]}}" for move in MOVES],
+                "max_model_len": 4096,
+                "max_generation_len": 32,
+                "stall_timeout_s": STALL_TIMEOUT_S,
+            },
+            # A scripted engine's figures are made up: no learner would agree with them.
+            "learner": {"batch_size": 8, "canary_tolerance": 1e9, "mismatch_alarm": 1e9, "threads": 1},
+            # Full, the buffer would hold up the games; what is stale leaves it.
+            "buffer": {"buffer_size": 50_000, "max_staleness": 2},
+            "lora": {"lora_rank": 4},
+            "train_envs": train,
+            "eval_envs": evaluated,
+        }
+    )
+
+
+async def soak(arguments: dict[str, Any], minutes: float, directory: Path) -> dict[str, Any]:
+    os.environ[LATENCY] = "0.05" if arguments["small"] else "1.0"
+    rng = random.Random(arguments["seed"])
+    samples, before, files = Samples(), in_use(), open_files()
+    run = WatchedRun(config_of(arguments, directory))
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run.execute())
+        await until(lambda: run.training is not None and run.training.updates > 0)
+        assert run.training is not None
+        training = run.training
+        faults = Faults(training, run.voids, rng)
+        strike_in_steps_of(nim.NimEnv, faults)
+        sampling = tasks.create_task(samples.take(training, every_s=max(0.5, minutes / 4)))
+        mean_pause_s = 0.1 if arguments["small"] else 4.0 if minutes < 10 else 10.0
+        await faults.strike_until(time.monotonic() + 60 * minutes, mean_pause_s)
+        sampling.cancel()
+        run.stop()
+        summary = await running
+    after = in_use()
+    started = training.scheduler._games.total()
+    counted = count_games(summary.directory / "games.jsonl")
+    by_now = [row["games"] for row in samples.rows if row["seconds"] < samples.rows[-1]["seconds"] - GAME_TIMEOUT_S]
+    long_ago = int(max(by_now, default=0))
+    missing = set(range(started)) - counted.keys()
+    broken = [error for _, error in counted.values() if error is not None and of_the_bench(error) is None]
+    return {
+        "recovery_s": dict(sorted(faults.recovery_s.items())),
+        "not_survived": len(faults.not_survived),
+        "games": len(counted),
+        "void": sum(error is not None for _, error in counted.values()),
+        "struck": run.voids.total(),
+        "games lost": len(broken) + sum(game < long_ago for game in missing),
+        "games doubled": sum(n - 1 for n, _ in counted.values()),
+        "times that games did not add up": samples.did_not_add_up,
+        "games_in_flight": statistics.median(row["flying"] for row in samples.rows),
+        "updates": summary.updates,
+        "growth_mb_h": samples.growth_mb_h(),
+        "memory": samples.describe(),
+        "left": {what: (before[what], after[what]) for what in before},
+        "notes": [
+            f"{started} games started, {len(missing)} of them in flight at the end; "
+            f"{training.workers.engines.resent} requests asked again; "
+            f"{summary.skipped_updates} updates skipped; buffer up to {max(row['buffer'] for row in samples.rows):.0f}",
+            *(
+                f"{what} during the run: {samples.rows[0][what]:.0f} first, {samples.rows[-1][what]:.0f} last, "
+                f"{max(row[what] for row in samples.rows):.0f} at most"
+                for what in before
+            ),
+            *sorted({f"void: {error[:300]}" for error in broken})[:5],
+            *(f"not survived: {kind}" for kind in faults.not_survived),
+            *(f"left open: {target}" for target in sorted(open_files() - files)),
+        ],
+    }
+
+
+def strike_in_steps_of(env_class: Any, faults: Faults) -> None:
+    step = env_class.step
+
+    def struck_step(self: Any, action: str) -> Any:
+        faults.strike_env()
+        return step(self, action)
+
+    env_class.step = struck_step
+
+
+def count_games(path: Path) -> dict[int, tuple[int, str | None]]:
+    """By number: how many records it has, and why it is void."""
+    counted: dict[int, tuple[int, str | None]] = {}
+    for record in read_records(path):
+        times, _ = counted.get(record["game_idx"], (0, None))
+        error = None if record["error"] is None else re.sub(r"0x[0-9a-f]+", "", record["error"])
+        counted[record["game_idx"]] = times + 1, error
+    return counted
+
+
+async def measure(questioner: Questioner) -> None:
+    questioner.answer({})
+    for request in questioner.requests():
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+            questioner.answer(await soak(questioner.arguments, request["minutes"], Path(directory)))
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(measure(Questioner()))
