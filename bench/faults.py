@@ -280,11 +280,11 @@ class Samples:
         seconds, mb = [row["seconds"] for row in half], [row["mb"] for row in half]
         return statistics.linear_regression(seconds, mb).slope * 3600
 
-    def describe(self) -> str:
+    def describe(self, what: str) -> str:
         """Medians of ten equal parts."""
-        size = max(1, len(self.rows) // 10)
+        size = math.ceil(len(self.rows) / 10)
         parts = [self.rows[start : start + size] for start in range(0, len(self.rows), size)]
-        return "MB " + " ".join(f"{statistics.median(row['mb'] for row in part):.0f}" for part in parts)
+        return " ".join(f"{statistics.median(row[what] for row in part):.0f}" for part in parts)
 
 
 def in_use() -> dict[str, float]:
@@ -349,7 +349,7 @@ def config_of(arguments: dict[str, Any], directory: Path) -> Config:
 
 
 async def soak(arguments: dict[str, Any], minutes: float, directory: Path) -> dict[str, Any]:
-    os.environ[LATENCY] = "0.05" if arguments["small"] else "1.0"
+    os.environ[LATENCY] = "0.05" if arguments["small"] else "1" if minutes < 10 else "2"
     rng = random.Random(arguments["seed"])
     samples, before, files = Samples(), in_use(), open_files()
     run = WatchedRun(config_of(arguments, directory))
@@ -385,12 +385,12 @@ async def soak(arguments: dict[str, Any], minutes: float, directory: Path) -> di
         "games_in_flight": statistics.median(row["flying"] for row in samples.rows),
         "updates": summary.updates,
         "growth_mb_h": samples.growth_mb_h(),
-        "memory": samples.describe(),
+        "memory": f"MB {samples.describe('mb')}",
         "left": {what: (before[what], after[what]) for what in before},
         "notes": [
             f"{started} games started, {len(missing)} of them in flight at the end; "
             f"{training.workers.engines.resent} requests asked again; "
-            f"{summary.skipped_updates} updates skipped; buffer up to {max(row['buffer'] for row in samples.rows):.0f}",
+            f"{summary.skipped_updates} updates skipped; steps in the buffer {samples.describe('buffer')}",
             *(
                 f"{what} during the run: {samples.rows[0][what]:.0f} first, {samples.rows[-1][what]:.0f} last, "
                 f"{max(row[what] for row in samples.rows):.0f} at most"
