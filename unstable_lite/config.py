@@ -60,6 +60,9 @@ class RunConfig(Section):
     """Longer actions are cut before they reach the env."""
     env_timeout_s: float = Field(5.0, gt=0)
     """One call into an env that takes longer is broken off, and its game void."""
+    loop_stall_s: float = Field(30.0, gt=0)
+    """The event loop, which all games share, has stood still for so long (a reward transform without end, a call that
+    blocks): alarm, with the stacks in logs/orchestrator.log. After ten times as long the process ends itself."""
     max_restarts: int = Field(5, ge=0)
     """Deaths of one worker within an hour that the run survives by starting it again."""
     restart_backoff_s: float = Field(1.0, ge=0)

@@ -243,6 +243,11 @@ def _number_problems(config: Config) -> Iterable[str]:
             f"is over buffer.buffer_size = {config.buffer_size}: the learner would wait for ever"
         )
     yield from _group_problems(config)
+    if config.run.loop_stall_s <= config.run.env_timeout_s:
+        yield (
+            f"run.loop_stall_s = {config.run.loop_stall_s:g} must be over run.env_timeout_s = "
+            f"{config.run.env_timeout_s:g}, for which a call into an env may hold up the event loop"
+        )
     if config.run.eval_every and not config.run.eval_games:
         yield "run.eval_every needs run.eval_games, the number of games per evaluation"
     if config.run.max_eval_games_per_ckpt and not config.run.num_eval_workers:

@@ -32,6 +32,7 @@ from unstable_lite.games.templates import Template, format_prompt, templates_for
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
+from unstable_lite.loop_watch import LoopWatch
 from unstable_lite.opponent_pool import OpponentPool
 from unstable_lite.plan import Plan, make_plan
 from unstable_lite.publisher import Publisher
@@ -183,6 +184,7 @@ class Run:
                 log_file(directory / "logs" / "orchestrator.log"),
                 self._stopped_by_signals(),
                 hang_guard(config.run.env_timeout_s),
+                LoopWatch(config.run.loop_stall_s, directory / "logs" / "orchestrator.log") as loop_watch,
             ):
                 async with started_workers(self.plan, directory / "logs", self._terminal.say) as workers:
                     needed = workers.adapter_bytes * (config.engine.max_loras + 2 + LEARNER_STATE)
@@ -196,7 +198,15 @@ class Run:
                     async with Seats(generate, templates, config.opponents, say, sampling_seed) as seats:
                         canary_prompt = _canary_prompt(config, templates)
                         training = self._wire(
-                            directory, workers, arena, tracker, seats, lock_step, canary_prompt, checkpoint
+                            directory,
+                            workers,
+                            arena,
+                            tracker,
+                            seats,
+                            lock_step,
+                            canary_prompt,
+                            checkpoint,
+                            loop_watch,
                         )
                         await training.run()
         except BaseExceptionGroup as group:
@@ -230,6 +240,7 @@ class Run:
         lock_step: LockStep | None,
         canary_prompt: str,
         checkpoint: Checkpoint | None,
+        loop_watch: LoopWatch,
     ) -> Training:
         config = self.plan.config
         if arena.remark is not None:
@@ -252,6 +263,7 @@ class Run:
             tracker.alarm(scheduler.registry.get(scheduler.registry.get_current_ckpt()).iteration or 0, text)
             self._terminal.say(f"[red]alarm[/red]: {text}")
 
+        loop_watch.alarm = alarm
         return Training(
             plan=self.plan,
             directory=directory,
@@ -274,6 +286,7 @@ class Run:
             ),
             tracker=tracker,
             terminal=self._terminal,
+            loop_watch=loop_watch,
             resume_from=checkpoint,
             stop=self._stop,
         )

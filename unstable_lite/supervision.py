@@ -92,9 +92,11 @@ class Supervisor:
 
     async def _kill_when_silent(self) -> None:
         """A worker that waits for nothing and says nothing does no harm; one that is waited for does."""
-        peer = self._process.peer
+        peer, pause_s, silent_s = self._process.peer, self._stall_timeout_s / 10, 0.0
         while True:
-            await asyncio.sleep(self._stall_timeout_s / 10)
-            if (silent_s := peer.silent_for()) > self._stall_timeout_s:
+            await asyncio.sleep(pause_s)
+            # A longer pause is this process's own: what the worker said meanwhile is still to be read.
+            silent_s = min(peer.silent_for(), silent_s + 2 * pause_s)
+            if silent_s > self._stall_timeout_s:
                 self._alarm(f"{peer.name} is waited for and has said nothing for {silent_s:.0f} s: it is killed")
                 await self._process.kill_stuck()

@@ -18,6 +18,7 @@ from unstable_lite.collector import Collector
 from unstable_lite.errors import UnstableError
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.loop_watch import LoopWatch
 from unstable_lite.opponent_pool import OpponentPool
 from unstable_lite.plan import Plan
 from unstable_lite.publisher import Publisher
@@ -48,6 +49,7 @@ class Training:
     pool: OpponentPool
     tracker: Tracker
     terminal: TerminalInterface
+    loop_watch: LoopWatch
     resume_from: Checkpoint | None
     stop: asyncio.Event
     """Set: finish the update at hand, save, and end."""
@@ -231,6 +233,7 @@ class Training:
             "run/tokens_per_s": self.workers.engines.generated_tokens / (time.monotonic() - self._started),
             "run/arena_bytes": self.arena.bytes_used(),
             **self.collector.seats.figures(),
+            **self.loop_watch.figures(),
             "trueskill/current mu": rating.mu,
             "trueskill/current sigma": rating.sigma,
         }

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,22 @@ async def test_an_engine_that_says_nothing_any_more_is_killed_and_its_games_go_o
         supervised.cancel()
     assert "is waited for and has said nothing" in fleet.alarms[0]
     assert fleet.supervisors[0].restarts == 1
+
+
+@pytest.mark.parametrize("fleet", [{"engine": {"stall_timeout_s": 0.5}}], indirect=True)
+async def test_an_engine_is_not_blamed_for_the_silence_of_an_orchestrator_that_stood_still(fleet: Fleet) -> None:
+    (engine,) = fleet.workers.engines.engines
+    async with asyncio.TaskGroup() as tasks:
+        supervised = tasks.create_task(fleet.supervisors[0].run())
+        for _ in range(3):
+            asked = asyncio.ensure_future(engine.generate("p", 0))
+            await asyncio.sleep(0)
+            assert engine.peer.num_pending == 1
+            time.sleep(1.2)
+            await asked
+        supervised.cancel()
+    assert fleet.alarms == []
+    assert fleet.supervisors[0].restarts == 0
 
 
 @pytest.mark.parametrize("fleet", [{"run": {"max_restarts": 2}}], indirect=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,20 @@ main()
 """
 
 
+class NeverReturns:
+    def step(self, action: str) -> None:
+        while True:
+            pass
+
+
+class TakesSoLong:
+    def step(self, action: str) -> tuple[bool, dict[str, object]]:
+        until = time.monotonic() + float(action)
+        while time.monotonic() < until:
+            pass
+        return False, {}
+
+
 def test_a_loop_without_end_in_textarena_is_broken_off() -> None:
     chance = random.Random(0)
     with hang_guard(0.4), pytest.raises(EnvError, match=r"PublicGoodsGame.*did not return within"):
@@ -45,6 +60,43 @@ def test_a_loop_without_end_in_textarena_is_broken_off() -> None:
                 environment.observe()
                 if environment.step(chance.choice(["garbage", "[5]", "[-1]", "[20]"])):
                     break
+
+
+def test_a_loop_without_end_is_broken_off_in_any_thread() -> None:
+    def play() -> None:
+        with hang_guard(0.2), pytest.raises(EnvError, match=r"Nim.*did not return within run.env_timeout_s = 0.2"):
+            environment = Environment("Nim-v0-train", 2, 0)
+            environment._env = NeverReturns()
+            environment.step("[0 1]")
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(play).result(60)
+
+
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_what_breaks_a_call_off_falls_into_that_call_and_nowhere_else(in_a_thread: bool) -> None:
+    """Calls end at about the moment at which they would be broken off."""
+    chance = random.Random(0)
+
+    def play() -> set[bool]:
+        ended = set()
+        environment = Environment("Nim-v0-train", 2, 0)
+        environment._env = TakesSoLong()
+        with hang_guard(0.008):
+            for _ in range(150):
+                try:
+                    environment.step(str(chance.uniform(0.008, 0.012)))
+                    ended.add(True)
+                except EnvError:
+                    ended.add(False)
+                sum(range(1000))  # what is on its way falls here, if anywhere
+        return ended
+
+    if in_a_thread:
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(play).result(60) == {True, False}
+    else:
+        assert play() == {True, False}
 
 
 def test_slow_play_of_quick_calls_is_not_taken_for_a_hang() -> None:

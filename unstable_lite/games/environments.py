@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import difflib
 import importlib.util
 import math
@@ -55,20 +56,21 @@ DENIED = {
 """Env families that are broken in TextArena 0.7.4, and how."""
 
 
-class _Streams(threading.local):
-    """The streams of the game whose env is being called in this thread."""
+class _Thread(threading.local):
+    """Of this thread: the game whose env is being called, for its streams, and who breaks the call off."""
 
     game: Environment | None = None
+    guard: _Guard | None = None
 
 
-_streams = _Streams()
+_thread = _Thread()
 
 
 class _GameRandom(types.ModuleType):
     """Stands in for the module `random` inside TextArena."""
 
     def __getattr__(self, name: str) -> Any:
-        game = _streams.game
+        game = _thread.game
         source = random if game is None or not hasattr(random.Random, name) else game.random
         return getattr(source, name)
 
@@ -77,7 +79,7 @@ class _GameNumpyRandom(types.ModuleType):
     """Stands in for the module `numpy.random` inside TextArena."""
 
     def __getattr__(self, name: str) -> Any:
-        game = _streams.game
+        game = _thread.game
         source = np.random if game is None or not hasattr(np.random.RandomState, name) else game.numpy_random
         return getattr(source, name)
 
@@ -111,18 +113,10 @@ class Environment:
         self.env_id = env_id
         self.num_players = num_players
         self.random = random.Random(seed)
-        self.calls = 0
-        """Into the env so far; see `hang_guard`."""
         self._seed = seed
         self._numpy_random: np.random.RandomState | None = None
         _prepare(env_id)
-        _streams.game = self
-        try:
-            self._env = ta.make(env_id) if observation == "env" else _make_first_last(env_id)
-            self._env.reset(num_players=num_players, seed=seed)
-        finally:
-            _streams.game = None
-        self._env.state.error_allowance = 0
+        self._env = self._call(self._start, observation)
 
     @property
     def numpy_random(self) -> np.random.RandomState:
@@ -132,24 +126,14 @@ class Environment:
 
     def observe(self) -> tuple[int, str]:
         """Whose turn it is and what that player sees. Drains the env's queue: call once a turn."""
-        _streams.game = self
-        self.calls += 1
-        try:
-            pid, observation = self._env.get_observation()
-        finally:
-            _streams.game = None
+        pid, observation = self._call(self._env.get_observation)
         if not isinstance(observation, str):
             raise EnvError(f"{self.env_id}: observation is {type(observation).__name__}, not text")
         return pid, observation
 
     def step(self, action: str) -> bool:
         """Play `action` for the player whose turn it is; whether the game is over."""
-        _streams.game = self
-        self.calls += 1
-        try:
-            done, _ = self._env.step(action)
-        finally:
-            _streams.game = None
+        done, _ = self._call(self._env.step, action)
         return bool(done)
 
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
@@ -157,44 +141,123 @@ class Environment:
 
         Raises EnvError if a reward is missing or not a finite number.
         """
-        _streams.game = self
-        self.calls += 1
-        try:
-            rewards, game_info = self._env.close()
-        finally:
-            _streams.game = None
+        rewards, game_info = self._call(self._env.close)
         return _checked_rewards(self.env_id, self.num_players, rewards), game_info
+
+    def _start(self, observation: Observation) -> Any:
+        env = ta.make(self.env_id) if observation == "env" else _make_first_last(self.env_id)
+        env.reset(num_players=self.num_players, seed=self._seed)
+        env.state.error_allowance = 0
+        return env
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """With the streams of this game, and under the guard of this thread, if it has one."""
+        guard = _thread.guard or _NO_GUARD
+        _thread.game = self
+        try:
+            try:
+                guard.enter()
+                return function(*arguments)
+            finally:
+                guard.leave()
+        except _BrokenOff as broken:
+            guard.call = 0
+            raise EnvError(
+                f"{self.env_id}: a call did not return within run.env_timeout_s = {guard.limit_s:g}"
+            ) from broken
+        finally:
+            _thread.game = None
+
+
+class _BrokenOff(BaseException):
+    """Falls into the middle of a call that takes too long; no `except Exception` of an env's stops it."""
+
+
+class _Guard:
+    """Breaks off calls of one thread into envs, once each, and nothing else of that thread.
+
+    The main thread is interrupted by a signal, which reaches it in a `sleep`, too. Any other thread is looked at by one
+    of its own, and struck by an asynchronous exception; a call that ends just then waits until it knows whether it is.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.call = 0
+        """Number of the one under way; 0: none."""
+        self._calls = 0
+        self._seen = 0
+        self._since = 0.0
+        self._is_aiming = False
+        self._thread = threading.get_ident()
+
+    def enter(self) -> None:
+        self._calls += 1
+        self.call = self._calls
+
+    def leave(self) -> None:
+        self.call = 0
+        if self._is_aiming:
+            while self._is_aiming:
+                time.sleep(0.001)
+            for _ in range(10):
+                pass  # an exception that is on its way falls at the next jump
+
+    def is_overdue(self) -> bool:
+        """To be asked again and again; true once for a call."""
+        call, now = self.call, time.monotonic()
+        if call != self._seen:
+            self._seen, self._since = call, now
+        elif call and now - self._since > self.limit_s:
+            self._since = math.inf
+            return True
+        return False
+
+    def interrupt(self, signum: int, frame: object) -> None:  # noqa: ARG002
+        """A signal's handler: in the very thread, between two of its instructions."""
+        if self.is_overdue():
+            raise _BrokenOff
+
+    def watch(self, is_over: threading.Event) -> None:
+        while not is_over.wait(self.limit_s / 4):
+            if self.is_overdue():
+                self._is_aiming = True
+                if self.call == self._seen:
+                    thread, struck_by = ctypes.c_ulong(self._thread), ctypes.py_object(_BrokenOff)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, struck_by)
+                self._is_aiming = False
+
+
+_NO_GUARD = _Guard(math.inf)
 
 
 @contextlib.contextmanager
 def hang_guard(limit_s: float) -> Iterator[None]:
-    """A call into an env that takes longer than `limit_s` is broken off by an EnvError, in the middle of its loop.
+    """A call of this thread into an env that takes longer than `limit_s` is broken off by an EnvError, in its middle.
 
-    Envs are Python, so a signal reaches them; only in the main thread, and elsewhere there is no guard. TextArena has
-    loops without end (its `state.py`, where all players are eliminated), and one would stop every other game too.
+    TextArena has loops without end (its `state.py`, where all players are eliminated), and one would stop every other
+    game too. Python code only: what hangs in a library's C code is to be `isolated`.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    seen: tuple[int, int] | None = None
-    since = 0.0
-
-    def look(signum: int, frame: object) -> None:  # noqa: ARG001
-        nonlocal seen, since
-        game = _streams.game
-        call = None if game is None else (id(game), game.calls)
-        if game is None or call != seen:
-            seen, since = call, time.monotonic()
-        elif time.monotonic() - since > limit_s:
-            raise EnvError(f"{game.env_id}: a call did not return within run.env_timeout_s = {limit_s:g}")
-
-    previous = signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, limit_s / 4, limit_s / 4)
+    guard = _thread.guard = _Guard(limit_s)
     try:
-        yield
+        if threading.current_thread() is threading.main_thread():
+            previous = signal.signal(signal.SIGALRM, guard.interrupt)
+            signal.setitimer(signal.ITIMER_REAL, limit_s / 4, limit_s / 4)
+            try:
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, previous)
+        else:
+            is_over = threading.Event()
+            watcher = threading.Thread(target=guard.watch, args=(is_over,), name="hang-guard", daemon=True)
+            watcher.start()
+            try:
+                yield
+            finally:
+                is_over.set()
+                watcher.join()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        _thread.guard = None
 
 
 _one_slow_reset = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow-reset")

@@ -42,7 +42,7 @@ class Router:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.bind(self.endpoint)
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.FD, self._receive)
+        self._loop.add_reader(self._socket.FD, self.receive_waiting)
 
     def expect(self, identity: bytes, peer: Peer) -> None:
         """Messages of a worker with this identity are the peer's."""
@@ -67,9 +67,10 @@ class Router:
         for identity, messages in outgoing.items():
             self._socket.send_multipart([identity, encode(messages)])
         # ZeroMQ's descriptor is edge-triggered: a send may have swallowed the edge of something that arrived.
-        self._receive()
+        self.receive_waiting()
 
-    def _receive(self) -> None:
+    def receive_waiting(self) -> None:
+        """Hand on what has arrived."""
         if self._socket.closed:
             return
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
@@ -200,6 +201,7 @@ class Peer:
 
     def _fail_overdue(self) -> None:
         """One timer for all requests: a timer for each would cost more than the requests themselves."""
+        self._router.receive_waiting()  # this process may have stood still, and replies wait in the socket
         now = self._loop.time()
         for reply, deadline in self._pending.values():
             if deadline <= now and not reply.done():

@@ -1,0 +1,145 @@
+"""An event loop that does not come round: told, counted, survived; and ended where it never does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import runs
+from unstable_lite.loop_watch import EXIT_STALLED, LoopWatch
+
+STANDS_STILL = """
+import asyncio, re, sys, time
+from pathlib import Path
+from unstable_lite.loop_watch import LoopWatch
+
+
+def loop_without_end():
+    while True:
+        pass
+
+
+def keep_the_lock():
+    re.match("(a+)+$", 64 * "a" + "b")
+
+
+def compute_for_a_while():
+    print(flush=True)
+    until = time.process_time() + 0.5
+    while time.process_time() < until:
+        pass
+
+
+async def main():
+    with LoopWatch(0.05, Path(sys.argv[1])):
+        await asyncio.sleep(0.1)
+        globals()[sys.argv[2]]()
+
+
+asyncio.run(main())
+"""
+LOOPS_WHERE_IT_IS_TOLD_TO = """
+import time
+from pathlib import Path
+
+
+class Loops:
+    def __call__(self, reward, pid, env_id):
+        while Path("loop").exists():
+            time.sleep(0.01)
+        return reward
+"""
+
+
+def block_for(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+async def test_a_loop_that_stood_still_says_where_and_is_counted(tmp_path: Path) -> None:
+    alarms: list[str] = []
+    with LoopWatch(0.3, tmp_path / "log") as watch:
+        watch.alarm = alarms.append
+        await asyncio.sleep(0.1)
+        block_for(1.0)
+        await asyncio.sleep(0.1)
+        assert watch.figures()["run/loop_stalls"] == 1
+        assert watch.longest_s >= 0.9
+    (alarm,) = alarms
+    assert re.search(r"in block_for \(.*test_stalls\.py, line \d+\), called in ", alarm)
+    assert "in block_for" in (tmp_path / "log").read_text().partition("most recent call first")[2]
+
+
+async def test_a_busy_loop_that_comes_round_is_left_alone(tmp_path: Path) -> None:
+    with LoopWatch(0.5, tmp_path / "log") as watch:
+        for _ in range(10):
+            block_for(0.1)
+            await asyncio.sleep(0)
+        assert watch.stalls == 0
+    assert (tmp_path / "log").read_text() == ""
+
+
+@pytest.mark.parametrize(("what", "code"), [("loop_without_end", EXIT_STALLED), ("keep_the_lock", -signal.SIGVTALRM)])
+def test_where_the_loop_never_comes_round_the_process_ends_and_leaves_its_stacks(
+    tmp_path: Path, what: str, code: int
+) -> None:
+    command = [sys.executable, "-c", STANDS_STILL, str(tmp_path / "log"), what]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert process.returncode == code
+    assert f"in {what}" in (tmp_path / "log").read_text()
+    if code == EXIT_STALLED:
+        assert re.search(rf"the event loop has stood still for 0\.\d s, in {what} ", process.stderr)
+        assert "unstable-lite run --resume" in process.stderr
+
+
+def test_a_process_that_was_stopped_for_long_is_not_taken_for_a_loop_that_is(tmp_path: Path) -> None:
+    script = STANDS_STILL.replace("0.05", "0.3")
+    command = [sys.executable, "-c", script, str(tmp_path / "log"), "compute_for_a_while"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3.5)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(60) == 0
+
+
+def test_a_run_whose_reward_transform_never_returns_ends_and_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "looping.py").write_text(LOOPS_WHERE_IT_IS_TOLD_TO)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.chdir(tmp_path)
+    process = runs.start(
+        "run",
+        runs.write_small(tmp_path),
+        "engine.kind=scripted",
+        "learner.canary_tolerance=1e9",
+        'rewards.final_reward_transformation=["looping:Loops"]',
+        "run.eval_games=0",
+        "run.num_eval_workers=0",
+        "run.checkpoint_every=1",
+        "run.learning_steps=1000",
+        "run.env_timeout_s=0.2",
+        "run.loop_stall_s=0.8",
+    )
+    runs.wait_for(lambda: list(tmp_path.glob("outputs/*/*/checkpoints/latest")))
+    workers = runs.children_of(process)
+    assert len(workers) == 2
+    (tmp_path / "loop").touch()
+    code, _, err = runs.finish(process)
+    assert code == EXIT_STALLED
+    assert re.search(r"in __call__ \(.*looping\.py, line \d+\)", err)
+    runs.wait_for(lambda: runs.are_gone(workers), timeout_s=10)
+    directory = runs.run_directory(tmp_path)
+    assert "in __call__" in (directory / "logs" / "orchestrator.log").read_text()
+    (tmp_path / "loop").unlink()
+    code, out, err = runs.run("run", "--resume", directory, f"run.learning_steps={runs.num_updates(tmp_path) + 1}")
+    assert code == 0, out + err
