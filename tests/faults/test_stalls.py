@@ -105,6 +105,7 @@ def test_a_process_that_was_stopped_for_long_is_not_taken_for_a_loop_that_is(tmp
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
+        time.sleep(0.2)  # until its watch has looked at the loop that computes
         process.send_signal(signal.SIGSTOP)
         time.sleep(3.5)
         process.send_signal(signal.SIGCONT)
