@@ -10,7 +10,6 @@ import torch
 
 import unstable_lite as unstable
 from unstable_lite.learners import losses
-from unstable_lite.learners.batching import make_micro_batches
 from unstable_lite.learners.figures import Trained
 from unstable_lite.learners.reinforce import REINFORCELearner
 from unstable_lite.types import TrainItem
@@ -24,10 +23,9 @@ class TaperedREINFORCE(REINFORCELearner):
     """
 
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
-        config, trained = self._config, Trained()
         divisor = self._max_generation_len * len(items)
-        for cpu_batch in make_micro_batches(items, config.max_tokens_per_micro_batch, config.mini_batch_size):
-            batch = cpu_batch.to(self.policy.device)
+        trained = Trained()
+        for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
             tapered_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, cap=1.0)
             weight_N = torch.where(batch.advantage_N > 0, torch.ones_like(tapered_N), tapered_N)

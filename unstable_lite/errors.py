@@ -1,5 +1,12 @@
 """The errors a user can meet. Each message says what, where, and what to do."""
 
+_NO_MEMORY = ("out of memory", "llocate memory", "not enough memory", "ALLOC_FAILED", "bad_alloc", "a memory object")
+"""In what torch and its libraries say when an allocation fails, on a GPU, on the CPU, or before either is asked."""
+MEMORY_ADVICE = (
+    "for an engine lower engine.max_parallel_seq, engine.max_model_len or engine.kv_cache_gb, for a learner "
+    "learner.max_tokens_per_micro_batch or learner.logits_chunk_tokens"
+)
+
 
 class UnstableError(Exception):
     """Base of every error that this package raises for a reason outside its own code."""
@@ -48,3 +55,10 @@ class WorkerDied(UnstableError):
         """`is_final`: another one in its place would end in the same way."""
         self.is_final = is_final
         super().__init__(message)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it tells of memory that is not there: of a GPU's allocator, or the system's."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)

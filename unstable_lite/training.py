@@ -245,6 +245,11 @@ class Training:
                 f"engine and learner disagree by {figures['learner/mismatch_mean']:.3f} in mean |Δ log p| over "
                 f"{figures['learner/mismatch_tokens']:.0f} on-policy tokens"
             )
+        if figures["learner/oom_retries"] > self.tracker.latest.get("learner/oom_retries", 0.0):
+            self._alarm(
+                "the learner ran out of memory and did the update again; from now on a micro-batch has at most "
+                f"{figures['learner/max_tokens_per_micro_batch']:.0f} tokens"
+            )
         self.tracker.log_update(self.updates, figures)
         self.tracker.end_evaluations(still_playing={self.registry.get_current_ckpt(), *+self.collector.evaluating})
         self.terminal.show_update(self.updates, self.plan.config.run.learning_steps, self._one_line())

@@ -168,9 +168,9 @@ def test_an_update_that_was_made_but_not_told_is_told_and_not_made_again(config:
             state_path=str(tmp_path / f"state-{version}"),
         )
 
-    first = worker._Worker(load_learner(config, "cpu"))
+    first = worker._Worker(load_learner(config, "cpu"), config.learner)
     told = first.answer(update(1))
-    second = worker._Worker(load_learner(config, "cpu"))
+    second = worker._Worker(load_learner(config, "cpu"), config.learner)
     second.answer(LoadLearner(request_id=9, path=str(tmp_path / "state-1")))
     made = weights(tmp_path / "v1")
     (tmp_path / "v1" / "adapter_model.safetensors").rename(tmp_path / "aside")

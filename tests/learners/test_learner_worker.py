@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ import torch
 
 from unstable_lite.config import Config
 from unstable_lite.errors import RequestError, WorkerDied
-from unstable_lite.learners import UpdateResult, worker
+from unstable_lite.learners import worker
 from unstable_lite.learners.reinforce import REINFORCELearner
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import Failed, SaveLearner, Score, Update
@@ -111,26 +109,18 @@ async def test_a_learner_updates_publishes_scores_saves_and_stops(
     assert base == pytest.approx(scored.base_logprobs, abs=1e-5)
 
 
-@dataclass
-class OutOfMemory:
-    """A learner whose every update fails."""
+def test_out_of_memory_elsewhere_fails_the_request_with_what_to_do(make_learner: Callable[..., Any]) -> None:
+    learner = make_learner()
 
-    policy: Any = field(default_factory=lambda: SimpleNamespace(device="cuda:0"))
+    def allocate(*_: object) -> None:
+        torch.empty(1 << 60)
 
-    def update(self, items: object, version: int) -> UpdateResult:
-        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
-
-    def save(self, directory: Path) -> None: ...
-
-    def load(self, directory: Path) -> None: ...
-
-
-def test_out_of_memory_fails_the_update_with_what_to_do_and_the_worker_goes_on() -> None:
-    update = Update(request_id=5, items=(), version=1, path="/nowhere", state_path="/nowhere")
-    reply = worker._Worker(OutOfMemory()).answer(update)
+    learner.policy._base.model.register_forward_pre_hook(allocate)
+    ids = np.arange(3, dtype=np.int32)
+    reply = worker._Worker(learner, learner._config).answer(Score(request_id=5, prompt_ids=ids, completion_ids=ids))
     assert isinstance(reply, Failed)
     assert reply.request_id == 5
-    assert "cuda:0 is out of memory: lower learner.max_tokens_per_micro_batch" in reply.error
+    assert "cpu is out of memory: lower learner.max_train_len" in reply.error
 
 
 async def test_an_adapter_that_cannot_be_published_ends_the_learner_with_the_reason(

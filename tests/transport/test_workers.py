@@ -86,7 +86,9 @@ async def test_a_killed_worker_fails_every_waiting_request_and_is_named_with_its
     await asyncio.sleep(0.1)
     wire.process.log_path.write_text("the last line\n")
     os.kill(wire.process.pid, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=r"(?s)engine-0 was killed by SIGKILL.*the last line"):
+    with pytest.raises(
+        WorkerDied, match=r"(?s)engine-0 was killed by SIGKILL.*the last line.*memory ran out: .*`dmesg`"
+    ):
         await wire.process.watch()
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert all(isinstance(result, WorkerDied) for result in results)

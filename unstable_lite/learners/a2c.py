@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from unstable_lite.config import Config
 from unstable_lite.learners import UpdateResult, adapter_files, losses
 from unstable_lite.learners.advantages import estimate_advantages, normalized, value_figures
-from unstable_lite.learners.batching import check, fit, length, make_micro_batches
+from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.critic import Critic
 from unstable_lite.learners.figures import Trained
 from unstable_lite.learners.learner_state import read_state, write_state
@@ -118,8 +118,7 @@ class A2CLearner:
         config = self._config
         divisor = self._max_generation_len * len(items)
         trained = Trained()
-        for cpu_batch in make_micro_batches(items, config.max_tokens_per_micro_batch, config.mini_batch_size):
-            batch = cpu_batch.to(self.policy.device)
+        for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
             weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)

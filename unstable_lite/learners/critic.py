@@ -82,7 +82,7 @@ class Critic:
         self.head.load_state_dict(head)
 
     def _batches(self, items: Sequence[TrainItem], max_rows: int | None) -> list[PromptBatch]:
-        batches = make_prompt_batches(items, self._config.max_tokens_per_micro_batch, max_rows)
+        batches = make_prompt_batches(items, self._policy.max_tokens_per_micro_batch, max_rows)
         return [batch.to(self._policy.device) for batch in batches]
 
     def _values(self, batch: PromptBatch) -> Tensor:

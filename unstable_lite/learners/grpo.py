@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from unstable_lite.config import Config
 from unstable_lite.learners import UpdateResult, adapter_files, losses
-from unstable_lite.learners.batching import check, fit, length, make_micro_batches
+from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.figures import Clipped
 from unstable_lite.learners.learner_state import read_state, write_state
 from unstable_lite.learners.model import Policy
@@ -107,8 +107,7 @@ class GRPOLearner:
         config = self._config
         divisor = self._max_generation_len * len(items)
         clipped = Clipped()
-        for cpu_batch in make_micro_batches(items, config.max_tokens_per_micro_batch, config.mini_batch_size):
-            batch = cpu_batch.to(self.policy.device)
+        for batch in self.policy.micro_batches(items):
             logp_N, _ = self.policy.logprobs(batch)
             old_logp_N = batch.gather(proximal.logp)
             weight_N = losses.importance_weights(old_logp_N, batch.behaviour_logp_N, config.importance_weight_cap)

@@ -7,7 +7,7 @@ or text. Works with any stock causal LM of transformers; one whose head it does 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ class Policy:
         self._temperature = config.engine.temperature
         self._chunk_tokens = config.learner.logits_chunk_tokens
         self._use_cache = config.learner.use_trainer_cache
+        self.max_tokens_per_micro_batch = config.learner.max_tokens_per_micro_batch
+        """Less than configured once memory has run out."""
+        self._max_rows = config.learner.mini_batch_size
         path = resolve_model(config.model_name)
         self._base = _load_base(path, self.dtype, self.device)
         self.num_base_parameters = sum(parameter.numel() for parameter in self._base.parameters())
@@ -65,6 +68,11 @@ class Policy:
     @property
     def max_position_embeddings(self) -> int | None:
         return getattr(self._base.config.get_text_config(), "max_position_embeddings", None)
+
+    def micro_batches(self, items: Sequence[TrainItem]) -> Iterator[batching.MicroBatch]:
+        """`items` in parts that fit the memory, on the device."""
+        for batch in batching.make_micro_batches(items, self.max_tokens_per_micro_batch, self._max_rows):
+            yield batch.to(self.device)
 
     def logprobs(self, batch: batching.MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability of each trained token, and (without gradient) the entropy of its distribution."""

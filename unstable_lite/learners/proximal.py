@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from unstable_lite.config import LearnerConfig
-from unstable_lite.learners.batching import make_micro_batches
 from unstable_lite.learners.figures import Trained
 from unstable_lite.learners.model import Policy
 from unstable_lite.types import TrainItem
@@ -39,8 +38,7 @@ def proximal_policy(policy: Policy, items: Sequence[TrainItem], config: LearnerC
     trained = Trained()
     logp = [torch.empty(0)] * len(items)
     base_logp = [torch.empty(0)] * len(items) if config.kl_coefficient else None
-    for cpu_batch in make_micro_batches(items, config.max_tokens_per_micro_batch, config.mini_batch_size):
-        batch = cpu_batch.to(policy.device)
+    for batch in policy.micro_batches(items):
         with policy.evaluating():
             logp_N, entropy_N = policy.logprobs(batch)
         base_logp_N = None

@@ -9,9 +9,14 @@ versions of `torch`, `transformers` and `peft`.
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import shutil
+import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +24,10 @@ import peft
 import torch
 import transformers
 
-from unstable_lite.errors import AdapterError, RequestError
-from unstable_lite.learners import Learner, adapter_files, load_learner
+from unstable_lite.config import LearnerConfig
+from unstable_lite.errors import AdapterError, RequestError, is_out_of_memory
+from unstable_lite.learners import Learner, UpdateResult, adapter_files, load_learner
+from unstable_lite.learners.batching import length
 from unstable_lite.transport.child import WorkerSocket, WorkerSpec, run_worker
 from unstable_lite.transport.messages import (
     Done,
@@ -36,15 +43,22 @@ from unstable_lite.transport.messages import (
     Update,
     Updated,
 )
+from unstable_lite.types import TrainItem
 
 UPDATED = "updated.json"
 """In a learner's state: the reply to the update that it is of."""
+OOM_ADVICE = (
+    "lower learner.max_train_len or learner.logits_chunk_tokens, set learner.activation_checkpointing = true, or leave "
+    "it more memory"
+)
+
+log = logging.getLogger(__name__)
 
 
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     torch.set_num_threads(spec.threads)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    worker = _Worker(load_learner(spec.config, spec.device))
+    worker = _Worker(load_learner(spec.config, spec.device), spec.config.learner)
     socket.send(Ready(facts=_facts(worker.learner, spec)))
     while True:
         for message in socket.receive(wait_s=1.0):
@@ -56,8 +70,13 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
 class _Worker:
     """A learner, and what each message leads to."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: Learner, config: LearnerConfig) -> None:
         self.learner = learner
+        self._config = config
+        self._oom_retries = 0
+        """Updates that were begun anew because memory had run out."""
+        self._state: Path | None = None
+        """The learner as it was after the last update."""
         self._made: dict[str, float] | None = None
         """The metrics of the update that was made, and perhaps not told, before this process was started."""
 
@@ -82,32 +101,77 @@ class _Worker:
             return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
         except RequestError as error:
             return Failed(request_id=message.request_id, error=str(error))
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            advice = "lower learner.max_tokens_per_micro_batch or learner.logits_chunk_tokens"
-            return Failed(
-                request_id=message.request_id, error=f"{learner.policy.device} is out of memory: {advice} ({error})"
-            )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = f"{learner.policy.device} is out of memory: {OOM_ADVICE} ({error})"
+        _free_memory()
+        return Failed(request_id=message.request_id, error=reason)
 
     def _update(self, message: Update) -> Updated:
         if self._made is not None and message.version == self.learner.version:
             self._publish(message.path)
             return Updated(request_id=message.request_id, metrics=self._made, skipped=None)
-        result = self.learner.update(message.items, message.version)
+        if self._state is None:
+            self._keep(f"{message.state_path}.before", None)
+        before = self._state
+        result = self._update_within_memory(message.items, message.version)
         if result.skipped is None:
             self._keep(message.state_path, result.metrics)
             self._publish(message.path)
+            if before is not None and before.suffix == ".before":  # the others are the orchestrator's to remove
+                shutil.rmtree(before, ignore_errors=True)
         return Updated(request_id=message.request_id, metrics=result.metrics, skipped=result.skipped)
+
+    def _update_within_memory(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
+        """Where memory runs out the update is done again, from where it began, in micro-batches of half the size."""
+        while True:
+            try:
+                result = self.learner.update(items, version)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error)
+            else:
+                figures = {
+                    "oom_retries": float(self._oom_retries),
+                    "max_tokens_per_micro_batch": float(self.learner.policy.max_tokens_per_micro_batch),
+                }
+                return replace(result, metrics=result.metrics | figures)
+            _free_memory()
+            self._halve_micro_batches(items, reason)
+            assert self._state is not None
+            self.learner.load(self._state)
+
+    def _halve_micro_batches(self, items: Sequence[TrainItem], reason: str) -> None:
+        """Raises RequestError if they are of one sequence already."""
+        config, policy = self._config, self.learner.policy
+        longest = min(max(map(length, items)), config.max_train_len or sys.maxsize)
+        most_rows = min(len(items), config.mini_batch_size or sys.maxsize)
+        largest = min(policy.max_tokens_per_micro_batch, longest * most_rows)
+        if largest <= longest:
+            raise RequestError(
+                f"{policy.device} is out of memory for one sequence of {longest} tokens: {OOM_ADVICE} ({reason})"
+            )
+        policy.max_tokens_per_micro_batch = max(longest, largest // 2)
+        self._oom_retries += 1
+        log.warning(
+            "out of memory (%s): the update is done again with max_tokens_per_micro_batch = %d",
+            reason,
+            policy.max_tokens_per_micro_batch,
+        )
 
     def _keep(self, path: str, metrics: dict[str, float] | None) -> None:
         """The whole state, or none of it: who takes this process's place goes on from there."""
         partial = Path(f"{path}.partial")
         try:
-            shutil.rmtree(partial, ignore_errors=True)
+            for left_behind in (partial, path):  # by a process that died
+                shutil.rmtree(left_behind, ignore_errors=True)
             partial.mkdir()
             self.learner.save(partial)
             (partial / UPDATED).write_text(json.dumps(metrics))
             partial.rename(path)
+            self._state = Path(path)
         except OSError as error:
             raise AdapterError(adapter_files.explain(error, Path(path), 3 * _adapter_bytes(self.learner))) from error
 
@@ -117,8 +181,17 @@ class _Worker:
 
     def _load(self, directory: Path) -> None:
         self.learner.load(directory)
+        self._state = directory
         updated = directory / UPDATED
         self._made = json.loads(updated.read_text()) if updated.is_file() else None
+        if self._made is not None:  # what its predecessor learned about this machine's memory
+            self._oom_retries = int(self._made["oom_retries"])
+            self.learner.policy.max_tokens_per_micro_batch = int(self._made["max_tokens_per_micro_batch"])
+
+
+def _free_memory() -> None:
+    gc.collect()  # a failed update's tensors may hang on its traceback
+    torch.cuda.empty_cache()
 
 
 def _save(learner: Learner, message: SaveLearner) -> Message:

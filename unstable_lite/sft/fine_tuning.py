@@ -21,7 +21,7 @@ from unstable_lite.config import Config
 from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import RequestError
 from unstable_lite.games.templates import chats_in_use, find_extraction, templates_for
-from unstable_lite.learners.batching import MicroBatch, check, make_micro_batches
+from unstable_lite.learners.batching import check
 from unstable_lite.learners.model import Policy
 from unstable_lite.learners.optimizers import make_optimizer
 from unstable_lite.models import resolve_model
@@ -123,7 +123,7 @@ class FineTuner:
         """Figures of pairs as they are, without training on them."""
         loss, num_hits, num_right = 0.0, 0, 0
         with self.policy.evaluating():
-            for batch in self._micro_batches(items):
+            for batch in self.policy.micro_batches(items):
                 logp_N, _ = self.policy.logprobs(batch)
                 is_hit_N = self.policy.is_most_likely(batch)
                 row_N = batch.source_N // batch.tokens_BT.shape[1]
@@ -137,7 +137,7 @@ class FineTuner:
     def _update(self, items: Sequence[TrainItem], num_tokens: int, update: int) -> float:
         """One optimiser step on the mean over all trained tokens of `items`; that mean."""
         loss = torch.zeros((), device=self.policy.device)
-        for batch in self._micro_batches(items):
+        for batch in self.policy.micro_batches(items):
             logp_N, _ = self.policy.logprobs(batch)
             part = -logp_N.sum() / num_tokens
             part.backward()  # type: ignore[no-untyped-call]
@@ -150,11 +150,6 @@ class FineTuner:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return loss.item()
-
-    def _micro_batches(self, items: Sequence[TrainItem]) -> list[MicroBatch]:
-        learner = self._config.learner
-        batches = make_micro_batches(items, learner.max_tokens_per_micro_batch, learner.mini_batch_size)
-        return [batch.to(self.policy.device) for batch in batches]
 
     def _seed(self, purpose: str) -> int:
         return derive_seed(self._config.run.seed, "sft", purpose)

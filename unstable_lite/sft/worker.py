@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from unstable_lite.errors import RequestError
+from unstable_lite.errors import RequestError, is_out_of_memory
 from unstable_lite.learners import adapter_files
 from unstable_lite.sft.fine_tuning import FineTuner
 from unstable_lite.sft.pairs import read_pairs
@@ -73,7 +73,9 @@ def _fine_tune(tuner: FineTuner, message: FineTune, spec: WorkerSpec, socket: Wo
         return Failed(request_id=message.request_id, error=str(error))
     except OSError as error:
         return Failed(request_id=message.request_id, error=f"cannot write the adapter to {message.output}: {error}")
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         advice = "lower sft.batch_size, learner.max_tokens_per_micro_batch or learner.logits_chunk_tokens"
         return Failed(request_id=message.request_id, error=f"{spec.device} is out of memory: {advice} ({error})")
     return FineTuned(request_id=message.request_id, figures=figures, left_out=dict(tokenised.left_out))

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 import zmq
 
 from unstable_lite.config import Config
-from unstable_lite.errors import UnstableError
+from unstable_lite.errors import MEMORY_ADVICE, UnstableError, is_out_of_memory
 from unstable_lite.transport.messages import MAX_FRAME_BYTES, Crashed, Message, decode, encode
 
 DUMP_STACKS = signal.SIGUSR1
@@ -93,7 +93,10 @@ def run_worker(main: Callable[[WorkerSpec, WorkerSocket], None]) -> None:
         main(spec, socket)
     except Exception as error:
         traceback.print_exc()
-        socket.send(Crashed(error=f"{type(error).__name__}: {error}", is_final=isinstance(error, UnstableError)))
+        reason = f"{type(error).__name__}: {error}"
+        if is_out_of_memory(error):
+            reason += f"\n(out of memory: {MEMORY_ADVICE})"
+        socket.send(Crashed(error=reason, is_final=isinstance(error, UnstableError)))
         socket.close()
         sys.exit(1)
     socket.close()

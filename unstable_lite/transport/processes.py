@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unstable_lite.errors import UnstableError, WorkerDied
+from unstable_lite.errors import MEMORY_ADVICE, UnstableError, WorkerDied
 from unstable_lite.transport.child import DUMP_STACKS, WorkerSpec
 from unstable_lite.transport.messages import Stop
 from unstable_lite.transport.sockets import Peer
@@ -38,6 +38,7 @@ class WorkerProcess:
         self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
+        self._is_stuck = False
 
     @property
     def pid(self) -> int:
@@ -48,6 +49,7 @@ class WorkerProcess:
         """Start `python -m module`; returns at once, `peer.ready` tells when the worker is up."""
         if self.peer.is_dead:
             self.peer.revive()
+            self._is_stuck = False
         with self.log_path.open("ab") as log_file:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -104,6 +106,7 @@ class WorkerProcess:
     async def kill_stuck(self) -> None:
         """Kill it as if it had died by itself, after it wrote its threads' stacks to its log."""
         assert self._process is not None
+        self._is_stuck = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, DUMP_STACKS)
             await asyncio.sleep(DUMP_S)
@@ -121,4 +124,6 @@ class WorkerProcess:
             return WorkerDied(f"{self.peer.name}: {crash.error}\n(log: {self.log_path})", crash.is_final)
         lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         tail = "\n".join(f"  {line}" for line in lines) or "  (empty)"
+        if code == -signal.SIGKILL and not self._is_stuck:
+            tail += f"\n(if nobody killed it, the system did, because memory ran out: {MEMORY_ADVICE}; `dmesg` tells)"
         return WorkerDied(f"{self.peer.name} {how}; the last lines of {self.log_path}:\n{tail}")

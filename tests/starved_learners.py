@@ -1,0 +1,19 @@
+"""A learner whose process may take so much more memory than it has once it is up, and no more."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+from unstable_lite.config import Config
+from unstable_lite.learners.reinforce import REINFORCELearner
+
+MORE_MB = 100
+
+
+class Starved(REINFORCELearner):
+    def __init__(self, config: Config, device: str) -> None:
+        super().__init__(config, device)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MORE_MB * 1_000_000
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
