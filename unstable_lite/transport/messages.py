@@ -7,10 +7,12 @@ what queues up travels together. Token arrays are little-endian `bin`, not lists
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from functools import partial
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgpack
 import numpy as np
@@ -22,6 +24,11 @@ T = TypeVar("T")
 
 PROTOCOL = 2
 MAX_FRAME_BYTES = 1 << 30
+MAX_ITEMS = 1 << 20
+"""Of one list or table. What a frame claims to hold is not believed before it is read: room is made for so many."""
+MAX_LEVELS = 16
+"""Of tables and lists within each other, where a field may hold anything."""
+INT64_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +234,13 @@ Message = (
 
 _Convert = Callable[[Any], Any]
 
+SAME_LENGTH: dict[Any, tuple[str, str]] = {
+    Generation: ("logprobs", "completion_ids"),
+    TrainItem: ("logprobs", "completion_ids"),
+    Scored: ("adapter_logprobs", "base_logprobs"),
+}
+"""Fields that speak of the same tokens."""
+
 
 def _identity(value: Any) -> Any:
     return value
@@ -250,29 +264,24 @@ def _field_packers(cls: Any) -> list[tuple[str, _Convert]]:
     return [(f.name, _packer(hints[f.name])) for f in fields(cls)]
 
 
-def _unpacker(hint: Any, where: str) -> tuple[Any, _Convert | None]:
+def _unpacker(hint: Any, where: str) -> tuple[tuple[type, ...], _Convert | None]:
     """What msgpack must give for a field of this type, and what makes the value of it (None: it is the value)."""
     if hint in (TokenIds, Logprobs):
-        return bytes, _array_unpacker("<i4" if hint == TokenIds else "<f4", where)
+        return (bytes,), _array_unpacker("<i4" if hint == TokenIds else "<f4", where)
     if is_dataclass(hint):
-        return list, _dataclass_unpacker(hint, where)
+        return (list,), _dataclass_unpacker(hint, where)
     origin, args = get_origin(hint), get_args(hint)
     if origin is tuple:
-        kinds, unpack = _unpacker(args[0], where)
-
-        def unpack_items(items: list[Any]) -> tuple[Any, ...]:
-            if not all(isinstance(item, kinds) for item in items):
-                raise ProtocolError(f"{where}: an item is not of {kinds}")
-            return tuple(items) if unpack is None else tuple(map(unpack, items))
-
-        return list, unpack_items
+        return (list,), _items_unpacker(args[0], where)
     if origin is dict:
-        return dict, None
+        return (dict,), _dict_unpacker(args[1], where)
     if origin is UnionType:
-        return args, None
-    if hint is float:
-        return (float, int), None
-    return (hint if isinstance(hint, type) else str), None  # int, str, bool, or a Literal of strings
+        return args, partial(_small, where) if int in args else None
+    if origin is Literal:
+        return (str,), partial(_one_of, args, where)
+    if hint is int:
+        return (int,), partial(_small, where)
+    return ((float, int), float) if hint is float else ((hint,), None)
 
 
 def _array_unpacker(dtype: str, where: str) -> _Convert:
@@ -284,18 +293,67 @@ def _array_unpacker(dtype: str, where: str) -> _Convert:
     return unpack
 
 
+def _items_unpacker(hint: Any, where: str) -> _Convert:
+    kinds, convert = _unpacker(hint, where)
+
+    def unpack(items: list[Any]) -> tuple[Any, ...]:
+        for item in items:
+            if type(item) not in kinds:
+                raise ProtocolError(f"{where}: an item is {type(item).__name__} where {kinds} is expected")
+        return tuple(items) if convert is None else tuple(map(convert, items))
+
+    return unpack
+
+
+def _dict_unpacker(hint: Any, where: str) -> _Convert:
+    if hint is Any:
+        return partial(_plain, where)
+    unpack_items = _items_unpacker(hint, where)
+    return lambda table: dict(zip(table, unpack_items(list(table.values())), strict=True))
+
+
+def _small(where: str, value: int | None) -> int | None:
+    """msgpack has integers up to 2**64; ours are 64 bits with a sign."""
+    if value is not None and value > INT64_MAX:
+        raise ProtocolError(f"{where}: {value} is more than 64 bits with a sign")
+    return value
+
+
+def _one_of(choices: tuple[str, ...], where: str, value: str) -> str:
+    if value not in choices:
+        raise ProtocolError(f"{where}: {value[:40]!r} is none of {choices}")
+    return value
+
+
+def _plain(where: str, value: Any, levels: int = MAX_LEVELS) -> Any:
+    """What JSON has, too; nothing else, and not nested without end."""
+    kind = type(value)
+    if kind is int:
+        return _small(where, value)
+    if kind in (str, float, bool, NoneType):
+        return value
+    if kind not in (list, dict) or levels == 0:
+        raise ProtocolError(f"{where}: {kind.__name__} within {MAX_LEVELS - levels} tables or lists")
+    for inner in value.values() if kind is dict else value:
+        _plain(where, inner, levels - 1)
+    return value
+
+
 def _dataclass_unpacker(cls: Any, where: str) -> _Convert:
     hints = get_type_hints(cls)
     plan = [(f.name, *_unpacker(hints[f.name], f"{where}.{f.name}")) for f in fields(cls)]
+    one, other = SAME_LENGTH.get(cls, ("", ""))
 
     def unpack(values: list[Any]) -> Any:
         if len(values) != len(plan):
             raise ProtocolError(f"{where}: expected {len(plan)} fields, got {len(values)}")
         arguments = {}
         for (name, kinds, convert), value in zip(plan, values, strict=True):
-            if not isinstance(value, kinds):
+            if type(value) not in kinds:
                 raise ProtocolError(f"{where}.{name}: {type(value).__name__} where {kinds} is expected")
             arguments[name] = value if convert is None else convert(value)
+        if one and len(arguments[one]) != len(arguments[other]):
+            raise ProtocolError(f"{where}: {len(arguments[one])} {one}, {len(arguments[other])} {other}")
         return cls(**arguments)
 
     return unpack
@@ -304,14 +362,12 @@ def _dataclass_unpacker(cls: Any, where: str) -> _Convert:
 def pack_all(cls: type[T], values: Iterable[T]) -> bytes:
     """Dataclasses of one kind as bytes, with the same care for token arrays."""
     pack_value = _packer(cls)
-    return msgpack.packb([PROTOCOL, [pack_value(value) for value in values]])  # type: ignore[no-any-return]
+    return _close([pack_value(value) for value in values])
 
 
 def unpack_all(cls: type[T], content: bytes) -> list[T]:
     """What `pack_all` packed. Raises ProtocolError for anything else."""
-    _, make = _unpacker(cls, cls.__name__)
-    assert make is not None
-    return [make(value) for value in _open(content)]
+    return list(_items_unpacker(cls, cls.__name__)(_open(content)))
 
 
 _CLASSES: tuple[Any, ...] = get_args(Message)
@@ -320,12 +376,15 @@ _UNPACKERS = {cls.__name__: _dataclass_unpacker(cls, cls.__name__) for cls in _C
 
 
 def encode(messages: Iterable[Message]) -> bytes:
-    """All of `messages` in one frame."""
+    """All of `messages` in one frame.
+
+    Raises ProtocolError for what no frame can hold: text that is not Unicode, too large a number, too many bytes.
+    """
     packed = []
     for message in messages:
         tag, pack_fields = _PACKERS[type(message)]
         packed.append([tag, *[pack(getattr(message, name)) for name, pack in pack_fields]])
-    return msgpack.packb([PROTOCOL, packed])  # type: ignore[no-any-return]
+    return _close(packed)
 
 
 def decode(frame: bytes) -> list[Message]:
@@ -336,25 +395,44 @@ def decode(frame: bytes) -> list[Message]:
     """
     messages = []
     for item in _open(frame):
-        known = isinstance(item, list) and item and isinstance(item[0], str) and item[0] in _UNPACKERS
+        known = type(item) is list and item and type(item[0]) is str and item[0] in _UNPACKERS
         if not known:
-            raise ProtocolError(f"unknown message {str(item)[:80]!r}")
+            raise ProtocolError(f"unknown message {reprlib.repr(item)}")
         messages.append(_UNPACKERS[item[0]](item[1:]))
     return messages
 
 
+def _close(packed: list[Any]) -> bytes:
+    """The envelope around it."""
+    try:
+        frame: bytes = msgpack.packb([PROTOCOL, packed])
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise ProtocolError(f"cannot be sent: {error}") from error
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"cannot be sent: a frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
+    return frame
+
+
 def _open(frame: bytes) -> list[Any]:
-    """What the envelope holds."""
+    """What the envelope holds. Takes at most some 70 bytes of memory for a byte of the frame."""
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
     try:
-        envelope = msgpack.unpackb(frame)
+        envelope = msgpack.unpackb(
+            frame, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=0, object_pairs_hook=_table
+        )
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise ProtocolError(f"frame of {len(frame)} bytes is not msgpack: {error}") from error
-    if not isinstance(envelope, list) or len(envelope) != 2 or not isinstance(envelope[1], list):
+    if type(envelope) is not list or len(envelope) != 2 or type(envelope[1]) is not list:
         raise ProtocolError("frame is not [protocol, messages]")
-    version: Any = envelope[0]
-    packed: list[Any] = envelope[1]
-    if version != PROTOCOL:
-        raise ProtocolError(f"peer speaks protocol {version!r}, this side speaks {PROTOCOL}")
-    return packed
+    version, packed = envelope
+    if type(version) is not int or version != PROTOCOL:
+        raise ProtocolError(f"peer speaks protocol {reprlib.repr(version)}, this side speaks {PROTOCOL}")
+    return packed  # type: ignore[no-any-return]
+
+
+def _table(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs) or not all(type(key) is str for key in table):
+        raise ProtocolError("a table has a key twice, or one that is not text")
+    return table
