@@ -56,6 +56,7 @@ def test_every_update_measures_the_canary_mismatch_and_staleness(finished: tuple
             assert 0 <= line["canary/mismatch"] < 0.1
             assert line["canary/n"] > 0
             assert line["learner/staleness_max"] <= 8
+            assert line["transport/dropped_frames"] == 0
             assert line["learner/mismatch_mean"] < 0.1
 
 

@@ -232,6 +232,7 @@ class Training:
             "league/waits_for_adapter_slot": self.publisher.num_waits,
             "run/tokens_per_s": self.workers.engines.generated_tokens / (time.monotonic() - self._started),
             "run/arena_bytes": self.arena.bytes_used(),
+            "transport/dropped_frames": self.workers.router.dropped_frames,
             **self.collector.seats.figures(),
             **self.loop_watch.figures(),
             "trueskill/current mu": rating.mu,

@@ -43,6 +43,7 @@ class Workers(EngineWorkers):
     learner: LearnerClient
     adapter_bytes: int
     """Size of one adapter, as the learner writes it."""
+    router: Router
 
 
 @contextlib.asynccontextmanager
@@ -62,6 +63,7 @@ async def started_workers(plan: Plan, logs: Path, say: Callable[[str], None]) ->
             processes=household.processes,
             facts=facts["engine-0"],
             adapter_bytes=int(facts["learner"]["adapter_bytes"]),
+            router=household.router,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -123,6 +124,13 @@ async def test_garbage_is_an_opponents_error_and_nothing_else(
     server.content_type, server.answer = content_type, lambda _body: (200, body)
     with pytest.raises(OpponentError, match=MODEL):
         await connect().complete(MODEL, "hello")
+
+
+async def test_half_a_character_in_an_answer_becomes_a_question_mark(
+    server: Server, connect: Callable[..., Endpoint]
+) -> None:
+    server.answer = lambda _body: (200, json.dumps(said("[1] \ud800")[1]).encode())
+    assert await connect().complete(MODEL, "hello") == "[1] ?"
 
 
 async def test_an_answer_that_used_up_its_tokens_in_thought_is_an_answer_without_a_move(

@@ -6,9 +6,12 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +21,13 @@ import zmq
 
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
-from unstable_lite.errors import RequestError, WorkerDied
+from unstable_lite.errors import ProtocolError, RequestError, WorkerDied
+from unstable_lite.transport import sockets
 from unstable_lite.transport.child import ORPHANED, WorkerSpec
-from unstable_lite.transport.messages import Done, LoadAdapter, Ready, UnloadAdapter, encode
+from unstable_lite.transport.messages import PROTOCOL, Crashed, Done, LoadAdapter, Ready, UnloadAdapter, encode
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.sockets import Router
+from unstable_lite.types import Generation
 
 CONFIG = Config.model_validate(
     {
@@ -41,19 +46,27 @@ class Wire:
 
 @pytest.fixture
 async def wire(tmp_path: Path) -> AsyncIterator[Wire]:
+    async with _engine(tmp_path, "unstable_lite.engines.worker") as started:
+        await started.process.ready(30)
+        yield started
+
+
+@asynccontextmanager
+async def _engine(tmp_path: Path, module: str) -> AsyncIterator[Wire]:
     directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
     router = Router(directory)
     engine = EngineClient(router, "engine-0", CONFIG.engine)
     spec = WorkerSpec(
         name="engine-0", endpoint=router.endpoint, device="cpu", threads=1, config_json=CONFIG.model_dump_json()
     )
-    process = WorkerProcess(engine.peer, tmp_path / "engine-0.log", "unstable_lite.engines.worker", spec, {})
+    process = WorkerProcess(engine.peer, tmp_path / "engine-0.log", module, spec, {})
     await process.start()
-    await process.ready(30)
-    yield Wire(router, engine, process)
-    await process.stop()
-    router.close()
-    shutil.rmtree(directory)
+    try:
+        yield Wire(router, engine, process)
+    finally:
+        await process.stop()
+        router.close()
+        shutil.rmtree(directory)
 
 
 async def test_a_thousand_requests_get_a_thousand_replies_each_its_own(wire: Wire) -> None:
@@ -129,18 +142,146 @@ async def test_a_worker_that_does_not_stop_is_killed(wire: Wire) -> None:
     assert not psutil.pid_exists(wire.process.pid)
 
 
-async def test_frames_from_strangers_and_garbage_are_dropped_and_counted(wire: Wire) -> None:
+def _sends(router: Router, identity: bytes, *messages: list[bytes]) -> None:
+    """One connection of a stranger; each message has its parts."""
     context = zmq.Context()
-    for identity, frame in [(b"stranger", encode([Done(request_id=1, seconds=0.0)])), (b"engine-1", b"\xc1garbage")]:
-        socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, identity)
-        socket.connect(wire.router.endpoint)
-        socket.send(frame)
-        socket.close(linger=1000)
-    while wire.router.dropped_frames < 2:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.connect(router.endpoint)
+    try:
+        for parts in messages:
+            socket.send_multipart(parts)
+    finally:
+        context.destroy(linger=1000)
+
+
+async def _dropped(router: Router, count: int) -> None:
+    while router.dropped_frames < count:
         await asyncio.sleep(0.01)
+
+
+DONE = encode([Done(request_id=1, seconds=0.0)])
+
+
+@pytest.mark.parametrize(
+    ("identity", "parts"),
+    [
+        (b"stranger", [DONE]),
+        (b"engine-1", [b"\xc1garbage"]),
+        (b"engine-0", [DONE]),  # without a life
+        (b"\xff" * 255, [DONE]),
+        (b"stranger", [DONE, DONE]),
+        (b"stranger", [b""] * 100),
+    ],
+)
+async def test_what_strangers_send_is_dropped_and_counted_and_harms_nobody(
+    wire: Wire, identity: bytes, parts: list[bytes]
+) -> None:
+    _sends(wire.router, identity, parts)
+    await _dropped(wire.router, 1)
     assert (await wire.engine.generate("p", 0)).text
-    context.destroy()
+
+
+@pytest.fixture
+async def alone() -> AsyncIterator[tuple[Router, EngineClient]]:
+    """A router that waits for a worker that nobody starts."""
+    directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
+    router = Router(directory)
+    yield router, EngineClient(router, "engine-0", CONFIG.engine)
+    router.close()
+    shutil.rmtree(directory)
+
+
+async def test_what_is_garbage_from_a_known_worker_is_dropped_and_what_is_right_is_taken(
+    alone: tuple[Router, EngineClient],
+) -> None:
+    router, engine = alone
+    ready = encode([Ready(facts={"kind": "x"})])
+    _sends(
+        router,
+        engine.peer.identity,
+        [ready],
+        [b"garbage"],
+        [DONE, DONE],
+        [encode([Crashed(error="e", is_final=True)])],
+    )
+    await _dropped(router, 2)
+    while engine.peer.crash is None:
+        await asyncio.sleep(0.01)
+    assert (await engine.peer.ready) == {"kind": "x"}
+
+
+async def test_a_worker_of_another_protocol_version_ends_the_start_with_both_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "older_worker.py").write_text(
+        "from unstable_lite.transport import messages\n"
+        "messages.PROTOCOL = 1\n"
+        "from unstable_lite.engines.worker import main, run_worker\n"
+        "run_worker(main)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    async with _engine(tmp_path, "older_worker") as wire:
+        with pytest.raises(ProtocolError, match=f"engine-0: peer speaks protocol 1, this side speaks {PROTOCOL}.*same"):
+            await wire.process.ready(30)
+
+
+async def test_a_frame_over_the_limit_is_refused_by_zeromq_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "MAX_FRAME_BYTES", 100_000)
+    directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
+    router = Router(directory)
+    _sends(router, b"too large", [bytes(100_001)])
+    _sends(router, b"stranger", [bytes(100_000)])
+    await _dropped(router, 1)
+    await asyncio.sleep(0.2)
+    assert router.dropped_frames == 1
+    router.close()
+    shutil.rmtree(directory)
+
+
+async def test_a_flood_waits_at_its_sender_and_not_in_our_memory(alone: tuple[Router, EngineClient]) -> None:
+    router, _ = alone
+    flood = """
+import sys, time, zmq
+socket = zmq.Context().socket(zmq.DEALER)
+socket.setsockopt(zmq.LINGER, 0)
+socket.connect(sys.argv[1])
+accepted, refused = 0, 0
+while accepted < 30_000 and refused < 50:
+    try:
+        socket.send(bytes(1000), zmq.NOBLOCK)
+        accepted += 1
+    except zmq.Again:
+        refused += 1
+        time.sleep(0.01)
+print(accepted)
+"""
+    # While this runs, our event loop does not.
+    done = subprocess.run([sys.executable, "-c", flood, router.endpoint], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 10_000
+
+
+async def test_a_flood_takes_turns_with_the_rest_and_does_not_fill_the_log(
+    alone: tuple[Router, EngineClient], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    router, _ = alone
+    monkeypatch.setattr(sockets, "FRAMES_AT_ONCE", 10)
+    _sends(router, b"stranger", *[[b"x"]] * 500)
+    time.sleep(0.3)
+    router.receive_waiting()
+    assert router.dropped_frames == 10
+    await _dropped(router, 500)
+    assert len(caplog.records) == 9
+
+
+async def test_a_request_that_no_frame_can_hold_fails_alone(wire: Wire) -> None:
+    """A lone surrogate is text in Python, and none on the wire."""
+    results = await asyncio.gather(
+        *(wire.engine.generate(prompt, 0) for prompt in ("one", "\ud800", "two")), return_exceptions=True
+    )
+    assert [isinstance(result, Generation) for result in results] == [True, False, True]
+    assert isinstance(results[1], RequestError)
+    assert "engine-0: Generate cannot be sent" in str(results[1])
 
 
 async def test_what_a_dead_worker_sent_is_not_taken_for_its_successors(wire: Wire) -> None:

@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 0.1
 """How late a request may be failed."""
+WAITING_FRAMES = 1000
+"""Of one connection at most, between the network and the event loop; then who sends has to wait."""
+FRAMES_AT_ONCE = 1000
+"""Then the event loop goes round: somebody who sends without end keeps nobody else from their turn."""
 
 
 class Router:
@@ -30,7 +34,10 @@ class Router:
     def __init__(self, directory: Path) -> None:
         self.endpoint = f"ipc://{directory / 'bus'}"
         self.dropped_frames = 0
-        """Frames from peers nobody expects, malformed, or of another protocol version."""
+        """Frames from peers nobody expects, malformed, or of another protocol version.
+
+        Of a frame over MAX_FRAME_BYTES nothing is taken: ZeroMQ breaks off the connection.
+        """
         self._peers: dict[bytes, Peer | None] = {}
         """None: of workers that are dead."""
         self._outgoing: dict[bytes, list[Message]] = {}
@@ -38,7 +45,7 @@ class Router:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, WAITING_FRAMES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.bind(self.endpoint)
         self._loop = asyncio.get_running_loop()
@@ -65,29 +72,52 @@ class Router:
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}
         for identity, messages in outgoing.items():
-            self._socket.send_multipart([identity, encode(messages)])
+            try:
+                self._socket.send_multipart([identity, encode(messages)])
+            except ProtocolError:
+                self._send_singly(identity, messages)
         # ZeroMQ's descriptor is edge-triggered: a send may have swallowed the edge of something that arrived.
         self.receive_waiting()
+
+    def _send_singly(self, identity: bytes, messages: list[Message]) -> None:
+        """What no frame can hold fails alone."""
+        for message in messages:
+            try:
+                self._socket.send_multipart([identity, encode([message])])
+            except ProtocolError as error:
+                log.warning("%s to %r %s", type(message).__name__, identity, error)
+                if (peer := self._peers.get(identity)) is not None:
+                    peer.fail(message, error)
 
     def receive_waiting(self) -> None:
         """Hand on what has arrived."""
         if self._socket.closed:
             return
-        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+        for _ in range(FRAMES_AT_ONCE):
+            if not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+                return
             identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             peer = self._peers.get(identity)
             if peer is None and identity in self._peers:
                 continue
             try:
                 if peer is None or len(frames) != 1:
-                    raise ProtocolError(f"{len(frames)} frames from {identity[:40]!r}, whom nobody expects")
+                    expected = "whom nobody expects" if peer is None else "where one is a message"
+                    raise ProtocolError(f"{len(frames)} frames from {identity[:40]!r}, {expected}")
                 messages = decode(frames[0])
             except ProtocolError as error:
-                self.dropped_frames += 1
-                log.warning("dropped a frame: %s", error)
+                self._drop(peer, error)
                 continue
             for message in messages:
                 peer.receive(message)
+        self._loop.call_soon(self.receive_waiting)
+
+    def _drop(self, peer: Peer | None, error: ProtocolError) -> None:
+        self.dropped_frames += 1
+        if self.dropped_frames.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …: whoever floods does not fill the log
+            log.warning("dropped a frame, the %d. of this run: %s", self.dropped_frames, error)
+        if peer is not None:
+            peer.not_understood(error)
 
 
 class Peer:
@@ -190,6 +220,19 @@ class Peer:
             self.crash = message
         elif self._on_message is not None:
             self._on_message(message)
+
+    def not_understood(self, error: ProtocolError) -> None:
+        """It is of another version, or no worker at all: it will not be `ready`."""
+        if not self.ready.done():
+            advice = "worker and orchestrator must be of one and the same unstable_lite"
+            self.ready.set_exception(ProtocolError(f"{self.name}: {error}; {advice}"))
+            self.ready.exception()  # mark as retrieved: nobody may be waiting for it
+
+    def fail(self, message: Message, error: ProtocolError) -> None:
+        """What was asked could not be sent."""
+        reply, _ = self._pending.get(getattr(message, "request_id", 0), (None, None))
+        if reply is not None and not reply.done():
+            reply.set_exception(RequestError(f"{self.name}: {type(message).__name__} {error}"))
 
     def fail_all(self, error: WorkerDied) -> None:
         """The worker is gone: every waiting request ends with `error`, and so does every later one."""

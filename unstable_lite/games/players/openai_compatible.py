@@ -239,6 +239,6 @@ def _text(completion: Any) -> str | None:
     except (AttributeError, TypeError, LookupError):
         return None
     if isinstance(content, str) and content:
-        return content
+        return content.encode(errors="replace").decode()  # JSON may hold halves of characters, which no file takes
     # An answer that thought until its tokens were used up is an answer without a move, as it is for our own model.
     return "" if reason == "length" else None
