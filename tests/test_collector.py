@@ -131,6 +131,18 @@ async def test_no_game_starts_while_the_buffer_is_full_and_nothing_is_thrown_awa
     league.arena.close()
 
 
+async def test_games_start_only_while_they_may(league: League) -> None:
+    league.collector.going.clear()
+    task = asyncio.create_task(league.collector.run(4, 2))
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert not league.records
+    league.collector.going.set()
+    while len(league.records) < 10:
+        await asyncio.sleep(0.001)
+    task.cancel()
+
+
 async def test_evaluation_games_never_reach_the_buffer_and_are_balanced_over_seats(league: League) -> None:
     records = await league.collector.evaluate(EVAL, league.registry.current, 40, "before", concurrency=7)
     assert len(records) == 40

@@ -96,6 +96,15 @@ def test_a_config_survives_the_way_to_a_worker() -> None:
     assert Config.model_validate_json(config.model_dump_json()) == config
 
 
+def test_an_alarm_keeps_of_its_defaults_what_is_not_given() -> None:
+    given = {"entropy": {"action": "stop"}, "staleness": {"threshold": 3}}
+    alarms = Config.model_validate({"train_envs": [ENV], "alarms": given}).alarms
+    default = Config.model_validate({"train_envs": [ENV]}).alarms
+    assert alarms.entropy == default.entropy.model_copy(update={"action": "stop"})
+    assert alarms.staleness == default.staleness.model_copy(update={"threshold": 3})
+    assert alarms.mismatch == default.mismatch
+
+
 def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path) -> None:
     path = written(
         tmp_path,
@@ -107,6 +116,10 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
         lora_rnak = 8
         [buffer]
         buffer_size = 10
+        [alarms]
+        entropi = { threshold = 1 }
+        mismatch = { treshold = 1 }
+        staleness = { action = "wran" }
         [engine]
         max_generation_len = 9000
         [[train_envs]]
@@ -125,6 +138,9 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
         "'model_nam'; did you mean 'model_name'?",
         "run.learning_steps = 'many'",
         "'lora.lora_rnak'; did you mean 'lora_rank'?",
+        "'alarms.entropi'; did you mean 'entropy'?",
+        "'alarms.mismatch.treshold'; did you mean 'threshold'?",
+        "alarms.staleness.action = 'wran'",
         "buffer.buffer_size = 10 is under learner.batch_size = 384",
         "engine.max_generation_len = 9000 leaves no room",
         "'TicTacTo-v0-train': no such env id; did you mean 'TicTacToe-v0-train'",
@@ -212,6 +228,10 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
             },
             "needs at least 8 adapter slots",
         ),
+        ({"alarms": {"identical": {"threshold": 1.0}}}, "alarms.identical.threshold = 1 is of a share"),
+        ({"alarms": {"staleness": {"threshold": -1}}}, "alarms.staleness.threshold = -1: at least 0"),
+        ({"alarms": {"starved": {"threshold": 0}}}, "alarms.starved.threshold = 0: over 0"),
+        ({"alarms": {"skipped": {"updates": 2}}}, "alarms.skipped.updates: it does not count updates"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_key_and_a_way_out(sections: dict[str, Any], says: str) -> None:

@@ -39,7 +39,8 @@ def test_a_run_outlives_an_endpoint_that_is_down_and_writes_its_key_nowhere(
             templates={"brief": {"user": "{observation}"}},
             opponents={"base_url": server.url, "pause_s": 0.1, "max_pause_s": 0.1},
             engine={"kind": "scripted", "replies": [f"\\boxed{{{cell}}}" for cell in range(9)]},
-            learner={"canary_tolerance": 1e9, "mismatch_alarm": 1e9},
+            learner={"canary_tolerance": 1e9},
+            alarms={"mismatch": {"action": "off"}},
             batch_size=16,
             run={"eval_games": 10, "max_void_games": 2, "output_dir": str(tmp_path)},
         )

@@ -277,7 +277,15 @@ def _print_summary(summary: Summary) -> None:
     ]
     console.print(key_value_lines(rows), markup=False, soft_wrap=True)
     for alarm in summary.alarms:
-        console.print(f"[red]alarm[/red] {alarm}")
+        console.print(f"[red]alarm[/red] {alarm}", soft_wrap=True)
+    for collapsed in summary.collapsed:
+        console.print(f"[red]collapsed[/red]: {collapsed}", soft_wrap=True)
+    if summary.stopped_by is not None:
+        raise UnstableError(
+            f"stopped by alarm {summary.stopped_by}\n"
+            f"newest checkpoint: {summary.checkpoint or 'none yet'}; to go on all the same: "
+            f"unstable-lite run --resume {summary.directory}"
+        )
 
 
 def _print_sft_summary(config: Path, summary: SftSummary) -> None:

@@ -41,6 +41,9 @@ class Collector:
         """`lock_step`: what the seats ask, where games are played in rounds, at one pace."""
         self.games_in_flight: Counter[str] = Counter()
         """By kind: "train", "eval"."""
+        self.going = asyncio.Event()
+        """Games start while it is set."""
+        self.going.set()
         self._scheduler = scheduler
         self._buffer = buffer
         self.seats = seats
@@ -189,6 +192,7 @@ class Collector:
     async def _to_its_end(self, spec: GameSpec, waits_for_opponents: bool) -> GameRecord:
         self.games_in_flight[spec.kind] += 1
         try:
+            await self.going.wait()
             return await self._runner.play(spec, waits_for_opponents)
         finally:
             self.games_in_flight[spec.kind] -= 1

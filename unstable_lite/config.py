@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
@@ -155,8 +155,6 @@ class LearnerConfig(Section):
     threads: int | None = Field(None, ge=1)
     start_timeout_s: float = Field(600.0, gt=0)
     update_timeout_s: float = Field(3600.0, gt=0)
-    mismatch_alarm: float = Field(0.1, gt=0)
-    """Mean |Δ log p| between engine and learner on on-policy tokens that raises an alarm."""
     canary_tolerance: float = Field(0.1, gt=0)
     """Mean |Δ log p| between engine and learner on the canary's tokens that fails an adapter."""
 
@@ -308,6 +306,65 @@ class TrackerConfig(Section):
     """games.jsonl goes on in a new file at so many MB; the full one is compressed."""
 
 
+class AlarmConfig(Section):
+    """One guard of learning."""
+
+    threshold: float = Field(allow_inf_nan=False)
+    """The alarm is on while its figure is beyond it: over it, and for `entropy` under it."""
+    action: Literal["off", "warn", "pause", "stop"] = "warn"
+    """`warn`: say so. `pause`: also save a checkpoint, play and learn no more, and wait until the file PAUSED in the
+    run directory is deleted. `stop`: also finish the update, save a checkpoint, and end with an error."""
+    updates: int = Field(1, ge=1)
+    """So many times in a row the figure has to be there before the alarm is on, and gone before it is off."""
+
+
+class AlarmsConfig(Section):
+    """What learning gone wrong looks like. A table changes what it names: `entropy = { action = "stop" }`.
+
+    What each alarm means, and what to try: alarms.py, and the alarm itself.
+    """
+
+    mismatch: AlarmConfig = AlarmConfig(threshold=0.1)
+    """Mean |Δ log p| between engine and learner over the on-policy tokens of an update."""
+    clipping: AlarmConfig = AlarmConfig(threshold=0.2, updates=3)
+    """Share of an update's tokens whose importance weight is cut at `learner.importance_weight_cap`."""
+    staleness: AlarmConfig = AlarmConfig(threshold=6.0, updates=5)
+    """Mean age of an update's tokens, in updates; `buffer.max_staleness` bounds the oldest."""
+    entropy: AlarmConfig = AlarmConfig(threshold=0.02, updates=3)
+    """Mean entropy of the policy at an update's tokens, in nats; under it."""
+    high_entropy: AlarmConfig = AlarmConfig(threshold=3.0, updates=3)
+    """The same entropy; over it."""
+    repetition: AlarmConfig = AlarmConfig(threshold=0.5, updates=3)
+    """Share of 4-grams of tokens that stood in the same completion before."""
+    identical: AlarmConfig = AlarmConfig(threshold=0.95, updates=5)
+    """Share of an update's steps whose completion is the commonest one."""
+    zero_advantage: AlarmConfig = AlarmConfig(threshold=0.95, updates=5)
+    """Share of an update's steps whose advantage is 0."""
+    invalid_moves: AlarmConfig = AlarmConfig(threshold=0.9, updates=5)
+    """Share of an env's newest training games that the policy ended by an invalid move of its own."""
+    collapse: AlarmConfig = AlarmConfig(threshold=0.0)
+    """How far the interval of the newest evaluation lies under that of the best one before it, in win rate (in reward,
+    where nobody can win)."""
+    decline: AlarmConfig = AlarmConfig(threshold=0.1)
+    """The same for the share of the newest games, as training and `run.num_eval_workers` go on, that are won against a
+    fixed opponent; and for the share of training games without an own invalid move."""
+    starved: AlarmConfig = AlarmConfig(threshold=900.0)
+    """Seconds in which training games ended and none of them brought the learner a step."""
+    skipped: AlarmConfig = AlarmConfig(threshold=9, action="stop")
+    """Batches in a row that were skipped, because the loss was not finite or no step of them could be trained on."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_what_is_not_given(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        defaults = {name: field.default.model_dump() for name, field in cls.model_fields.items()}
+        return {
+            name: {**defaults[name], **alarm} if name in defaults and isinstance(alarm, dict) else alarm
+            for name, alarm in given.items()
+        }
+
+
 class SftConfig(Section):
     """`unstable-lite sft`: an adapter that imitates, for `lora.initial_lora_path` of a run."""
 
@@ -351,6 +408,7 @@ class Config(Section):
     league: LeagueConfig = LeagueConfig()
     opponents: OpponentsConfig = OpponentsConfig()
     tracker: TrackerConfig = TrackerConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     templates: dict[str, TemplateConfig] = {}
     sft: SftConfig = SftConfig()
     train_envs: tuple[TrainEnvSpec, ...] = Field(min_length=1)
@@ -468,4 +526,6 @@ def _known_keys(location: list[Any]) -> list[str]:
     for name, info in Config.model_fields.items():
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             by_section[name] = list(info.annotation.model_fields)
+    if location[0] == "alarms" and len(location) > 1:
+        return list(AlarmConfig.model_fields)
     return by_section.get(location[0], [])

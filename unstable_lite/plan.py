@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from unstable_lite.alarms import alarm_problems
 from unstable_lite.algorithms import algorithm_problems, describe_rewards, resolve_defaults
 from unstable_lite.by_name import suggestion
 from unstable_lite.config import Config, LoraConfig, OpponentsConfig, read_config
@@ -161,6 +162,7 @@ def find_problems(config: Config) -> list[str]:
     config = resolve_defaults(config)
     problems = [*_env_problems(config), *check_league(config), *_number_problems(config), *algorithm_problems(config)]
     problems += [*template_problems(config.templates), *_spending_problems(config.opponents)]
+    problems += alarm_problems(config.alarms)
     try:
         build_reward_transformations(config.rewards)
     except ConfigError as error:

@@ -29,6 +29,7 @@ from unstable_lite.errors import ConfigError, UnstableError
 from unstable_lite.games.environments import Environment, hang_guard
 from unstable_lite.games.seats import Seats
 from unstable_lite.games.templates import Template, format_prompt, templates_for
+from unstable_lite.guard import Guard
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
@@ -47,6 +48,7 @@ from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.trackers.tracker import Evaluation, Sink, Tracker
 from unstable_lite.training import Training
 from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas, try_lock
+from unstable_lite.types import GameRecord
 from unstable_lite.workers import Workers, started_workers
 
 T = TypeVar("T")
@@ -75,6 +77,10 @@ class Summary:
     alarms: tuple[str, ...]
     checkpoint: Path | None
     """The newest one."""
+    collapsed: tuple[str, ...] = ()
+    """Where the last policy is worse than an earlier one, and which."""
+    stopped_by: str | None = None
+    """The alarm that ended the run, if one did."""
 
 
 class Run:
@@ -228,6 +234,8 @@ class Run:
             evaluations=tuple(tracker.evaluations),
             alarms=tuple(tracker.alarms),
             checkpoint=training.checkpoint,
+            collapsed=tuple(training.guard.collapsed()),
+            stopped_by=training.guard.stopped_by,
         )
 
     def _wire(
@@ -259,6 +267,14 @@ class Run:
             tolerance=config.learner.canary_tolerance,
         )
 
+        def count(record: GameRecord) -> None:
+            tracker.add_record(record)
+            guard.add_record(record)
+
+        collector = Collector(scheduler, buffer, seats, arena, config.run, count, lock_step)
+        say = self._terminal.say
+        guard = Guard(config, directory, buffer, tracker, say, collector.going, self._stop)
+
         def alarm(text: str) -> None:
             tracker.alarm(scheduler.registry.get(scheduler.registry.get_current_ckpt()).iteration or 0, text)
             self._terminal.say(f"[red]alarm[/red]: {text}")
@@ -273,7 +289,7 @@ class Run:
             registry=scheduler.registry,
             scheduler=scheduler,
             buffer=buffer,
-            collector=Collector(scheduler, buffer, seats, arena, config.run, tracker.add_record, lock_step),
+            collector=collector,
             publisher=publisher,
             pool=OpponentPool(
                 config.league,
@@ -285,6 +301,7 @@ class Run:
                 alarm,
             ),
             tracker=tracker,
+            guard=guard,
             terminal=self._terminal,
             loop_watch=loop_watch,
             resume_from=checkpoint,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.checkpoints import Checkpoint, save_checkpoint
 from unstable_lite.collector import Collector
-from unstable_lite.errors import UnstableError
+from unstable_lite.guard import Guard
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.loop_watch import LoopWatch
@@ -30,8 +30,6 @@ from unstable_lite.types import Batch
 from unstable_lite.workers import Workers
 
 T = TypeVar("T")
-
-MAX_SKIPPED_IN_A_ROW = 10
 
 
 @dataclass(kw_only=True)
@@ -48,6 +46,7 @@ class Training:
     publisher: Publisher
     pool: OpponentPool
     tracker: Tracker
+    guard: Guard
     terminal: TerminalInterface
     loop_watch: LoopWatch
     resume_from: Checkpoint | None
@@ -71,6 +70,7 @@ class Training:
             background = [tasks.create_task(supervisor.run()) for supervisor in self.supervisors]
             background.append(tasks.create_task(self.publisher.retire_unreferenced()))
             background.append(tasks.create_task(self.pool.run()))
+            background.append(tasks.create_task(self.guard.watch_for_steps()))
             await self._start_policy()
             if self.resume_from is None:
                 await self._evaluate("before")
@@ -78,8 +78,7 @@ class Training:
                 await self._learn_in_turns()
             else:
                 await self._learn(tasks)
-            if self.updates != self._saved:
-                await self._save()
+            await self._save_newest()
             if not self.stop.is_set():
                 await self._evaluate("after")
             for task in background:
@@ -94,10 +93,9 @@ class Training:
         self._started = time.monotonic()
         self.terminal.start(config.learning_steps)
         while self.updates < config.learning_steps and not self.stop.is_set():
-            await self._update()
-            is_evaluated = config.eval_every and self.updates % config.eval_every == 0
-            if is_evaluated and self.updates < config.learning_steps:
+            if await self._update() and self._is_evaluated():
                 evaluations.append(tasks.create_task(self._evaluate(f"update {self.updates}")))
+            await self.guard.pause_if_asked(self._save_newest)
         self.seconds = time.monotonic() - self._started
         self.terminal.stop()
         collecting.cancel()
@@ -114,22 +112,28 @@ class Training:
             await self.publisher.retired()
             if not self.buffer.has_batch(batch_size, self.version):
                 await self.collector.play_round(config.num_collection_workers)
-                continue
-            await self._update()
-            is_evaluated = config.eval_every and self.updates % config.eval_every == 0
-            if is_evaluated and self.updates < config.learning_steps:
+            elif await self._update() and self._is_evaluated():
                 await self._evaluate(f"update {self.updates}")
+            await self.guard.pause_if_asked(self._save_newest)
         self.seconds = time.monotonic() - self._started
         self.terminal.stop()
 
-    async def _update(self) -> None:
-        """One batch, one optimiser step, one adapter version that every engine holds and games may ask for."""
+    def _is_evaluated(self) -> bool:
+        """Whether this update is one of those to evaluate after; the last one is in any case."""
+        every, last = self.plan.config.run.eval_every, self.plan.config.run.learning_steps
+        return every is not None and self.updates % every == 0 and self.updates < last
+
+    async def _update(self) -> bool:
+        """One batch, one optimiser step, one adapter version that every engine holds and games may ask for.
+
+        False where it did not come to that: the batch was skipped, or the run is to stop or to pause.
+        """
         config, version = self.plan.config, self.version + 1
         started = time.monotonic()
         waiting: Coroutine[Any, Any, Batch] = self.buffer.get_batch(config.learner.batch_size, self.version)
         batch = await self._unless_stopped(waiting)
         if batch is None:
-            return
+            return False
         waited_s = time.monotonic() - started
         self.pool.make_room()
         updated = await self.workers.learner.update(
@@ -137,7 +141,7 @@ class Training:
         )
         if updated.skipped is not None:
             self._count_skipped(updated.skipped)
-            return
+            return False
         published = time.monotonic()
         canary = await self.publisher.publish(version)
         self.updates += 1
@@ -146,10 +150,12 @@ class Training:
         figures = {f"learner/{name}": value for name, value in updated.metrics.items()} | canary
         figures["learner/wait_for_batch_s"] = waited_s
         figures["learner/publish_s"] = time.monotonic() - published
+        figures |= await self.guard.measure(batch)
         await self.tracker.add_train_data(self.updates, version - 1, batch)
         self._report(figures)
         if self.updates % config.run.checkpoint_every == 0 and self.updates < config.run.learning_steps:
             await self._save()
+        return True
 
     def _offer(self, uid: str, version: int) -> None:
         """From here on games may ask for this version."""
@@ -187,6 +193,7 @@ class Training:
         await learner.publish(version, self.arena.path(version), self.arena.learner_state(version))
         canary = await self.publisher.publish(version)
         await self.pool.resume(state["pool"])
+        self.guard.load_state_dict(state["guard"])
         return canary
 
     async def _evaluate(self, label: str) -> None:
@@ -202,16 +209,13 @@ class Training:
             evaluation = summarise_evaluation(label, step, model, env.env_id, opponent, records)
             self.tracker.add_evaluation(evaluation)
             self.terminal.say(f"evaluation {label}: {evaluation.describe()}")
+            self.guard.check_evaluation(evaluation)
 
     def _count_skipped(self, reason: str) -> None:
         self.skipped += 1
         self._skipped_in_a_row += 1
         self._alarm(f"skipped a batch: {reason}")
-        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise UnstableError(
-                f"{self._skipped_in_a_row} batches in a row were skipped, the last because of {reason}: lower "
-                "learner.learning_rate, or look at games.jsonl for rewards that blow up"
-            )
+        self.guard.check_skipped(self._skipped_in_a_row, reason)
 
     def _report(self, figures: dict[str, float]) -> None:
         """One line of metrics, and the alarms that follow from them."""
@@ -241,16 +245,12 @@ class Training:
         if self.plan.config.group_baseline is not None and isinstance(self.buffer, StepBuffer):
             figures["buffer/steps_in_groups"] = self.buffer.steps_in_groups()
             figures |= {f"buffer/groups_{name}": count for name, count in self.buffer.group_counters().items()}
-        if figures["learner/mismatch_mean"] > self.plan.config.learner.mismatch_alarm:
-            self._alarm(
-                f"engine and learner disagree by {figures['learner/mismatch_mean']:.3f} in mean |Δ log p| over "
-                f"{figures['learner/mismatch_tokens']:.0f} on-policy tokens"
-            )
         if figures["learner/oom_retries"] > self.tracker.latest.get("learner/oom_retries", 0.0):
             self._alarm(
                 "the learner ran out of memory and did the update again; from now on a micro-batch has at most "
                 f"{figures['learner/max_tokens_per_micro_batch']:.0f} tokens"
             )
+        figures |= self.guard.check_update(self.updates, figures)
         self.tracker.log_update(self.updates, figures)
         self.tracker.end_evaluations(still_playing={self.registry.get_current_ckpt(), *+self.collector.evaluating})
         self.terminal.show_update(self.updates, self.plan.config.run.learning_steps, self._one_line())
@@ -258,11 +258,11 @@ class Training:
     def _one_line(self) -> str:
         latest, nan = self.tracker.latest, float("nan")
         group = f"collection-{self.plan.config.train_envs[0].env_id}"
-        alarms = f"  [red]alarms {len(self.tracker.alarms)}[/red]" if self.tracker.alarms else ""
         return (
             f"games {latest['run/games']:.0f}  tokens/s {latest['run/tokens_per_s']:.0f}  "
             f"reward {latest.get(f'{group}/reward', nan):+.2f} (n={latest.get(f'{group}/n', 0):.0f})  "
-            f"staleness {latest['learner/staleness_mean']:.1f}  entropy {latest['learner/entropy']:.2f}{alarms}"
+            f"staleness {latest['learner/staleness_mean']:.1f}  entropy {latest['learner/entropy']:.2f}"
+            f"{self.guard.status()}"
         )
 
     def _alarm(self, text: str) -> None:
@@ -283,6 +283,7 @@ class Training:
             "pool": self.pool.state_dict(),
             "tracker": self.tracker.state_dict(),
             "seats": self.collector.seats.state_dict(),
+            "guard": self.guard.state_dict(),
         }
         checkpoints = self.directory / "checkpoints"
         self.checkpoint = await save_checkpoint(
@@ -291,12 +292,20 @@ class Training:
         self._saved = self.updates
         await self.pool.tell_saved()
 
+    async def _save_newest(self) -> Path | None:
+        """A checkpoint of the last update, if there is none yet; the newest one, if there is any."""
+        if self.updates != self._saved:
+            await self._save()
+        return self.checkpoint
+
     async def _unless_stopped(self, waiting: Coroutine[Any, Any, T]) -> T | None:
-        """The result, or None if the run is asked to stop first."""
+        """The result, or None if the run is asked to stop or to pause first."""
         task, stop = asyncio.ensure_future(waiting), asyncio.ensure_future(self.stop.wait())
+        pause = asyncio.ensure_future(self.guard.asks_for_pause.wait())
         try:
-            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, stop, pause}, return_when=asyncio.FIRST_COMPLETED)
             return task.result() if task.done() else None
         finally:
             task.cancel()
             stop.cancel()
+            pause.cancel()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from unrolled import returns, z_scores
 from unstable_lite.errors import RequestError
-from unstable_lite.learners.advantages import estimate_advantages, normalized, value_figures
+from unstable_lite.learners.advantages import estimate_advantages, normalized, value_figures, zero_share
 from unstable_lite.types import TrainItem
 
 
@@ -83,3 +83,9 @@ def test_value_figures_count_what_they_say() -> None:
     nothing = value_figures(np.ones(2), np.zeros(2))
     assert (nothing["explained_variance"], nothing["value_dir_acc"], nothing["value_dir_n"]) == (0, 0, 0)
     assert all(math.isfinite(figure) for figure in nothing.values())
+
+
+def test_steps_that_teach_nothing_are_counted_rounding_included() -> None:
+    assert zero_share([0.0, 1e-9, -1.0, 0.5]) == 0.5
+    assert zero_share(normalized(np.full(3, 0.1))) == 1
+    assert zero_share([]) == 0

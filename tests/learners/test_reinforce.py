@@ -26,7 +26,7 @@ METRICS = {
     *("loss", "logp_mean", "avg_train_len", "pct_truncated", "step", "samples_seen", "lr", "policy_grad_norm"),
     *("entropy", "importance_weight_mean", "importance_weight_clipped", "num_items", "num_tokens", "padding_share"),
     *("mismatch_mean", "mismatch_max", "mismatch_tokens", "staleness_mean", "staleness_max", "dropped_too_long"),
-    *("tokens_per_s", "seconds"),
+    *("tokens_per_s", "seconds", "zero_advantage"),
 }
 
 

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from unstable_lite.config import Config
 from unstable_lite.learners import UpdateResult, adapter_files, losses
-from unstable_lite.learners.advantages import estimate_advantages, normalized, value_figures
+from unstable_lite.learners.advantages import estimate_advantages, normalized, value_figures, zero_share
 from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.critic import Critic
 from unstable_lite.learners.figures import Trained
@@ -89,6 +89,7 @@ class A2CLearner:
                 self._optimizer.zero_grad(set_to_none=True)
                 self._critic_optimizer.zero_grad(set_to_none=True)
             metrics |= {
+                "zero_advantage": zero_share(weight_I),
                 "policy_grad_norm": norm,
                 "grad_norm": norm,
                 "critic_grad_norm": critic_norm,

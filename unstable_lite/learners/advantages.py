@@ -16,6 +16,7 @@ from unstable_lite.types import TrainItem
 Figures = npt.NDArray[np.float64]
 
 _EPSILON = 1e-8
+_ROUNDING = 1e-6
 
 
 def estimate_advantages(
@@ -49,6 +50,11 @@ def normalized(advantage_I: Figures) -> Figures:
     centred = advantage_I - advantage_I.mean()
     scaled: Figures = centred / (centred.std() + _EPSILON * max(1.0, float(np.abs(advantage_I).max())))
     return scaled
+
+
+def zero_share(advantages: Sequence[float] | Figures) -> float:
+    """Share of steps that teach nothing: their advantage is 0, but for rounding. 0 without a step."""
+    return float((np.abs(advantages) <= _ROUNDING).mean()) if len(advantages) else 0.0
 
 
 def value_figures(value_I: Figures, target_I: Figures) -> dict[str, float]:

@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from unstable_lite.config import Config
 from unstable_lite.learners import UpdateResult, adapter_files, losses
+from unstable_lite.learners.advantages import zero_share
 from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.figures import Clipped
 from unstable_lite.learners.learner_state import read_state, write_state
@@ -79,6 +80,7 @@ class GRPOLearner:
                 if skipped is not None:
                     before.restore()
             metrics |= {
+                "zero_advantage": zero_share([item.reward for item in fitted.items]),
                 **proximal.trained.figures(self.version, self._config.importance_weight_cap),
                 "loss": fmean(loss_of_steps),
                 "policy_loss": fmean(loss_of_steps),

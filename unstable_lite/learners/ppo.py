@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from unstable_lite.config import Config
 from unstable_lite.learners import UpdateResult, adapter_files, losses
-from unstable_lite.learners.advantages import estimate_advantages, normalized, value_figures
+from unstable_lite.learners.advantages import estimate_advantages, normalized, value_figures, zero_share
 from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.critic import Critic
 from unstable_lite.learners.figures import Clipped
@@ -109,6 +109,7 @@ class PPOLearner:
                     before.restore()
                     critic_before.restore()
             metrics |= {
+                "zero_advantage": zero_share(weight_I),
                 **proximal.trained.figures(self.version, self._config.importance_weight_cap),
                 "loss": fmean(loss_of_steps),
                 "policy_loss": fmean(loss_of_steps),

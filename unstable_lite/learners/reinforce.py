@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from unstable_lite.config import Config
 from unstable_lite.learners import UpdateResult, adapter_files, losses
+from unstable_lite.learners.advantages import zero_share
 from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.figures import Trained
 from unstable_lite.learners.learner_state import read_state, write_state
@@ -63,6 +64,7 @@ class REINFORCELearner:
             finally:
                 self._optimizer.zero_grad(set_to_none=True)
             metrics |= {
+                "zero_advantage": zero_share([item.reward for item in fitted.items]),
                 "policy_grad_norm": norm,
                 **trained.figures(self.version, self._config.importance_weight_cap),
             }

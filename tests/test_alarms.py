@@ -1,0 +1,173 @@
+"""When an alarm goes on, how long it is heard, and what it takes for a collapse."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unstable_lite.alarms import ALARMS, SAY_EVERY, Alarms, Contests, Reading, Result, readings_of
+from unstable_lite.config import AlarmConfig, AlarmsConfig
+from unstable_lite.trackers.tracker import Evaluation
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def alarms(**tables: dict[str, Any]) -> Alarms:
+    return Alarms(AlarmsConfig.model_validate(tables))
+
+
+def phases(judge: Alarms, values: list[float], alarm: str = "staleness") -> list[tuple[int, str]]:
+    """(reading, phase), counted from 1."""
+    return [
+        (update, change.phase)
+        for update, value in enumerate(values, start=1)
+        for change in judge.judge(update, [Reading(alarm=alarm, value=value, n=10)])
+    ]
+
+
+def test_an_alarm_goes_on_after_so_many_readings_in_a_row_and_off_after_as_many() -> None:
+    judge = alarms(staleness={"threshold": 5, "updates": 3})
+    assert phases(judge, [6, 6, 5, 6, 6, 6, 6, 5, 5, 6, 5, 5, 5]) == [(6, "begins"), (13, "ends")]
+    assert judge.counts()["staleness"] == 1
+    assert judge.on() == []
+
+
+def test_one_that_stays_on_is_heard_now_and_then_and_one_that_flickers_is_not() -> None:
+    judge = alarms(staleness={"threshold": 5, "updates": 2})
+    assert phases(judge, [6.0] * (2 + 2 * SAY_EVERY)) == [
+        (2, "begins"),
+        (2 + SAY_EVERY, "stays"),
+        (2 + 2 * SAY_EVERY, "stays"),
+    ]
+    assert judge.on() == ["staleness"]
+    assert phases(alarms(staleness={"threshold": 5, "updates": 2}), [6, 4] * 50) == []
+
+
+def test_entropy_is_watched_on_both_sides_and_what_is_not_a_number_is_not_fine() -> None:
+    for value, on in ((0.01, ["entropy"]), (0.02, []), (3.0, []), (3.01, ["high_entropy"])):
+        judge = alarms(entropy={"updates": 1}, high_entropy={"updates": 1})
+        judge.judge(1, readings_of({"learner/entropy": value, "learner/num_tokens": 7}))
+        assert judge.on() == on
+    judge = alarms()
+    judge.judge(1, readings_of({"learner/mismatch_mean": float("nan"), "learner/mismatch_tokens": 7}))
+    assert judge.on() == ["mismatch"]
+
+
+def test_what_was_not_measured_or_is_of_nothing_is_not_judged() -> None:
+    assert readings_of({}) == []
+    assert readings_of({"learner/mismatch_mean": 0.0, "learner/mismatch_tokens": 0.0}) == []
+    readings = readings_of({"learner/mismatch_mean": 0.5, "learner/mismatch_tokens": 3.0, "learner/entropy": 1.0})
+    assert [(reading.alarm, reading.value, reading.n) for reading in readings] == [("mismatch", 0.5, 3)]
+
+
+def test_one_that_is_off_is_neither_heard_nor_counted() -> None:
+    judge = alarms(staleness={"threshold": 5, "updates": 1, "action": "off"})
+    assert phases(judge, [9.0] * 50) == []
+    assert "staleness" not in judge.counts()
+
+
+def test_each_subject_is_judged_by_itself_and_named() -> None:
+    judge = alarms(invalid_moves={"updates": 2, "action": "pause"})
+    readings = [Reading(alarm="invalid_moves", value=v, n=512, subject=e) for e, v in (("A", 0.95), ("B", 0.1))]
+    assert judge.judge(1, readings) == []
+    (change,) = judge.judge(2, readings)
+    assert (change.phase, change.action) == ("begins", "pause")
+    assert "95.0% of the newest 512 training games of A were ended" in change.text
+    assert judge.is_on("invalid_moves", "A")
+    assert not judge.is_on("invalid_moves", "B")
+
+
+@pytest.mark.parametrize("name", ALARMS)
+def test_every_alarm_says_what_was_measured_its_threshold_what_it_means_and_what_to_try(name: str) -> None:
+    judge = alarms(**{name: {"updates": 1, "action": "warn"}})
+    far = -1.0 if ALARMS[name].is_under else 1e9
+    (change,) = judge.judge(3, [Reading(alarm=name, value=far, n=1234, subject="S", detail="D")])
+    threshold = getattr(AlarmsConfig(), name).threshold
+    assert change.text.startswith(f"{name}: ")
+    assert "1,234" in change.text or ": D" in change.text
+    beyond = f"({'under' if ALARMS[name].is_under else 'over'} {ALARMS[name].threshold.format(threshold)})"
+    assert beyond in change.text
+    assert change.text.endswith(f"It usually means: {ALARMS[name].means}. Try: {ALARMS[name].advice}")
+
+
+def test_every_alarm_has_a_section_and_a_row_in_the_readme_with_its_defaults() -> None:
+    assert list(ALARMS) == list(AlarmsConfig.model_fields)
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (over|under) ([\d.]+)[^|]* \| (\d+) \| (\w+) \|", README, re.M)
+    written = {name: (side, float(threshold), int(n), action) for name, side, threshold, n, action in rows}
+    config = {name: getattr(AlarmsConfig(), name) for name in ALARMS}
+    assert written == {
+        name: ("under" if ALARMS[name].is_under else "over", c.threshold, c.updates, c.action)
+        for name, c in config.items()
+    }
+
+
+def test_alarms_go_on_after_a_pass_through_json_as_if_nothing_had_been() -> None:
+    values = [6.0] * 30 + [1.0] * 5
+    whole, first = alarms(staleness={"threshold": 5}), alarms(staleness={"threshold": 5})
+    expected = phases(whole, values)
+    heard = phases(first, values[:17])
+    second = alarms(staleness={"threshold": 5})
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    heard += [(update + 17, phase) for update, phase in phases(second, values[17:])]
+    assert heard == expected
+    assert second.counts() == whole.counts()
+
+
+def evaluation(wins: int, n: int = 400, step: int = 10, **changes: Any) -> Evaluation:
+    fields = {"draws": 0, "losses": n - wins, "invalid": 0, "void": 0, "mean_reward": 0.0, "reward_std": 1.0}
+    return Evaluation(
+        label="x", model=f"ckpt-{step}", step=step, env_id="E", opponent="O", n=n, wins=wins, **(fields | changes)
+    )
+
+
+def gaps(contests: Contests, evaluations: list[Evaluation]) -> list[float]:
+    results = [Result.of(each) for each in evaluations]
+    return [r.value for result in results if result is not None for r in contests.add("collapse", "S", result)]
+
+
+def test_the_newest_result_collapses_where_its_interval_lies_under_the_best_ones() -> None:
+    contests = Contests()
+    fine, worse = gaps(contests, [evaluation(200, step=10), evaluation(330, step=20), evaluation(240, step=30)])
+    assert fine < 0 < worse
+    assert contests.of["S"].best is not None
+    assert contests.of["S"].best.who == "ckpt-20"
+    (reading,) = contests.add("collapse", "S", Result(who="ckpt-40", update=40, mean=0.5, n=400))
+    assert reading.detail == (
+        "S: ckpt-40 50.0% of 400 games won (95 %: 45.1% – 54.9%), but ckpt-20 82.5% of 400 games won "
+        "(95 %: 78.5% – 85.9%)"
+    )
+    # Two results alone: disjoint Wilson intervals of 95 %, no more and no less.
+    assert gaps(Contests(), [evaluation(200), evaluation(161)])[0] == pytest.approx(0.4511 - 0.4512, abs=2e-4)
+
+
+def test_rewards_are_compared_where_nobody_can_win() -> None:
+    first, second = (evaluation(0, losses=0, mean_reward=mean, reward_std=0.5) for mean in (0.9, 0.2))
+    assert gaps(Contests(), [first, second])[0] == pytest.approx(0.7 - 2 * 1.96 * 0.5 / 20, abs=1e-3)
+    assert Result.of(evaluation(0, n=0, losses=0)) is None
+
+
+def test_a_policy_that_stays_the_same_does_not_collapse_however_often_it_is_evaluated() -> None:
+    chance = random.Random(0)
+    false_alarms = 0
+    for _ in range(100):
+        evaluations = [evaluation(sum(chance.random() < 0.6 for _ in range(100)), n=100) for _ in range(40)]
+        false_alarms += any(gap > 0 for gap in gaps(Contests(), evaluations))
+    assert false_alarms <= 2
+
+
+def test_a_contest_goes_on_after_a_pass_through_json() -> None:
+    first, second = Contests(), Contests()
+    gaps(first, [evaluation(200), evaluation(330)])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.of == first.of
+    assert gaps(second, [evaluation(240)]) == gaps(first, [evaluation(240)])
+
+
+def test_an_alarms_own_numbers_must_be_numbers() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        AlarmConfig(threshold=float("inf"))

@@ -1,0 +1,253 @@
+"""Watch over a run's learning, and do what an alarm's action says: warn, pause, stop.
+
+Owns the windows over training games and the file PAUSED. What an alarm looks like is alarms.py's to know, and when it
+is safe to pause or to stop the run's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from unstable_lite.alarms import SAY_EVERY, Alarms, Change, Contests, Reading, Result, readings_of
+from unstable_lite.buffers import EpisodeBuffer, StepBuffer
+from unstable_lite.config import Config
+from unstable_lite.trackers.repetition import repetition
+from unstable_lite.trackers.tracker import WINDOW, Evaluation, Tracker
+from unstable_lite.trackers.train_data import steps_of
+from unstable_lite.types import Batch, GameRecord
+
+log = logging.getLogger(__name__)
+
+PAUSED = "PAUSED"
+"""The file in the run directory that a paused run waits to see deleted."""
+LOOK_S = 0.5
+"""Between two looks whether it is still there."""
+MIN_GAMES = 100
+"""Fewer of a kind say nothing yet."""
+WON, VALID = "won", "without an own invalid move"
+"""What is counted of the newest games."""
+
+
+class Guard:
+    def __init__(
+        self,
+        config: Config,
+        directory: Path,
+        buffer: StepBuffer | EpisodeBuffer,
+        tracker: Tracker,
+        say: Callable[[str], None],
+        going: asyncio.Event,
+        stop: asyncio.Event,
+    ) -> None:
+        """`going`: games start while it is set. `stop`: set, it ends the run in good order."""
+        self.stopped_by: str | None = None
+        """Why the run ends, if an alarm ends it."""
+        self.asks_for_pause = asyncio.Event()
+        self._config = config
+        self._directory = directory
+        self._buffer = buffer
+        self._tracker = tracker
+        self._say = say
+        self._going = going
+        self._stop = stop
+        self._alarms = Alarms(config.alarms)
+        self._contests = Contests()
+        self._num_evaluations = 0
+        """That were compared."""
+        self._windows: dict[str, dict[str, deque[bool]]] = defaultdict(lambda: defaultdict(_new_window))
+        """By what is counted, by the games that it is counted of; the newest ones."""
+        self._update = 0
+        self._reasons: list[str] = []
+        """To pause."""
+        self._fed_at = time.monotonic()
+        """When the newest step came to the buffer, and how many there were then."""
+        self._steps_added = buffer.added
+        self._since_fed: Counter[str] = Counter()
+        """How the training games ended that ended after it."""
+        (directory / PAUSED).unlink(missing_ok=True)
+
+    def add_record(self, record: GameRecord) -> None:
+        """Count a finished game; before the buffer has seen it."""
+        spec = record.spec
+        if spec.kind == "train":
+            self._since_fed["void" if record.end == "void" else "whole"] += 1
+        if record.end == "void" or spec.eval_label is not None:
+            return
+        is_training = spec.kind == "train"
+        own = [a.pid for a in spec.agent_specs if (a.collect_data if is_training else a.model.kind == "checkpoint")]
+        others = {a.model.name for a in spec.agent_specs if a.pid not in own}
+        opponent = others.pop() if len(others) == 1 else None
+        for pid in own:
+            if is_training:
+                self._windows[VALID][spec.env_id].append(pid not in record.invalid_pids)
+            if opponent is not None and record.outcomes[pid] != "na":
+                games = f"{'training' if is_training else 'evaluation'} games of {spec.env_id} against {opponent}"
+                self._windows[WON][games].append(record.outcomes[pid] == "win")
+
+    async def measure(self, batch: Batch) -> dict[str, float]:
+        """What no learner tells of a batch; beside the event loop, for there may be millions of tokens."""
+        figures = await asyncio.to_thread(repetition, list(steps_of(batch)))
+        return {f"batch/{name}": value for name, value in figures.items()}
+
+    def check_update(self, update: int, figures: Mapping[str, float]) -> dict[str, float]:
+        """Judge an update by its metrics and the games so far; returns how often each alarm went on."""
+        self._update = update
+        self.check_skipped(0)
+        self._judge([*readings_of(figures), *self._readings_of_games()])
+        return {f"alarms/{name}": count for name, count in self._alarms.counts().items()}
+
+    def check_skipped(self, in_a_row: int, reason: str = "") -> None:
+        """`in_a_row`: batches that were skipped since the last update."""
+        detail = f"{in_a_row} batches in a row were skipped, the last because of {reason}" if in_a_row else "an update"
+        self._judge([Reading(alarm="skipped", value=in_a_row, n=in_a_row, detail=detail)])
+
+    def check_evaluation(self, evaluation: Evaluation) -> None:
+        """Compare it with the best one before it, of the same env and opponent."""
+        self._judge(self._compared(evaluation))
+
+    async def watch_for_steps(self) -> None:
+        """Until cancelled: whether what is played reaches the learner."""
+        while True:
+            await asyncio.sleep(self._config.alarms.starved.threshold / SAY_EVERY)
+            self._judge([self._hunger()])
+
+    async def pause_if_asked(self, save: Callable[[], Awaitable[Path | None]]) -> None:
+        """Where an alarm asks for it: save, start no game, and wait until somebody deletes PAUSED or stops the run."""
+        is_over = self._stop.is_set() or self._update >= self._config.run.learning_steps
+        if is_over or not self.asks_for_pause.is_set():
+            return
+        self._going.clear()
+        checkpoint = await save()
+        path = self._directory / PAUSED
+        reasons, self._reasons = self._reasons, []
+        saved = f"Everything is saved in {checkpoint}." if checkpoint else "There is no checkpoint yet."
+        path.write_text("\n".join([*reasons, saved, "Delete this file and the run goes on.", ""]))
+        self._say(f"paused after update {self._update}. {saved} To go on: rm {path}  (Ctrl-C: end)")
+        try:
+            while path.exists() and not self._stop.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), LOOK_S)
+        finally:
+            path.unlink(missing_ok=True)
+            self.asks_for_pause.clear()
+            self._fed_at = time.monotonic()
+            self._going.set()
+        self._say("ending" if self._stop.is_set() else "going on")
+
+    def status(self) -> str:
+        """For the live line: how many alarms there were, and which are on."""
+        if not self._tracker.alarms:
+            return ""
+        on = ", ".join(self._alarms.on())
+        return f"  [red]alarms {len(self._tracker.alarms)}{f', on: {on}' if on else ''}[/red]"
+
+    def collapsed(self) -> list[str]:
+        """For whoever takes the last policy for the best: where it is not, and which one is."""
+        return [
+            f"the last policy is worse than the best one: {subject}: {contest.newest.describe()}, but "
+            f"{contest.best.describe()}. {self._where(contest.best)}"
+            for subject, contest in self._contests.of.items()
+            if self._alarms.is_on("collapse", subject) or self._alarms.is_on("decline", subject)
+            if contest.newest and contest.best
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "alarms": self._alarms.state_dict(),
+            "contests": self._contests.state_dict(),
+            "num_evaluations": self._num_evaluations,
+            "windows": {
+                what: {games: list(window) for games, window in windows.items()}
+                for what, windows in self._windows.items()
+            },
+            "update": self._update,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Evaluations that ended after the state was saved have been told of."""
+        self._alarms.load_state_dict(state["alarms"])
+        self._contests.load_state_dict(state["contests"])
+        self._num_evaluations, self._update = state["num_evaluations"], state["update"]
+        for what, windows in state["windows"].items():
+            for games, results in windows.items():
+                self._windows[what][games].extend(results)
+        for evaluation in self._tracker.evaluations[self._num_evaluations :]:
+            self._alarms.judge(self._update, self._compared(evaluation))
+
+    def _compared(self, evaluation: Evaluation) -> list[Reading]:
+        self._num_evaluations += 1
+        result = Result.of(evaluation)
+        subject = f"evaluation of {evaluation.env_id} against {evaluation.opponent}"
+        return [] if result is None else self._contests.add("collapse", subject, result)
+
+    def _judge(self, readings: Iterable[Reading]) -> None:
+        for change in self._alarms.judge(self._update, readings):
+            if change.phase == "ends":
+                log.info("after update %d: %s", self._update, change.text)
+                self._say(change.text)
+            else:
+                self._act(change)
+
+    def _act(self, change: Change) -> None:
+        log.warning("after update %d: %s", self._update, change.text)
+        self._tracker.alarm(self._update, change.text)
+        self._say(f"[red]alarm[/red] after update {self._update}: {change.text}")
+        if change.action == "pause":
+            self._reasons.append(f"after update {self._update}: {change.text}")
+            self.asks_for_pause.set()
+        elif change.action == "stop":
+            self.stopped_by = self.stopped_by or change.text
+            self._stop.set()
+
+    def _readings_of_games(self) -> list[Reading]:
+        readings: list[Reading] = []
+        for what, windows in self._windows.items():
+            for games, window in windows.items():
+                n, share = len(window), sum(window) / len(window)
+                if n < MIN_GAMES:
+                    continue
+                if what == VALID:
+                    readings.append(Reading(alarm="invalid_moves", value=1 - share, n=n, subject=games))
+                result = Result(who=f"up to update {self._update}", update=self._update, mean=share, n=n, what=what)
+                subject = f"training games of {games}" if what == VALID else games
+                readings += self._contests.add("decline", subject, result)
+        return readings
+
+    def _hunger(self) -> Reading:
+        """How long games have ended for nothing."""
+        now, ended = time.monotonic(), self._since_fed.total()
+        if self._buffer.added != self._steps_added or not self._going.is_set() or not ended:
+            self._fed_at, self._steps_added = now, self._buffer.added
+            self._since_fed.clear()
+            return Reading(alarm="starved", value=0.0, n=ended, detail="the learner gets steps again")
+        seconds, num_void = now - self._fed_at, self._since_fed["void"]
+        detail = (
+            f"no step has come to the learner for {seconds:.0f} s, although {ended} training games ended, {num_void} "
+            f"of them void; {self._buffer.size()} steps wait, and a batch is {self._config.learner.batch_size}"
+        )
+        return Reading(alarm="starved", value=seconds, n=ended, detail=detail)
+
+    def _where(self, best: Result) -> str:
+        if best.update == 0:
+            return "That is what training started from."
+        kept = {
+            int(path.name.removeprefix("ckpt-")): path
+            for place in ("adapters", "checkpoints")
+            for path in (self._directory / place).glob("ckpt-*")
+        }
+        if best.update in kept:
+            return f"That is {kept[best.update]}"
+        nearest = min(kept, key=lambda update: abs(update - best.update), default=None)
+        found = "no checkpoint was kept" if nearest is None else f"the nearest one that was kept is {kept[nearest]}"
+        return f"Of update {best.update} itself there is no checkpoint (run.checkpoint_every); {found}"
+
+
+def _new_window() -> deque[bool]:
+    return deque(maxlen=WINDOW)
