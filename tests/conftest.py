@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ settings.load_profile("unhurried")
 
 HAS_CUDA = Path("/proc/driver/nvidia/version").exists()
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,3 +23,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
         if item.get_closest_marker("vllm") and not HAS_VLLM:
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed (.ci/run installs its CPU build)"))
+        if item.get_closest_marker("browser") and CHROMIUM is None:
+            item.add_marker(pytest.mark.skip(reason="no Chromium on this machine (apt-get install chromium)"))
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """For tests that are marked `browser`."""
+    assert CHROMIUM is not None
+    return CHROMIUM

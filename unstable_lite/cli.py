@@ -1,4 +1,4 @@
-"""The command line: `run`, `check`, `sft`, `envs`."""
+"""The command line: every command, and how its errors are told."""
 
 from __future__ import annotations
 
@@ -232,6 +232,33 @@ def export(
         counts = export_csv(run_directory, target)
         Console(highlight=False).print(
             f"{target}: {', '.join(f'{count} files in {kind}/' for kind, count in counts.items())}", soft_wrap=True
+        )
+
+
+@app.command()
+def report(
+    run_directories: Annotated[
+        list[Path], typer.Argument(metavar="RUN…", help="Run directories; several are compared.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="Default: RUN/report.html, or report.html here for several runs.")
+    ] = None,
+    games: Annotated[
+        int, typer.Option(min=1, help="Transcripts of each run and kind (training, evaluation, void), at most.")
+    ] = 2000,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """Write one HTML file with curves, ladder, matches and a browser of games; it needs no network to be read."""
+    with _ErrorsAsMessages(debug):
+        from unstable_lite.trackers.report import write_report
+
+        default = run_directories[0] / "report.html" if len(run_directories) == 1 else Path("report.html")
+        written = write_report(run_directories, output or default, games)
+        Console(highlight=False).print(
+            f"{written.path}: {written.games:,} of {written.games_read:,} games turn by turn, "
+            f"{written.size_bytes / 1e6:.1f} MB; open it in a browser",
+            soft_wrap=True,
+            markup=False,
         )
 
 

@@ -1,0 +1,568 @@
+"""The report, as a person uses it: opened from disk in a browser that has no network."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from unstable_lite.checkpoints import to_toml
+from unstable_lite.config import Config, TrackerConfig
+from unstable_lite.errors import UnstableError
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.models import BUILTIN
+from unstable_lite.trackers.jsonl import JsonlSink
+from unstable_lite.trackers.records import write_whole
+from unstable_lite.trackers.report import write_report
+from unstable_lite.trackers.report.games import Sample
+from unstable_lite.trackers.report.tokens import CUT, pieces
+from unstable_lite.trackers.tracker import Tally, Tracker
+from unstable_lite.trackers.train_data import step_to_json
+from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, PlayerTrajectory, Step, Turn
+
+ARTEFACTS = Path(__file__).parents[2] / "artefacts" / "report"
+TOKENIZER = tokenizers.Tokenizer.from_file(str(BUILTIN["builtin:tiny"] / "tokenizer.json"))
+BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+CKPT = ModelRef(uid="ckpt-2", kind="checkpoint", adapter_version=2)
+RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
+NIM, TTT = "Nim-v0-train", "TicTacToe-v0-train"
+RULES = "Rules, line 1\nRules, line 2\nRules, line 3\n"
+HOSTILE = (
+    "</script><script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    "</pre></details><b id=hacked>bold</b>",
+    "{{ 7 * 7 }}{% raw %}{{ self.__init__ }}",
+    "line\u2028separator\u2029paragraph",
+    "\x1b[31mred\x1b[0m\x07",
+    "nul \x00 and lone \ud800 and \udfff",
+    "\u202ereversed\u202c \ufeff",
+    "javascript:alert(1) --> ]]> &lt;b&gt; &amp;",
+    "x" * 300_000,
+)
+
+
+def sampled(text: str, version: int = 2) -> Generation:
+    """As the tiny model would have written it, its end token included."""
+    ids = [*TOKENIZER.encode(text).ids, TOKENIZER.token_to_id("<|im_end|>")]
+    logprobs = np.linspace(-0.1, -3.0, len(ids)).astype(np.float32)
+    return Generation(
+        prompt_ids=np.array([1], np.int32),
+        completion_ids=np.array(ids, np.int32),
+        logprobs=logprobs,
+        text=text,
+        finish_reason="stop",
+        adapter_version=version,
+    )
+
+
+def game(
+    number: int,
+    policy: ModelRef = CKPT,
+    opponent: ModelRef | None = RANDOM,
+    env_id: str = NIM,
+    text: str = "I take two. \\boxed{[2 2]}",
+    **changes: Any,
+) -> GameRecord:
+    """Three turns, the policy's first and last; `opponent` None: the policy sits at both seats."""
+    kind = changes.pop("kind", "train")
+    models = (policy, opponent or policy)
+    agents = tuple(
+        AgentSpec(
+            pid=pid,
+            model=model,
+            collect_data=kind == "train" and model is policy,
+            prompt_template="tiny",
+            action_extraction_fn="default",
+        )
+        for pid, model in enumerate(models)
+    )
+    spec = GameSpec(
+        game_idx=number, kind=kind, env_id=env_id, num_players=2, seed=2 * number, agent_specs=agents, max_turns=9
+    )
+    is_tokens = len(text) < 1000 and "\ud800" not in text  # no tokens make up a lone surrogate
+    generation = sampled(text) if is_tokens else None
+    turns = [
+        Turn(
+            pid=pid,
+            observation=f"{RULES}Turn {turn}: board of game {number}",
+            text=text if pid == 0 else "[1 1]",
+            action="[2 2]" if pid == 0 else "[1 1]",
+            format_ok=True,
+            seconds=0.25,
+            generation=generation if pid == 0 else None,
+        )
+        for turn, pid in enumerate((0, 1, 0))
+    ]
+    record = GameRecord(
+        spec=spec,
+        turns=turns,
+        trajectories=[],
+        rewards={0: 1.0, 1: -1.0},
+        outcomes={0: "win", 1: "loss"},
+        end="natural",
+    )
+    return dataclasses.replace(record, **changes)
+
+
+LOST = {"rewards": {0: -1.0, 1: 1.0}, "outcomes": {0: "loss", 1: "win"}}
+OWN_INVALID = {**LOST, "end": "invalid", "invalid_pids": (0,)}
+OTHERS_INVALID = {"end": "invalid", "invalid_pids": (1,)}
+VOID = {"rewards": {}, "outcomes": {}, "end": "void", "error": "EnvError: the board broke"}
+GAMES = [
+    game(0, BASE, kind="eval"),
+    game(1, BASE, kind="eval", **LOST),
+    game(2, BASE, **OWN_INVALID),
+    game(3, BASE, **OTHERS_INVALID),
+    game(4, BASE, opponent=None),
+    game(5, BASE, **VOID),
+    game(6, CKPT, opponent=BASE, env_id=TTT),
+    game(7, CKPT, opponent=BASE, env_id=TTT, rewards={0: 0.0, 1: 0.0}, outcomes={0: "draw", 1: "draw"}),
+    game(8, CKPT, kind="eval"),
+    game(9, CKPT, text="H\u00e9! \U0001f389 \\boxed{[2 2]}"),
+]
+
+
+def step_of(record: GameRecord, turn: int) -> Step:
+    """What a batch holds of a turn; each stage has a reward of its own."""
+    one = record.turns[turn]
+    assert one.generation is not None
+    return Step(
+        pid=one.pid,
+        obs=f"<|im_start|>user\n{one.observation}<|im_end|>",
+        act=one.text,
+        reward=0.875,
+        env_id=record.spec.env_id,
+        generation=one.generation,
+        step_info={
+            "game_idx": record.spec.game_idx,
+            "turn": turn,
+            "raw_reward": 1.0,
+            "env_reward": 0.625,
+            "step_reward": 0.375,
+        },
+    )
+
+
+def write_run(
+    directory: Path,
+    games: list[GameRecord] = GAMES,
+    config: dict[str, Any] | None = None,
+    won_after: int = 90,
+    alarms: tuple[str, ...] = (),
+) -> Path:
+    """A run directory, by the parts that write one: three updates, two evaluations, one checkpoint."""
+    directory.mkdir(parents=True)
+    envs = [{"env_id": NIM, "num_players": 2, "num_actors": 1}]
+    whole = Config.model_validate({"train_envs": envs, "run": {"learning_steps": 3}} | (config or {}))
+    (directory / "config.toml").write_text(to_toml(whole.model_dump(mode="json")))
+    (directory / "versions.json").write_text(
+        json.dumps({"commit": "abc123", "packages": {"torch": "2.13.0", "vllm": None}, "machine": {"cores": 2}})
+    )
+    registry = ModelRegistry()
+    registry.add_fixed("scripted:random")
+    tracker = Tracker(directory, [JsonlSink(directory / "metrics.jsonl")], TrackerConfig(keep_tokens=True))
+    tracker.registry = registry
+    for record in games:
+        trained = [step_of(record, turn) for turn in (0, 2) if record.turns[turn].generation is not None]
+        if record.spec.kind == "train" and record.end != "void":
+            record = dataclasses.replace(
+                record,
+                trajectories=[
+                    PlayerTrajectory(pid=0, env_id=record.spec.env_id, game_idx=0, model=CKPT, steps=trained)
+                ],
+            )
+        tracker.add_record(record)
+    for label, model, update, wins in (("before", "base", 0, 50), ("after", "ckpt-3", 3, won_after)):
+        tally = Tally()
+        for number in range(100):
+            tally.add("win" if number < wins else "loss", 1.0 if number < wins else -1.0, own_invalid=False)
+        tracker.add_evaluation(tally.evaluation(label, model, update, NIM, "scripted:random"))
+    for update in (1, 2, 3):
+        registry.add_checkpoint(f"ckpt-{update}", update, update)
+        registry.update_ratings({0: f"ckpt-{update}", 1: RANDOM.uid}, {0: 1.0, 1: 0.0}, NIM)
+        rating = registry.get(f"ckpt-{update}").rating
+        ratings = {"trueskill/current mu": rating.mu, "trueskill/current sigma": rating.sigma}
+        tracker.log_update(update, {"learner/entropy": 2.0 / update, "run/tokens_per_s": 100.0, **ratings})
+    for alarm in alarms:
+        tracker.alarm(3, alarm)
+    write_whole(
+        directory / "train_data" / "step-000003.jsonl.gz",
+        [
+            step_to_json(step_of(record, 2), 4)
+            for record in games
+            if record.spec.game_idx == 9 and record.turns[2].generation
+        ],
+    )
+    checkpoint = directory / "checkpoints" / "ckpt-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "league.json").write_text(
+        json.dumps({"updates": 3, "registry": registry.state_dict(), "tracker": tracker.state_dict()})
+    )
+    tracker.close()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+Opened = Callable[..., Page]
+
+
+@pytest.fixture
+def opened(browser: Browser) -> Iterator[Opened]:
+    """Opens a report; anything that the page asks of a network, complains about or pops up fails the test."""
+    contexts, trouble = [], []
+
+    def open_report(path: Path, **options: Any) -> Page:
+        context = browser.new_context(offline=True, **{"viewport": {"width": 1280, "height": 900}, **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("request", lambda request: request.url.startswith(("file:", "data:")) or trouble.append(request.url))
+        page.on("pageerror", lambda error: trouble.append(str(error)))
+        page.on("dialog", lambda dialog: trouble.append(f"a dialog: {dialog.message}"))
+        page.on("console", lambda line: line.type == "error" and trouble.append(line.text))
+        page.goto(path.as_uri())
+        page.wait_for_selector("html[data-ready]")
+        return page
+
+    yield open_report
+    for context in contexts:
+        context.close()
+    assert not trouble
+
+
+@pytest.fixture(scope="module")
+def one_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("one")
+    run = write_run(directory / "12-00-00-mine", alarms=("engine and learner disagree by 0.3",))
+    return write_report([run], directory / "report.html").path
+
+
+def numbers(page: Page) -> list[int]:
+    """Of the games that the list shows."""
+    return [int(re.findall(r"#(\d+)", text)[0]) for text in page.locator("#list button").all_inner_texts()]
+
+
+def choose(page: Page, number: int) -> None:
+    page.get_by_role("button", name=re.compile(rf"^#{number} ")).click()
+    expect(page.locator("#game h3")).to_contain_text(f"Game {number}:")
+
+
+@pytest.mark.browser
+def test_the_report_opens_without_a_network_and_draws_its_curves(one_run: Path, opened: Opened) -> None:
+    page = opened(one_run)
+    entropy = page.locator("figure", has_text="learner/entropy")
+    entropy.scroll_into_view_if_needed()
+    expect(entropy.locator("svg.main-svg").first).to_be_visible()
+    won = page.locator("figure", has_text="Won against scripted:random").first
+    expect(won.locator(".latest")).to_have_text("90.0 % (82.6 % – 94.5 %, n = 100)")
+    won.get_by_text("Values").click()
+    expect(won.locator("tbody tr")).to_have_count(2)
+    ARTEFACTS.mkdir(parents=True, exist_ok=True)
+    won.scroll_into_view_if_needed()
+    page.screenshot(path=ARTEFACTS / "curves.png")
+
+
+@pytest.mark.browser
+def test_the_summary_says_what_training_did_and_what_alarmed(one_run: Path, opened: Opened) -> None:
+    page = opened(one_run)
+    tile = page.locator(".tile")
+    expect(tile).to_contain_text("Won against scripted:random")
+    expect(tile.locator(".before")).to_have_text("50.0 %")
+    expect(tile.locator(".after")).to_have_text("90.0 %")
+    expect(tile).to_contain_text("+40.0 points (+27.8 to +50.6)")
+    expect(tile).to_contain_text("Better, and by more than chance explains.")
+    expect(page.locator(".alarms li")).to_have_text("update 3: engine and learner disagree by 0.3")
+    expect(page.locator("#setup")).to_contain_text("abc123")
+    expect(page.locator("pre.config")).to_contain_text("learning_steps = 3")
+    expect(page.locator("#ladder-chart figure")).to_have_count(1)
+    row = page.get_by_role("region", name="Ladder of seed 0").locator("tbody tr").first
+    expect(row).to_contain_text("ckpt-3")
+    matrix = page.get_by_role("region", name="Match matrix of seed 0")
+    assert matrix.locator("thead th").all_inner_texts() == ["base", "ckpt-2", "scripted:random"]
+    of_random = matrix.locator("tr", has=page.locator("th[scope=row]", has_text="scripted:random"))
+    expect(of_random.locator("td").first).to_have_attribute("title", "2 won, 0 drawn, 2 lost")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({"env": TTT}, [6, 7]),
+        ({"kind": "eval"}, [0, 1, 8]),
+        ({"outcome": "win"}, [0, 3, 6, 8, 9]),
+        ({"outcome": "loss"}, [1, 2]),
+        ({"outcome": "draw"}, [7]),
+        ({"outcome": "mirror"}, [4]),
+        ({"opponent": "base"}, [6, 7]),
+        ({"opponent": "itself"}, [4]),
+        ({"checkpoint": "base", "opponent": "fixed-scripted:random"}, [0, 1, 2, 3, 5]),
+        ({"end": "invalid"}, [2, 3]),
+        ({"end": "own"}, [2]),
+        ({"end": "other"}, [3]),
+        ({"end": "void"}, [5]),
+    ],
+    ids=str,
+)
+def test_filters_leave_the_games_that_they_name(one_run: Path, shared_page: Page, chosen, expected) -> None:
+    shared_page.get_by_role("button", name="Clear").click()
+    for name, value in chosen.items():
+        shared_page.locator(f"#filters [name={name}]").select_option(value)
+    expect(shared_page.locator("#count")).to_have_text(f"{len(expected)} of 10 games")
+    assert numbers(shared_page) == expected
+
+
+@pytest.fixture(scope="module")
+def shared_page(browser: Browser, one_run: Path) -> Iterator[Page]:
+    context = browser.new_context(offline=True)
+    page = context.new_page()
+    page.goto(one_run.as_uri())
+    page.wait_for_selector("html[data-ready]")
+    yield page
+    context.close()
+
+
+@pytest.mark.browser
+def test_a_game_is_stepped_through_by_clicks_and_by_keys(one_run: Path, opened: Opened) -> None:
+    page = opened(one_run)
+    choose(page, 9)
+    status, game_pane = page.locator(".turnbar [role=status]"), page.locator("#game")
+    expect(status).to_contain_text("Turn 1 of 3")
+    page.locator("[data-act=next]").click()
+    expect(status).to_contain_text("Turn 2 of 3 by player 1")
+    page.keyboard.press("ArrowRight")
+    expect(status).to_contain_text("Turn 3 of 3")
+    expect(page).to_have_url(re.compile(r"#game=0\.9\.3$"))
+    expect(game_pane).to_contain_text("3 lines as in the turn before")
+    expect(game_pane.locator(".text.thought")).to_have_text("H\u00e9! \U0001f389 ")
+    expect(game_pane.locator("mark")).to_have_text("[2 2]")
+    expect(game_pane.locator(".action")).to_have_text("[2 2]")
+    page.get_by_text("The whole prompt").click()
+    prompt = f"<|im_start|>user\n{GAMES[9].turns[2].observation}<|im_end|>"
+    assert game_pane.locator("details[open] pre").text_content() == prompt
+    page.keyboard.press("k")
+    expect(status).to_contain_text("Turn 2 of 3")
+    page.keyboard.press("p")
+    expect(page.locator("#game h3")).to_contain_text("Game 8:")
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.textContent").startswith("#8 ")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.name") == "env"
+    choose(page, 5)
+    expect(game_pane).to_contain_text("EnvError: the board broke")
+
+
+@pytest.mark.browser
+def test_every_stage_of_a_reward_is_shown(one_run: Path, opened: Opened) -> None:
+    page = opened(one_run)
+    page.goto(f"{one_run.as_uri()}#game=0.9.3")
+    page.wait_for_selector(".rewards li >> nth=3")
+    assert page.locator(".rewards b").all_inner_texts() == ["+1", "+0.625", "+0.375", "+0.875"]
+    expect(page.locator("#game")).to_contain_text("Trained on in update 3, 2 updates after it was played.")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#game")).to_contain_text("This player is not trained.")
+
+
+@pytest.mark.browser
+def test_coloured_tokens_are_the_sampled_ones(one_run: Path, opened: Opened) -> None:
+    page = opened(one_run)
+    page.goto(f"{one_run.as_uri()}#game=0.9.3")
+    page.locator("[data-act=mode]").select_option("logprob")
+    tokens = page.locator(".sampled .tok")
+    generation = GAMES[9].turns[2].generation
+    assert generation is not None
+    expected = pieces(generation.completion_ids.tolist(), generation.text, TOKENIZER)
+    assert expected is not None
+    assert [one.text_content() for one in tokens.all()] == [text for text, _ in expected]
+    assert "".join(text for text, _ in expected) == f"{generation.text}<|im_end|>"
+    strength = "element => parseFloat(element.style.getPropertyValue('--strength'))"
+    strengths = [tokens.nth(i).evaluate(strength) for i, (_, count) in enumerate(expected) if count == 1]
+    assert strengths == sorted(strengths)
+    assert strengths[0] < strengths[-1]
+    tokens.first.click()
+    expect(page.locator(".tokbar [role=status]")).to_have_text(
+        f"Token 1: number {generation.completion_ids[0]}, log-probability -0.100 (p = 90.5 %)"
+    )
+    page.keyboard.press("c")
+    expect(page.locator("#game")).to_contain_text("there are no importance weights to show")
+    page.keyboard.press("c")
+    expect(page.locator(".sampled")).to_have_count(0)
+
+
+def test_the_pieces_of_a_completion_keep_broken_characters_together() -> None:
+    ids = TOKENIZER.encode("a \U0001f389 b").ids
+    made = pieces(ids, "a \U0001f389 b", TOKENIZER)
+    assert made is not None
+    assert sum(count for _, count in made) == len(ids)
+    assert ("\U0001f389", 4) in made
+    assert pieces(ids[:-3], "a", TOKENIZER)[-1][0] == CUT  # type: ignore[index]
+    assert pieces(ids, "another text", TOKENIZER) is None
+    assert pieces(ids, "a", None) is None
+
+
+@pytest.mark.browser
+def test_what_models_write_stays_text(tmp_path: Path, opened: Opened) -> None:
+    hostile_model = ModelRef(uid=f"fixed-{HOSTILE[1]}", kind="fixed", name=HOSTILE[1])
+    games = [game(number, CKPT, opponent=hostile_model, text=text) for number, text in enumerate(HOSTILE)]
+    for record, text in zip(games, HOSTILE, strict=True):
+        record.turns = [
+            dataclasses.replace(turn, observation=f"{text}\n{turn.observation}", action=text) for turn in record.turns
+        ]
+    games.append(game(len(games), CKPT, **{**VOID, "error": HOSTILE[0]}))
+    run = write_run(tmp_path / "12-00-00-<i>run", games, alarms=HOSTILE[:-1])
+    page = opened(write_report([run], tmp_path / "report.html").path)
+    elements = "[...document.body.querySelectorAll('script, img, iframe, b#hacked, i:not([style])')].length"
+    before = page.evaluate(elements)
+    for number, text in enumerate(HOSTILE):
+        choose(page, number)
+        answer = page.locator("#game pre:not(.thought)").nth(1)
+        shown = answer.text_content() or ""
+        if text.isprintable():
+            assert shown == text[: len(shown)] and len(shown) >= min(len(text), 20_000)
+        else:
+            assert not re.search("[\x00\x07\x1b\u2028\u202e\ufeff]", shown)
+            assert page.locator("#game .ctl").count() > 0
+        for mode in ("logprob", "weight", "off"):
+            page.locator("[data-act=mode]").select_option(mode)
+    page.get_by_role("button", name="Show all 300,000 characters").first.click()
+    choose(page, len(HOSTILE))
+    page.get_by_text("Every recorded curve").click()
+    page.locator("#ladder-chart").scroll_into_view_if_needed()
+    expect(page.locator("#ladder-chart svg.main-svg").first).to_be_visible()
+    assert page.evaluate("window.hacked") is None
+    assert page.evaluate(elements) == before
+    expect(page.locator(".alarms li").nth(3)).to_have_text("update 3: {{ 7 * 7 }}{% raw %}{{ self.__init__ }}")
+
+
+@pytest.mark.browser
+def test_dark_light_and_a_phone(one_run: Path, opened: Opened) -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    light, dark = opened(one_run), opened(one_run, color_scheme="dark")
+    was = light.evaluate(background)
+    assert dark.evaluate(background) != was
+    for _ in range(2):
+        light.locator("#theme").click()
+    assert light.locator("#theme").inner_text() == "dark"
+    assert light.evaluate(background) == dark.evaluate(background)
+
+    phone = opened(one_run, viewport={"width": 390, "height": 844}, color_scheme="dark", has_touch=True)
+    assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+    choose(phone, 9)
+    expect(phone.locator("#list")).to_be_hidden()
+    assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+    ARTEFACTS.mkdir(parents=True, exist_ok=True)
+    phone.screenshot(path=ARTEFACTS / "phone.png")
+    phone.get_by_role("button", name="All games").click()
+    expect(phone.locator("#list")).to_be_visible()
+
+
+@pytest.mark.browser
+def test_everything_to_press_has_a_name_and_every_chart_a_description(one_run: Path, opened: Opened) -> None:
+    page = opened(one_run)
+    choose(page, 9)
+    page.locator("figure .plot").first.scroll_into_view_if_needed()
+    nameless = page.evaluate(
+        """[...document.querySelectorAll("button, select, input, a, summary")].filter((one) =>
+            !(one.getAttribute("aria-label") || one.labels?.length
+              || one.textContent.trim() && one.tagName !== "SELECT"))
+            .map((one) => one.outerHTML)"""
+    )
+    assert nameless == []
+    labels = page.locator("figure .plot").evaluate_all("all => all.map((one) => one.getAttribute('aria-label'))")
+    assert labels
+    assert all(re.search(r"from .* to ", label) for label in labels)
+    assert page.evaluate(
+        "[...document.querySelectorAll('table')].every((one) => one.caption || one.closest('.values'))"
+    )
+
+
+@pytest.mark.browser
+def test_ten_thousand_games_are_paged_and_found(tmp_path: Path, opened: Opened) -> None:
+    run = write_run(tmp_path / "12-00-00-long", [])
+    template = (write_run(tmp_path / "one", [GAMES[9]]) / "games.jsonl").read_text()
+    with (run / "games.jsonl").open("w") as file:
+        file.writelines(
+            template.replace('"game_idx": 9,', f'"game_idx": {number},').replace("board of game 9", f"board {number}")
+            for number in range(10_000)
+        )
+    sampled = write_report([run], tmp_path / "sampled.html")
+    assert (sampled.games, sampled.games_read) == (1250, 10_000)
+    whole = write_report([run], tmp_path / "whole.html", max_games=10_000)
+    assert whole.games == 10_000
+    page = opened(whole.path)
+    expect(page.locator("#count")).to_have_text("10,000 of 10,000 games")
+    expect(page.locator("#list li")).to_have_count(50)
+    page.get_by_role("button", name="Next").click()
+    assert numbers(page) == list(range(50, 100))
+    page.get_by_label("number").fill("9876")
+    assert numbers(page) == [9876]
+    choose(page, 9876)
+    expect(page.locator("#game pre").first).to_contain_text("board 9876")
+
+
+@pytest.mark.browser
+def test_several_runs_lie_over_each_other_with_mean_and_spread(tmp_path: Path, opened: Opened) -> None:
+    seeds = [
+        write_run(
+            tmp_path / f"12-00-0{seed}-a", config={"run": {"learning_steps": 3, "seed": seed}}, won_after=80 + 10 * seed
+        )
+        for seed in (0, 1)
+    ]
+    other = write_run(tmp_path / "12-00-05-b", config={"learner": {"learning_rate": 0.5}, "run": {"learning_steps": 3}})
+    page = opened(write_report([seeds[0], other, seeds[1]], tmp_path / "report.html").path)
+    tiles = page.locator(".tile")
+    expect(tiles).to_have_count(2)
+    expect(tiles.first).to_contain_text("learning_rate 1e-05")
+    expect(tiles.first.locator(".after")).to_have_text("85.0 %")
+    expect(tiles.first).to_contain_text("n = 200, SD over 2 seeds 7.1 %")
+    won = page.locator("figure", has_text="Won against scripted:random").first
+    won.get_by_text("Values").click()
+    expect(won.locator("tbody")).to_contain_text("85.0 % ± 7.1 % SD, 2 seeds")
+    page.get_by_label("show").select_option("runs")
+    expect(page.locator("#legend span:not(.swatch)")).to_have_count(3)
+    expect(page.locator("#setup table")).to_contain_text("learner.learning_rate")
+    page.locator("#filters [name=run]").select_option("2")
+    expect(page.locator("#count")).to_have_text("10 of 30 games")
+    won.scroll_into_view_if_needed()
+    page.screenshot(path=ARTEFACTS / "compared.png")
+
+
+@pytest.mark.browser
+def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path, opened: Opened) -> None:
+    run = write_run(tmp_path / "12-00-00-new", [])
+    for name in ("metrics.jsonl", "eval.jsonl", "games.jsonl", "checkpoints/ckpt-3/league.json"):
+        (run / name).unlink()
+    page = opened(write_report([run], tmp_path / "report.html").path)
+    expect(page.locator("#summary")).to_contain_text("No checkpoint was evaluated before and after training")
+    expect(page.locator("#game")).to_contain_text("There are no games to show.")
+
+
+def test_a_sample_that_grows_too_large_stays_even() -> None:
+    sample = Sample(10)
+    for number in range(1000):
+        sample.add({"turns": [], "game_idx": number})
+    assert sample.stride == 128
+    assert [one["game_idx"] for one in sample.games] == list(range(0, 1000, 128))
+
+
+def test_what_is_no_run_and_what_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnstableError, match=r"no run directory: it has no config\.toml"):
+        write_report([tmp_path], tmp_path / "report.html")
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(UnstableError, match=r"pip install 'unstable-lite\[report\]'"):
+        write_report([tmp_path], tmp_path / "report.html")

@@ -1,0 +1,62 @@
+"""One HTML file that tells what a run did, to be opened from disk without a network.
+
+Reads what a run left (or is leaving) in its directory, and changes nothing there. Knows nothing of how any of it was
+made. What models wrote, and every other text that is not ours, goes into the page as compressed data and onto the
+screen as text, never as markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unstable_lite.errors import UnstableError
+from unstable_lite.trackers.report.games import read_games
+from unstable_lite.trackers.report.page import render
+from unstable_lite.trackers.report.runs import read_runs
+from unstable_lite.trackers.report.tokens import find_tokenizer
+
+MAX_GAMES = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    path: Path
+    size_bytes: int
+    games: int
+    """Of which the page has every turn."""
+    games_read: int
+
+
+def write_report(directories: Sequence[Path], output: Path, max_games: int = MAX_GAMES) -> Written:
+    """Write the page of one run, or of several side by side.
+
+    max_games: of each run, transcripts of at most so many training games, and of as many evaluation games and void
+    ones, evenly spread over the run. Raises UnstableError for what is no run directory, what cannot be read, and where
+    the extra `report` is missing.
+    """
+    plotly_js = _plotly_js()
+    runs = read_runs(directories)
+    games = [
+        read_games(run.directory, find_tokenizer(str(run.config.get("model_name", ""))), max_games) for run in runs
+    ]
+    page = render(runs, games, plotly_js)
+    partial = output.with_name(f".{output.name}.partial")
+    partial.write_bytes(page)
+    partial.replace(output)
+    return Written(
+        path=output,
+        size_bytes=len(page),
+        games=sum(len(of_run.kept) for of_run in games),
+        games_read=sum(of_run.num_read for of_run in games),
+    )
+
+
+def _plotly_js() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise UnstableError("a report needs plotly: pip install 'unstable-lite[report]'") from None
+    source: str = get_plotlyjs()
+    return source

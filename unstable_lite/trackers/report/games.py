@@ -1,0 +1,158 @@
+"""The games of a run: an even sample of their transcripts, with what was trained of each turn, and who beat whom.
+
+One pass over the records, whatever their number: a sample that grows too large is halved as it is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from unstable_lite.trackers.records import read_part, read_records
+from unstable_lite.trackers.report.tokens import pieces
+
+MAX_CHARS = 64_000_000
+"""Of the texts in one kind's sample; compressed, transcripts of games take a tenth to a fiftieth of it."""
+
+Pair = tuple[str, str]
+
+
+@dataclass(slots=True)
+class Sample:
+    """Every `stride`-th of what it was given, at most `max_games` with at most `MAX_CHARS` of text."""
+
+    max_games: int
+    stride: int = 1
+    seen: int = 0
+    games: list[dict[str, Any]] = field(default_factory=list)
+    _chars: int = 0
+
+    def add(self, game: dict[str, Any]) -> None:
+        if self.seen % self.stride == 0:
+            self.games.append(game)
+            self._chars += _chars(game)
+        self.seen += 1
+        while len(self.games) > 1 and (len(self.games) > self.max_games or self._chars > MAX_CHARS):
+            self.games = self.games[::2]
+            self._chars = sum(map(_chars, self.games))
+            self.stride *= 2
+
+
+@dataclass(slots=True, kw_only=True)
+class RunGames:
+    samples: dict[str, Sample]
+    """By what they are: "train", "eval", "void"."""
+    kept: list[dict[str, Any]]
+    """The samples' games by number. A turn is a table: see `_turn`."""
+    results: dict[Pair, Counter[str]]
+    """Of the games between two models, `win`, `draw` and `loss` as the first of the sorted pair had them."""
+    ends: Counter[str]
+    tokenizer_found: bool
+
+    @property
+    def num_read(self) -> int:
+        return sum(sample.seen for sample in self.samples.values())
+
+
+def read_games(run: Path, tokenizer: tokenizers.Tokenizer | None, max_games: int) -> RunGames:
+    samples = {kind: Sample(max_games) for kind in ("train", "eval", "void")}
+    results: dict[Pair, Counter[str]] = defaultdict(Counter)
+    ends: Counter[str] = Counter()
+    for game in read_records(run / "games.jsonl"):
+        ends[game["end"]] += 1
+        if game["end"] == "void":
+            samples["void"].add(game)
+        else:
+            samples[game["kind"]].add(game)
+            _count_results(game, results)
+    kept = sorted((game for sample in samples.values() for game in sample.games), key=lambda game: game["game_idx"])
+    trained = _trained_turns(run / "train_data", {game["game_idx"] for game in kept if game["kind"] == "train"})
+    for game in kept:
+        game["turns"] = [
+            _turn(turn, trained.get((game["game_idx"], turn[0], index)), tokenizer)
+            for index, turn in enumerate(game["turns"])
+        ]
+    return RunGames(samples=samples, kept=kept, results=dict(results), ends=ends, tokenizer_found=tokenizer is not None)
+
+
+def _chars(game: Mapping[str, Any]) -> int:
+    return sum(len(turn[1]) + len(turn[2]) for turn in game["turns"])
+
+
+def policy_seats(game: Mapping[str, Any]) -> list[int]:
+    """Of the model that was trained or evaluated."""
+    if game["kind"] == "train":
+        return [agent["pid"] for agent in game["agents"] if agent["collect_data"]]
+    return [agent["pid"] for agent in game["agents"] if not agent["model"].startswith("fixed-")]
+
+
+def _count_results(game: Mapping[str, Any], results: dict[Pair, Counter[str]]) -> None:
+    agents, rewards = game["agents"], game["rewards"]
+    for i, one in enumerate(agents):
+        for other in agents[i + 1 :]:
+            if one["model"] == other["model"]:
+                continue
+            first, second = sorted((one, other), key=lambda agent: str(agent["model"]))
+            ahead = rewards[str(first["pid"])] - rewards[str(second["pid"])]
+            outcome = "draw" if ahead == 0 else "win" if ahead > 0 else "loss"
+            results[first["model"], second["model"]][outcome] += 1
+
+
+def _trained_turns(directory: Path, games: set[int]) -> dict[tuple[int, int, int], dict[str, Any]]:
+    """By game, player and turn: what a batch held of it, and which update that was."""
+    trained = {}
+    for path in sorted(directory.glob("step-*.jsonl.gz")):
+        update = int(path.name.removeprefix("step-").removesuffix(".jsonl.gz"))
+        for row in read_part(path):
+            info = row["step_info"]
+            if info.get("game_idx") in games:
+                trained[info["game_idx"], row["pid"], info["turn"]] = row | {"update": update}
+    return trained
+
+
+def _turn(turn: list[Any], trained: Mapping[str, Any] | None, tokenizer: tokenizers.Tokenizer | None) -> dict[str, Any]:
+    """`obs`, `text`, `action` …; `trained` where a batch had it, `tokens` where the run kept them."""
+    pid, observation, text, action, format_ok, seconds, *rest = turn
+    made: dict[str, Any] = {
+        "pid": pid,
+        "obs": observation,
+        "text": text,
+        "action": action,
+        "format_ok": format_ok,
+        "seconds": seconds,
+    }
+    if trained is not None:
+        info = trained["step_info"]
+        made["trained"] = {
+            "update": trained["update"],
+            "staleness": trained["staleness"],
+            "finish_reason": trained["finish_reason"],
+            "rewards": [info.get(stage) for stage in ("raw_reward", "env_reward", "step_reward")] + [trained["reward"]],
+            "prompt": _around(trained["obs"], observation),
+        }
+    if rest and rest[0] is not None:
+        made["tokens"] = _tokens(rest[0], text, tokenizer)
+    return made
+
+
+def _around(prompt: str, observation: str) -> list[str]:
+    """What stands before and after the observation; the prompt alone where the observation is not in it as it was."""
+    before, found, after = prompt.partition(observation)
+    return [before, after] if found else [prompt]
+
+
+def _tokens(sampled: Mapping[str, Any], text: str, tokenizer: tokenizers.Tokenizer | None) -> dict[str, Any]:
+    """`pieces`: texts with the number of their tokens, or null; `logprobs` one for each token."""
+    ids = sampled["completion_ids"]
+    return {
+        "ids": ids,
+        "pieces": pieces(ids, text, tokenizer),
+        "logprobs": sampled["logprobs"],
+        "version": sampled["adapter_version"],
+        "finish_reason": sampled["finish_reason"],
+    }

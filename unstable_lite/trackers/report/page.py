@@ -1,0 +1,298 @@
+"""From what was read to the one file: texts and tables by the template, everything bulky as compressed data.
+
+Owns the page's Content-Security-Policy: the page's own two scripts run and nothing else, and nothing is loaded from
+anywhere. Knows no files of a run.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import gzip
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import jinja2
+
+from unstable_lite.trackers.report.games import RunGames, policy_seats
+from unstable_lite.trackers.report.runs import RunData, groups_of
+from unstable_lite.trackers.tracker import Z_95, wilson_interval
+
+HERE = Path(__file__).parent
+PAGE_CHARS = 400_000
+"""Of games' JSON that is unpacked at once when one of them is opened."""
+MAX_IN_MATRIX = 16
+
+
+def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -> bytes:
+    script, style = (HERE / "page.js").read_text("utf-8"), (HERE / "page.css").read_text("utf-8")
+    index, pages = _games_data(games)
+    data = {
+        "groups": [group.label for group in groups_of(runs)],
+        "runs": [_run_data(run) for run in runs],
+        "games": index,
+    }
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    environment.filters |= {"percent": _percent, "number": _number, "count": "{:,}".format, "duration": _duration}
+    page = environment.get_template("page.html.jinja").render(
+        runs=runs,
+        games=list(zip(runs, games, strict=True)),
+        groups=groups_of(runs),
+        title=_title(runs),
+        changes=list(_changes(runs)),
+        evaluations=list(_evaluation_tables(runs)),
+        ladders=[(run, _ladder(run)) for run in runs],
+        matrices=[(run, _matrix(of_run)) for run, of_run in zip(runs, games, strict=True)],
+        max_in_matrix=MAX_IN_MATRIX,
+        made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
+        script=script,
+        style=style,
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src {_hash(script)} "
+        f"{_hash(plotly_js)}",
+        blobs={"plotly": _blob(plotly_js), "data": _blob(json.dumps(data))}
+        | {f"games-{number}": _blob(json.dumps(page)) for number, page in enumerate(pages)},
+    )
+    # Names of files and models may hold what has no UTF-8.
+    return page.encode("utf-8", "replace")
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _blob(text: str) -> str:
+    """For DecompressionStream; its alphabet has nothing that HTML could mistake for its own."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def _run_data(run: RunData) -> dict[str, Any]:
+    fixed = sorted({m["uid"] for _, state in run.ladders for m in state["models"] if m["kind"] == "fixed"})
+    return {
+        "label": run.label,
+        "group": run.group,
+        "steps": run.steps,
+        "hours": run.hours,
+        "series": run.series,
+        "evaluations": run.evaluations,
+        "ladder": {
+            uid: [
+                [updates, *model["rating"]]
+                for updates, state in run.ladders
+                for model in state["models"]
+                if model["uid"] == uid and model["games"]
+            ]
+            for uid in ("base", *fixed)
+        },
+        "cap": run.config.get("learner", {}).get("importance_weight_cap"),
+    }
+
+
+def _games_data(games: Sequence[RunGames]) -> tuple[dict[str, Any], list[list[Any]]]:
+    """An index with one short row a game, and the games themselves, in parts."""
+    names: dict[str, dict[str, int]] = {"envs": {}, "models": {}, "labels": {}}
+
+    def number(kind: str, name: str | None) -> int:
+        return names[kind].setdefault(name or "", len(names[kind]))
+
+    rows: list[Any] = []
+    pages: list[list[Any]] = [[]]
+    chars = 0
+    for run, of_run in enumerate(games):
+        for game in of_run.kept:
+            if chars > PAGE_CHARS:
+                pages.append([])
+                chars = 0
+            seats = [
+                [
+                    agent["pid"],
+                    number("models", agent["model"]),
+                    game["rewards"].get(str(agent["pid"])),
+                    game["outcomes"].get(str(agent["pid"])),
+                ]
+                for agent in game["agents"]
+            ]
+            rows.append(
+                [
+                    run,
+                    game["game_idx"],
+                    game["kind"],
+                    number("envs", game["env_id"]),
+                    game["end"],
+                    seats,
+                    policy_seats(game),
+                    game["invalid_pids"],
+                    len(game["turns"]),
+                    number("labels", game["eval_label"]),
+                    len(pages) - 1,
+                    len(pages[-1]),
+                ]
+            )
+            whole = {name: game[name] for name in ("seed", "turns", "error", "seconds")}
+            pages[-1].append(whole)
+            chars += len(json.dumps(whole))
+    return {"rows": rows, **{kind: list(numbers) for kind, numbers in names.items()}}, pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What training did to one group's play of one env against one opponent, from the first evaluation to the last."""
+
+    group: int
+    env_id: str
+    opponent: str
+    is_win_rate: bool
+    """Else the mean reward, where nobody can win."""
+    first: float
+    first_interval: tuple[float, float]
+    last: float
+    last_interval: tuple[float, float]
+    difference: tuple[float, float, float]
+    """With its 95 % interval."""
+    games: tuple[int, int]
+    """Of the first and of the last evaluations."""
+    updates: int
+    seeds: int
+    spread: tuple[float, float] | None
+    """Standard deviation over the seeds, of the first and of the last."""
+
+    @property
+    def verdict(self) -> str:
+        _, low, high = self.difference
+        return "better" if low > 0 else "worse" if high < 0 else "undecided"
+
+
+def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
+    found: dict[tuple[int, str, str], list[list[dict[str, Any]]]] = {}
+    for run in runs:
+        of_run: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
+        for row in run.evaluations:
+            if row["label"] != "concurrent" and row["n"]:
+                of_run.setdefault((run.group, row["env_id"], row["opponent"]), []).append(row)
+        for key, rows in of_run.items():
+            if len(rows) > 1:
+                found.setdefault(key, []).append(rows)
+    for (group, env_id, opponent), series in sorted(found.items()):
+        firsts, lasts = [rows[0] for rows in series], [rows[-1] for rows in series]
+        is_win_rate = firsts[0]["win_rate"] is not None
+        ends = [(_pooled_wins if is_win_rate else _pooled_reward)(rows) for rows in (firsts, lasts)]
+        (first, low_1, high_1), (last, low_2, high_2) = ends
+        # Newcombe's (1998) hybrid of the two intervals.
+        below = math.hypot(last - low_2, high_1 - first)
+        above = math.hypot(high_2 - last, first - low_1)
+        name = "win_rate" if is_win_rate else "mean_reward"
+        spread = tuple(stdev(row[name] for row in rows) for rows in (firsts, lasts)) if len(series) > 1 else None
+        yield Change(
+            group=group,
+            env_id=env_id,
+            opponent=opponent,
+            is_win_rate=is_win_rate,
+            first=first,
+            first_interval=(low_1, high_1),
+            last=last,
+            last_interval=(low_2, high_2),
+            difference=(last - first, last - first - below, last - first + above),
+            games=(sum(row["n"] for row in firsts), sum(row["n"] for row in lasts)),
+            updates=max(row["step"] for row in lasts),
+            seeds=len(series),
+            spread=None if spread is None else (spread[0], spread[1]),
+        )
+
+
+def _pooled_wins(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
+    wins = sum(row["wins"] for row in rows)
+    decided = sum(row["wins"] + row["draws"] + row["losses"] for row in rows)
+    return wins / decided, *wilson_interval(wins, decided)
+
+
+def _pooled_reward(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
+    """Runs count alike; a run of a single game has no spread to tell of, and so no interval."""
+    mean = fmean(row["mean_reward"] for row in rows)
+    errors = [math.inf if row["reward_std"] is None else row["reward_std"] ** 2 / row["n"] for row in rows]
+    half = Z_95 * math.sqrt(sum(errors)) / len(rows)
+    return mean, mean - half, mean + half
+
+
+def _evaluation_tables(runs: Sequence[RunData]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+    """(env, opponent, rows), a row for each evaluated checkpoint of each run."""
+    tables: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        for row in sorted(run.evaluations, key=lambda row: int(row["step"])):
+            tables.setdefault((row["env_id"], row["opponent"]), []).append(row | {"run": run.label})
+    for (env_id, opponent), rows in sorted(tables.items()):
+        yield env_id, opponent, rows
+
+
+def _ladder(run: RunData) -> list[dict[str, Any]]:
+    """Rated models, best first, with where their bars begin and end, as shares of the widest interval."""
+    if not run.ladders:
+        return []
+    models = [model for model in run.ladders[-1][1]["models"] if model["wins"] + model["draws"] + model["losses"]]
+    spans = [(m["rating"][0] - 2 * m["rating"][1], m["rating"][0] + 2 * m["rating"][1]) for m in models]
+    low, high = min((a for a, _ in spans), default=0.0), max((b for _, b in spans), default=1.0)
+    return [
+        model
+        | {"mu": model["rating"][0], "sigma": model["rating"][1]}
+        | {"from": (a - low) / (high - low), "to": (b - low) / (high - low)}
+        for model, (a, b) in sorted(zip(models, spans, strict=True), key=lambda pair: -pair[0]["rating"][0])
+    ]
+
+
+def _matrix(games: RunGames) -> tuple[list[str], list[tuple[str, list[dict[str, Any] | None]]]]:
+    """The columns' names, and rows: what each of these had against the row's model.
+
+    At most `MAX_IN_MATRIX` models, checkpoints evenly chosen. Rows are the models that met several of the others, so
+    that a league of many checkpoints and one opponent is one row.
+    """
+    names = sorted({name for pair in games.results for name in pair}, key=_by_age)
+    if len(names) > MAX_IN_MATRIX:
+        fixed = [name for name in names if name.startswith("fixed-")][: MAX_IN_MATRIX // 2]
+        others = [name for name in names if not name.startswith("fixed-")]
+        room = MAX_IN_MATRIX - len(fixed)
+        names = [others[round(i * (len(others) - 1) / (room - 1))] for i in range(room)] + fixed
+    cells = {name: [_met(games, column, name) for column in names] for name in names}
+    rows = [name for name in names if sum(cell is not None for cell in cells[name]) > 1] or names
+    columns = [i for i in range(len(names)) if any(cells[name][i] for name in rows)]
+    return [names[i] for i in columns], [(name, [cells[name][i] for i in columns]) for name in rows]
+
+
+def _by_age(name: str) -> tuple[int, int, str]:
+    """Checkpoints by number, then fixed opponents."""
+    digits = name.rpartition("-")[2]
+    return int(name.startswith("fixed-")), int(digits) if digits.isdigit() else -1, name
+
+
+def _met(games: RunGames, model: str, other: str) -> dict[str, Any] | None:
+    """What `model` had against `other`."""
+    met = games.results.get((min(model, other), max(model, other)))
+    if met is None:
+        return None
+    wins, losses = (met["win"], met["loss"]) if model < other else (met["loss"], met["win"])
+    return {"wins": wins, "draws": met["draw"], "losses": losses, "n": met.total(), "share": wins / met.total()}
+
+
+def _title(runs: Sequence[RunData]) -> str:
+    envs = dict.fromkeys(env["env_id"] for run in runs for env in run.config.get("train_envs", ()))
+    models = dict.fromkeys(str(run.config.get("model_name", "a model")) for run in runs)
+    return f"{', '.join(models)} on {', '.join(envs) or 'no env'}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -1,0 +1,186 @@
+"""What runs left besides their games: curves, evaluations, ratings, config, alarms; and which runs are seeds of one.
+
+Reads run directories as DESIGN.md section 12 lays them out, finished or not. Knows nothing of pages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unstable_lite.errors import UnstableError
+from unstable_lite.trackers.records import read_part
+
+OWN_KEYS = ("run.seed", "run.output_dir", "run.name")
+"""What tells runs of one group apart."""
+MAX_POINTS = 1000
+"""Of a curve; longer ones are thinned evenly."""
+MAX_LABEL_CHARS = 60
+
+
+@dataclass(slots=True, kw_only=True)
+class RunData:
+    directory: Path
+    config: dict[str, Any]
+    config_text: str
+    versions: dict[str, Any]
+    steps: list[int]
+    """Updates that have metrics, thinned."""
+    hours: list[float]
+    """Since the first of them."""
+    series: dict[str, list[float | None]]
+    """By metric name, a value for each of `steps`."""
+    latest: dict[str, float]
+    """The newest value of every metric."""
+    evaluations: list[dict[str, Any]]
+    """Lines of eval.jsonl, in order."""
+    ladders: list[tuple[int, dict[str, Any]]]
+    """(updates, the registry's state) of each checkpoint on disk."""
+    alarms: list[str]
+    label: str = ""
+    group: int = 0
+    """Runs whose configs differ in nothing but `OWN_KEYS` share it."""
+
+    @property
+    def seed(self) -> int:
+        return int(self.config.get("run", {}).get("seed", 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    label: str
+    differing: dict[str, str] = field(default_factory=dict)
+    """What its config has under the keys in which the groups differ."""
+
+
+def read_runs(directories: Sequence[Path]) -> list[RunData]:
+    """Read, and put into groups; a group's runs stand together. Raises UnstableError."""
+    resolved = list(dict.fromkeys(directory.resolve() for directory in directories))
+    runs = [_read_run(directory) for directory in resolved]
+    keys = [_shared_config(run.config) for run in runs]
+    order = list(dict.fromkeys(json.dumps(key, sort_keys=True) for key in keys))
+    for run, key in zip(runs, keys, strict=True):
+        run.group = order.index(json.dumps(key, sort_keys=True))
+    runs.sort(key=lambda run: run.group)
+    _label(runs)
+    return runs
+
+
+def groups_of(runs: Sequence[RunData]) -> list[Group]:
+    """In order. One group has no label, for there is nothing to tell it from."""
+    configs = {run.group: dict(_flat(_shared_config(run.config))) for run in runs}
+    keys = list(dict.fromkeys(key for config in configs.values() for key in config))
+    differing = [key for key in keys if len({json.dumps(config.get(key)) for config in configs.values()}) > 1]
+    groups = []
+    for number, config in configs.items():
+        own = {key: "not set" if config.get(key) is None else _short(config[key]) for key in differing}
+        told = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in own.items())
+        letter = f"config {chr(ord('A') + number % 26)}"
+        label = (told if len(told) <= MAX_LABEL_CHARS else letter) if len(configs) > 1 else ""
+        groups.append(Group(label, own))
+    return groups
+
+
+def _label(runs: Sequence[RunData]) -> None:
+    groups = groups_of(runs)
+    labels = [" · ".join(filter(None, (groups[run.group].label, f"seed {run.seed}"))) for run in runs]
+    for run, label in zip(runs, labels, strict=True):
+        started = run.directory.name[:8]  # the time of day, as run directories begin with it
+        run.label = f"{label} ({started})" if labels.count(label) > 1 else label
+
+
+def _read_run(directory: Path) -> RunData:
+    if not (directory / "config.toml").is_file():
+        raise UnstableError(f"{directory} is no run directory: it has no config.toml")
+    config_text = (directory / "config.toml").read_text(encoding="utf-8")
+    try:
+        config = tomllib.loads(config_text)
+        versions = json.loads((directory / "versions.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UnstableError(f"{directory}: config.toml or versions.json cannot be read: {error}") from None
+    steps, hours, series = _read_metrics(directory / "metrics.jsonl")
+    kept = _thin(len(steps))
+    states = list(_checkpoint_states(directory / "checkpoints"))
+    evaluations = list(read_part(directory / "eval.jsonl")) if (directory / "eval.jsonl").exists() else []
+    return RunData(
+        directory=directory,
+        config=config,
+        config_text=config_text,
+        versions=versions,
+        steps=[steps[i] for i in kept],
+        hours=[hours[i] for i in kept],
+        series={name: [values[i] for i in kept] for name, values in series.items()},
+        latest={name: last for name, values in series.items() if (last := _last(values)) is not None},
+        evaluations=evaluations,
+        ladders=[(state["updates"], state["registry"]) for state in states],
+        alarms=list(states[-1]["tracker"]["alarms"]) if states else [],
+    )
+
+
+def _read_metrics(path: Path) -> tuple[list[int], list[float], dict[str, list[float | None]]]:
+    """One row for each update; what several lines say of one goes together."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in read_part(path) if path.exists() else ():
+        rows.setdefault(int(line["step"]), {}).update(line)
+    steps = sorted(rows)
+    first = min((row["time"] for row in rows.values()), default=0.0)
+    names = dict.fromkeys(name for row in rows.values() for name in row if name not in ("step", "time"))
+    series = {name: [_rounded(rows[step].get(name)) for step in steps] for name in names}
+    return steps, [round((rows[step]["time"] - first) / 3600, 4) for step in steps], series
+
+
+def _checkpoint_states(checkpoints: Path) -> Iterator[dict[str, Any]]:
+    """Oldest first; one that cannot be read is left out, as `run --resume` would do."""
+    numbered = [(int(path.name[5:]), path) for path in checkpoints.glob("ckpt-*") if path.name[5:].isdigit()]
+    for _, path in sorted(numbered):
+        try:
+            state = json.loads((path / "league.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        yield {name: state[name] for name in ("updates", "registry", "tracker")}
+
+
+def _thin(count: int) -> list[int]:
+    """Which of `count` points are kept: all, or every k-th and the last."""
+    stride = math.ceil(count / MAX_POINTS) or 1
+    return sorted({*range(0, count, stride), *([count - 1] if count else [])})
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _last(values: Sequence[float | None]) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def _shared_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what tells runs of one group apart."""
+    shared = json.loads(json.dumps(config, default=str))
+    for key in OWN_KEYS:
+        section, _, name = key.partition(".")
+        shared.get(section, {}).pop(name, None)
+    assert isinstance(shared, dict)
+    return shared
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`section.key` of every scalar and plain list; tables in a list are counted from 0."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else key)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for index, inner in enumerate(value):
+            yield from _flat(inner, f"{prefix}.{index}")
+    else:
+        yield prefix, value
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= MAX_LABEL_CHARS else f"{text[: MAX_LABEL_CHARS - 1]}…"

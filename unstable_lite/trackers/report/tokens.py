@@ -1,0 +1,56 @@
+"""From sampled token ids back to the text of each, for the page to colour.
+
+A run keeps ids alone; their text comes from the run's tokenizer, where this machine has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from tokenizers.decoders import DecodeStream
+
+from unstable_lite.errors import ModelError
+from unstable_lite.models import resolve_model
+
+CUT = "\N{REPLACEMENT CHARACTER}"
+
+
+def find_tokenizer(model_name: str) -> tokenizers.Tokenizer | None:
+    """As far as this machine has it; nothing is downloaded."""
+    try:
+        path = Path(resolve_model(model_name)) / "tokenizer.json"
+        if path.is_file():
+            return tokenizers.Tokenizer.from_file(str(path))
+        cached = try_to_load_from_cache(model_name, "tokenizer.json")
+    except (ModelError, HFValidationError):
+        return None
+    return tokenizers.Tokenizer.from_file(cached) if isinstance(cached, str) else None
+
+
+def pieces(ids: Sequence[int], text: str, tokenizer: tokenizers.Tokenizer | None) -> list[tuple[str, int]] | None:
+    """The text of `ids`, in order, each with the number of tokens that make it up; special tokens show.
+
+    Tokens that are parts of one character stand together. None where nobody can tell: without a tokenizer, and where
+    the tokens are not those of `text`, so that the tokenizer is another one than the run's.
+    """
+    if tokenizer is None:
+        return None
+    whole: str = tokenizer.decode(ids, skip_special_tokens=True)
+    if not whole.startswith(text.rstrip(CUT)):
+        return None
+    stream = DecodeStream(skip_special_tokens=False)
+    made: list[tuple[str, int]] = []
+    waiting = 0
+    for token_id in ids:
+        waiting += 1
+        piece = stream.step(tokenizer, token_id)
+        if piece is not None:
+            made.append((piece, waiting))
+            waiting = 0
+    if waiting:  # the completion ends within a character
+        made.append((CUT, waiting))
+    return made
