@@ -34,3 +34,11 @@ def test_an_engine_that_lies_ends_the_run_and_is_named(
     )
     assert code == 1
     assert says in err
+
+
+def test_weights_that_overflow_are_not_blamed_on_the_engine(tmp_path: Path) -> None:
+    code, _, err = runs.run(
+        "run", runs.write_small(tmp_path), "run.learning_steps=3", "run.eval_games=0", "learner.learning_rate=1e30"
+    )
+    assert code == 1
+    assert "with adapter 1 log-probabilities are no numbers any more" in err

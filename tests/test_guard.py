@@ -134,15 +134,15 @@ SICK = {"learner/staleness_mean": 7.0, "learner/num_tokens": 10.0}
 WELL = SICK | {"learner/staleness_mean": 0.0}
 
 
-async def test_warn_is_said_kept_counted_and_shown_and_the_run_goes_on(
-    watch: Callable[..., Watched], tmp_path: Path
-) -> None:
+async def test_warn_is_said_kept_counted_and_shown_and_the_run_goes_on(watch: Callable[..., Watched]) -> None:
     watched = watch(staleness={"updates": 2})
     assert watched.guard.status() == ""
     assert watched.guard.check_update(1, SICK)["alarms/staleness"] == 0
     assert watched.guard.check_update(2, SICK)["alarms/staleness"] == 1
     (text,) = watched.tracker.alarms
     assert text.startswith("update 2: staleness: 10 tokens were trained 7.0 updates")
+    (line,) = (watched.directory / "alarms.jsonl").read_text().splitlines()
+    assert json.loads(line).items() >= {"step": 2, "text": text.removeprefix("update 2: ")}.items()
     assert "alarm[/red] after update 2: staleness: " in watched.said[0]
     assert "alarms 1, on: staleness" in watched.guard.status()
     assert not watched.stop.is_set()
@@ -154,7 +154,7 @@ async def test_warn_is_said_kept_counted_and_shown_and_the_run_goes_on(
     assert "on:" not in watched.guard.status()
 
 
-async def test_stop_ends_the_run_and_says_why(watch: Callable[..., Watched], tmp_path: Path) -> None:
+async def test_stop_ends_the_run_and_says_why(watch: Callable[..., Watched]) -> None:
     watched = watch(staleness={"updates": 1, "action": "stop"})
     watched.guard.check_update(1, SICK)
     assert watched.stop.is_set()
@@ -260,7 +260,7 @@ async def test_training_games_are_compared_with_better_ones_before_them(watched:
 
 
 async def test_games_of_which_none_brings_a_step_starve_the_learner_until_one_does(
-    watch: Callable[..., Watched], tmp_path: Path
+    watch: Callable[..., Watched],
 ) -> None:
     watched = watch(starved={"threshold": 0.05, "action": "stop"})
     watching = asyncio.create_task(watched.guard.watch_for_steps())
@@ -271,9 +271,10 @@ async def test_games_of_which_none_brings_a_step_starve_the_learner_until_one_do
         watched.buffer.add_game(record)
     await asyncio.wait_for(watched.stop.wait(), 30)
     assert watched.guard.stopped_by is not None
-    assert "although 2 training games ended, 1 of them void; 0 steps wait, and a batch is 384" in (
-        watched.guard.stopped_by
-    )
+    assert (
+        "although 2 training games ended: 1 void, 1 players left out by run.filter_opponent_invalid; 0 steps wait, "
+        "and a batch is 384"
+    ) in watched.guard.stopped_by
     watched.guard.add_record(game())
     watched.buffer.add_game(game())
     while not watched.said[-1].endswith("the learner gets steps again"):

@@ -308,11 +308,9 @@ def _print_summary(summary: Summary) -> None:
     for collapsed in summary.collapsed:
         console.print(f"[red]collapsed[/red]: {collapsed}", soft_wrap=True)
     if summary.stopped_by is not None:
-        raise UnstableError(
-            f"stopped by alarm {summary.stopped_by}\n"
-            f"newest checkpoint: {summary.checkpoint or 'none yet'}; to go on all the same: "
-            f"unstable-lite run --resume {summary.directory}"
-        )
+        way_on = f"; to go on all the same: unstable-lite run --resume {summary.directory}"
+        saved = f"{summary.checkpoint}{way_on}" if summary.checkpoint else "none, for no update was made"
+        raise UnstableError(f"stopped by alarm {summary.stopped_by}\nnewest checkpoint: {saved}")
 
 
 def _print_sft_summary(config: Path, summary: SftSummary) -> None:

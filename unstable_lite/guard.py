@@ -67,8 +67,8 @@ class Guard:
         self._reasons: list[str] = []
         """To pause."""
         self._fed_at = time.monotonic()
-        """When the newest step came to the buffer, and how many there were then."""
-        self._steps_added = buffer.added
+        """When the newest step came to the buffer."""
+        self._steps_added, self._filtered = buffer.added, buffer.filtered
         self._since_fed: Counter[str] = Counter()
         """How the training games ended that ended after it."""
         (directory / PAUSED).unlink(missing_ok=True)
@@ -224,13 +224,14 @@ class Guard:
         """How long games have ended for nothing."""
         now, ended = time.monotonic(), self._since_fed.total()
         if self._buffer.added != self._steps_added or not self._going.is_set() or not ended:
-            self._fed_at, self._steps_added = now, self._buffer.added
+            self._fed_at, self._steps_added, self._filtered = now, self._buffer.added, self._buffer.filtered
             self._since_fed.clear()
             return Reading(alarm="starved", value=0.0, n=ended, detail="the learner gets steps again")
-        seconds, num_void = now - self._fed_at, self._since_fed["void"]
+        seconds, num_filtered = now - self._fed_at, self._buffer.filtered - self._filtered
         detail = (
-            f"no step has come to the learner for {seconds:.0f} s, although {ended} training games ended, {num_void} "
-            f"of them void; {self._buffer.size()} steps wait, and a batch is {self._config.learner.batch_size}"
+            f"no step has come to the learner for {seconds:.0f} s, although {ended} training games ended: "
+            f"{self._since_fed['void']} void, {num_filtered} players left out by run.filter_opponent_invalid; "
+            f"{self._buffer.size()} steps wait, and a batch is {self._config.learner.batch_size}"
         )
         return Reading(alarm="starved", value=seconds, n=ended, detail=detail)
 

@@ -323,6 +323,11 @@ class Publisher:
                     f"canary: {canary.engine} answers as the base model where {what} is asked for (log p is "
                     f"{canary.engine_to_base:.4f} from the base, {canary.mismatch:.4f} from the adapter)"
                 )
+        if version and not np.isfinite(worst.mismatch):
+            raise AdapterError(
+                f"canary: with {what} log-probabilities are no numbers any more: the update made them overflow; "
+                "lower learner.learning_rate and go on from the newest checkpoint, if there is one"
+            )
         if not worst.mismatch <= self._tolerance:
             raise AdapterError(
                 f"canary: {worst.engine} and the learner disagree about {what} by {worst.mismatch:.4f} in mean log p "

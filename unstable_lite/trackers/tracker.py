@@ -193,6 +193,7 @@ class Tracker:
         self._config = config
         self._games_file = RecordLog(run_directory / "games.jsonl", config.max_part_mb)
         self._eval_file = (run_directory / "eval.jsonl").open("a", encoding="utf-8")
+        self._alarms_file = (run_directory / "alarms.jsonl").open("a", encoding="utf-8")
         self._train_data = TrainDataFiles(run_directory / "train_data") if config.keep_train_data else None
         self._windows: dict[str, dict[str, dict[str, deque[float]]]] = defaultdict(lambda: defaultdict(_new_windows))
         """By group, by what is counted (`n`, `n (turns)`, …), by name."""
@@ -237,7 +238,12 @@ class Tracker:
             await self._train_data.write(update, version, batch)
 
     def alarm(self, step: int, text: str) -> None:
+        """Kept for the summary, and a line of alarms.jsonl."""
         self.alarms.append(f"update {step}: {text}")
+        self._alarms_file.write(
+            json.dumps({"step": step, "time": time.time(), "text": text}, ensure_ascii=False) + "\n"
+        )
+        self._alarms_file.flush()
 
     def log_update(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line of everything: `metrics` of this update, and the windows over games."""
@@ -315,6 +321,7 @@ class Tracker:
             sink.close()
         self._games_file.close()
         self._eval_file.close()
+        self._alarms_file.close()
         if self._train_data is not None:
             self._train_data.close()
 
