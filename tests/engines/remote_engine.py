@@ -70,7 +70,7 @@ def generate(engine: Engine, *versions: int) -> list[Generation]:
 
 
 class RemoteEngine:
-    """`python -m unstable_lite.engines.worker`, and the orchestrator's end of its wire."""
+    """The engine process, and the orchestrator's end of its wire."""
 
     def __init__(self, device: str = "cpu", **engine: Any) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="ul-"))
@@ -82,7 +82,7 @@ class RemoteEngine:
         visible = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "unstable_lite.engines.worker"],
+                [sys.executable, "-m", "unstable_lite.transport", "unstable_lite.engines.worker"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -327,3 +327,18 @@ def test_a_reply_that_no_request_waits_for_is_ignored() -> None:
 
 def test_the_message_types_of_requests_have_a_request_id() -> None:
     assert {"request_id"} <= set(LoadAdapter.__dataclass_fields__) & set(UnloadAdapter.__dataclass_fields__)
+
+
+def test_a_worker_that_is_orphaned_while_it_imports_does_not_stay(tmp_path: Path) -> None:
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(60)")
+    spec = WorkerSpec(name="w", endpoint="ipc:///none", device="cpu", threads=1, config_json=CONFIG.model_dump_json())
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "unstable_lite.transport", "slow_to_import"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        text=True,
+    )
+    assert worker.stdin is not None
+    worker.stdin.write(spec.to_line())
+    worker.stdin.close()
+    assert worker.wait(30) == ORPHANED

@@ -1,4 +1,4 @@
-"""The engine process: `python -m unstable_lite.engines.worker`.
+"""The engine process: `python -m unstable_lite.transport unstable_lite.engines.worker`.
 
 Owns the loop: take what has arrived, step the engine, send what finished. Knows no library: the engine's own module,
 loaded here by its kind, is the only one that does.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from unstable_lite.engines.engine import Engine, load_engine
 from unstable_lite.errors import AdapterError, RequestError
-from unstable_lite.transport.child import WorkerSocket, WorkerSpec, run_worker
+from unstable_lite.transport.child import WorkerSocket, WorkerSpec
 from unstable_lite.transport.messages import (
     Done,
     Failed,
@@ -67,7 +67,3 @@ def _take(engine: Engine, message: Message) -> list[Message]:
     except (RequestError, AdapterError) as error:
         return [Failed(request_id=message.request_id, error=str(error))]
     return [Done(request_id=message.request_id, seconds=time.monotonic() - start)]
-
-
-if __name__ == "__main__":
-    run_worker(main)

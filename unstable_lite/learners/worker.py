@@ -1,4 +1,4 @@
-"""The learner process: `python -m unstable_lite.learners.worker`.
+"""The learner process: `python -m unstable_lite.transport unstable_lite.learners.worker`.
 
 Owns the loop and what each message leads to. Knows nothing of algorithms, rewards, games or text.
 
@@ -28,7 +28,7 @@ from unstable_lite.config import LearnerConfig
 from unstable_lite.errors import AdapterError, RequestError, is_out_of_memory
 from unstable_lite.learners import Learner, UpdateResult, adapter_files, load_learner
 from unstable_lite.learners.batching import length
-from unstable_lite.transport.child import WorkerSocket, WorkerSpec, run_worker
+from unstable_lite.transport.child import WorkerSocket, WorkerSpec
 from unstable_lite.transport.messages import (
     Done,
     Failed,
@@ -224,7 +224,3 @@ def _facts(learner: Learner, spec: WorkerSpec) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "peft": peft.__version__,
     }
-
-
-if __name__ == "__main__":
-    run_worker(main)

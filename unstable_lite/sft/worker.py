@@ -1,4 +1,4 @@
-"""The fine-tuning process: `python -m unstable_lite.sft.worker`.
+"""The fine-tuning process: `python -m unstable_lite.transport unstable_lite.sft.worker`.
 
 Owns the loop and the files. `Ready.facts`: `device`, `dtype`, `lora_parameters`.
 """
@@ -15,7 +15,7 @@ from unstable_lite.errors import RequestError, is_out_of_memory
 from unstable_lite.learners import adapter_files
 from unstable_lite.sft.fine_tuning import FineTuner
 from unstable_lite.sft.pairs import read_pairs
-from unstable_lite.transport.child import WorkerSocket, WorkerSpec, run_worker
+from unstable_lite.transport.child import WorkerSocket, WorkerSpec
 from unstable_lite.transport.messages import Failed, FineTune, FineTuned, FineTuning, Message, Ready, Stop
 from unstable_lite.types import TrainItem
 
@@ -88,7 +88,3 @@ def _figures(tuner: FineTuner, held_out: list[TrainItem], when: str) -> dict[str
         f"token_accuracy_{when}": agreement.token_accuracy,
         f"accuracy_{when}": agreement.accuracy,
     }
-
-
-if __name__ == "__main__":
-    run_worker(main)

@@ -7,13 +7,13 @@ orchestrator lives, so that end-of-file means "you are an orphan": the worker ex
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import zmq
@@ -83,14 +83,17 @@ class WorkerSocket:
         self._context.destroy(linger=1000)
 
 
-def run_worker(main: Callable[[WorkerSpec, WorkerSocket], None]) -> None:
-    """Read the spec, guard against being orphaned, run `main`; a failure is sent, logged, and exits with 1."""
+def run_worker(module: str) -> None:
+    """Read the spec, guard against being orphaned, run `main(spec, socket)` of `module`.
+
+    In this order, because importing takes long. A failure is sent, logged, and exits with 1.
+    """
     spec = WorkerSpec(**json.loads(sys.stdin.readline()))
     faulthandler.register(DUMP_STACKS, all_threads=True)
     threading.Thread(target=_exit_when_orphaned, daemon=True).start()
     socket = WorkerSocket(spec)
     try:
-        main(spec, socket)
+        importlib.import_module(module).main(spec, socket)
     except Exception as error:
         traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"

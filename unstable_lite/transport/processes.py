@@ -46,7 +46,7 @@ class WorkerProcess:
         return self._process.pid
 
     async def start(self) -> None:
-        """Start `python -m module`; returns at once, `peer.ready` tells when the worker is up."""
+        """Start a worker whose `main` is in the module; returns at once, `peer.ready` tells when the worker is up."""
         if self.peer.is_dead:
             self.peer.revive()
             self._is_stuck = False
@@ -54,6 +54,7 @@ class WorkerProcess:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
+                "unstable_lite.transport",
                 self._module,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log_file,
