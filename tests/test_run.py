@@ -50,6 +50,21 @@ def test_n_learning_steps_make_n_updates_and_n_dense_versions(finished: tuple[Pa
     assert updates[-1]["learner/samples_seen"] == 3 * 24
 
 
+def test_who_looks_on_at_the_end_sees_a_run_that_has_ended(finished: tuple[Path, str]) -> None:
+    live = json.loads((finished[0] / "live.json").read_text())
+    assert (live["updates"], live["has_ended"]) == (3, True)
+    assert {worker["name"] for worker in live["workers"]} == {"engine-0", "learner"}
+    state = json.loads((finished[0] / "checkpoints" / "ckpt-3" / "league.json").read_text())
+    steps = [json.loads(line) for line in (finished[0] / "league.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    seen = {uid: row for line in steps for uid, row in line["models"].items()}
+    assert seen.keys() == {model["uid"] for model in state["registry"]["models"]}
+    code, out, _ = runs.run("top", finished[0])
+    assert code == 0
+    for fact in ("ended", "update 3/3", "ckpt-3", "Nim-v0-train", "evaluations"):
+        assert fact in out, fact
+
+
 def test_every_update_measures_the_canary_mismatch_and_staleness(finished: tuple[Path, str]) -> None:
     for line in metrics(finished[0]):
         if "learner/loss" in line:

@@ -90,6 +90,27 @@ def check(
 
 
 @app.command()
+def top(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="A run directory; default: the newest in --outputs.")
+    ] = None,
+    outputs: Annotated[Path, typer.Option("--outputs", help="Where runs are.")] = Path("outputs"),
+    replay: Annotated[bool, typer.Option("--replay", help="From the first update on, as in a film.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """Look on at a run from another terminal; it does not notice. Keys: ← → through the updates, space, q."""
+    with _ErrorsAsMessages(debug):
+        from unstable_lite.trackers.run_view import RunView, newest_run
+        from unstable_lite.trackers.watch import show_once, watch
+
+        view, console = RunView(directory or newest_run(outputs)), Console(highlight=False)
+        if console.is_terminal and sys.stdin.isatty():
+            watch(view, console, replay)
+        else:
+            show_once(view, console)
+
+
+@app.command()
 def sft(
     config: ConfigPath,
     overrides: Overrides = None,

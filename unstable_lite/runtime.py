@@ -33,6 +33,7 @@ from unstable_lite.guard import Guard
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
+from unstable_lite.live import shown_live
 from unstable_lite.loop_watch import LoopWatch
 from unstable_lite.opponent_pool import OpponentPool
 from unstable_lite.plan import Plan, make_plan
@@ -214,7 +215,8 @@ class Run:
                             checkpoint,
                             loop_watch,
                         )
-                        await training.run()
+                        async with shown_live(training):
+                            await training.run()
         except BaseExceptionGroup as group:
             raise first_reason(group) from group
         finally:

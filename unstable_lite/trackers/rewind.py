@@ -18,7 +18,7 @@ from unstable_lite.trackers.records import keep_records, keep_whole_lines
 
 def rewind(directory: Path, update: int, num_games: int) -> None:
     """`num_games`: how many had been handed out at that update; the later ones get their numbers again."""
-    for name in ("metrics.jsonl", "eval.jsonl", "alarms.jsonl"):
+    for name in ("metrics.jsonl", "eval.jsonl", "league.jsonl", "alarms.jsonl"):
         keep_whole_lines(directory / name, _until(update))
     keep_records(directory / "games.jsonl", lambda record: bool(record["game_idx"] < num_games))
     for path in (directory / "train_data").glob("step-*.jsonl.gz"):

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from unstable_lite.config import TrackerConfig
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.trackers.diversity import Diversity
+from unstable_lite.trackers.league_log import LeagueLog
 from unstable_lite.trackers.records import RecordLog
 from unstable_lite.trackers.train_data import Batch, TrainDataFiles
 from unstable_lite.types import GameRecord, ModelRef, Outcome, PlayerTrajectory, Turn
@@ -194,6 +195,7 @@ class Tracker:
         self._games_file = RecordLog(run_directory / "games.jsonl", config.max_part_mb)
         self._eval_file = (run_directory / "eval.jsonl").open("a", encoding="utf-8")
         self._alarms_file = (run_directory / "alarms.jsonl").open("a", encoding="utf-8")
+        self._league_log = LeagueLog(run_directory / "league.jsonl")
         self._train_data = TrainDataFiles(run_directory / "train_data") if config.keep_train_data else None
         self._windows: dict[str, dict[str, dict[str, deque[float]]]] = defaultdict(lambda: defaultdict(_new_windows))
         """By group, by what is counted (`n`, `n (turns)`, …), by name."""
@@ -262,6 +264,8 @@ class Tracker:
         everything["run/void_games"] = self.void_games
         everything["run/alarms"] = len(self.alarms)
         self._send(step, everything)
+        if self.registry is not None:
+            self._league_log.log(step, self.registry)
 
     def get_interface_info(self) -> dict[str, Any]:
         """What a dashboard draws, under the reference's keys; means over every training env, None before the first.
@@ -322,6 +326,7 @@ class Tracker:
         self._games_file.close()
         self._eval_file.close()
         self._alarms_file.close()
+        self._league_log.close()
         if self._train_data is not None:
             self._train_data.close()
 

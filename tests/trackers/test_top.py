@@ -1,0 +1,260 @@
+"""The dashboard and what it reads; how it looks on at a real run is in test_run.py."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyte
+import pytest
+from rich.console import Console
+
+from unstable_lite.errors import UnstableError
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.trackers.league_log import LeagueLog
+from unstable_lite.trackers.run_view import RunView, newest_run
+from unstable_lite.trackers.top import MachineLoad, draw, sparkline
+
+UPDATES = 12
+CONFIG = """
+model_name = "builtin:tiny"
+[run]
+learning_steps = 20
+[[train_envs]]
+env_id = "Nim-v0-train"
+[[train_envs]]
+env_id = "TicTacToe-v0-train"
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Of a run of twelve updates, whose n-th checkpoint met the base n times; written by what writes it in a run."""
+    (tmp_path / "config.toml").write_text(CONFIG)
+    registry, league = ModelRegistry(), LeagueLog(tmp_path / "league.jsonl")
+    with (tmp_path / "metrics.jsonl").open("w") as metrics, (tmp_path / "eval.jsonl").open("w") as evaluations:
+        for step in range(1, UPDATES + 1):
+            registry.add_checkpoint(f"ckpt-{step}", step, step)
+            for _ in range(step):
+                registry.update_ratings({0: f"ckpt-{step}", 1: "base"}, {0: 1.0, 1: -1.0}, "Nim-v0-train")
+            league.log(step, registry)
+            line: dict[str, Any] = {
+                "step": step,
+                "run/games": 10 * step,
+                "run/seconds": 2.0 * step,
+                "run/tokens_per_s": 1234.0,
+                "learner/loss": -step / 100,
+                "learner/mismatch_mean": None,
+                "collection-Nim-v0-train/reward": step / UPDATES,
+            }
+            metrics.write(json.dumps(line) + "\n")
+        for step, wins in ((0, 40), (12, 75)):
+            evaluation: dict[str, Any] = {
+                "label": "before",
+                "model": f"ckpt-{step}",
+                "step": step,
+                "env_id": "Nim-v0-train",
+                "opponent": "scripted:random",
+                "n": 100,
+                "win_rate": wins / 100,
+                "interval": [wins / 100 - 0.1, wins / 100 + 0.1],
+            }
+            evaluations.write(json.dumps(evaluation) + "\n")
+    league.close()
+    (tmp_path / "live.json").write_text(
+        json.dumps(
+            {
+                "pid": os.getpid(),
+                "has_ended": False,
+                "learning_steps": 20,
+                "games": 121,
+                "alarms": ["update 3: a [bold]hostile[/bold] alarm"],
+                "num_alarms": 1,
+                "workers": [
+                    {
+                        "name": "engine-0",
+                        "pid": os.getpid(),
+                        "device": "cpu",
+                        "is_up": True,
+                        "waited_for": 3,
+                        "stats": {"tokens_per_s": 99.0, "running": 3, "queued": 1},
+                    },
+                    {"name": "learner", "pid": 2**22, "device": 0, "is_up": False, "waited_for": 0, "stats": None},
+                ],
+            }
+        )
+    )
+    return tmp_path
+
+
+def frame(view: RunView, width: int, height: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
+    console.print(draw(view, width, height, MachineLoad()), width=width, height=height)
+    return console.file.getvalue().rstrip("\n").split("\n")  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 32), (140, 45), (220, 70)])
+def test_a_frame_fills_the_terminal_and_tells_what_matters(directory: Path, width: int, height: int) -> None:
+    view = RunView(directory)
+    view.refresh()
+    lines = frame(view, width, height)
+    assert len(lines) == height
+    assert {len(line) for line in lines} == {width}
+    text = "\n".join(lines)
+    for fact in ("running", "update 12/20", "121 games", "+1.00", "-0.12", "ckpt-12", "n=12", "75.0%", "65%–85%"):
+        assert fact in text, fact
+    assert "engine-0 (cpu)" in text and "99 tok/s" in text
+    assert "learner (GPU 0)" in text and "is not up" in text
+    assert ("a [bold]hostile[/bold] alarm" in text) == (height >= 30)
+    assert ("games between them" in text) == (height >= 45)
+
+
+def test_the_league_is_as_it_was_at_the_update_that_is_looked_at(directory: Path) -> None:
+    view = RunView(directory)
+    view.refresh()
+    assert view.matches()["ckpt-12", "base"] == view.matches()["base", "ckpt-12"] == 12
+    assert next(row[0] for row in view.ladder() if row[5]) == "ckpt-12"
+    view.at = 3
+    assert {row[0] for row in view.ladder()} == {"base", "ckpt-1", "ckpt-2", "ckpt-3"}
+    assert ("ckpt-4", "base") not in view.matches()
+    assert view.series("learner/loss") == [-0.01, -0.02, -0.03]
+    assert [line["step"] for line in view.evaluations()] == [0]
+    assert "replay" in frame(view, 100, 32)[1]
+
+
+def test_only_what_changed_is_written_again(directory: Path) -> None:
+    last = json.loads((directory / "league.jsonl").read_text().splitlines()[-1])
+    assert set(last["models"]) == {"base", "ckpt-11", "ckpt-12"}  # ckpt-11 is no longer the current one
+    assert last["matches"] == [["base", "ckpt-12", 12]]
+
+
+def test_a_file_that_is_written_anew_is_read_anew_and_half_a_line_is_waited_for(directory: Path) -> None:
+    view = RunView(directory)
+    view.refresh()
+    path = directory / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    with path.open("a") as file:
+        file.write(lines[0].replace('"step": 1', '"step": 13')[:20])
+        file.flush()
+        view.refresh()
+        assert view.num_updates == UPDATES
+        file.write(lines[0].replace('"step": 1', '"step": 13')[20:])
+    view.refresh()
+    assert view.num_updates == UPDATES + 1
+    (directory / "new").write_text("".join(lines[:5]))
+    (directory / "new").rename(path)  # as a resumed run does it
+    view.refresh()
+    assert view.num_updates == 5
+
+
+def test_a_run_that_has_not_begun_or_is_gone_is_drawn_too(directory: Path) -> None:
+    for name in ("metrics.jsonl", "league.jsonl", "eval.jsonl", "live.json"):
+        (directory / name).unlink()
+        view = RunView(directory)
+        view.refresh()
+        assert not view.live or view.is_running
+        assert len(frame(view, 80, 24)) == 24
+    assert "not running" in frame(view, 80, 24)[1]
+
+
+def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnstableError, match="is no run directory"):
+        RunView(tmp_path)
+    with pytest.raises(UnstableError, match="there is no run in"):
+        newest_run(tmp_path)
+
+
+def test_a_sparkline_goes_from_the_least_to_the_greatest_and_leaves_out_what_is_no_number() -> None:
+    assert sparkline([0.0, 1.0, float("nan"), 2.0], 10) == "▁▅█"
+    assert sparkline([3.0] * 5, 3) == "▁▁▁"
+    assert sparkline([], 10) == ""
+
+
+class Terminal:
+    """`top` in a terminal of its own, as a person sees it."""
+
+    def __init__(self, directory: Path, width: int, height: int, *arguments: str) -> None:
+        self.screen = pyte.Screen(width, height)
+        self._stream = pyte.ByteStream(self.screen)
+        self._master, slave = pty.openpty()
+        self._resize(width, height)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "unstable_lite", "top", str(directory), *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+            | {"TERM": "xterm-256color"},
+            start_new_session=True,
+        )
+        os.close(slave)
+
+    def _resize(self, width: int, height: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+    def resize(self, width: int, height: int) -> None:
+        self.screen.resize(height, width)
+        self._resize(width, height)
+
+    def press(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def wait_for(self, condition: Callable[[str], bool]) -> str:
+        deadline = time.monotonic() + 60
+        while not condition(text := "\n".join(self.screen.display)):
+            assert time.monotonic() < deadline, text
+            if select.select([self._master], [], [], 0.2)[0]:
+                try:
+                    self._stream.feed(os.read(self._master, 65536))
+                except OSError:  # the terminal is closed
+                    time.sleep(0.05)
+        return text
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal(directory: Path) -> Iterator[Terminal]:
+    terminal = Terminal(directory, 100, 32)
+    yield terminal
+    terminal.close()
+
+
+def test_a_person_looks_on_goes_back_and_forth_resizes_and_leaves(terminal: Terminal) -> None:
+    terminal.wait_for(lambda text: "running" in text and "update 12/20" in text)
+    terminal.press("\x1b[D")
+    terminal.wait_for(lambda text: "replay" in text and "update 11/20" in text)
+    terminal.press("\x1b[D")
+    terminal.wait_for(lambda text: "update 10/20" in text)
+    terminal.press("\x1b[C")
+    terminal.wait_for(lambda text: "update 11/20" in text)
+    terminal.resize(70, 20)
+    terminal.wait_for(lambda text: "80 × 24 characters are needed, 70 × 20 are there" in text)
+    terminal.resize(80, 24)
+    terminal.wait_for(lambda text: "update 11/20" in text and "workers" in text)
+    terminal.press("q")
+    assert terminal.process.wait(30) == 0
+
+
+def test_a_replay_goes_through_all_updates(directory: Path) -> None:
+    terminal = Terminal(directory, 100, 32, "--replay")
+    terminal.wait_for(lambda text: "replay" in text and any(f"update {n}/20" in text for n in range(5)))
+    terminal.wait_for(lambda text: "update 12/20" in text)
+    terminal.press("q")
+    assert terminal.process.wait(30) == 0
+    terminal.close()

@@ -1,0 +1,84 @@
+"""live.json of a run directory: what the run is doing now, for whoever looks on from outside.
+
+Written every `EVERY_S` seconds, whole or not at all. Nobody answers questions, so nobody can hold the run up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from typing import Any
+
+from unstable_lite.training import Training
+
+EVERY_S = 2.0
+LIVE = "live.json"
+LAST_ALARMS = 20
+
+
+@contextlib.asynccontextmanager
+async def shown_live(training: Training) -> AsyncIterator[None]:
+    """While the body runs; the last state stays, marked as ended."""
+
+    async def keep_writing() -> None:
+        while True:
+            _write(training, has_ended=False)
+            await asyncio.sleep(EVERY_S)
+
+    writing = asyncio.create_task(keep_writing())
+    try:
+        yield
+    finally:
+        writing.cancel()
+        _write(training, has_ended=True)
+
+
+def _write(training: Training, has_ended: bool) -> None:
+    path = training.directory / LIVE
+    partial = path.with_name(f".{LIVE}.partial")
+    # A full disk is not this file's to tell: what matters more fails on it, and says so.
+    with contextlib.suppress(OSError):
+        partial.write_text(json.dumps(_picture(training) | {"has_ended": has_ended}), encoding="utf-8")
+        partial.rename(path)
+
+
+def _picture(training: Training) -> dict[str, Any]:
+    config, tracker, collector = training.plan.config, training.tracker, training.collector
+    by_name = {engine.peer.name: engine for engine in training.workers.engines.engines}
+    devices = dict(zip(by_name, training.plan.engine_devices, strict=True))
+    workers = []
+    for process in training.workers.processes:
+        name = process.peer.name
+        engine = by_name.get(name)
+        workers.append(
+            {
+                "name": name,
+                "pid": process.pid,
+                "device": devices.get(name, training.plan.learner_device),
+                "is_up": process.peer.is_up,
+                "waited_for": process.peer.num_pending,
+                "stats": asdict(engine.stats) if engine is not None else None,
+            }
+        )
+    return {
+        "time": time.time(),
+        "pid": os.getpid(),
+        "updates": training.updates,
+        "learning_steps": config.run.learning_steps,
+        "games": tracker.games_finished,
+        "void_games": tracker.void_games,
+        "train_games_in_flight": collector.games_in_flight["train"],
+        "eval_games_in_flight": collector.games_in_flight["eval"],
+        "buffer": training.buffer.size(),
+        "buffer_size": config.buffer_size,
+        "batch_size": config.learner.batch_size,
+        "tokens": training.workers.engines.generated_tokens,
+        "alarms": tracker.alarms[-LAST_ALARMS:],
+        "num_alarms": len(tracker.alarms),
+        "workers": workers,
+    }

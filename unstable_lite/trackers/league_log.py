@@ -1,0 +1,36 @@
+"""league.jsonl: the ladder and who met whom, one line an update, of those alone that changed since the line before.
+
+All lines together are the league at their last one, and the first n at the n-th.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.trackers.records import to_line
+
+
+class LeagueLog:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab")
+        self._models: dict[str, list[Any]] = {}
+        self._matches: dict[tuple[str, str], int] = {}
+
+    def log(self, step: int, registry: ModelRegistry) -> None:
+        """`models`: [μ, σ, games, active, current] by uid; `matches`: [uid, uid, games]."""
+        current = registry.get_current_ckpt()
+        models = {
+            uid: [round(meta.rating.mu, 4), round(meta.rating.sigma, 4), meta.games, meta.active, uid == current]
+            for uid, meta in registry.get_all_models().items()
+        }
+        matches = dict(registry.match_counts)
+        changed = {uid: row for uid, row in models.items() if self._models.get(uid) != row}
+        met = [[*pair, games] for pair, games in matches.items() if self._matches.get(pair) != games]
+        self._models, self._matches = models, matches
+        self._file.write(to_line({"step": step, "models": changed, "matches": met}))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,143 @@
+"""A run as its directory shows it, from another process: read only, and only what was added since the last look."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from unstable_lite.errors import UnstableError
+
+Metrics = dict[str, Any]
+
+
+class _Tail:
+    """The whole lines that a file of JSON lines gained; from its beginning, if it was written anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._inode = -1
+
+    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+        """(whether these are all lines there are, new lines)."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                is_anew = status.st_ino != self._inode or status.st_size < self._offset
+                if is_anew:
+                    self._offset, self._inode = 0, status.st_ino
+                file.seek(self._offset)
+                content = file.read()
+        except FileNotFoundError:
+            return False, []
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return is_anew, [json.loads(line) for line in whole.splitlines()]
+
+
+class RunView:
+    """`refresh`, then look. Everything is as of the newest update, or as of `at`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises UnstableError if that is no run directory."""
+        self.directory = directory
+        try:
+            self.config: dict[str, Any] = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UnstableError(f"{directory} is no run directory: config.toml: {error}") from None
+        self.live: dict[str, Any] = {}
+        """live.json; empty before the run has written it."""
+        self.at: int | None = None
+        """The update to look at; None: the newest."""
+        self._lines: list[Metrics] = []
+        self._league: list[dict[str, Any]] = []
+        self._evaluations: list[dict[str, Any]] = []
+        self._files = [
+            (_Tail(directory / "metrics.jsonl"), self._lines),
+            (_Tail(directory / "league.jsonl"), self._league),
+            (_Tail(directory / "eval.jsonl"), self._evaluations),
+        ]
+
+    def refresh(self) -> None:
+        for tail, lines in self._files:
+            is_anew, new = tail.read()
+            if is_anew:
+                lines.clear()
+            lines += new
+        try:
+            self.live = json.loads((self.directory / "live.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            self.live = {}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process that wrote live.json is there; only on its own machine."""
+        if not self.live or self.live["has_ended"]:
+            return False
+        try:
+            os.kill(self.live["pid"], 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+    @property
+    def num_updates(self) -> int:
+        """Made so far; not what is looked at."""
+        return max((int(line["step"]) for line in self._lines), default=0)
+
+    @property
+    def update(self) -> int:
+        return self.num_updates if self.at is None else self.at
+
+    @property
+    def learning_steps(self) -> int:
+        return int(self.live.get("learning_steps") or self.config["run"]["learning_steps"])
+
+    def updates(self) -> list[Metrics]:
+        """The line of metrics of each update."""
+        return [line for line in self._until(self._lines) if "run/games" in line]
+
+    def series(self, name: str) -> list[float]:
+        """One metric over the updates, where it is a number."""
+        return [line[name] for line in self.updates() if line.get(name) is not None]
+
+    def latest(self) -> Metrics:
+        lines = self.updates()
+        return lines[-1] if lines else {}
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Those with a quota, oldest first."""
+        return [line for line in self._until(self._evaluations) if line["label"] != "concurrent"]
+
+    def ladder(self) -> list[tuple[str, float, float, int, bool, bool]]:
+        """(uid, μ, σ, games, active, current) of every model, the strongest first."""
+        models: dict[str, list[Any]] = {}
+        for line in self._until(self._league):
+            models |= line["models"]
+        rows = [(uid, *row) for uid, row in models.items()]
+        return sorted(rows, key=lambda row: -row[1])
+
+    def matches(self) -> dict[tuple[str, str], int]:
+        """Games by pair of uids, both ways round."""
+        met: dict[tuple[str, str], int] = {}
+        for line in self._until(self._league):
+            for one, other, games in line["matches"]:
+                met[one, other] = met[other, one] = games
+        return met
+
+    def _until(self, lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        return (line for line in lines if self.at is None or line["step"] <= self.at)
+
+
+def newest_run(outputs: Path) -> Path:
+    """The run directory that was begun last. Raises UnstableError if there is none."""
+    found = sorted(outputs.glob("*/*/config.toml"), key=lambda path: path.parent.stat().st_ctime)
+    if not found:
+        raise UnstableError(f"there is no run in {outputs.absolute()}; name its directory")
+    return found[-1].parent

@@ -1,0 +1,313 @@
+"""The dashboard: panels of one run for a terminal of 80 × 24 characters or more.
+
+Draws what a RunView holds; reads nothing itself, but for how busy this machine is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+from rich.console import Group, RenderableType
+from rich.layout import Layout
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from unstable_lite.trackers.run_view import RunView
+
+BARS = "▁▂▃▄▅▆▇█"
+SAMPLES = 128
+"""Updates in a sparkline at most (reference: `terminal_interface.py`)."""
+GOOD, FAIR = 0.75, 0.40
+"""Shares of a bar from which it is drawn as well, and as fair (reference)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A figure of the statistics panels: its label, its metric, how to write it."""
+
+    label: str
+    name: str
+    write: Callable[[float], str]
+
+
+def percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def plain(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def short(value: float) -> str:
+    return f"{value:.3g}"
+
+
+LEARNER = (
+    Row("loss", "learner/loss", short),
+    Row("entropy", "learner/entropy", short),
+    Row("|Δ log p|", "learner/mismatch_mean", short),
+    Row("grad norm", "learner/policy_grad_norm", short),
+    Row("staleness", "learner/staleness_mean", short),
+    Row("buffer", "buffer/size", plain),
+    Row("waits (s)", "learner/wait_for_batch_s", short),
+)
+
+
+def collection_rows(env_id: str) -> list[Row]:
+    group = f"collection-{env_id}"
+    return [
+        Row("reward", f"{group}/reward", lambda value: f"{value:+.2f}"),
+        Row("win rate", f"{group}/Win Rate", percent),
+        Row("format ok", f"{group}/Format Success Rate - correct_answer_format", percent),
+        Row("own invalid", f"{group}/Ended by own invalid move", percent),
+        Row("turns a game", f"{group}/Game Length", short),
+        Row("tokens a turn", f"{group}/Response Length (token)", short),
+    ]
+
+
+def draw(view: RunView, width: int, height: int, load: MachineLoad) -> RenderableType:
+    """One frame of exactly this size."""
+    layout = Layout()
+    workers = view.live.get("workers", []) if view.at is None else []
+    alarms = view.live.get("alarms", [])
+    workers_a_row = 1 if len(workers) <= 3 and width < 120 else 2
+    of_workers = 2 + max(1, math.ceil(len(workers) / workers_a_row))
+    of_alarms = min(2 + len(alarms), 5) if alarms else 0
+    sections = [
+        Layout(_header(view, width), name="header", size=3),
+        Layout(name="middle", ratio=1),
+        Layout(
+            Panel(_workers(workers, workers_a_row, load, width), title="workers", title_align="left"), size=of_workers
+        ),
+    ]
+    if of_alarms and height >= 30:
+        text = Text("\n".join(alarms[-(of_alarms - 2) :]), style="red", no_wrap=True, overflow="ellipsis")
+        title = f"alarms: {view.live.get('num_alarms', len(alarms))}"
+        sections.append(Layout(Panel(text, title=title, title_align="left", border_style="red"), size=of_alarms))
+    layout.split_column(*sections)
+    left, right = Layout(ratio=1), Layout(ratio=1)
+    layout["middle"].split_row(left, right)
+    room = height - 3 - of_workers - (of_alarms if height >= 30 else 0)
+    inner = width // 2 - 4
+    env_ids = [env["env_id"] for env in view.config.get("train_envs", [])]
+    collection = Panel(
+        _figures(view, collection_rows(env_ids[0]) if env_ids else [], inner),
+        title=f"collection: {env_ids[0]}" + f" (+{len(env_ids) - 1} more)" * (len(env_ids) > 1) if env_ids else "",
+        title_align="left",
+    )
+    learner = Panel(_figures(view, LEARNER, inner), title="learner", title_align="left")
+    ladder = view.ladder()
+    # Where there is little room, the figures and the ladder; then evaluations; then who met whom.
+    if room < 15:
+        left.update(collection)
+        right.update(Panel(_ladder(ladder, inner, room - 2), title=_ladder_title(ladder), title_align="left"))
+        return layout
+    left.split_column(Layout(collection, size=8), Layout(learner, ratio=1, minimum_size=7))
+    evaluations = view.evaluations()
+    of_evaluations = min(2 + max(1, len(evaluations)), 7)
+    of_ladder = room - of_evaluations
+    has_matrix = of_ladder >= 20
+    of_matrix = min(of_ladder // 2, len(ladder) + 3) if has_matrix else 0
+    parts = [
+        Layout(
+            Panel(_ladder(ladder, inner, of_ladder - of_matrix - 2), title=_ladder_title(ladder), title_align="left"),
+            ratio=1,
+        )
+    ]
+    if has_matrix:
+        matrix = _matches(ladder, view.matches(), inner, of_matrix - 2)
+        parts.append(Layout(Panel(matrix, title="games between them", title_align="left"), size=of_matrix))
+    parts.append(
+        Layout(
+            Panel(_evaluations(evaluations[-(of_evaluations - 2) :]), title="evaluations", title_align="left"),
+            size=of_evaluations,
+        )
+    )
+    right.split_column(*parts)
+    return layout
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The newest `width` values, from the least to the greatest of them."""
+    shown = [value for value in values[-min(width, SAMPLES) :] if math.isfinite(value)]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in shown)
+
+
+def bar(share: float, width: int) -> Text:
+    share = min(max(share, 0.0), 1.0)
+    style = "green" if share >= GOOD else "yellow" if share >= FAIR else "red"
+    full = round(share * width)
+    return Text("█" * full, style=style) + Text("░" * (width - full), style="dim")
+
+
+def _header(view: RunView, width: int) -> Panel:
+    live, latest = view.live, view.latest()
+    made, planned = view.update, view.learning_steps
+    if view.at is not None:
+        state = Text("replay", style="cyan")
+    elif view.is_running:
+        state = Text("running", style="green")
+    else:
+        state = Text("ended" if live.get("has_ended") else "not running", style="yellow")
+    seconds = latest.get("run/seconds", 0.0)
+    games = latest.get("run/games", 0) if view.at is not None else live.get("games", latest.get("run/games", 0))
+    line = Text.assemble(
+        state, "  update ", (f"{made}/{planned} ", "bold"), bar(made / max(planned, 1), max(4, width // 4 - 16))
+    )
+    line.append(f"  {games:,.0f} games")
+    if seconds:
+        line.append(f" {latest['run/games'] / seconds:.1f}/s  {latest.get('run/tokens_per_s', 0):,.0f} tok/s")
+    if view.is_running and seconds and made:
+        line.append(f"  left {_duration(seconds / made * (planned - made))}")
+    if num_alarms := live.get("num_alarms", 0):
+        line.append(f"  alarms {num_alarms}", style="red")
+    line.no_wrap, line.overflow = True, "ellipsis"
+    return Panel(line, title=view.directory.name, title_align="left")
+
+
+def _figures(view: RunView, rows: Sequence[Row], width: int) -> Table:
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right", min_width=7)
+    table.add_column(no_wrap=True, ratio=1, style="cyan", overflow="crop")
+    for row in rows:
+        values = view.series(row.name)
+        table.add_row(row.label, row.write(values[-1]) if values else "–", sparkline(values, max(width - 24, 8)))
+    return table
+
+
+def _ladder_title(ladder: Sequence[Any]) -> str:
+    return f"TrueSkill (μ, σ): {len(ladder)} models"
+
+
+def _ladder(ladder: Sequence[tuple[str, float, float, int, bool, bool]], width: int, height: int) -> RenderableType:
+    """The strongest, and the current policy in any case; the others are counted."""
+    if not ladder:
+        return Text("no games yet", style="dim")
+    shown = list(enumerate(ladder))[: max(height, 1)]
+    if len(ladder) > len(shown):
+        current = [(index, row) for index, row in enumerate(ladder) if row[5] and index >= len(shown)]
+        shown = [*shown[: len(shown) - len(current)], *current]
+    low, high = min(row[1] - row[2] for row in ladder), max(row[1] for row in ladder)
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(justify="right", style="dim")
+    table.add_column(no_wrap=True, overflow="ellipsis", max_width=max(12, width // 3))
+    table.add_column(ratio=1, no_wrap=True, overflow="crop")
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True, style="dim")
+    for index, (uid, mu, sigma, games, is_active, is_current) in shown:
+        name = Text(uid, style="bold green" if is_current else "" if is_active else "dim")
+        share = (mu - low) / max(high - low, 1e-9)
+        table.add_row(str(index), name, bar(share, max(width - 45, 6)), f"{mu:.1f} ±{sigma:.1f}", f"n={games}")
+    return table
+
+
+def _matches(
+    ladder: Sequence[tuple[str, float, float, int, bool, bool]],
+    matches: dict[tuple[str, str], int],
+    width: int,
+    height: int,
+) -> RenderableType:
+    """Rows and columns by the ladder's numbers; the more games, the brighter."""
+    count = min(len(ladder), max(height - 1, 1), max((width - 4) // 5, 1))
+    uids = [row[0] for row in ladder[:count]]
+    most = max((matches.get((one, other), 0) for one in uids for other in uids), default=0)
+    lines = [Text("    " + "".join(f"{index:>5}" for index in range(count)), style="dim")]
+    for index, one in enumerate(uids):
+        line = Text(f"{index:>3} ", style="dim")
+        for other in uids:
+            games = matches.get((one, other), 0)
+            level = round(40 + 150 * games / most) if most else 0
+            colours = f"on rgb({level // 4},{level // 2},{level})" if games else "dim"
+            line.append(f"{games if games else '·':>5}", style=colours)
+        lines.append(line)
+    return Group(*lines)
+
+
+def _evaluations(evaluations: Sequence[dict[str, Any]]) -> RenderableType:
+    if not evaluations:
+        return Text("none yet", style="dim")
+    table = Table.grid(padding=(0, 1), expand=True)
+    for least in (7, 6, 8, 4):
+        table.add_column(min_width=least, no_wrap=True, justify="left" if least == 7 else "right")
+    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis", style="dim")
+    for line in evaluations:
+        if line["win_rate"] is not None:
+            figure, (low, high) = percent(line["win_rate"]), [f"{edge:.0%}" for edge in line["interval"]]
+        elif line["mean_reward"] is not None:
+            figure, (low, high) = (
+                short(line["mean_reward"]),
+                [short(edge) for edge in line["reward_interval"] if edge is not None] or "??",
+            )
+        else:
+            continue
+        table.add_row(line["model"], figure, f"{low}–{high}", f"n={line['n']}", f"{line['env_id']}, {line['opponent']}")
+    return table
+
+
+def _workers(workers: Sequence[dict[str, Any]], a_row: int, load: MachineLoad, width: int) -> RenderableType:
+    """So many in a row: what they make, and what they take."""
+    if not workers:
+        return Text("not running", style="dim")
+    table = Table.grid(padding=(0, 2), expand=True)
+    for _ in range(a_row):
+        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    cells = []
+    most = max((worker["stats"]["tokens_per_s"] for worker in workers if worker["stats"]), default=0.0)
+    for worker in workers:
+        stats = worker["stats"]
+        name = f"{worker['name']} ({worker['device'] if worker['device'] == 'cpu' else 'GPU ' + str(worker['device'])})"
+        cell = Text(f"{name:<16} ", style="" if worker["is_up"] else "red")
+        if not worker["is_up"]:
+            cell.append("is not up", style="red")
+        elif stats is not None:
+            cell.append_text(bar(stats["tokens_per_s"] / most if most else 0.0, max(4, width // 12)))
+            cell.append(f" {stats['tokens_per_s']:,.0f} tok/s  {stats['running']} run, {stats['queued']} wait")
+        else:
+            cell.append("learns" if worker["waited_for"] else "waits")
+        cell.append(f"  {load.of(worker)}", style="dim")
+        cells.append(cell)
+    for index in range(0, len(cells), a_row):
+        table.add_row(*cells[index : index + a_row])
+    return table
+
+
+class MachineLoad:
+    """How busy a worker's device is: by NVML where there is one, else its own share of the processors."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, psutil.Process] = {}
+        self._nvml: Any = None
+        with contextlib.suppress(ImportError):
+            import pynvml
+
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlInit()
+                self._nvml = pynvml
+
+    def of(self, worker: dict[str, Any]) -> str:
+        device = worker["device"]
+        if device != "cpu" and self._nvml is not None:
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(int(device))
+            memory, power = self._nvml.nvmlDeviceGetMemoryInfo(handle), self._nvml.nvmlDeviceGetPowerUsage(handle)
+            return f"{power / 1000:.0f} W  {memory.used / 2**30:.1f}/{memory.total / 2**30:.0f} GiB"
+        try:
+            process = self._processes.setdefault(worker["pid"], psutil.Process(worker["pid"]))
+            return f"{process.cpu_percent():.0f} % CPU  {process.memory_info().rss / 2**20:,.0f} MiB"
+        except psutil.Error:
+            return ""
+
+
+def _duration(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.gmtime(seconds))
