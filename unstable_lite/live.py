@@ -18,7 +18,6 @@ from unstable_lite.training import Training
 
 EVERY_S = 2.0
 LIVE = "live.json"
-LAST_ALARMS = 20
 
 
 @contextlib.asynccontextmanager
@@ -78,7 +77,5 @@ def _picture(training: Training) -> dict[str, Any]:
         "buffer_size": config.buffer_size,
         "batch_size": config.learner.batch_size,
         "tokens": training.workers.engines.generated_tokens,
-        "alarms": tracker.alarms[-LAST_ALARMS:],
-        "num_alarms": len(tracker.alarms),
         "workers": workers,
     }

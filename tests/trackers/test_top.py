@@ -73,6 +73,8 @@ def directory(tmp_path: Path) -> Path:
             }
             evaluations.write(json.dumps(evaluation) + "\n")
     league.close()
+    alarm = {"step": 3, "time": 0.0, "text": "a [bold]hostile[/bold] alarm"}
+    (tmp_path / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
     (tmp_path / "live.json").write_text(
         json.dumps(
             {
@@ -80,8 +82,6 @@ def directory(tmp_path: Path) -> Path:
                 "has_ended": False,
                 "learning_steps": 20,
                 "games": 121,
-                "alarms": ["update 3: a [bold]hostile[/bold] alarm"],
-                "num_alarms": 1,
                 "workers": [
                     {
                         "name": "engine-0",
@@ -126,7 +126,10 @@ def test_the_league_is_as_it_was_at_the_update_that_is_looked_at(directory: Path
     view.refresh()
     assert view.matches()["ckpt-12", "base"] == view.matches()["base", "ckpt-12"] == 12
     assert next(row[0] for row in view.ladder() if row[5]) == "ckpt-12"
+    view.at = 2
+    assert view.alarms() == []
     view.at = 3
+    assert view.alarms() == ["update 3: a [bold]hostile[/bold] alarm"]
     assert {row[0] for row in view.ladder()} == {"base", "ckpt-1", "ckpt-2", "ckpt-3"}
     assert ("ckpt-4", "base") not in view.matches()
     assert view.series("learner/loss") == [-0.01, -0.02, -0.03]

@@ -56,10 +56,12 @@ class RunView:
         self._lines: list[Metrics] = []
         self._league: list[dict[str, Any]] = []
         self._evaluations: list[dict[str, Any]] = []
+        self._alarms: list[dict[str, Any]] = []
         self._files = [
             (_Tail(directory / "metrics.jsonl"), self._lines),
             (_Tail(directory / "league.jsonl"), self._league),
             (_Tail(directory / "eval.jsonl"), self._evaluations),
+            (_Tail(directory / "alarms.jsonl"), self._alarms),
         ]
 
     def refresh(self) -> None:
@@ -114,6 +116,10 @@ class RunView:
     def evaluations(self) -> list[dict[str, Any]]:
         """Those with a quota, oldest first."""
         return [line for line in self._until(self._evaluations) if line["label"] != "concurrent"]
+
+    def alarms(self) -> list[str]:
+        """Oldest first."""
+        return [f"update {line['step']}: {line['text']}" for line in self._until(self._alarms)]
 
     def ladder(self) -> list[tuple[str, float, float, int, bool, bool]]:
         """(uid, μ, σ, games, active, current) of every model, the strongest first."""

@@ -76,7 +76,7 @@ def draw(view: RunView, width: int, height: int, load: MachineLoad) -> Renderabl
     """One frame of exactly this size."""
     layout = Layout()
     workers = view.live.get("workers", []) if view.at is None else []
-    alarms = view.live.get("alarms", [])
+    alarms = view.alarms()
     workers_a_row = 1 if len(workers) <= 3 and width < 120 else 2
     of_workers = 2 + max(1, math.ceil(len(workers) / workers_a_row))
     of_alarms = min(2 + len(alarms), 5) if alarms else 0
@@ -89,7 +89,7 @@ def draw(view: RunView, width: int, height: int, load: MachineLoad) -> Renderabl
     ]
     if of_alarms and height >= 30:
         text = Text("\n".join(alarms[-(of_alarms - 2) :]), style="red", no_wrap=True, overflow="ellipsis")
-        title = f"alarms: {view.live.get('num_alarms', len(alarms))}"
+        title = f"alarms: {len(alarms)}"
         sections.append(Layout(Panel(text, title=title, title_align="left", border_style="red"), size=of_alarms))
     layout.split_column(*sections)
     left, right = Layout(ratio=1), Layout(ratio=1)
@@ -170,7 +170,7 @@ def _header(view: RunView, width: int) -> Panel:
         line.append(f" {latest['run/games'] / seconds:.1f}/s  {latest.get('run/tokens_per_s', 0):,.0f} tok/s")
     if view.is_running and seconds and made:
         line.append(f"  left {_duration(seconds / made * (planned - made))}")
-    if num_alarms := live.get("num_alarms", 0):
+    if num_alarms := len(view.alarms()):
         line.append(f"  alarms {num_alarms}", style="red")
     line.no_wrap, line.overflow = True, "ellipsis"
     return Panel(line, title=view.directory.name, title_align="left")
