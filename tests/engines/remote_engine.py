@@ -34,11 +34,14 @@ START_TIMEOUT_S = 240.0
 REPLY_TIMEOUT_S = 120.0
 
 
-def engine_spec(endpoint: str = "", device: str = "cpu", model: str = "", **engine: Any) -> WorkerSpec:
+def engine_spec(
+    endpoint: str = "", device: str = "cpu", model: str = "", mode: str = "async", **engine: Any
+) -> WorkerSpec:
     config = Config.model_validate(
         {
             "model_name": model or "builtin:tiny",
             "engine": engine,
+            "run": {"mode": mode},
             "lora": {"lora_rank": 16},
             "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
         }

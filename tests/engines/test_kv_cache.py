@@ -82,6 +82,14 @@ def test_a_forgotten_version_serves_nothing(cache: KVCache) -> None:
     assert run(cache, "old words", version=2) == len("old words") - 1
 
 
+def test_a_cleared_cache_is_as_new(cache: KVCache) -> None:
+    run(cache, "a game", version=1)
+    run(cache, "a game", version=2)
+    cache.clear()
+    assert cache.find(tokens("a game"), 1).length == cache.find(tokens("a game"), 2).length == 0
+    assert run(cache, "a game", version=1) == 0
+
+
 def test_a_running_prompt_promises_what_it_has_not_computed_yet(cache: KVCache) -> None:
     slot = cache.take(tokens("twins"), 3, 0, 0)
     prefix = cache.find(tokens("twins and more"), 3)

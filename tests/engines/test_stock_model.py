@@ -98,3 +98,13 @@ def test_with_memory_for_one_sequence_requests_are_served_one_after_the_other(mo
     engine = load(model_dir, max_model_len=1024, kv_cache_gb=0.0011, dtype="float32")
     assert engine.facts["parallel_seq"] == 1
     assert len(generate(engine, 0, 0, 0)) == 3
+
+
+@pytest.mark.parametrize(("mode", "is_reused"), [("async", True), ("sync", False)])
+def test_an_exact_engine_that_was_idle_uses_nothing_that_it_computed_before(mode: str, is_reused: bool) -> None:
+    engine = TransformersEngine(engine_spec(mode=mode, max_model_len=256, max_parallel_seq=4))
+    first = generate(engine, 0, 0)
+    engine.stats()
+    second = generate(engine, 0, 0)
+    assert [one.text for one in first] == [other.text for other in second]
+    assert (engine.stats().cached_share > 0.5) == is_reused
