@@ -91,7 +91,7 @@ class Training:
         collecting = tasks.create_task(self.collector.run(config.num_collection_workers, num_eval_workers))
         evaluations: list[asyncio.Task[None]] = []
         self._started = time.monotonic()
-        self.terminal.start(config.learning_steps)
+        self.terminal.start(config.learning_steps, self._batch_progress)
         while self.updates < config.learning_steps and not self.stop.is_set():
             if await self._update() and self._is_evaluated():
                 evaluations.append(tasks.create_task(self._evaluate(f"update {self.updates}")))
@@ -106,7 +106,7 @@ class Training:
         """Play a round, learn from it, and so on: whatever is waited for, nothing else goes on."""
         config, batch_size = self.plan.config.run, self.plan.config.learner.batch_size
         self._started = time.monotonic()
-        self.terminal.start(config.learning_steps)
+        self.terminal.start(config.learning_steps, self._batch_progress)
         while self.updates < config.learning_steps and not self.stop.is_set():
             await self.pool.settled()
             await self.publisher.retired()
@@ -258,12 +258,24 @@ class Training:
     def _one_line(self) -> str:
         latest, nan = self.tracker.latest, float("nan")
         group = f"collection-{self.plan.config.train_envs[0].env_id}"
+        games, tokens_per_s = latest["run/games"], latest["run/tokens_per_s"]
         return (
-            f"games {latest['run/games']:.0f}  tokens/s {latest['run/tokens_per_s']:.0f}  "
+            f"games {games:.0f} ({games / latest['run/seconds']:.1f}/s)  tokens/s {tokens_per_s:.0f}  "
             f"reward {latest.get(f'{group}/reward', nan):+.2f} (n={latest.get(f'{group}/n', 0):.0f})  "
+            f"{self._against_fixed()}"
             f"staleness {latest['learner/staleness_mean']:.1f}  entropy {latest['learner/entropy']:.2f}"
             f"{self.guard.status()}"
         )
+
+    def _against_fixed(self) -> str:
+        """What the last evaluation told of the first eval env with a winner."""
+        for evaluation in reversed(self.tracker.evaluations):
+            if evaluation.env_id == self.plan.config.eval_envs[0].env_id and evaluation.win_rate >= 0:
+                return f"won {evaluation.win_rate:.0%} against {evaluation.opponent} (n={evaluation.n})  "
+        return ""
+
+    def _batch_progress(self) -> tuple[int, int]:
+        return self.buffer.size(), self.plan.config.learner.batch_size
 
     def _alarm(self, text: str) -> None:
         self.tracker.alarm(self.updates, text)

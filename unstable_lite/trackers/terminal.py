@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from rich.console import Console, Group
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -35,6 +37,7 @@ class TerminalInterface:
             console=self.console,
         )
         self._figures = ""
+        self._batch_progress: Callable[[], tuple[int, int]] | None = None
         self._live: Live | None = None
         self._task = self._progress.add_task("updates", total=None)
         self._last_line = 0.0
@@ -43,7 +46,9 @@ class TerminalInterface:
         """The same terminal, to show the progress of something else."""
         return TerminalInterface(self.console, self._quiet, unit)
 
-    def start(self, total_updates: int) -> None:
+    def start(self, total_updates: int, batch_progress: Callable[[], tuple[int, int]] | None = None) -> None:
+        """`batch_progress`: steps that wait for the next update, and how many it takes."""
+        self._batch_progress = batch_progress
         self._progress.update(self._task, total=total_updates)
         self._progress.reset(self._task)
         if self.console.is_terminal and not self._quiet:
@@ -61,7 +66,12 @@ class TerminalInterface:
             self.console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", soft_wrap=True)
 
     def _render(self) -> Group:
-        return Group(self._progress, Text.from_markup(self._figures, overflow="ellipsis"))
+        lines: list[RenderableType] = [self._progress, Text.from_markup(self._figures, overflow="ellipsis")]
+        if self._batch_progress is not None:
+            waiting, needed = self._batch_progress()
+            bar = ProgressBar(total=needed, completed=min(waiting, needed), width=24)
+            lines.insert(1, Columns(["batch  ", bar, f"{waiting}/{needed} steps"]))
+        return Group(*lines)
 
     def show_update(self, update: int, total: int, figures: str) -> None:
         self._progress.update(self._task, completed=update)
