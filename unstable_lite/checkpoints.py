@@ -6,6 +6,7 @@ A checkpoint is written beside its place, synced, renamed into it; only then doe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -91,13 +92,14 @@ async def save_checkpoint(
     waiting: Sequence[list[Step]],
     save_learner: Callable[[Path], Awaitable[None]],
 ) -> Path:
-    """`ckpt-<update>/` with the learner's files, `league.json` and the buffer's steps; returns where it is."""
+    """`ckpt-<update>/` with the learner's files, `league.json` and the buffer's steps; returns where it is.
+
+    Raises UnstableError if it cannot be written; then nothing of it is left.
+    """
     final = checkpoints / f"ckpt-{update}"
     partial = checkpoints / f".ckpt-{update}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
     league, steps = json.dumps(state), pack_all(Chunk, [Chunk(steps=tuple(chunk)) for chunk in waiting])
-    await save_learner(partial)
 
     def finish() -> None:
         (partial / LEAGUE).write_text(league)
@@ -108,13 +110,22 @@ async def save_checkpoint(
         for file in [*partial.rglob("*"), partial]:
             _sync(file)
         partial.rename(final)
-        link = checkpoints / ".latest"
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        link.rename(checkpoints / "latest")
-        _sync(checkpoints)
+        with contextlib.suppress(OSError):  # it is whole; `--resume` looks for the newest itself
+            link = checkpoints / ".latest"
+            link.unlink(missing_ok=True)
+            link.symlink_to(final.name)
+            link.rename(checkpoints / "latest")
+            _sync(checkpoints)
 
-    await asyncio.to_thread(finish)
+    try:
+        partial.mkdir()
+        await save_learner(partial)
+        await asyncio.to_thread(finish)
+    except (OSError, UnstableError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise UnstableError(f"cannot write {final}: {error.strerror}") from error
+        raise
     return final
 
 

@@ -32,6 +32,10 @@ class RequestError(UnstableError):
     """An engine refused or failed one request; the engine itself is well."""
 
 
+class NoRoomError(RequestError):
+    """A worker could not write what it was asked for where it was asked to; the same request may go elsewhere."""
+
+
 class OpponentError(RequestError):
     """A model behind an endpoint does not answer, is paused or its budget is spent; env and engine are well."""
 

@@ -74,7 +74,7 @@ class Plan:
         slots = f"{config.engine.max_loras} a worker; at least {self.adapter_slots_needed} needed"
         rows.append(("adapter slots", slots))
         if self.adapter_bytes is not None:
-            total = self.adapter_bytes * (config.engine.max_loras + 1)
+            total = self.adapter_bytes * adapters_in_memory(config)
             size = f"{self.adapter_bytes / MIB:.1f} MiB an adapter, up to {total / MIB:.0f} MiB in shared memory"
             rows.append(("adapters", size))
         memory = (
@@ -149,6 +149,13 @@ def adapter_slots_needed(config: Config) -> int:
     """For the active checkpoints, and for adapters that come and go."""
     active = active_checkpoints(config)
     return active + _slots_besides_active(config, has_pool=active > 1)
+
+
+def adapters_in_memory(config: Config) -> int:
+    """Shared memory that a run may need, in sizes of one adapter: those that are loaded, the next one, one that comes
+    back; and what the learner keeps of this version and the next, with two moments and as much again for a critic."""
+    known = LEARNERS.get(config.algorithm)
+    return config.engine.max_loras + 2 + 2 * 3 * (2 if known is not None and known.has_critic else 1)
 
 
 def _slots_besides_active(config: Config, has_pool: bool) -> int:

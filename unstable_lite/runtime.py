@@ -12,6 +12,7 @@ import logging.handlers
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
@@ -36,7 +37,7 @@ from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.live import shown_live
 from unstable_lite.loop_watch import LoopWatch
 from unstable_lite.opponent_pool import OpponentPool
-from unstable_lite.plan import Plan, make_plan
+from unstable_lite.plan import Plan, adapters_in_memory, make_plan
 from unstable_lite.publisher import Publisher
 from unstable_lite.reward_transformations import GROUP_BASELINES, build_reward_transformations
 from unstable_lite.rng import derive_seed
@@ -57,8 +58,6 @@ T = TypeVar("T")
 
 LOG_BYTES, LOG_BACKUPS = 10_000_000, 5
 """Of orchestrator.log (reference: `tracker.py`)."""
-LEARNER_STATE = 8
-"""Adapters' worth of the learner's state in the arena: adapter and two moments, of this version and the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,11 +177,17 @@ class Run:
                 raise UnstableError(
                     f"{directory} has made its {state['updates']} updates; give run.learning_steps=N for more of them"
                 )
-            rewind(directory, state["updates"], sum(state["scheduler"]["games"].values()))
+            try:
+                rewind(directory, state["updates"], sum(state["scheduler"]["games"].values()))
+            except OSError as error:
+                raise UnstableError(
+                    f"{directory}: what was told after update {state['updates']} cannot be taken back: "
+                    f"{error.strerror}; make room, and see that it can be written to"
+                ) from error
             self._terminal.say(f"going on after update {state['updates']}, from {checkpoint.directory.name}")
-        for path in reap_stale_arenas():
+        for path in (*reap_stale_arenas(), *reap_stale_arenas(directory)):
             self._terminal.say(f"removed {path}, left behind by a run that was killed")
-        tracker = Tracker(directory, _sinks(config, directory), config.tracker)
+        tracker = Tracker(directory, _sinks(config, directory), config.tracker, self._terminal.say)
         if checkpoint is not None:
             tracker.resume(checkpoint.state["tracker"], list(read_records(directory / "eval.jsonl")))
         arena: AdapterArena | None = None
@@ -194,7 +199,7 @@ class Run:
                 LoopWatch(config.run.loop_stall_s, directory / "logs" / "orchestrator.log") as loop_watch,
             ):
                 async with started_workers(self.plan, directory / "logs", self._terminal.say) as workers:
-                    needed = workers.adapter_bytes * (config.engine.max_loras + 2 + LEARNER_STATE)
+                    needed = workers.adapter_bytes * adapters_in_memory(config)
                     arena = AdapterArena(directory.name, fallback=directory, bytes_needed=needed)
                     templates, say = templates_for(config, workers.prompts), self._terminal.say
                     lock_step, sampling_seed = None, None
@@ -221,9 +226,9 @@ class Run:
             raise first_reason(group) from group
         finally:
             self._terminal.stop()
-            tracker.close()
             if arena is not None:
                 arena.close()  # after the workers: a learner that is still writing would bring it back
+            tracker.close()
         return Summary(
             directory=directory,
             updates=training.updates,
@@ -431,10 +436,17 @@ def cancelled_by_signals() -> Iterator[None]:
             loop.remove_signal_handler(signum)
 
 
+class _LogFile(logging.handlers.RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """On a full disk a line is lost, and no run."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
 @contextlib.contextmanager
 def log_file(path: Path) -> Iterator[None]:
     """Everything that this package logs, in one file."""
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=LOG_BACKUPS)
+    handler = _LogFile(path, maxBytes=LOG_BYTES, backupCount=LOG_BACKUPS)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("unstable_lite")
     level, propagate = logger.level, logger.propagate
@@ -447,7 +459,8 @@ def log_file(path: Path) -> Iterator[None]:
         logger.removeHandler(handler)
         logger.setLevel(level)
         logger.propagate = propagate
-        handler.close()
+        with contextlib.suppress(OSError):  # what it could not write it tries once more
+            handler.close()
 
 
 def first_reason(group: BaseExceptionGroup[BaseException]) -> BaseException:

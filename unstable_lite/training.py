@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.checkpoints import Checkpoint, save_checkpoint
 from unstable_lite.collector import Collector
+from unstable_lite.errors import NoRoomError, UnstableError
 from unstable_lite.guard import Guard
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
@@ -60,6 +62,8 @@ class Training:
     """From the first training game to the last update."""
     checkpoint: Path | None = None
     """The newest one."""
+    _is_save_due: bool = False
+    """The last try to write a checkpoint failed."""
     _saved: int = 0
     """The update that `checkpoint` is of."""
     _skipped_in_a_row: int = 0
@@ -78,7 +82,7 @@ class Training:
                 await self._learn_in_turns()
             else:
                 await self._learn(tasks)
-            await self._save_newest()
+            await self._save_newest(is_last=True)
             if not self.stop.is_set():
                 await self._evaluate("after")
             for task in background:
@@ -136,9 +140,7 @@ class Training:
             return False
         waited_s = time.monotonic() - started
         self.pool.make_room()
-        updated = await self.workers.learner.update(
-            batch, version, self.arena.path(version), self.arena.learner_state(version)
-        )
+        updated = await self._write_version(version, partial(self.workers.learner.update, batch, version))
         if updated.skipped is not None:
             self._count_skipped(updated.skipped)
             return False
@@ -153,9 +155,21 @@ class Training:
         figures |= await self.guard.measure(batch)
         await self.tracker.add_train_data(self.updates, version - 1, batch)
         self._report(figures)
-        if self.updates % config.run.checkpoint_every == 0 and self.updates < config.run.learning_steps:
+        is_due = self._is_save_due or self.updates % config.run.checkpoint_every == 0
+        if is_due and self.updates < config.run.learning_steps:
             await self._save()
         return True
+
+    async def _write_version(self, version: int, write: Callable[[Path, Path], Awaitable[T]]) -> T:
+        """What the learner says to the two places that it is to write to; again, if shared memory has become full."""
+        arena = self.arena
+        try:
+            return await write(arena.path(version), arena.learner_state(version))
+        except NoRoomError as error:
+            if not arena.fall_back():
+                raise
+            self._alarm(f"{error}. From now on adapters go through {arena.directory}")
+            return await write(arena.path(version), arena.learner_state(version))
 
     def _offer(self, uid: str, version: int) -> None:
         """From here on games may ask for this version."""
@@ -169,7 +183,7 @@ class Training:
         if self.resume_from is not None:
             canary = await self._resume(self.resume_from)
         elif self.plan.config.lora.initial_lora_path is not None:
-            await self.workers.learner.publish(1, self.arena.path(1), self.arena.learner_state(1))
+            await self._write_version(1, partial(self.workers.learner.publish, 1))
             canary = await self.publisher.publish(1)
             self._offer("initial", 1)
         self.terminal.say(
@@ -190,7 +204,7 @@ class Training:
         self.collector.seats.load_state_dict(state["seats"])
         learner, version = self.workers.learner, self.version
         await learner.load(checkpoint.directory)
-        await learner.publish(version, self.arena.path(version), self.arena.learner_state(version))
+        await self._write_version(version, partial(learner.publish, version))
         canary = await self.publisher.publish(version)
         await self.pool.resume(state["pool"])
         self.guard.load_state_dict(state["guard"])
@@ -281,8 +295,12 @@ class Training:
         self.tracker.alarm(self.updates, text)
         self.terminal.say(f"[red]alarm[/red] after update {self.updates}: {text}")
 
-    async def _save(self) -> None:
-        """A checkpoint of everything that has to survive."""
+    async def _save(self, is_last: bool = False) -> None:
+        """A checkpoint of everything that has to survive.
+
+        Where it cannot be written the one before it stays, and the next update tries again. Raises UnstableError if
+        there is no next one.
+        """
         await self.pool.settled()
         state = {
             "updates": self.updates,
@@ -298,16 +316,34 @@ class Training:
             "guard": self.guard.state_dict(),
         }
         checkpoints = self.directory / "checkpoints"
-        self.checkpoint = await save_checkpoint(
-            checkpoints, self.updates, state, self.buffer.contents(), self.workers.learner.save
-        )
+        newest = f"the newest is {self.checkpoint.name}" if self.checkpoint else "there is none yet"
+        try:
+            self.checkpoint = await save_checkpoint(
+                checkpoints, self.updates, state, self.buffer.contents(), self.workers.learner.save
+            )
+        except UnstableError as error:
+            if is_last:
+                raise UnstableError(
+                    f"the last checkpoint, of update {self.updates}, could not be written, and {newest}: {error}\n"
+                    f"(with some room it goes on: run --resume {self.directory})"
+                ) from error
+            if not self._is_save_due:
+                self._alarm(
+                    f"a checkpoint could not be written, and {newest}; each update will try again until one can: "
+                    f"{error}"
+                )
+            self._is_save_due = True
+            return
+        if self._is_save_due:
+            self._alarm(f"checkpoints are written again: {self.checkpoint.name}")
+        self._is_save_due = False
         self._saved = self.updates
         await self.pool.tell_saved()
 
-    async def _save_newest(self) -> Path | None:
+    async def _save_newest(self, is_last: bool = False) -> Path | None:
         """A checkpoint of the last update, if there is none yet; the newest one, if there is any."""
         if self.updates != self._saved:
-            await self._save()
+            await self._save(is_last)
         return self.checkpoint
 
     async def _unless_stopped(self, waiting: Coroutine[Any, Any, T]) -> T | None:

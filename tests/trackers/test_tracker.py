@@ -241,13 +241,17 @@ async def test_what_an_update_trained_on_is_kept_one_file_an_update(tmp_path: Pa
     }
 
 
-async def test_train_data_that_cannot_be_written_is_an_error_at_the_next_update(tmp_path: Path) -> None:
+async def test_train_data_that_cannot_be_written_is_told_and_the_next_is_written(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
     (tmp_path / "train_data").rmdir()
     await tracker.add_train_data(1, 0, [])
-    with pytest.raises(FileNotFoundError):
-        await tracker.add_train_data(2, 1, [])
+    assert tracker._train_data is not None
+    tracker._train_data._thread.submit((tmp_path / "train_data").mkdir)
+    await tracker.add_train_data(2, 1, [])
     tracker.close()
+    (alarm,) = tracker.alarms
+    assert "step-000001.jsonl.gz" in alarm
+    assert [path.name for path in (tmp_path / "train_data").iterdir()] == ["step-000002.jsonl.gz"]
 
 
 async def test_train_data_can_be_switched_off(tmp_path: Path) -> None:

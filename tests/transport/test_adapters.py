@@ -114,3 +114,24 @@ async def test_two_runs_of_one_name_have_an_arena_each(tmp_path: Path) -> None:
     assert reap_stale_arenas(tmp_path) == [], "all of them are alive"
     for arena in arenas:
         arena.close()
+
+
+def test_an_arena_that_falls_back_finds_what_was_written_before_and_writes_elsewhere(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    arena = AdapterArena("run", fallback=tmp_path, bytes_needed=1)
+    arena.path(1).mkdir()
+    (arena.path(1) / "file").write_bytes(b"12345")
+    arena.learner_state(1).mkdir()
+    assert arena.fall_back()
+    assert not arena.fall_back(), "there is nowhere else"
+    assert arena.path(1).parent.parent == arena.learner_state(1).parent.parent == shared_memory
+    assert arena.path(2).parent.parent == arena.learner_state(2).parent.parent == tmp_path
+    arena.path(2).mkdir()
+    assert arena.bytes_used() == 5
+    arena.unlink(1)
+    assert not (shared_memory / "unstable_lite-run" / "v1").exists()
+    assert reap_stale_arenas(shared_memory) == reap_stale_arenas(tmp_path) == []
+    arena.close()
+    assert list(shared_memory.iterdir()) == []
+    assert not list(tmp_path.glob("*unstable_lite-*"))

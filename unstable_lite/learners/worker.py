@@ -9,6 +9,7 @@ versions of `torch`, `transformers` and `peft`.
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import logging
@@ -47,6 +48,7 @@ from unstable_lite.types import TrainItem
 
 UPDATED = "updated.json"
 """In a learner's state: the reply to the update that it is of."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 OOM_ADVICE = (
     "lower learner.max_train_len or learner.logits_chunk_tokens, set learner.activation_checkpointing = true, or leave "
     "it more memory"
@@ -78,7 +80,7 @@ class _Worker:
         self._state: Path | None = None
         """The learner as it was after the last update."""
         self._made: dict[str, float] | None = None
-        """The metrics of the update that was made, and perhaps not told, before this process was started."""
+        """The metrics of the newest update, by this process or the one before it, which may not have been told."""
 
     def answer(self, message: Message) -> Message:
         assert isinstance(message, (Update, Publish, Score, SaveLearner, LoadLearner)), message
@@ -101,6 +103,10 @@ class _Worker:
             return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
         except RequestError as error:
             return Failed(request_id=message.request_id, error=str(error))
+        except AdapterError as error:
+            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in NO_ROOM):
+                raise
+            return Failed(request_id=message.request_id, error=str(error), is_no_room=True)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -110,17 +116,17 @@ class _Worker:
 
     def _update(self, message: Update) -> Updated:
         if self._made is not None and message.version == self.learner.version:
+            if not Path(message.state_path).exists():
+                self._keep(message.state_path, self._made)
             self._publish(message.path)
             return Updated(request_id=message.request_id, metrics=self._made, skipped=None)
         if self._state is None:
             self._keep(f"{message.state_path}.before", None)
-        before = self._state
         result = self._update_within_memory(message.items, message.version)
         if result.skipped is None:
+            self._made = result.metrics
             self._keep(message.state_path, result.metrics)
             self._publish(message.path)
-            if before is not None and before.suffix == ".before":  # the others are the orchestrator's to remove
-                shutil.rmtree(before, ignore_errors=True)
         return Updated(request_id=message.request_id, metrics=result.metrics, skipped=result.skipped)
 
     def _update_within_memory(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
@@ -171,9 +177,13 @@ class _Worker:
             self.learner.save(partial)
             (partial / UPDATED).write_text(json.dumps(metrics))
             partial.rename(path)
-            self._state = Path(path)
         except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
             raise AdapterError(adapter_files.explain(error, Path(path), 3 * _adapter_bytes(self.learner))) from error
+
+        if self._state is not None and self._state.suffix == ".before":  # the others are the orchestrator's to remove
+            shutil.rmtree(self._state, ignore_errors=True)
+        self._state = Path(path)
 
     def _publish(self, path: str) -> None:
         if not Path(path).exists():  # it may have been written just before the process died

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.trackers.records import to_line
+from unstable_lite.trackers.records import AppendFile, to_line
 
 
 class LeagueLog:
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        self._file = AppendFile(path)
         self._models: dict[str, list[Any]] = {}
         self._matches: dict[tuple[str, str], int] = {}
 
@@ -28,9 +28,8 @@ class LeagueLog:
         matches = dict(registry.match_counts)
         changed = {uid: row for uid, row in models.items() if self._models.get(uid) != row}
         met = [[*pair, games] for pair, games in matches.items() if self._matches.get(pair) != games]
-        self._models, self._matches = models, matches
         self._file.write(to_line({"step": step, "models": changed, "matches": met}))
-        self._file.flush()
+        self._models, self._matches = models, matches  # of a line that finds no room the next one tells
 
     def close(self) -> None:
         self._file.close()

@@ -25,6 +25,29 @@ log = logging.getLogger(__name__)
 PART_MB = 64.0
 
 
+class AppendFile:
+    """A file that grows by whole pieces: what there is no room for leaves nothing behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        self.size = self._file.tell()
+
+    def write(self, content: bytes) -> None:
+        """In the hands of the operating system when this returns. Raises OSError, with the path."""
+        written = 0
+        try:
+            while written < len(content):
+                written += self._file.write(content[written:])
+        except OSError as error:
+            self._file.truncate(self.size)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        self.size += written
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class RecordLog:
     """`games.jsonl` is being written; `games-000001.jsonl.gz`, `games-000002.jsonl.gz` … are full."""
 
@@ -33,17 +56,13 @@ class RecordLog:
         _drop_unfinished_line(path)
         self._path = path
         self._part_bytes = int(part_mb * 1e6)
-        self._file = path.open("ab")
-        self._size = self._file.tell()
+        self._file = AppendFile(path)
         self._compressing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compress")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """In the hands of the operating system when this returns."""
-        line = to_line(record)
-        self._file.write(line)
-        self._file.flush()
-        self._size += len(line)
-        if self._size >= self._part_bytes:
+        """In the hands of the operating system when this returns. Raises OSError, and nothing of it is there."""
+        self._file.write(to_line(record))
+        if self._file.size >= self._part_bytes:
             self._start_next_part()
 
     def close(self) -> None:
@@ -52,13 +71,19 @@ class RecordLog:
         self._compressing.shutdown()
 
     def _start_next_part(self) -> None:
+        try:
+            number = max((number for number, _ in _full_parts(self._path)), default=0) + 1
+            full = self._path.with_name(f"{self._path.stem}-{number:06d}.jsonl")
+            next_part = AppendFile(self._path.with_name(f".{self._path.name}.next"))
+            self._path.rename(full)
+            next_part.path.rename(self._path)
+        except OSError as error:
+            log.warning("%s goes on beyond its size: %s", self._path, error.strerror)
+            return
+        next_part.path = self._path
         self._file.close()
-        number = max((number for number, _ in _full_parts(self._path)), default=0) + 1
-        full = self._path.with_name(f"{self._path.stem}-{number:06d}.jsonl")
-        self._path.rename(full)
+        self._file = next_part
         self._compressing.submit(_compress, full)
-        self._file = self._path.open("ab")
-        self._size = 0
 
 
 def to_line(record: Mapping[str, Any]) -> bytes:
@@ -74,9 +99,13 @@ def _plain(value: Any) -> Any:
 def write_whole(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """One gzip file of all `records`, there whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
-    with gzip.open(partial, "wb", compresslevel=5) as file:
-        file.writelines(to_line(record) for record in records)
-    partial.rename(path)
+    try:
+        with gzip.open(partial, "wb", compresslevel=5) as file:
+            file.writelines(to_line(record) for record in records)
+        partial.rename(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -110,8 +139,12 @@ def keep_whole_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> b
         write_whole(path, kept)
     else:  # rewritten in any case: an unfinished line goes
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_bytes(b"".join(to_line(record) for record in kept))
-        partial.rename(path)
+        try:
+            partial.write_bytes(b"".join(to_line(record) for record in kept))
+            partial.rename(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
     return len(kept) < len(records)
 
 

@@ -38,10 +38,14 @@ def _rewind_tensorboard(directory: Path, update: int) -> None:
     if len(kept) == len(events):
         return
     partial = directory / f".{old[0].name}.partial"
-    with partial.open("wb") as file:
-        writer = RecordWriter(file)
-        for raw in kept:
-            writer.write(raw)
+    try:
+        with partial.open("wb") as file:
+            writer = RecordWriter(file)
+            for raw in kept:
+                writer.write(raw)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     partial.rename(old[0])  # files are read in the order of their names, which begin with the time
     for path in old[1:]:
         path.unlink()

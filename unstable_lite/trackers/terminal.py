@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -63,7 +64,8 @@ class TerminalInterface:
     def say(self, text: str) -> None:
         """One dated line that stays."""
         if not self._quiet:
-            self.console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", soft_wrap=True)
+            with contextlib.suppress(OSError):  # a file on a full disk, or a pipe that nobody reads any more
+                self.console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", soft_wrap=True)
 
     def _render(self) -> Group:
         lines: list[RenderableType] = [self._progress, Text.from_markup(self._figures, overflow="ellipsis")]

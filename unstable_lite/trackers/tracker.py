@@ -7,11 +7,11 @@ the player sampled a token at all. Sinks receive finished numbers and know nothi
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from unstable_lite.config import TrackerConfig
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.trackers.diversity import Diversity
 from unstable_lite.trackers.league_log import LeagueLog
-from unstable_lite.trackers.records import RecordLog
+from unstable_lite.trackers.records import AppendFile, RecordLog, to_line
 from unstable_lite.trackers.train_data import Batch, TrainDataFiles
 from unstable_lite.types import GameRecord, ModelRef, Outcome, PlayerTrajectory, Turn
 
@@ -180,7 +180,14 @@ def summarise_evaluation(
 
 
 class Tracker:
-    def __init__(self, run_directory: Path, sinks: Sequence[Sink], config: TrackerConfig) -> None:
+    def __init__(
+        self,
+        run_directory: Path,
+        sinks: Sequence[Sink],
+        config: TrackerConfig,
+        say: Callable[[str], None] = lambda text: None,  # noqa: ARG005
+    ) -> None:
+        """`say`: what a user should read at once."""
         self.evaluations: list[Evaluation] = []
         """Those with a quota; all are in eval.jsonl."""
         self.registry: ModelRegistry | None = None
@@ -190,11 +197,19 @@ class Tracker:
         self.alarms: list[str] = []
         self.latest: dict[str, float] = {}
         """The newest value of every metric."""
+        self.lost_records = 0
+        """Lines, events and files that could not be written."""
         self._sinks = list(sinks)
+        self._say = say
+        self._step = 0
+        self._failing: dict[str, str] = {}
+        """What cannot be written at the moment, and where it belongs."""
+        self._failed_lately: set[str] = set()
+        """What failed since the last update."""
         self._config = config
         self._games_file = RecordLog(run_directory / "games.jsonl", config.max_part_mb)
-        self._eval_file = (run_directory / "eval.jsonl").open("a", encoding="utf-8")
-        self._alarms_file = (run_directory / "alarms.jsonl").open("a", encoding="utf-8")
+        self._eval_file = AppendFile(run_directory / "eval.jsonl")
+        self._alarms_file = AppendFile(run_directory / "alarms.jsonl")
         self._league_log = LeagueLog(run_directory / "league.jsonl")
         self._train_data = TrainDataFiles(run_directory / "train_data") if config.keep_train_data else None
         self._windows: dict[str, dict[str, dict[str, deque[float]]]] = defaultdict(lambda: defaultdict(_new_windows))
@@ -216,7 +231,8 @@ class Tracker:
             for trajectory in record.trajectories:
                 self._add_collected(record, trajectory)
         if self._config.keep_games == "all" or self._config.keep_games == record.spec.kind:
-            self._games_file.write(record_to_json(record, self._config.keep_tokens))
+            with self._surviving("games.jsonl"):
+                self._games_file.write(record_to_json(record, self._config.keep_tokens))
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """One with a quota: kept for the summary, too."""
@@ -234,18 +250,17 @@ class Tracker:
     async def add_train_data(self, update: int, version: int, batch: Batch) -> None:
         """Keep what update number `update` trained on; `version` is that of the policy before it.
 
-        Waits for the batch before it to be on disk, and not for this one. Raises OSError.
+        Waits for the batch before it to be on disk, and not for this one.
         """
         if self._train_data is not None:
-            await self._train_data.write(update, version, batch)
+            with self._surviving("train_data"):
+                await self._train_data.write(update, version, batch)
 
     def alarm(self, step: int, text: str) -> None:
         """Kept for the summary, and a line of alarms.jsonl."""
         self.alarms.append(f"update {step}: {text}")
-        self._alarms_file.write(
-            json.dumps({"step": step, "time": time.time(), "text": text}, ensure_ascii=False) + "\n"
-        )
-        self._alarms_file.flush()
+        with contextlib.suppress(OSError):  # it may be this that is told
+            self._alarms_file.write(to_line({"step": step, "time": time.time(), "text": text}))
 
     def log_update(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line of everything: `metrics` of this update, and the windows over games."""
@@ -263,9 +278,12 @@ class Tracker:
         everything["run/games"] = self.games_finished
         everything["run/void_games"] = self.void_games
         everything["run/alarms"] = len(self.alarms)
+        everything["run/lost_records"] = self.lost_records
         self._send(step, everything)
         if self.registry is not None:
-            self._league_log.log(step, self.registry)
+            with self._surviving("league.jsonl"):
+                self._league_log.log(step, self.registry)
+        self._tell_of_recovery()
 
     def get_interface_info(self) -> dict[str, Any]:
         """What a dashboard draws, under the reference's keys; means over every training env, None before the first.
@@ -322,7 +340,8 @@ class Tracker:
         """Everything that is known is on disk afterwards."""
         self.end_evaluations(())
         for sink in self._sinks:
-            sink.close()
+            with self._surviving(type(sink).__name__):
+                sink.close()
         self._games_file.close()
         self._eval_file.close()
         self._alarms_file.close()
@@ -332,12 +351,45 @@ class Tracker:
 
     def _send(self, step: int, metrics: Mapping[str, float]) -> None:
         self.latest.update(metrics)
+        self._step = step
         for sink in self._sinks:
-            sink.log(step, metrics)
+            with self._surviving(type(sink).__name__):
+                sink.log(step, metrics)
+
+    @contextlib.contextmanager
+    def _surviving(self, what: str) -> Iterator[None]:
+        """A run goes on without what cannot be written: games and updates cost more than what is told of them.
+
+        It is counted, and told when it begins and when it is over, by updates: on a disk that is nearly full short
+        lines find room between long ones.
+        """
+        try:
+            yield
+        except OSError as error:
+            self.lost_records += 1
+            self._failed_lately.add(what)
+            if what not in self._failing:
+                self._failing[what] = error.filename or what
+                self._tell(
+                    f"cannot write {self._failing[what]}: {error.strerror}. The run goes on without what belongs there "
+                    "(run/lost_records counts it) and goes on trying: make room"
+                )
+
+    def _tell_of_recovery(self) -> None:
+        for what in self._failing.keys() - self._failed_lately:
+            where = self._failing.pop(what)
+            self._tell(
+                f"writing works again, which had failed at {where}; {self.lost_records} records were lost in all"
+            )
+        self._failed_lately.clear()
+
+    def _tell(self, text: str) -> None:
+        self.alarm(self._step, text)
+        self._say(f"[red]alarm[/red] after update {self._step}: {text}")
 
     def _write_evaluation(self, evaluation: Evaluation, what: str) -> None:
-        self._eval_file.write(json.dumps(evaluation.to_json()) + "\n")
-        self._eval_file.flush()
+        with self._surviving("eval.jsonl"):
+            self._eval_file.write(to_line(evaluation.to_json()))
         group = f"evaluation-{evaluation.env_id} ({evaluation.opponent})/{what}"
         low, high = evaluation.interval
         metrics = {

@@ -32,9 +32,12 @@ class TrainDataFiles:
 
     async def write(self, update: int, version: int, batch: Batch) -> None:
         """Start writing once the file before is done; raises OSError if that one could not be written."""
-        if self._writing is not None:
-            await asyncio.wrap_future(self._writing)
-        self._writing = self._thread.submit(self._write, update, version, batch)
+        before, self._writing = self._writing, None
+        try:
+            if before is not None:
+                await asyncio.wrap_future(before)
+        finally:
+            self._writing = self._thread.submit(self._write, update, version, batch)
 
     def close(self) -> None:
         """Waits for the last file."""

@@ -40,24 +40,36 @@ class AdapterArena:
                 f"adapters go through {fallback}"
             )
             parent = fallback
-        # Locked under another name first, so that a run that starts now cannot take it for a dead run's.
-        nameless = parent / f".{PREFIX}{run_id}.{os.getpid()}"
-        nameless.mkdir(mode=0o700)
-        self._lock = try_lock(nameless)
-        self.directory = _rename(nameless, parent / f"{PREFIX}{run_id}")
+        self._run_id = run_id
+        self._fallback = fallback
+        self._locks: list[int] = []
+        self._directories = [self._make(parent)]
+        """The last one is written to."""
         self.unreferenced: asyncio.Queue[int] = asyncio.Queue()
         """Versions that nobody holds any more, to be unloaded from the engines and then unlinked."""
         self._references: Counter[int] = Counter()
 
+    @property
+    def directory(self) -> Path:
+        return self._directories[-1]
+
+    def fall_back(self) -> bool:
+        """From now on write to the fallback, for shared memory is full; whether it was not so already."""
+        if self.directory.parent == self._fallback:
+            return False
+        self._directories.append(self._make(self._fallback))
+        return True
+
     def path(self, version: int) -> Path:
-        return self.directory / f"v{version}"
+        return self._place(f"v{version}")
 
     def learner_state(self, version: int) -> Path:
         """Where the learner keeps its state of a version, for the one that takes its place if it dies."""
-        return self.directory / f"learner-{version}"
+        return self._place(f"learner-{version}")
 
     def bytes_used(self) -> int:
-        return sum(file.stat().st_size for file in self.directory.rglob("*") if file.is_file())
+        files = [file for directory in self._directories for file in directory.rglob("*")]
+        return sum(file.stat().st_size for file in files if file.is_file())
 
     def retain(self, version: int) -> None:
         self._references[version] += 1
@@ -86,10 +98,24 @@ class AdapterArena:
 
     def close(self) -> None:
         """Remove everything."""
-        shutil.rmtree(self.directory, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        for directory in self._directories:
+            shutil.rmtree(directory, ignore_errors=True)
+        while self._locks:
+            os.close(self._locks.pop())
+
+    def _make(self, parent: Path) -> Path:
+        # Locked under another name first, so that a run that starts now cannot take it for a dead run's.
+        nameless = parent / f".{PREFIX}{self._run_id}.{os.getpid()}"
+        nameless.mkdir(mode=0o700)
+        lock = try_lock(nameless)
+        assert lock is not None, f"{nameless} has just been made"
+        self._locks.append(lock)
+        return _rename(nameless, parent / f"{PREFIX}{self._run_id}")
+
+    def _place(self, name: str) -> Path:
+        """Where it was written, or else is to be."""
+        written = (directory / name for directory in self._directories if (directory / name).exists())
+        return next(written, self.directory / name)
 
 
 def reap_stale_arenas(parent: Path = SHARED_MEMORY) -> list[Path]:

@@ -6,6 +6,7 @@ orchestrator lives, so that end-of-file means "you are an orphan": the worker ex
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -95,7 +96,8 @@ def run_worker(module: str) -> None:
     try:
         importlib.import_module(module).main(spec, socket)
     except Exception as error:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # its log may be on a full disk
+            traceback.print_exc()
         reason = f"{type(error).__name__}: {error}"
         if is_out_of_memory(error):
             reason += f"\n(out of memory: {MEMORY_ADVICE})"

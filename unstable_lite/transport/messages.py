@@ -22,7 +22,7 @@ from unstable_lite.types import Generation, Logprobs, TokenIds, TrainItem
 
 T = TypeVar("T")
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME_BYTES = 1 << 30
 MAX_ITEMS = 1 << 20
 """Of one list or table. What a frame claims to hold is not believed before it is read: room is made for so many."""
@@ -175,6 +175,8 @@ class Failed:
 
     request_id: int
     error: str
+    is_no_room: bool = False
+    """What it should have written finds no room where it was to be written; elsewhere it may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

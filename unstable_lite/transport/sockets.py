@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from unstable_lite.errors import ProtocolError, RequestError, WorkerDied
+from unstable_lite.errors import NoRoomError, ProtocolError, RequestError, WorkerDied
 from unstable_lite.transport.messages import MAX_FRAME_BYTES, Crashed, Failed, Message, Ready, decode, encode
 
 log = logging.getLogger(__name__)
@@ -210,7 +210,8 @@ class Peer:
             if reply is None or reply.done():
                 return  # it came after its deadline, or its game was cancelled
             if isinstance(message, Failed):
-                reply.set_exception(RequestError(f"{self.name}: {message.error}"))
+                kind = NoRoomError if message.is_no_room else RequestError
+                reply.set_exception(kind(f"{self.name}: {message.error}"))
             else:
                 reply.set_result(message)
         elif isinstance(message, Ready):
