@@ -202,6 +202,29 @@ def evaluate_models(
 
 
 @app.command()
+def play(
+    models: Annotated[
+        list[str], typer.Argument(help="Who is played against, as for eval; with --watch two of them, or one for both.")
+    ],
+    env: Annotated[str | None, typer.Option(help="env_id[:players[:template]]; default: the config's first.")] = None,
+    seat: Annotated[int | None, typer.Option(min=0, help="Yours, or the first model's; default: by chance.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Models play, you look on.")] = False,
+    config: Annotated[Path | None, typer.Option(help="A TOML file; default: the first run's own config.")] = None,
+    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, repeated for more.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """Play one game against a model, or look on at two of them."""
+    with _ErrorsAsMessages(debug):
+        from unstable_lite.evaluation.playing import HUMAN, plan_game
+        from unstable_lite.evaluation.playing import play as play_one
+        from unstable_lite.runtime import run_in_loop
+
+        game = plan_game(models if watch else [HUMAN, *models], config, env, tuple(override or ()))
+        record = run_in_loop(play_one(game, seat, Console(highlight=False)))
+        raise typer.Exit(0 if record.end != "void" else 1)
+
+
+@app.command()
 def resample(
     run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="The run whose games hold the observations.")],
     models: Annotated[

@@ -1,0 +1,69 @@
+"""A person at the terminal against a model, and two models looked on at."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from handmade_adapters import write_run
+from test_evaluator import SCRIPTED
+
+import runs
+
+SETTINGS = [word for setting in SCRIPTED for word in ("--set", setting)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", runs.write_small(tmp_path), checkpoints=2)
+
+
+def play(typed: str, *arguments: str | Path) -> tuple[int, str, str]:
+    done = subprocess.run(
+        runs.command("play", *arguments, *SETTINGS), input=typed, capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_person_plays_to_the_end_and_is_shown_every_turn(run: Path) -> None:
+    """Nim; the engine takes one of the piles 1 to 3, whether there is anything left or not."""
+    code, out, err = play("[0 9]\n", run, "--seat", "0")
+    assert code == 0, out + err
+    assert "your turn" in out and "pile 0: 3" in out
+    assert "player 0, you: [0 9]" in out
+    assert "player 0, you: loss by an invalid move (-1)" in out
+    assert "player 1, ckpt-2: win (+1)" in out
+    code, out, _ = play("0 1\n" * 30, run, "--seat", "1")
+    assert code == 0
+    assert out.index("player 0, ckpt-2: \\boxed{[") < out.index("your turn")
+    assert "player 1, you: 0 1  →  [0 1]" in out
+    assert "the end" in out
+
+
+def test_who_leaves_in_the_middle_is_told_so_and_leaves_nothing_behind(run: Path) -> None:
+    code, _, err = play("", run, "--seat", "0")
+    assert (code, "nobody is there to play" in err, "Traceback" in err) == (1, True, False)
+
+
+def test_two_models_are_looked_on_at(run: Path) -> None:
+    code, out, err = play("", run, "scripted:random", "--watch", "--env", "TicTacToe-v0-train", "--seat", "1")
+    assert code == 0, out + err
+    assert "player 0, fixed-scripted:random: [" in out
+    assert "player 1, ckpt-2: \\boxed{[" in out
+    assert "the end" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("base", "base", "--watch"), "--config"),
+        (("RUN", "base", "scripted:random", "--watch"), "a game is between two, and these are 3"),
+        (("RUN", "base"), "a game is between two, and these are 3"),
+        (("RUN", "--seat", "2"), "Nim-v0-train has the seats 0 to 1"),
+        (("nobody",), "names no model"),
+    ],
+)
+def test_what_cannot_be_played_is_said(run: Path, arguments: tuple[str, ...], problem: str) -> None:
+    code, _, err = play("", *(str(run) if word == "RUN" else word for word in arguments))
+    assert code != 0 and problem in err and "Traceback" not in err

@@ -1,0 +1,109 @@
+"""One game to look at, or to play in: every turn is shown as it is made, and nothing is kept."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.cells import game_spec
+from unstable_lite.evaluation.evaluator import AdapterSlots, EvaluationPlan, adapters_of, opened, plan_evaluation
+from unstable_lite.evaluation.models import find_models, find_run
+from unstable_lite.games.environments import hang_guard, make_environment
+from unstable_lite.games.players.player import Player
+from unstable_lite.games.run_game import new_record, run_game
+from unstable_lite.games.seats import Seats
+from unstable_lite.runtime import cancelled_by_signals
+from unstable_lite.types import GameRecord, Reply
+from unstable_lite.workers import while_alive
+
+HUMAN = "unstable_lite.games.players.human:HumanPlayer"
+
+
+class _Shown:
+    """A player whose answers are shown; and what it sees, where nobody at the terminal plays."""
+
+    def __init__(self, player: Player, name: str, console: Console, shows_observation: bool) -> None:
+        self._player = player
+        self._name = name
+        self._console = console
+        self._shows_observation = shows_observation
+
+    async def act(self, observation: str) -> Reply:
+        if self._shows_observation:
+            self._console.rule(self._name)
+            self._console.print(observation.strip(), markup=False, style="dim")
+        reply = await self._player.act(observation)
+        self._console.print(f"{self._name}: ", end="", style="bold", markup=False)
+        self._console.print(reply.text.strip() or "(nothing)", markup=False, end="")
+        self._console.print(f"  →  {reply.action}" if reply.action != reply.text else "", markup=False, style="cyan")
+        return reply
+
+
+def plan_game(models: Sequence[str], config: Path | None, env: str | None, overrides: Sequence[str]) -> EvaluationPlan:
+    """The first of `models` against the second, or against itself. Raises ConfigError."""
+    if len(models) > 2:
+        raise ConfigError(f"a game is between two, and these are {len(models)}: {', '.join(models)}")
+    if config is None and (run := find_run(models)) is not None:
+        config = run / "config.toml"
+    game = plan_evaluation(
+        [_newest_of(models[0])],
+        output=Path(),
+        config=config,
+        envs=[env] if env else (),
+        opponents=[_newest_of(models[-1])],
+        games=1,
+        overrides=overrides,
+    )
+    return replace(game, cells=game.cells[:1])
+
+
+def _newest_of(word: str) -> str:
+    """A run plays with its last checkpoint."""
+    return str(find_models([word])[-1].path) if (Path(word) / "checkpoints").is_dir() else word
+
+
+async def play(evaluation: EvaluationPlan, seat: int | None, console: Console) -> GameRecord:
+    """The one game of `evaluation`, its model at `seat`. Raises what breaks a game."""
+    with tempfile.TemporaryDirectory() as directory, cancelled_by_signals():
+
+        def say(text: str) -> None:
+            console.print(text, style="dim", markup=False)
+
+        async with opened(evaluation, Path(directory), say) as (workers, seats, slots):
+            return await while_alive(workers.processes, _play(evaluation, seat, slots, seats, console))
+
+
+async def _play(
+    evaluation: EvaluationPlan, seat: int | None, slots: AdapterSlots, seats: Seats, console: Console
+) -> GameRecord:
+    config, (cell,) = evaluation.plan.config, evaluation.cells
+    if seat is not None and seat >= cell.env.num_players:
+        raise ConfigError(f"--seat {seat}: {cell.env.env_id} has the seats 0 to {cell.env.num_players - 1}")
+    await slots.hold({model.key: model for model in adapters_of(cell)})
+    # Each game another one: chance is the point of a game that nobody counts.
+    number = random.randrange(1 << 20) * cell.env.num_players
+    number += random.randrange(cell.env.num_players) if seat is None else seat
+    spec = game_spec(cell, number, config.run.seed, slots.ref)
+    record, has_person = new_record(spec), cell.model.name == HUMAN
+    names = {agent.pid: "you" if agent.model.name == HUMAN else agent.model.uid for agent in spec.agent_specs}
+    players: dict[int, Player] = {
+        pid: _Shown(player, f"player {pid}, {names[pid]}", console, shows_observation=not has_person)
+        for pid, player in seats.players(spec).items()
+    }
+    environment = await make_environment(spec.env_id, spec.num_players, spec.seed, spec.observation)
+    with hang_guard(config.run.env_timeout_s):
+        await run_game(record, environment, players, config.run.max_action_chars)
+    console.rule("the end")
+    for pid, outcome in record.outcomes.items():
+        remark = " by an invalid move" * (pid in record.invalid_pids)
+        reason = record.game_info.get(pid, {}).get("reason", "")
+        console.print(
+            f"player {pid}, {names[pid]}: {outcome}{remark} ({record.rewards[pid]:+g}) {reason}", markup=False
+        )
+    return record

@@ -1,0 +1,39 @@
+"""A person at the terminal. What is typed is the action; brackets, where the game wants them, are put around it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from rich.console import Console
+
+from unstable_lite.errors import OpponentError
+from unstable_lite.types import Reply
+
+
+class HumanPlayer:
+    _stdin: asyncio.StreamReader | None = None
+    """One for the process: what was typed ahead is read by whoever comes next."""
+
+    def __init__(self, env_id: str, seed: int) -> None:  # noqa: ARG002
+        self._console = Console(highlight=False)
+
+    async def act(self, observation: str) -> Reply:
+        """Raises OpponentError where nothing more can be typed."""
+        self._console.rule("your turn")
+        self._console.print(observation.strip(), markup=False)
+        self._console.print("> ", end="", style="bold")
+        line = await (await self._reader()).readline()
+        if not line:
+            raise OpponentError("the input has ended: nobody is there to play")
+        typed = line.decode(errors="replace").strip()
+        action = typed if "[" in typed else f"[{typed}]"
+        return Reply(action=action, text=typed, prompt=observation)
+
+    @classmethod
+    async def _reader(cls) -> asyncio.StreamReader:
+        if cls._stdin is None:
+            cls._stdin = asyncio.StreamReader()
+            loop = asyncio.get_running_loop()
+            await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(cls._stdin), sys.stdin)  # type: ignore[arg-type]
+        return cls._stdin
