@@ -21,20 +21,19 @@ def run(tmp_path: Path) -> Path:
 
 def play(typed: str, *arguments: str | Path) -> tuple[int, str, str]:
     done = subprocess.run(
-        runs.command("play", *arguments, *SETTINGS), input=typed, capture_output=True, text=True, timeout=120
+        runs.command("play", *SETTINGS, *arguments), input=typed, capture_output=True, text=True, timeout=120
     )
     return done.returncode, done.stdout, done.stderr
 
 
 def test_a_person_plays_to_the_end_and_is_shown_every_turn(run: Path) -> None:
-    """Nim; the engine takes one of the piles 1 to 3, whether there is anything left or not."""
     code, out, err = play("[0 9]\n", run, "--seat", "0")
     assert code == 0, out + err
     assert "your turn" in out and "pile 0: 3" in out
     assert "player 0, you: [0 9]" in out
     assert "player 0, you: loss by an invalid move (-1)" in out
     assert "player 1, ckpt-2: win (+1)" in out
-    code, out, _ = play("0 1\n" * 30, run, "--seat", "1")
+    code, out, _ = play("0 1\n" * 30, run, "--seat", "1", "--set", 'engine.replies=["\\\\boxed{[1 1]}"]')
     assert code == 0
     assert out.index("player 0, ckpt-2: \\boxed{[") < out.index("your turn")
     assert "player 1, you: 0 1  →  [0 1]" in out
