@@ -164,7 +164,7 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
         ({"run": {"eval_games": 10}}, "there are no eval_envs"),
         ({"run": {"eval_every": 10}}, "run.eval_every needs run.eval_games"),
         ({"run": {"output_dir": __file__ + "/out"}}, "not a directory that can be written to"),
-        ({"lora": {"initial_lora_path": "/nowhere"}}, "no adapter_config.json in /nowhere"),
+        ({"lora": {"initial_lora_path": "/nowhere"}}, "/nowhere has no adapter_model.safetensors"),
         ({"league": {"env_sampling_strategy": "randm"}}, "'random'"),
         ({"rewards": {"step_reward_transformation": ["RewardForFormt"]}}, "'RewardForFormat'"),
         ({"eval_envs": [{**EVAL_ENV, "fixed_opponent": "scripted:perfect"}]}, "scripted:random"),
@@ -195,7 +195,7 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
         ({"lora": {"initial_critic_path": "/nowhere"}}, "reinforce has no critic"),
         (
             {"algorithm": "ppo", "lora": {"initial_critic_path": "/nowhere"}},
-            "no adapter_config.json and no adapter_model.safetensors and no value_head.safetensors in /nowhere",
+            "lora.initial_critic_path: no value_head.safetensors in /nowhere",
         ),
         ({"algorithm": "ppo", "lora": {"lora_dropout": 0.1}}, "dropout would make each another policy"),
         ({"algorithm": "ppo", "learner": {"ppo_minibatches": 500}}, "some would be empty"),
@@ -394,10 +394,10 @@ def test_templates_and_extractions_of_ones_own_are_checked_with_everything_else(
     ("opponents", "says"),
     [
         ({"max_usd": 5}, "opponents.max_usd needs the prices"),
-        ({"base_url": "api.example.com"}, "opponents.base_url: 'api.example.com' is not the URL"),
-        (
-            {"base_url": "https://me:key@example.com/v1"},
-            "a URL holds no key; set the environment variable OPENAI_API_KEY",
+        ({"base_url": "api.example.com"}, "opponents.base_url: not the URL of an endpoint"),
+        *(
+            ({"base_url": url}, "a URL holds no key, name or password; set the environment variable OPENAI_API_KEY")
+            for url in ("https://me:key@example.com/v1", "https://example.com/v1?key=k", "https://example.com/v1#k")
         ),
         ({"pause_s": 1000}, "is over opponents.max_pause_s"),
         ({"api_key": "sk"}, "unknown key 'opponents.api_key'"),

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 
 from unstable_lite.config import Config, RewardConfig, Transformation
 from unstable_lite.learners import LEARNERS, Algorithm
+from unstable_lite.outside_files import is_file
 
-CRITIC_FILES = ("adapter_config.json", "adapter_model.safetensors", "value_head.safetensors")
+CRITIC_HEAD = "value_head.safetensors"
 
 
 def _transformation(name: str, **keywords: float | bool) -> Transformation:
@@ -77,9 +78,8 @@ def algorithm_problems(config: Config) -> Iterable[str]:
     if critic := config.lora.initial_critic_path:
         if is_ours and not algorithm.has_critic:
             yield f"lora.initial_critic_path: {config.algorithm} has no critic"
-        missing = [name for name in CRITIC_FILES if not (critic / name).is_file()]
-        if missing:
-            yield f"lora.initial_critic_path: no {' and no '.join(missing)} in {critic}"
+        if not is_file(critic / CRITIC_HEAD):
+            yield f"lora.initial_critic_path: no {CRITIC_HEAD} in {critic}"
     if algorithm.is_clipped and config.lora.lora_dropout:
         yield (
             f"lora.lora_dropout = {config.lora.lora_dropout}: {config.algorithm} compares one token's probability in "

@@ -35,7 +35,7 @@ def find(what: str, name: str, known: Mapping[str, T]) -> T:
     if name in known:
         return known[name]
     module_name, colon, attribute = name.partition(":")
-    if not colon:
+    if not colon or name.startswith("."):
         raise ConfigError(f"unknown {what} {name!r}; {suggestion(name, known)}")
     try:
         found: T = getattr(importlib.import_module(module_name), attribute)

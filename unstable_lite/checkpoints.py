@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -207,14 +208,16 @@ def to_toml(table: dict[str, Any], prefix: str = "") -> str:
         if isinstance(value, dict):
             subtables.append(f"\n[{prefix}{_toml_key(key)}]\n{to_toml(value, f'{prefix}{_toml_key(key)}.')}")
         elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            subtables += [f"\n[[{prefix}{key}]]\n{to_toml(item, f'{prefix}{key}.')}" for item in value]
+            subtables += [
+                f"\n[[{prefix}{_toml_key(key)}]]\n{to_toml(item, f'{prefix}{_toml_key(key)}.')}" for item in value
+            ]
         else:
             lines.append(f"{_toml_key(key)} = {_toml_value(value)}\n")
     return "".join(lines) + "".join(subtables)
 
 
 def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key, ensure_ascii=False)
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _toml_value(key)
 
 
 def _toml_value(value: Any) -> str:
@@ -222,4 +225,6 @@ def _toml_value(value: Any) -> str:
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items()) + " }"
-    return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # a control character to TOML alone

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import itertools
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,9 +18,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from unstable_lite.errors import ConfigError
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
+MAX_LEVELS = 16
+"""Of tables and lists within each other."""
+
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        ser_json_inf_nan="constants",  # a time-out may be inf, and workers get their config as JSON
+    )
 
 
 class RunConfig(Section):
@@ -430,23 +440,36 @@ def read_config(path: Path, overrides: tuple[str, ...] = ()) -> tuple[Config | N
     Raises ConfigError if there is no TOML to read.
     """
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = parse_toml(path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
     for override in overrides:
         _apply_override(raw, override)
-    config, problems = parse_config(raw)
+    try:
+        config, problems = parse_config(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     return config, [f"{path}: {problem}" for problem in problems]
+
+
+def parse_toml(content: bytes, where: str) -> dict[str, Any]:
+    """Raises ConfigError for what is no TOML."""
+    try:
+        return tomllib.loads(content.decode())
+    except RecursionError as error:
+        raise ConfigError(f"{where}: nested too deep") from error
+    except ValueError as error:  # no TOML, no text, or a number of thousands of digits
+        raise ConfigError(f"{where}: not TOML: {error}") from error
 
 
 def parse_config(raw: dict[str, Any]) -> tuple[Config | None, list[str]]:
     """The config and its problems of form.
 
     Where there are problems, the config is what is left without the offending keys (or None), so that the caller can
-    look for problems of meaning in the rest and report all of them together.
+    look for problems of meaning in the rest and report all of them together. Raises ConfigError for what is no config
+    at all: nested without end, or with numbers over 64 bits.
     """
+    _check_bounds(raw)
     problems: list[str] = []
     while True:
         try:
@@ -457,6 +480,19 @@ def parse_config(raw: dict[str, Any]) -> tuple[Config | None, list[str]]:
             if smaller == raw:
                 return None, problems
             raw = smaller
+
+
+def _check_bounds(raw: dict[str, Any]) -> None:
+    level: list[tuple[str, Any]] = list(raw.items())
+    for _ in range(MAX_LEVELS):
+        for key, value in level:
+            if isinstance(value, int) and value.bit_length() > 63:
+                raise ConfigError(f"{key} is an integer of {value.bit_length()} bits; 63 and a sign are the most")
+        tables = [value.items() for _, value in level if isinstance(value, dict)]
+        lists = [((key, item) for item in value) for key, value in level if isinstance(value, list | tuple)]
+        level = list(itertools.chain(*tables, *lists))
+    if level:
+        raise ConfigError(f"{level[0][0]} stands within {MAX_LEVELS} tables or lists; no key of ours does")
 
 
 def _without_offenders(raw: dict[str, Any], error: ValidationError) -> dict[str, Any]:
@@ -480,8 +516,8 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"override {override!r}: write it as section.key=value")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {text}".encode(errors="replace"), override)["value"]
+    except ConfigError:
         value = text
     *sections, name = key.strip().split(".")
     table = raw

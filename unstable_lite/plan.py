@@ -6,7 +6,6 @@ Loads neither torch nor transformers; makes and resets each env once.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from unstable_lite.algorithms import algorithm_problems, describe_rewards, resol
 from unstable_lite.by_name import suggestion
 from unstable_lite.config import Config, LoraConfig, OpponentsConfig, read_config
 from unstable_lite.engines.choose import choose_engine, resolve_devices
-from unstable_lite.errors import ConfigError, ModelError
+from unstable_lite.errors import AdapterError, ConfigError, ModelError
 from unstable_lite.games.api_keys import url_problem
 from unstable_lite.games.environments import Environment, probe
 from unstable_lite.games.seats import opponent_problem
@@ -26,6 +25,7 @@ from unstable_lite.league.samplers import check_league, strategies, uses_checkpo
 from unstable_lite.learners import LEARNERS
 from unstable_lite.memory import shape_of
 from unstable_lite.models import has_chat_template, resolve_model
+from unstable_lite.outside_files import check_adapter
 from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
@@ -180,8 +180,9 @@ def find_problems(config: Config) -> list[str]:
         problems.append(str(error))
     else:
         problems += _chat_problems(config)
-    if config.lora.initial_lora_path is not None:
-        problems += adapter_problems("lora.initial_lora_path", config.lora.initial_lora_path, config.lora)
+    for key in ("initial_lora_path", "initial_critic_path"):
+        if (path := getattr(config.lora, key)) is not None:
+            problems += adapter_problems(f"lora.{key}", path, config.lora)
     problems += _unknown("algorithm", config.algorithm, LEARNERS, may_be_import=True)
     engine_kinds = ("auto", "vllm", "transformers", "scripted")
     problems += _unknown("engine.kind", config.engine.kind, engine_kinds, may_be_import=True)
@@ -197,20 +198,16 @@ def find_problems(config: Config) -> list[str]:
 
 def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterable[str]:
     """Why the adapter in `directory` is not of the kind that section `lora` describes."""
-    path = directory / "adapter_config.json"
-    if not path.is_file():
-        yield f"{where}: no adapter_config.json in {directory}"
-        return
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        theirs = {
-            "lora_rank": stored["r"],
-            "lora_alpha": float(stored["lora_alpha"]),
-            "target_modules": sorted(stored["target_modules"]),
-        }
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        yield f"{where}: {path} is not what PEFT writes: {type(error).__name__}: {error}"
+        stored, _ = check_adapter(directory)
+    except AdapterError as error:
+        yield f"{where}: {error}"
         return
+    theirs = {
+        "lora_rank": stored["r"],
+        "lora_alpha": float(stored["lora_alpha"]),
+        "target_modules": sorted(stored["target_modules"]),
+    }
     ours = {
         "lora_rank": lora.lora_rank,
         "lora_alpha": float(lora.lora_alpha),
@@ -264,7 +261,11 @@ def _number_problems(config: Config) -> Iterable[str]:
     if config.run.eval_games and not config.eval_envs:
         yield f"run.eval_games = {config.run.eval_games}, but there are no eval_envs"
     output = config.run.output_dir
-    parent = next(path for path in (output, *output.absolute().parents) if path.exists())
+    try:
+        parent = next(path for path in (output, *output.absolute().parents) if path.exists())
+    except OSError as error:
+        yield f"run.output_dir = {str(output)[:100]!r}: {error.strerror}"
+        return
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         yield f"run.output_dir = {output}: {parent} is not a directory that can be written to"
 
@@ -361,7 +362,7 @@ def _unknown(where: str, name: str, known: Iterable[str], may_be_import: bool = 
         module = name.partition(":")[0]
         try:
             found = importlib.util.find_spec(module)  # looks without loading: it may import torch
-        except ModuleNotFoundError:
+        except (ImportError, ValueError):
             found = None
         return [] if found else [f"{where} = {name!r}: no module {module!r} can be imported from here"]
     return [f"{where} = {name!r} is not known; {suggestion(name, known)}"]

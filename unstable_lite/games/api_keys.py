@@ -26,9 +26,14 @@ def api_key(url: str) -> str | None:
 
 
 def url_problem(url: str) -> str | None:
-    parts = urlsplit(url)
+    """What is wrong is not repeated: it may be a key that stands in the wrong place."""
+    not_one = f"not the URL of an endpoint, such as {OPENROUTER_URL!r}"
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return not_one
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        return f"{url!r} is not the URL of an endpoint, such as {OPENROUTER_URL!r}"
-    if parts.username or parts.password or parts.query:
-        return f"a URL holds no key; set the environment variable {key_variable(url)}"
+        return not_one
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        return f"a URL holds no key, name or password; set the environment variable {key_variable(url)}"
     return None

@@ -124,8 +124,11 @@ def opponent_problem(
 ) -> str | None:
     """Why the fixed opponent `name` cannot play `env_id`, if so; `observation`: the env's first one, if it starts."""
     if not _is_local_name(name):
-        url = endpoint_url(opponents.base_url if opponents else None)
-        if url_problem(url) is None and api_key(url) is None:
+        configured = opponents.base_url if opponents else None
+        url = endpoint_url(configured)
+        if (problem := url_problem(url)) is not None:  # in the config it is told where it stands
+            return None if configured else f"opponent {name!r}: the environment's OPENAI_BASE_URL: {problem}"
+        if api_key(url) is None:
             return f"opponent {name!r} needs an API key for {url}: set {key_variable(url)}"
         # The library takes a second to import: now, rather than on the event loop in the first game.
         importlib.import_module("unstable_lite.games.players.openai_compatible")

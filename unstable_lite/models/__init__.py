@@ -19,8 +19,11 @@ def resolve_model(model_name: str) -> str:
         if model_name not in BUILTIN:
             raise ModelError(f"model_name = {model_name!r}: built-in models are {', '.join(BUILTIN)}")
         return str(BUILTIN[model_name])
-    path = Path(model_name).expanduser()
-    looks_like_path = model_name.startswith((".", "/", "~")) or path.exists()
+    try:
+        path = Path(model_name).expanduser()
+        looks_like_path = model_name.startswith((".", "/", "~")) or path.exists()
+    except (OSError, RuntimeError) as error:  # too long a name; nobody's home
+        raise ModelError(f"model_name = {model_name[:100]!r}: {error}") from error
     if looks_like_path and not (path / "config.json").is_file():
         raise ModelError(f"model_name = {model_name!r}: no config.json in {path.resolve()}")
     return str(path) if looks_like_path else model_name

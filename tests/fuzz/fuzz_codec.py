@@ -1,0 +1,69 @@
+"""Any bytes as a frame, and as the waiting steps of a checkpoint: messages that are whole, or a ProtocolError.
+
+    python tests/fuzz codec -runs=1000000        # coverage-guided, by atheris: pip install -e '.[fuzz]'
+
+`seeds` has a frame of each kind of message; `DICTIONARY` what a mutation may put in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from unstable_lite.checkpoints import Chunk
+from unstable_lite.errors import ProtocolError
+from unstable_lite.transport.messages import Message, decode, encode, pack_all, unpack_all
+from unstable_lite.types import Logprobs, TokenIds
+
+KINDS = get_args(Message)
+DICTIONARY = [
+    *(bytes([0xA0 + len(kind.__name__)]) + kind.__name__.encode() for kind in KINDS if len(kind.__name__) < 32),
+    *(bytes([lead]) for lead in range(0x80, 0x100)),
+    *(bytes([lead]) + length for lead in (0xC6, 0xC9, 0xDB, 0xDD, 0xDF) for length in (b"\xff" * 4, b"\0\0\0\x01")),
+    *(bytes([lead]) + b"\xff" * 8 for lead in (0xCB, 0xCF, 0xD3)),
+    b"\xcb\x7f\xf8" + bytes(6),
+    b"\x92\x02\x91",
+    b"\x92\x02\x90",
+]
+
+
+def one_input(data: bytes) -> None:
+    try:
+        messages = decode(data)
+    except ProtocolError:
+        pass
+    else:
+        frame = encode(messages)
+        assert encode(decode(frame)) == frame
+    try:
+        chunks = unpack_all(Chunk, data)
+    except ProtocolError:
+        pass
+    else:
+        content = pack_all(Chunk, chunks)
+        assert pack_all(Chunk, unpack_all(Chunk, content)) == content
+
+
+def seeds() -> list[bytes]:
+    messages = [_example(kind) for kind in KINDS]
+    chunk = _example(Chunk)
+    return [encode([message]) for message in messages] + [encode(messages), pack_all(Chunk, [chunk, chunk])]
+
+
+def _example(hint: Any) -> Any:
+    plain: dict[Any, Any] = {int: 7, float: 0.5, str: "text", bool: True, str | None: None, int | None: 3}
+    if hint == TokenIds:
+        return np.array([1, 2], np.int32)
+    if hint == Logprobs:
+        return np.array([-0.5, -1.0], np.float32)
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return hint(**{field.name: _example(hints[field.name]) for field in fields(hint)})  # type: ignore[operator]
+    if get_origin(hint) is tuple:
+        return (_example(get_args(hint)[0]),)
+    if get_origin(hint) is dict:
+        inner = get_args(hint)[1]
+        return {"key": [1, {"inner": None}] if inner is Any else _example(inner)}
+    return get_args(hint)[0] if get_origin(hint) is Literal else plain[hint]

@@ -1,0 +1,73 @@
+"""Any bytes as a config file: a config, problems that are said, or a ConfigError.
+
+    python tests/fuzz config -runs=1000000        # coverage-guided, by atheris: pip install -e '.[fuzz]'
+
+A config without problems must come back the same from the TOML that a run directory keeps and from the JSON that
+workers get. `seeds` are the examples that ship; `DICTIONARY` has every key.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from unstable_lite.checkpoints import to_toml
+from unstable_lite.config import Config, Section, parse_config, parse_toml
+from unstable_lite.errors import ConfigError
+from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+VALUES = [
+    "inf",
+    "-inf",
+    "nan",
+    "true",
+    "[]",
+    "{}",
+    "-1",
+    "0",
+    "9" * 30,
+    "1979-05-27T07:32:00Z",
+    '"\\u0000"',
+    '"""',
+    "[[",
+]
+
+
+def one_input(data: bytes) -> None:
+    try:
+        config, problems = parse_config(parse_toml(data, "fuzzed.toml"))
+    except ConfigError:
+        return
+    assert config is not None or problems
+    if config is None or problems:
+        return
+    plain = config.model_dump(mode="json")
+    assert _same(Config.model_validate_json(config.model_dump_json()), plain)
+    again, problems = parse_config(parse_toml(to_toml(plain).encode(), "config.toml"))
+    assert problems == []
+    assert again is not None
+    assert _same(again, plain)
+
+
+def _same(config: Config, plain: dict[str, Any]) -> bool:
+    """Told from what is written, where a date is text and nan is nan."""
+    return repr(config.model_dump(mode="json")) == repr(plain)
+
+
+def seeds() -> list[bytes]:
+    return [path.read_bytes() for path in sorted(EXAMPLES.glob("*.toml"))]
+
+
+def _keys() -> list[str]:
+    sections = [
+        info.annotation
+        for info in Config.model_fields.values()
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+    ]
+    names = [*Config.model_fields, *TrainEnvSpec.__dataclass_fields__, *EvalEnvSpec.__dataclass_fields__]
+    return sorted({*names, *(name for section in sections for name in section.model_fields)})
+
+
+DICTIONARY = [f"{key} = ".encode() for key in _keys()] + [f"[{key}]\n".encode() for key in Config.model_fields]
+DICTIONARY += [value.encode() for value in VALUES]

@@ -1,0 +1,141 @@
+"""The fuzz targets on a few hundred mutated seeds; `python tests/fuzz` goes further."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import fuzz_codec
+import fuzz_config
+from unstable_lite.config import parse_config, parse_toml, read_config
+from unstable_lite.errors import ConfigError
+from unstable_lite.plan import find_problems
+
+CASES = 500
+
+
+def _mutated(seeds: list[bytes], dictionary: list[bytes], chance: random.Random) -> bytes:
+    data = bytearray(chance.choice(seeds))
+    for _ in range(chance.choice([1, 1, 2, 4, 16])):
+        at = chance.randrange(len(data) + 1)
+        match chance.randrange(5):
+            case 0:
+                data[at : at + 1] = bytes([chance.randrange(256)])
+            case 1:
+                data[at:at] = chance.choice(dictionary)
+            case 2:
+                word = chance.choice(dictionary)
+                data[at : at + len(word)] = word
+            case 3:
+                del data[at : at + chance.choice([1, 1, 4, 64])]
+            case 4:
+                other = chance.choice(seeds)
+                start = chance.randrange(len(other))
+                data[at:at] = other[start : start + chance.randrange(64)]
+    return bytes(data)
+
+
+@pytest.mark.parametrize("target", [fuzz_codec, fuzz_config], ids=["codec", "config"])
+def test_mutated_seeds_are_taken_whole_or_refused(target: ModuleType) -> None:
+    seeds, chance = target.seeds(), random.Random(2011)
+    for seed in seeds:
+        target.one_input(seed)
+    for _ in range(CASES):
+        data = _mutated(seeds, target.DICTIONARY, chance)
+        try:
+            target.one_input(data)
+        except Exception as error:
+            raise AssertionError(f"{data!r}") from error
+
+
+ENV = '[[train_envs]]\nenv_id = "Nim-v0-train"\nnum_players = 2\nnum_actors = 2\n'
+STRATEGY = "[league]\nopponent_sampling_strategy = "
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        pytest.param("x = " + "[" * 5000, "nested too deep", id="lists nested deeper than Python goes"),
+        pytest.param("a." * 3000 + "a = 1", "within 16 tables", id="tables nested deeper than Python goes"),
+        pytest.param(f"{STRATEGY}{{ {'a.' * 300}a = 1 }}", "within 16 tables", id="tables deeper than JSON goes"),
+        pytest.param("[run]\nseed = " + "9" * 5000, "not TOML", id="a number of more digits than Python reads"),
+        pytest.param("[run]\nseed = 0x" + "f" * 4000, "16000 bits", id="a number of more digits than Python writes"),
+        pytest.param("[run]\nseed = 9223372036854775808", "seed is an integer of 64 bits", id="a number over 64 bits"),
+        pytest.param("[run]\ngame_timeout_s = inf", None, id="no time-out"),
+        pytest.param(f"{STRATEGY}{{ pfsp = {{ weight = inf }} }}", None, id="inf where anything may stand"),
+        pytest.param(f"{STRATEGY}{{ pfsp = {{ weight = nan }} }}", None, id="nan where anything may stand"),
+        pytest.param(f"{STRATEGY}{{ since = 1979-05-27 }}", None, id="a date where anything may stand"),
+        pytest.param(f'{STRATEGY}{{ "a b" = [{{ "" = 1 }}] }}', None, id="keys to be quoted in a list of tables"),
+        pytest.param('[run]\nname = "\\u007f\\u0000\\u0085"', None, id="control characters"),
+    ],
+)
+def test_what_once_broke_the_loading_of_a_config(text: str, says: str | None) -> None:
+    data = f"{text}\n{ENV}".encode()
+    fuzz_config.one_input(data)
+    if says is None:
+        assert parse_config(parse_toml(data, "x"))[1] == []
+    else:
+        with pytest.raises(ConfigError, match=says):
+            parse_config(parse_toml(data, "x"))
+
+
+ODD = (
+    "",
+    "\0",
+    "x" * 5000,
+    "..",
+    "/",
+    ":",
+    "x:",
+    "..:A",
+    ".a:B",
+    "a..b:C",
+    "~nobody/x",
+    "http://[",
+    "/proc/self/mem",
+    "🜁",
+)
+PLACES = (
+    "model_name", "algorithm", "run.name", "run.output_dir", "engine.kind", "lora.initial_lora_path",
+    "lora.initial_critic_path", "league.env_sampling_strategy", "league.opponent_sampling_strategy",
+    "league.fixed_opponents.0", "opponents.base_url", "rewards.final_reward_transformation.0", "train_envs.0.env_id",
+    "train_envs.0.prompt_template", "train_envs.0.action_extraction_fn", "eval_envs.0.fixed_opponent",
+    "templates.mine.user", "sft.data", "sft.output",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_any_text_in_any_place_is_a_problem_or_none_but_no_crash(place: str) -> None:
+    for odd in ODD:
+        raw: dict[str, Any] = {
+            "engine": {"kind": "scripted"},
+            "league": {"opponent_sampling_strategy": "fixed", "fixed_opponents": ["scripted:random"]},
+            "rewards": {"final_reward_transformation": [""]},
+            "templates": {"mine": {"user": "{observation}"}},
+            "train_envs": [{"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 1}],
+            "eval_envs": [{"env_id": "Nim-v0-train", "num_players": 2, "fixed_opponent": "scripted:random"}],
+        }
+        *path, last = [int(part) if part.isdigit() else part for part in place.split(".")]
+        table: Any = raw
+        for part in path:
+            table = table[part] if isinstance(part, int) else table.setdefault(part, {})
+        table[last] = odd
+        config, problems = parse_config(raw)
+        problems += find_problems(config) if config is not None else []
+        assert all(isinstance(problem, str) for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "override", ["a." * 3000 + "b=1", "run.seed=" + "9" * 5000, "x=" + "[" * 5000, "run.seed=\ud800"]
+)
+def test_an_override_is_held_to_the_same(override: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(ENV)
+    try:
+        assert read_config(path, (override,))[1]
+    except ConfigError as error:
+        assert str(path) in str(error)
