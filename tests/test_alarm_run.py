@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import runs
 from unstable_lite.checkpoints import find_damage
+from unstable_lite.types import Reply
 
 CONSTANT = (
     "engine.kind=scripted",
@@ -58,11 +63,45 @@ def test_a_policy_that_always_says_the_same_warns_pauses_and_stops_the_run(tmp_p
         "zero_advantage": 1,
         "skipped": 0,
     }
-    code, out, err = runs.run("run", "--resume", directory, "run.learning_steps=5")
+
+
+class Rude:
+    """An opponent that never makes a valid move."""
+
+    def __init__(self, env_id: str, seed: int) -> None:
+        pass
+
+    async def act(self, observation: str) -> Reply:
+        return Reply(action="no", text="no", prompt=observation)
+
+
+def test_a_run_whose_games_bring_no_step_pauses_while_it_waits_and_can_be_stopped_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    process = runs.start(
+        "run",
+        runs.write_small(tmp_path),
+        "engine.kind=scripted",
+        'engine.replies=["\\\\boxed{[0 1]}"]',
+        "learner.canary_tolerance=1e9",
+        "run.eval_games=0",
+        "run.num_eval_workers=0",
+        "run.filter_opponent_invalid=true",
+        'league.fixed_opponents=["test_alarm_run:Rude"]',
+        "league.opponent_sampling_strategy=fixed",
+        'alarms.starved={ threshold = 0.5, action = "pause" }',
+    )
+    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/PAUSED")))
+    directory = runs.run_directory(tmp_path)
+    text = (directory / "PAUSED").read_text()
+    assert "after update 0: starved: no step has come to the learner for" in text
+    assert "There is no checkpoint yet." in text
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process)
     assert code == 0, out + err
-    last = updates_of(directory)[-1]
-    assert (last["step"], last["alarms/zero_advantage"], last["alarms/repetition"]) == (5, 1, 1)
-    assert "alarm update 4: zero_advantage" in out
+    assert not (directory / "PAUSED").exists()
+    assert updates_of(directory) == []
 
 
 def test_a_run_that_collapses_says_so_and_which_policy_was_the_best(tmp_path: Path) -> None:

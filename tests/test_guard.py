@@ -227,6 +227,7 @@ async def test_after_a_resume_the_best_is_still_the_best_and_nothing_is_told_twi
     resumed = watched.new_guard()
     resumed.load_state_dict(state)
     assert watched.said == []
+    assert resumed.state_dict()["contests"]["evaluation of E against O"]["compared"] == 2
     assert "ckpt-10 10.0%" in resumed.collapsed()[0]
     resumed.check_evaluation(evaluation(12, 15))
     assert watched.said == []
@@ -236,6 +237,7 @@ async def test_after_a_resume_the_best_is_still_the_best_and_nothing_is_told_twi
 async def test_training_games_are_compared_with_better_ones_before_them(watched: Watched) -> None:
     for _ in range(512):
         watched.guard.add_record(game("win"))
+        watched.guard.add_record(game("win", kind="eval"))
     watched.guard.check_update(1, {})
     for _ in range(512):
         watched.guard.add_record(game("loss", opponent=OLDER))
@@ -282,14 +284,15 @@ async def test_games_of_which_none_brings_a_step_starve_the_learner_until_one_do
     watching.cancel()
 
 
-async def test_batches_skipped_in_a_row_stop_the_run_and_an_update_in_between_does_not(watched: Watched) -> None:
+async def test_batches_skipped_in_a_row_stop_the_run(watched: Watched) -> None:
     for in_a_row in range(1, 10):
         watched.guard.check_skipped(in_a_row, "not finite: loss nan")
-    watched.guard.check_update(1, {})
     assert not watched.stop.is_set()
-    for in_a_row in range(1, 11):
-        watched.guard.check_skipped(in_a_row, "not finite: loss nan")
+    watched.guard.check_skipped(10, "not finite: loss nan")
     assert watched.stop.is_set()
+    assert "on: skipped" in watched.guard.status()
+    watched.guard.check_update(1, {})
+    assert "on:" not in watched.guard.status()
     assert watched.guard.stopped_by is not None
     assert "10 batches in a row were skipped, the last because of not finite: loss nan" in watched.guard.stopped_by
 

@@ -205,7 +205,9 @@ def to_toml(table: dict[str, Any], prefix: str = "") -> str:
     for key, value in table.items():
         if value is None:
             continue
-        if isinstance(value, dict):
+        if prefix and isinstance(value, dict) and all(isinstance(item, str | int | float) for item in value.values()):
+            lines.append(f"{_toml_key(key)} = {_toml_value(value)}\n")
+        elif isinstance(value, dict):
             subtables.append(f"\n[{prefix}{_toml_key(key)}]\n{to_toml(value, f'{prefix}{_toml_key(key)}.')}")
         elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             subtables += [
