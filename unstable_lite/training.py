@@ -239,6 +239,9 @@ class Training:
             figures[f"{group}/running"] = engine.stats.running
             figures[f"{group}/tok_s"] = engine.stats.tokens_per_s
             figures[f"{group}/cached_share"] = engine.stats.cached_share
+            figures[f"{group}/oom_retries"] = engine.stats.oom_retries
+            if engine.stats.oom_retries > self.tracker.latest.get(f"{group}/oom_retries", 0):
+                self._alarm(f"{engine.peer.name} ran out of memory; it now runs fewer requests at once (see its log)")
         rating = self.registry.get(self.registry.current.uid).rating
         figures |= {
             "buffer/size": self.buffer.size(),

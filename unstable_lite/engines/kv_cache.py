@@ -104,9 +104,9 @@ class KVCache:
         """The sequence is finished: keep a copy, unless its prompt is kept already."""
         heapq.heappush(self._free, slot)
         self._promised_S[slot] = 0
-        if not self.num_kept:
-            return
         length, version = int(self.length_S[slot]), int(self._version_S[slot])
+        if not self.num_kept or not length:
+            return
         kept = self.num_running + np.flatnonzero(self._version_S[self.num_running :] == version)
         shared, target = 0, -1
         if len(kept):

@@ -14,6 +14,8 @@ class Throughput:
     def __init__(self) -> None:
         self._generated = self._prompt = self._cached = 0
         self._reported_at = time.monotonic()
+        self.oom_retries = 0
+        """Steps that were done again, smaller, because memory had run out; never reset."""
 
     def count(self, generated: int = 0, prompt: int = 0, cached: int = 0) -> None:
         """`cached` of the `prompt` tokens were not computed again."""
@@ -28,6 +30,7 @@ class Throughput:
             running=running,
             tokens_per_s=self._generated / max(now - self._reported_at, 1e-9),
             cached_share=self._cached / max(self._prompt, 1),
+            oom_retries=self.oom_retries,
         )
         self._generated = self._prompt = self._cached = 0
         self._reported_at = now

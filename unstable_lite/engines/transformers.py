@@ -7,6 +7,8 @@ completion. Knows no sockets.
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,18 +28,22 @@ from unstable_lite.engines.lora import LoraModel
 from unstable_lite.engines.requests import Throughput, check_length
 from unstable_lite.engines.sampling import sample, uniforms
 from unstable_lite.engines.tokenization import StopWatch, Tokenizer
-from unstable_lite.errors import ModelError
+from unstable_lite.errors import ModelError, is_out_of_memory
 from unstable_lite.games.templates import chats_in_use
 from unstable_lite.models import resolve_model
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
 from unstable_lite.types import FinishReason, Generation, TokenIds
 
+log = logging.getLogger(__name__)
+
 PROMPT_TOKENS_PER_STEP = {"cpu": 512, "mps": 2048, "cuda": 8192}
 WORTH_WAITING = 16
 """Tokens that a request must save to wait for another one's prefix to be computed."""
 KEPT_PER_RUNNING = 8
 """Finished sequences kept for their prefixes, at most, for each that runs."""
+FEWEST_PROMPT_TOKENS = 16
+"""Of a step, where memory allows no more."""
 ACTIVATION_BYTES = 1 << 30
 """What a pass itself needs on a GPU."""
 
@@ -98,6 +104,8 @@ class TransformersEngine:
         self._running: list[Row] = []
         self._rng = np.random.default_rng([config.run.seed, *spec.name.encode()])
         self._prompt_tokens_per_step = PROMPT_TOKENS_PER_STEP[self._device.type]
+        self._max_running = num_running
+        """Fewer than there are slots once memory has run out."""
         self._throughput = Throughput()
         self._is_exact = config.run.mode == "sync"
         """Whether nothing that was computed before may be used: in other company it was rounded otherwise."""
@@ -144,6 +152,19 @@ class TransformersEngine:
     @torch.inference_mode()
     def step(self) -> list[Generated]:
         self._admit()
+        try:
+            self._advance()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error)
+        else:
+            return self._take_finished()
+        self._make_do_with_less(reason)
+        return []
+
+    def _advance(self) -> None:
+        """One pass, and a token more for each row that it brings to its end. What fails changes no row."""
         feeds = self._next_feeds()
         logits_BV = self._logits(
             [feed.row.slot for feed in feeds],
@@ -151,12 +172,42 @@ class TransformersEngine:
             [feed.row.request.adapter_version for feed in feeds],
             [feed.is_whole for feed in feeds],
         )
+        whole = [feed.row for feed in feeds if feed.is_whole]
+        sampled = self._sample(whole, logits_BV) if whole else ([], [])
         for feed in feeds:
             feed.row.num_computed = feed.stop
-        whole = [feed.row for feed in feeds if feed.is_whole]
-        if whole:
-            self._append(whole, *self._sample(whole, logits_BV))
-        return self._take_finished()
+        self._append(whole, *sampled)
+
+    def _make_do_with_less(self, reason: str) -> None:
+        """Memory ran out: from now on run half as many rows, and take half as many prompt tokens a step.
+
+        The younger half goes back to the queue and begins anew where its prefix ends; what it sampled it keeps.
+        Raises ModelError if one row alone does not fit.
+        """
+        gc.collect()  # a failed pass's tensors may hang on its traceback
+        torch.cuda.empty_cache()
+        rows = sorted(self._running, key=lambda row: row.request.request_id)
+        if len(rows) == 1 and self._prompt_tokens_per_step == FEWEST_PROMPT_TOKENS:
+            raise ModelError(
+                f"{self._device} is out of memory for one request: lower engine.max_model_len, engine.kv_cache_gb or "
+                f"engine.gpu_memory_utilization, or leave it more memory ({reason})"
+            )
+        self._max_running = max(1, len(rows) // 2)
+        self._prompt_tokens_per_step = max(FEWEST_PROMPT_TOKENS, self._prompt_tokens_per_step // 2)
+        for row in rows:
+            self._cache.length_S[row.slot] = row.num_computed
+        for row in reversed(rows[self._max_running :]):
+            self._cache.give_back(row.slot, len(row.prompt_ids))
+            row.num_computed = 0
+            self._queue.appendleft(row)
+        self._running = sorted(rows[: self._max_running], key=lambda row: row.request.adapter_version)
+        self._throughput.oom_retries += 1
+        log.warning(
+            "out of memory (%s): from now on %d requests at once, %d prompt tokens a step",
+            reason,
+            self._max_running,
+            self._prompt_tokens_per_step,
+        )
 
     def load_adapter(self, version: int, path: Path) -> None:
         self._adapters.check_new(version)
@@ -175,16 +226,19 @@ class TransformersEngine:
         """Give slots to queued requests, as long as there are slots and this step has room for their prompts."""
         room = self._prompt_tokens_per_step - sum(len(row.ids) - row.num_computed for row in self._running)
         waiting: list[Row] = []
-        while self._queue and room > 0 and len(waiting) < self._cache.num_free:
+        most = min(self._cache.num_free, self._max_running - len(self._running))
+        while self._queue and room > 0 and len(waiting) < most:
             row = self._queue.popleft()
-            version, size = row.request.adapter_version, len(row.prompt_ids)
-            prefix = self._cache.find(row.prompt_ids, version)
+            version, size = row.request.adapter_version, len(row.ids)
+            ids = np.array(row.ids, np.int32)  # with what it had sampled, if memory ran out before
+            prefix = self._cache.find(ids, version)
             shared = min(prefix.length, size - 1)  # the last token's logits are what is asked for
             if min(prefix.promised, size - 1) >= shared + WORTH_WAITING:
                 waiting.append(row)
                 continue
-            row.slot = self._cache.take(row.prompt_ids, version, prefix.slot, shared)
+            row.slot = self._cache.take(ids, version, prefix.slot, shared)
             row.num_computed = shared
+            most -= 1
             room -= size - shared
             self._running.append(row)
             self._throughput.count(prompt=size, cached=shared)

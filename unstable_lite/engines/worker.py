@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from unstable_lite.engines.engine import Engine, load_engine
-from unstable_lite.errors import AdapterError, RequestError
+from unstable_lite.errors import MEMORY_ADVICE, AdapterError, RequestError, is_out_of_memory
 from unstable_lite.transport.child import WorkerSocket, WorkerSpec
 from unstable_lite.transport.messages import (
     Done,
@@ -66,4 +66,8 @@ def _take(engine: Engine, message: Message) -> list[Message]:
             engine.unload_adapter(message.version)
     except (RequestError, AdapterError) as error:
         return [Failed(request_id=message.request_id, error=str(error))]
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return [Failed(request_id=message.request_id, error=f"out of memory: {MEMORY_ADVICE} ({error})")]
     return [Done(request_id=message.request_id, seconds=time.monotonic() - start)]

@@ -195,6 +195,8 @@ class EngineStats:
     tokens_per_s: float
     cached_share: float
     """Share of prompt tokens that came from the prefix cache since the last report."""
+    oom_retries: int = 0
+    """Steps that the engine did again with fewer requests because memory had run out, since it started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

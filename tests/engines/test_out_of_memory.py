@@ -1,0 +1,133 @@
+"""An engine whose memory runs out in the middle of a step: fewer requests at once, and a reply to each of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from remote_engine import engine_spec
+from unstable_lite.engines import transformers
+from unstable_lite.engines.transformers import TransformersEngine
+from unstable_lite.errors import ModelError
+from unstable_lite.transport.messages import Generate
+from unstable_lite.types import Generation
+
+PROMPTS = [f"{n} is a prompt of a length of its own" + " and longer" * n for n in range(8)]
+
+
+def load(path: Path) -> TransformersEngine:
+    return TransformersEngine(engine_spec(model=str(path), kind="transformers", dtype="float32", max_model_len=300))
+
+
+def allocate_too_much() -> None:
+    torch.empty(1 << 60)
+
+
+def starve(engine: TransformersEngine, most_tokens: int) -> None:
+    """A pass over more tokens than that asks the allocator, half-way through, for what nobody has."""
+
+    def allocate(layer: Any, args: Any) -> None:
+        if args[0].shape[:2].numel() > most_tokens:
+            allocate_too_much()
+
+    engine._model.model.layers[-1].register_forward_pre_hook(allocate)
+
+
+def serve(engine: TransformersEngine) -> list[Generation]:
+    for n, prompt in enumerate(PROMPTS):
+        engine.add_request(
+            Generate(
+                request_id=n,
+                prompt=prompt,
+                adapter_version=n % 2,
+                max_tokens=8,
+                temperature=1.0,
+                top_p=1.0,
+                stop=(),
+                seed=n,
+            )
+        )
+    replies: dict[int, Generation] = {}
+    while engine.has_unfinished():
+        for reply in engine.step():
+            assert reply.request_id not in replies
+            replies[reply.request_id] = reply.generation
+    return [replies[n] for n in range(len(PROMPTS))]
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path, adapter_dirs: list[Path]) -> list[Generation]:
+    engine = load(model_dir)
+    engine.load_adapter(1, adapter_dirs[0])
+    return serve(engine)
+
+
+def check(engine: TransformersEngine, expected: list[Generation]) -> None:
+    """Each request is served, with the tokens and log-probabilities of an engine that has memory enough."""
+    for served, wanted in zip(serve(engine), expected, strict=True):
+        assert served.completion_ids.tolist() == wanted.completion_ids.tolist()
+        np.testing.assert_allclose(served.logprobs, wanted.logprobs, atol=1e-4)
+        assert served.adapter_version == wanted.adapter_version
+
+
+@pytest.mark.parametrize(("most_tokens", "most_at_once"), [(100, 4), (16, 1)])
+def test_requests_are_served_fewer_at_a_time_and_alike(
+    model_dir: Path, adapter_dirs: list[Path], expected: list[Generation], most_tokens: int, most_at_once: int
+) -> None:
+    engine = load(model_dir)
+    engine.load_adapter(1, adapter_dirs[0])
+    starve(engine, most_tokens)
+    check(engine, expected)
+    assert engine.stats().oom_retries >= 1
+    assert engine._max_running <= most_at_once
+    retries = engine.stats().oom_retries
+    check(engine, expected)
+    assert engine.stats().oom_retries == retries, "what it learned of its memory stays"
+
+
+@pytest.mark.parametrize("call", [1, 4])
+def test_memory_that_runs_out_while_tokens_are_drawn_costs_none_of_them(
+    model_dir: Path,
+    adapter_dirs: list[Path],
+    expected: list[Generation],
+    call: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, sample = iter(range(1, 1000)), transformers.sample
+
+    def sample_or_fail(*args: Any) -> Any:
+        if next(calls) == call:
+            allocate_too_much()
+        return sample(*args)
+
+    engine = load(model_dir)
+    engine.load_adapter(1, adapter_dirs[0])
+    monkeypatch.setattr(transformers, "sample", sample_or_fail)
+    check(engine, expected)
+    assert engine.stats().oom_retries == 1
+
+
+def test_one_request_that_does_not_fit_ends_the_engine_with_what_to_do(
+    model_dir: Path, adapter_dirs: list[Path]
+) -> None:
+    engine = load(model_dir)
+    engine.load_adapter(1, adapter_dirs[0])
+    starve(engine, 15)
+    with pytest.raises(ModelError, match=r"out of memory for one request: lower engine\.max_model_len"):
+        serve(engine)
+
+
+def test_an_error_of_another_kind_is_not_taken_for_want_of_memory(model_dir: Path, adapter_dirs: list[Path]) -> None:
+    engine = load(model_dir)
+    engine.load_adapter(1, adapter_dirs[0])
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("shapes do not fit")
+
+    engine._model.model.layers[-1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        serve(engine)
