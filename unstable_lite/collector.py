@@ -16,6 +16,7 @@ from unstable_lite.config import RunConfig
 from unstable_lite.engines.lock_step import LockStep
 from unstable_lite.errors import OpponentError
 from unstable_lite.games.game_runner import GameRunner
+from unstable_lite.games.isolation import Environments
 from unstable_lite.games.seats import Seats
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.transport.adapters import AdapterArena
@@ -37,8 +38,10 @@ class Collector:
         config: RunConfig,
         on_record: Callable[[GameRecord], None],
         lock_step: LockStep | None = None,
+        environments: Environments | None = None,
     ) -> None:
-        """`lock_step`: what the seats ask, where games are played in rounds, at one pace."""
+        """`lock_step`: what the seats ask, where games are played in rounds, at one pace; `environments`: where envs
+        live, if not all of them here."""
         self.games_in_flight: Counter[str] = Counter()
         """By kind: "train", "eval"."""
         self.going = asyncio.Event()
@@ -47,7 +50,7 @@ class Collector:
         self._scheduler = scheduler
         self._buffer = buffer
         self.seats = seats
-        self._runner = GameRunner(seats, config)
+        self._runner = GameRunner(seats, config, environments)
         self._arena = arena
         self._config = config
         self._on_record = on_record

@@ -18,7 +18,7 @@ from unstable_lite.config import Config, LoraConfig, OpponentsConfig, read_confi
 from unstable_lite.engines.choose import choose_engine, resolve_devices
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
 from unstable_lite.games.api_keys import url_problem
-from unstable_lite.games.environments import Environment, probe
+from unstable_lite.games.environments import Environment, is_isolated, probe
 from unstable_lite.games.seats import opponent_problem
 from unstable_lite.games.templates import chats_in_use, extraction_problems, known_templates, template_problems
 from unstable_lite.league.samplers import check_league, strategies, uses_checkpoints, uses_fixed
@@ -87,6 +87,10 @@ class Plan:
         if config.run.mode == "sync":
             games = f"rounds of {config.run.num_collection_workers}, each to its end; then the learner learns"
         rows.append(("games in flight", games))
+        specs: list[TrainEnvSpec | EvalEnvSpec] = [*config.train_envs, *config.eval_envs]
+        isolated = [spec.env_id for spec in specs if is_isolated(spec.env_id, spec.num_players, spec.isolated)]
+        if isolated:
+            rows.append(("isolated", f"{', '.join(dict.fromkeys(isolated))}: in processes that can be killed"))
         if config.run.group_size > 1:
             rows.append(
                 ("groups", f"{config.run.group_size} games from each start, compared by {config.group_baseline}")

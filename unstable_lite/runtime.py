@@ -27,7 +27,8 @@ from unstable_lite.collector import Collector
 from unstable_lite.config import Config, parse_config
 from unstable_lite.engines.lock_step import LockStep
 from unstable_lite.errors import ConfigError, UnstableError
-from unstable_lite.games.environments import Environment, hang_guard
+from unstable_lite.games.environments import Environment
+from unstable_lite.games.isolation import Environments, opened_environments
 from unstable_lite.games.seats import Seats
 from unstable_lite.games.templates import Template, format_prompt, templates_for
 from unstable_lite.guard import Guard
@@ -195,10 +196,12 @@ class Run:
             with (
                 log_file(directory / "logs" / "orchestrator.log"),
                 self._stopped_by_signals(),
-                hang_guard(config.run.env_timeout_s),
                 LoopWatch(config.run.loop_stall_s, directory / "logs" / "orchestrator.log") as loop_watch,
             ):
-                async with started_workers(self.plan, directory / "logs", self._terminal.say) as workers:
+                async with (
+                    opened_environments(directory / "logs", config.run.env_timeout_s) as environments,
+                    started_workers(self.plan, directory / "logs", self._terminal.say) as workers,
+                ):
                     needed = workers.adapter_bytes * adapters_in_memory(config)
                     arena = AdapterArena(directory.name, fallback=directory, bytes_needed=needed)
                     templates, say = templates_for(config, workers.prompts), self._terminal.say
@@ -219,6 +222,7 @@ class Run:
                             canary_prompt,
                             checkpoint,
                             loop_watch,
+                            environments,
                         )
                         async with shown_live(training):
                             await training.run()
@@ -256,6 +260,7 @@ class Run:
         canary_prompt: str,
         checkpoint: Checkpoint | None,
         loop_watch: LoopWatch,
+        environments: Environments,
     ) -> Training:
         config = self.plan.config
         if arena.remark is not None:

@@ -38,6 +38,9 @@ class TrainEnvSpec:
     max_turns: int = 200
     """Turn cap over all players; a game that reaches it is truncated."""
     observation: Observation = "env"
+    isolated: bool | None = None
+    """Whether its games live in processes that can be killed, whatever they hang in; default: those of envs that are
+    known to loop, and of envs whose reset is slow. What a turn then costs: games/isolation.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,7 @@ class EvalEnvSpec:
     """Named as `league.fixed_opponents` names them."""
     max_turns: int = 200
     observation: Observation = "env"
+    isolated: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +96,7 @@ class GameSpec:
     agent_specs: tuple[AgentSpec, ...]
     max_turns: int
     observation: Observation = "env"
+    isolated: bool | None = None
     eval_label: str | None = None
     """For evaluations with a quota: which evaluation this game belongs to."""
     group_idx: int | None = None

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from unstable_lite.games.environments import Environment
+from unstable_lite.games.isolation import make_in_process
 from unstable_lite.games.players.policy import PolicyPlayer
 from unstable_lite.games.run_game import new_record, run_game
 from unstable_lite.games.seats import Seats
@@ -58,8 +58,7 @@ def tictactoe(*models: ModelRef, max_turns: int = 50, seed: int = 4) -> GameSpec
 
 async def played(spec: GameSpec, generate=first_legal_cell) -> GameRecord:  # type: ignore[no-untyped-def]
     record = new_record(spec)
-    env = Environment(spec.env_id, spec.num_players, spec.seed)
-    await run_game(record, env, Seats(generate).players(spec), max_action_chars=2000)
+    await run_game(record, make_in_process(spec), Seats(generate).players(spec), max_action_chars=2000)
     return record
 
 
@@ -146,9 +145,8 @@ async def test_a_game_that_breaks_stays_void_and_keeps_its_turns() -> None:
 
     spec = tictactoe(POLICY, POLICY)
     record = new_record(spec)
-    env = Environment(spec.env_id, spec.num_players, spec.seed)
     with pytest.raises(RuntimeError):
-        await run_game(record, env, Seats(breaks).players(spec), max_action_chars=2000)
+        await run_game(record, make_in_process(spec), Seats(breaks).players(spec), max_action_chars=2000)
     assert record.end == "void"
     assert len(record.turns) == 2
 

@@ -6,6 +6,7 @@ import pytest
 
 from unstable_lite.config import OpponentsConfig
 from unstable_lite.games.environments import Environment
+from unstable_lite.games.isolation import make_in_process
 from unstable_lite.games.run_game import new_record, run_game
 from unstable_lite.games.seats import SCRIPTED_PLAYERS, Seats, is_remote, opponent_problem
 from unstable_lite.types import AgentSpec, GameSpec, ModelRef, Reply
@@ -60,7 +61,7 @@ async def test_a_class_of_ones_own_plays_a_game() -> None:
 
     async with Seats(no_engine) as seats:  # type: ignore[arg-type]
         assert seats.can_play(own)
-        await run_game(record, Environment(spec.env_id, 2, 8), seats.players(spec), max_action_chars=100)
+        await run_game(record, make_in_process(spec), seats.players(spec), max_action_chars=100)
     assert record.end == "natural"
     assert record.outcomes[0] != "win"
     assert record.turns[0].text == "TicTacToe-v0-train 8: [0]"

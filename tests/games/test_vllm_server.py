@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from unstable_lite.config import OpponentsConfig
-from unstable_lite.games.environments import Environment
+from unstable_lite.games.isolation import make_in_process
 from unstable_lite.games.run_game import new_record, run_game
 from unstable_lite.games.seats import Seats
 from unstable_lite.models import BUILTIN
@@ -93,7 +93,7 @@ async def test_a_model_behind_vllms_server_plays_real_games(vllm_url: str) -> No
                 max_turns=9,
             )
             record = new_record(spec)
-            await run_game(record, Environment(spec.env_id, 2, seed), seats.players(spec), max_action_chars=100)
+            await run_game(record, make_in_process(spec), seats.players(spec), max_action_chars=100)
             assert record.end in ("natural", "invalid")
             texts += [turn.text for turn in record.turns if turn.pid == 0]
         figures = seats.figures()

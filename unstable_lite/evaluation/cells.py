@@ -129,5 +129,6 @@ def game_spec(cell: Cell, number: int, seed: int, ref: Callable[[EvaluatedModel]
         ),
         max_turns=env.max_turns,
         observation=env.observation,
+        isolated=env.isolated,
         eval_label=f"{cell.model.name} against {cell.opponent_name}",
     )

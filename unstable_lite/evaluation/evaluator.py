@@ -33,6 +33,7 @@ from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_mod
 from unstable_lite.evaluation.results import Results, write_ladder, write_tables
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.game_runner import GameRunner
+from unstable_lite.games.isolation import opened_environments
 from unstable_lite.games.seats import Seats
 from unstable_lite.games.templates import format_prompt, templates_for
 from unstable_lite.plan import Plan, make_plan
@@ -201,8 +202,12 @@ async def opened(
 async def _play_all(
     evaluation: EvaluationPlan, todo: dict[str, list[int]], results: Results, say: Callable[[str], None]
 ) -> None:
-    async with opened(evaluation, evaluation.output / "logs", say) as (workers, seats, slots):
-        runner = GameRunner(seats, evaluation.plan.config.run)
+    logs, config = evaluation.output / "logs", evaluation.plan.config.run
+    async with (
+        opened_environments(logs, config.env_timeout_s) as environments,
+        opened(evaluation, logs, say) as (workers, seats, slots),
+    ):
+        runner = GameRunner(seats, config, environments)
         await while_alive(workers.processes, _play_rounds(evaluation, todo, slots, runner, results, say))
 
 

@@ -2,12 +2,11 @@
 
 TextArena's envs draw from the global `random` (a few from `numpy.random`), and every reset re-seeds it. So its modules
 get stand-ins for both, which delegate to the streams of the game whose env is being called; nothing else in the process
-sees them. An env may be made and reset in any thread; its other calls are short and belong on the event loop.
+sees them. Calls into an env are synchronous, and short where the env is well.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import difflib
@@ -20,7 +19,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,12 +33,11 @@ from unstable_lite.errors import EnvError
 from unstable_lite.types import Observation, Outcome
 
 SLOW_RESET_S = 0.02
-"""An env whose reset takes longer is made and reset off the event loop."""
+"""An env whose reset takes longer would hold up every other game."""
 PROBE_TIMEOUT_S = 20.0
 
 DENIED = {
-    "MarketEntryGame": "its state loops for ever once all players are eliminated",
-    "PublicGoodsGame": "its state loops for ever once all players are eliminated",
+    "MarketEntryGame": "games run past 300 turns, and loop for ever once all players are eliminated",
     "Poker": "its rewards go up to 9, and games run past 300 turns",
     "Bandit": "it never pays its reward of 1",
     "Countdown": "its reward is a string after an invalid move",
@@ -54,6 +52,8 @@ DENIED = {
     "Checkers": "it raises at the end of a game (TextArena 0.7.4)",
 }
 """Env families that are broken in TextArena 0.7.4, and how."""
+LOOPS = {"PublicGoodsGame": "some games loop for ever when all players are eliminated; isolated, those are void"}
+"""Env families that are well but for a loop."""
 
 
 class _Thread(threading.local):
@@ -260,18 +260,6 @@ def hang_guard(limit_s: float) -> Iterator[None]:
         _thread.guard = None
 
 
-_one_slow_reset = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slow-reset")
-"""One at a time: envs like Sokoban keep a reset's work in globals of their module."""
-
-
-async def make_environment(env_id: str, num_players: int, seed: int, observation: Observation = "env") -> Environment:
-    """Make and reset; off the event loop where that takes long."""
-    if probe(env_id, num_players).has_slow_reset:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_one_slow_reset, Environment, env_id, num_players, seed, observation)
-    return Environment(env_id, num_players, seed, observation)
-
-
 def _make_first_last(env_id: str) -> Any:
     """The env without its own wrappers, seen through TextArena's `FirstLastObservationWrapper`."""
     bare = ta.make(env_id.removesuffix("-train") + "-raw")
@@ -327,6 +315,13 @@ class EnvFacts:
         return self.reset_s > SLOW_RESET_S
 
 
+def is_isolated(env_id: str, num_players: int, wanted: bool | None = None) -> bool:
+    """Whether its games live in other processes than the one that plays all games: as `wanted`, else if need be."""
+    if wanted is not None:
+        return wanted
+    return env_family(env_id) in LOOPS or probe(env_id, num_players).has_slow_reset
+
+
 @cache
 def probe(env_id: str, num_players: int) -> EnvFacts:
     """Make, reset and observe the env once; the reason why it cannot be used with so many players, if any.
@@ -344,10 +339,11 @@ def probe(env_id: str, num_players: int) -> EnvFacts:
         return EnvFacts(f"broken in TextArena: {reason}")
 
     def attempt() -> float:
-        Environment(env_id, num_players, seed=0).observe()  # the first one imports
-        started = time.perf_counter()
-        Environment(env_id, num_players, seed=0)
-        return time.perf_counter() - started
+        with hang_guard(PROBE_TIMEOUT_S):
+            Environment(env_id, num_players, seed=0).observe()  # the first one imports
+            started = time.thread_time()  # of this thread alone, however busy the machine is
+            Environment(env_id, num_players, seed=0)
+            return time.thread_time() - started
 
     future = _in_daemon_thread(attempt)
     try:
@@ -382,7 +378,7 @@ def describe_envs() -> list[tuple[str, str, str]]:
     for env_id in env_ids():
         if env_id.endswith("-train"):
             family = env_family(env_id)
-            remark = f"broken: {DENIED[family]}" if family in DENIED else ""
+            remark = f"broken: {DENIED[family]}" if family in DENIED else LOOPS.get(family, "")
             source = _entry_source(env_id)
             if source is None:
                 rows.append((env_id, "?", remark or "its module is not in the package"))

@@ -13,7 +13,7 @@ from collections import Counter
 
 from unstable_lite.config import RunConfig
 from unstable_lite.errors import EnvError, OpponentError, WorkerDied
-from unstable_lite.games.environments import make_environment
+from unstable_lite.games.isolation import Environments, make_in_process
 from unstable_lite.games.run_game import new_record, run_game
 from unstable_lite.games.seats import Seats, is_remote
 from unstable_lite.types import GameRecord, GameSpec
@@ -22,9 +22,11 @@ log = logging.getLogger(__name__)
 
 
 class GameRunner:
-    def __init__(self, seats: Seats, config: RunConfig) -> None:
+    def __init__(self, seats: Seats, config: RunConfig, environments: Environments | None = None) -> None:
+        """Without `environments` every env lives in this process."""
         self._seats = seats
         self._config = config
+        self._environments = environments
         self._voids_in_a_row: Counter[str] = Counter()
 
     async def play(self, spec: GameSpec, waits_for_opponents: bool = True) -> GameRecord:
@@ -42,8 +44,12 @@ class GameRunner:
         if waits_for_opponents:
             await self._seats.wait_for_opponents(spec)
         async with asyncio.timeout(self._config.game_timeout_s):
-            environment = await make_environment(spec.env_id, spec.num_players, spec.seed, spec.observation)
-            await run_game(record, environment, self._seats.players(spec), self._config.max_action_chars)
+            environments = self._environments
+            environment = await environments.make(spec) if environments is not None else make_in_process(spec)
+            try:
+                await run_game(record, environment, self._seats.players(spec), self._config.max_action_chars)
+            finally:
+                environment.drop()
 
     def _settle(self, record: GameRecord, error: BaseException | None) -> None:
         """Count a void game and say why; raise what no other game can survive either."""

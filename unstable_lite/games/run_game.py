@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from unstable_lite.games.environments import Environment, outcomes_from_rewards
+from unstable_lite.games.environments import outcomes_from_rewards
+from unstable_lite.games.isolation import GameEnvironment
 from unstable_lite.games.players.player import Player
 from unstable_lite.types import GameRecord, GameSpec, PlayerTrajectory, Step, Turn
 
@@ -24,7 +25,7 @@ def new_record(spec: GameSpec) -> GameRecord:
 
 
 async def run_game(
-    record: GameRecord, environment: Environment, players: Mapping[int, Player], max_action_chars: int
+    record: GameRecord, environment: GameEnvironment, players: Mapping[int, Player], max_action_chars: int
 ) -> None:
     """Play `record.spec` and fill in `record`; if this raises, the record keeps the turns so far and stays void."""
     spec = record.spec
@@ -32,7 +33,7 @@ async def run_game(
     trajectories = {trajectory.pid: trajectory for trajectory in record.trajectories}
     is_done = False
     while not is_done and len(record.turns) < spec.max_turns:
-        pid, observation = environment.observe()
+        pid, observation = await environment.observe()
         asked = time.monotonic()
         reply = await players[pid].act(observation)
         action = reply.action[:max_action_chars]
@@ -61,10 +62,10 @@ async def run_game(
                     step_info={"game_idx": spec.game_idx, "turn": len(record.turns) - 1, "action": action},
                 )
             )
-        is_done = environment.step(action)
+        is_done = await environment.step(action)
 
     if is_done:
-        record.rewards, record.game_info = environment.close()
+        record.rewards, record.game_info = await environment.close()
         record.invalid_pids = tuple(pid for pid, info in record.game_info.items() if info["invalid_move"])
         record.end = "invalid" if record.invalid_pids else "natural"
     else:

@@ -166,6 +166,7 @@ class GameScheduler:
             agent_specs=tuple(agents),
             max_turns=env.max_turns,
             observation=env.observation,
+            isolated=env.isolated,
             eval_label=label,
         )
 

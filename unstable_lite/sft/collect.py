@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from unstable_lite.config import Config
 from unstable_lite.errors import EnvError, WorkerDied
 from unstable_lite.games.game_runner import GameRunner
+from unstable_lite.games.isolation import Environments
 from unstable_lite.games.seats import Seats
 from unstable_lite.rng import derive_seed, game_seed
 from unstable_lite.sft.pairs import Pair, pairs_of_game
@@ -42,7 +43,11 @@ def adapter_versions(players: tuple[str, ...]) -> dict[str, int]:
 
 
 async def collect_pairs(
-    config: Config, seats: Seats, keep: Callable[[Pair], None], show: Callable[[Collected], None]
+    config: Config,
+    seats: Seats,
+    keep: Callable[[Pair], None],
+    show: Callable[[Collected], None],
+    environments: Environments | None = None,
 ) -> Collected:
     """Play until `sft.pairs` are kept, `sft.max_games` are played, or the budget for opponents is spent.
 
@@ -52,7 +57,7 @@ async def collect_pairs(
     collected = Collected()
     finished: dict[int, GameRecord] = {}
     numbers = iter(range(config.sft.max_games))
-    runner = GameRunner(seats, config.run)
+    runner = GameRunner(seats, config.run, environments)
     voids_in_a_row = 0
 
     def take(record: GameRecord) -> None:
@@ -123,4 +128,5 @@ def _game(config: Config, number: int) -> GameSpec:
         agent_specs=tuple(agents),
         max_turns=env.max_turns,
         observation=env.observation,
+        isolated=env.isolated,
     )

@@ -17,6 +17,7 @@ from unstable_lite.checkpoints import versions
 from unstable_lite.config import Config, read_config
 from unstable_lite.errors import ConfigError, UnstableError
 from unstable_lite.games.environments import Environment, probe
+from unstable_lite.games.isolation import opened_environments
 from unstable_lite.games.seats import Seats, opponent_problem
 from unstable_lite.games.templates import templates_for
 from unstable_lite.plan import Plan, adapter_problems, find_problems, make_plan
@@ -118,7 +119,7 @@ async def run_sft(plan: Plan, terminal: TerminalInterface, collect_only: bool = 
 
 async def _collect(plan: Plan, pairs_file: Path, terminal: TerminalInterface) -> Collected:
     config = plan.config
-    progress = terminal.of("pair")
+    progress, logs = terminal.of("pair"), pairs_file.parent / "logs"
     with pairs_file.open("w", encoding="utf-8") as file:
 
         def keep(pair: Pair) -> None:
@@ -132,20 +133,26 @@ async def _collect(plan: Plan, pairs_file: Path, terminal: TerminalInterface) ->
         progress.start(config.sft.pairs)
         try:
             if versions_of := adapter_versions(config.sft.players):
-                async with started_engines(plan, pairs_file.parent / "logs", terminal.say) as workers:
+                async with started_engines(plan, logs, terminal.say) as workers:
                     templates = templates_for(config, workers.prompts)
 
                     async def play() -> Collected:
                         for name, version in versions_of.items():
                             if version:
                                 await workers.engines.load_adapter(version, Path(name.removeprefix(ADAPTER)))
-                        async with Seats(workers.engines.generate, templates, config.opponents, terminal.say) as seats:
-                            return await collect_pairs(config, seats, keep, show)
+                        async with (
+                            opened_environments(logs, config.run.env_timeout_s) as environments,
+                            Seats(workers.engines.generate, templates, config.opponents, terminal.say) as seats,
+                        ):
+                            return await collect_pairs(config, seats, keep, show, environments)
 
                     collected = await while_alive(workers.processes, play())
             else:
-                async with Seats(_no_engine, opponents=config.opponents, say=terminal.say) as seats:
-                    collected = await collect_pairs(config, seats, keep, show)
+                async with (
+                    opened_environments(logs, config.run.env_timeout_s) as environments,
+                    Seats(_no_engine, opponents=config.opponents, say=terminal.say) as seats,
+                ):
+                    collected = await collect_pairs(config, seats, keep, show, environments)
         finally:
             progress.stop()
     if not collected.pairs:

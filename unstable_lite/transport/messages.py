@@ -164,6 +164,50 @@ class LoadLearner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MakeEnv:
+    """Make and reset an env for a new game, and play the actions that it has had. Reply: `EnvState`."""
+
+    request_id: int
+    game: int
+    env_id: str
+    num_players: int
+    seed: int
+    observation: str
+    actions: tuple[str, ...]
+    """None, unless the process that had the game is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnv:
+    """Play one action. Reply: `EnvState`."""
+
+    request_id: int
+    game: int
+    action: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropEnv:
+    """Forget a game. No reply."""
+
+    game: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvState:
+    """What comes next in a game: somebody's turn, or its result."""
+
+    request_id: int
+    is_over: bool
+    pid: int
+    """Whose turn it is, and below what that player sees; not set when the game is over."""
+    observation: str
+    rewards: tuple[float, ...]
+    """By player, and below the env's remarks, as JSON; set when the game is over."""
+    game_info: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     request_id: int
     seconds: float
@@ -228,6 +272,10 @@ Message = (
     | FineTune
     | FineTuned
     | FineTuning
+    | MakeEnv
+    | StepEnv
+    | DropEnv
+    | EnvState
     | Done
     | Failed
     | Ready

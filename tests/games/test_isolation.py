@@ -1,0 +1,126 @@
+"""Envs in processes that can be killed: the same games, whatever happens to the processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from unstable_lite.errors import EnvError
+from unstable_lite.games import isolation
+from unstable_lite.games.environments import is_isolated
+from unstable_lite.games.isolation import Environments, GameEnvironment, make_in_process, opened_environments
+from unstable_lite.types import GameSpec
+
+LIMIT_S = 2.0
+DRAWING = [("KuhnPoker-v0-train", 2), ("LiarsDice-v0-small-train", 3), ("2048-v0-ultra-easy-train", 1)]
+
+
+def game(env_id: str, num_players: int, seed: int, isolated: bool | None = True) -> GameSpec:
+    return GameSpec(
+        game_idx=seed,
+        kind="train",
+        env_id=env_id,
+        num_players=num_players,
+        seed=seed,
+        agent_specs=(),
+        max_turns=200,
+        isolated=isolated,
+    )
+
+
+async def play(environment: GameEnvironment, seed: int, pause_s: float = 0.0) -> list[object]:
+    """Everything that a player could see of a game of noise."""
+    noise, seen = random.Random(seed), list[object]()
+    for _ in range(40):
+        seen.append(await environment.observe())
+        words = ["[check]", "[bet]", "[call]", "[up]", "[left]", "[Bid: 1, 3]", f"[{noise.randrange(4)} 1]"]
+        await asyncio.sleep(pause_s)
+        if await environment.step(noise.choice(words)):
+            seen.append(await environment.close())
+            break
+    environment.drop()
+    return seen
+
+
+@pytest.fixture
+async def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Environments]:
+    """Two processes, in which Nim knows three odd moves."""
+    monkeypatch.setattr(isolation, "MODULE", "odd_env_process")
+    monkeypatch.setattr(isolation, "MOST_PROCESSES", 2)
+    async with opened_environments(tmp_path, LIMIT_S) as opened:
+        yield opened
+    assert not psutil.Process().children(recursive=True)
+
+
+async def test_a_game_is_the_same_in_a_process_of_its_own(environments: Environments) -> None:
+    for env_id, num_players in DRAWING:
+        here = [await play(make_in_process(game(env_id, num_players, seed)), seed) for seed in range(6)]
+        made = await asyncio.gather(*(environments.make(game(env_id, num_players, seed)) for seed in range(6)))
+        assert await asyncio.gather(*(play(env, seed) for seed, env in enumerate(made))) == here
+
+
+async def test_games_whose_process_dies_are_played_again_to_where_they_were(environments: Environments) -> None:
+    env_id, num_players = DRAWING[1]
+    here = [await play(make_in_process(game(env_id, num_players, seed)), seed) for seed in range(8)]
+    made = await asyncio.gather(*(environments.make(game(env_id, num_players, seed)) for seed in range(8)))
+    playing = [asyncio.create_task(play(env, seed, pause_s=0.05)) for seed, env in enumerate(made)]
+    for _ in range(2):
+        await asyncio.sleep(0.12)
+        for child in psutil.Process().children():
+            os.kill(child.pid, signal.SIGKILL)
+    ended = await asyncio.gather(*playing, return_exceptions=True)
+    # Whose call it was when a process was killed is to blame, as far as anybody can tell.
+    broken = [one for one in ended if isinstance(one, EnvError)]
+    assert len(broken) <= 4
+    assert all("was killed by SIGKILL" in str(error) for error in broken)
+    assert all(one == same for one, same in zip(ended, here, strict=True) if one not in broken)
+
+
+@pytest.mark.parametrize(
+    ("move", "says"),
+    [
+        ("[9 1]", r"did not return within run.env_timeout_s = 2, and its process was killed"),
+        ("[9 2]", r"Nim-v0-train: .*ValueError: nine piles"),
+        ("[9 3]", r"Nim-v0-train: .*was killed by SIGKILL"),
+    ],
+)
+async def test_a_call_that_breaks_costs_its_own_game_and_no_other(
+    environments: Environments, move: str, says: str, tmp_path: Path
+) -> None:
+    specs = [game("Nim-v0-train", 2, seed) for seed in range(6)]
+    made = await asyncio.gather(*(environments.make(spec) for spec in specs))
+    steps = [environment.step(move if index == 2 else "[0 1]") for index, environment in enumerate(made)]
+    ended = await asyncio.gather(*steps, return_exceptions=True)
+    assert [one is False for one in ended] == [index != 2 for index in range(6)]
+    with pytest.raises(EnvError, match=says):
+        raise ended[2]  # type: ignore[misc]
+    assert "in odd_step" in "".join(log.read_text() for log in tmp_path.glob("env-*.log")) or move == "[9 3]"
+    assert [await environment.step("[0 9]") for index, environment in enumerate(made) if index != 2] == [True] * 5
+
+
+async def test_a_game_that_was_given_up_in_a_call_is_the_one_to_blame(environments: Environments) -> None:
+    made = await asyncio.gather(*(environments.make(game("Nim-v0-train", 2, seed)) for seed in range(4)))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await made[0].step("[9 1]")
+    made[0].drop()
+    assert await asyncio.gather(*(environment.step("[0 1]") for environment in made[1:])) == [False] * 3
+
+
+async def test_envs_live_here_unless_they_are_known_to_loop_or_slow_to_reset(environments: Environments) -> None:
+    assert [is_isolated(env_id, 3) for env_id in ("PublicGoodsGame-v0-train", "LiarsDice-v0-train")] == [
+        True,
+        False,
+    ]
+    assert is_isolated("Sokoban-v0-train", 1)
+    await environments.make(game("Nim-v0-train", 2, 0, isolated=None))
+    assert not psutil.Process().children()
+    await environments.make(game("PublicGoodsGame-v0-train", 3, 0, isolated=None))
+    assert len(psutil.Process().children()) == 2

@@ -1,0 +1,34 @@
+"""The process of isolated envs, in which Nim knows three odd moves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import textarena.envs.Nim.env as nim
+
+from unstable_lite.games.env_process import main
+from unstable_lite.transport.child import run_worker
+
+step = nim.NimEnv.step
+
+
+def odd_step(self: Any, action: str) -> Any:
+    if action == "[9 1]":
+        sleep_past_every_signal()
+    if action == "[9 2]":
+        raise ValueError("nine piles")
+    if action == "[9 3]":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, action)
+
+
+def sleep_past_every_signal() -> None:
+    time.sleep(1000)
+
+
+if __name__ == "__main__":
+    nim.NimEnv.step = odd_step
+    run_worker(main)
