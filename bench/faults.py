@@ -1,10 +1,11 @@
 """Does a run survive what may happen to it, and how soon is it itself again?
 
-A whole run: 1,000 games at once over ten envs, two scripted engines that take an answer's time, a learner that really
-learns. Faults strike at random: engines and learner killed, an engine stopped until it is taken for dead, an env that
-raises, one that never returns, frames that nobody sent. Each is followed until what it struck works again. At the end
-the games are counted (each that was started has one record, or was in flight when the run ended), and memory, file
-descriptors, tasks and shared memory are compared with those of the beginning. `--minutes 60` is a soak.
+A whole run: 1,000 games at once over twelve envs, two scripted engines that take an answer's time, a learner that
+really learns. Faults strike at random: engines, learner and env processes killed, or stopped until they are taken for
+dead, an env that raises, one that never returns, frames that nobody sent. Each is followed until what it struck works
+again. At the end the games are counted (each that was started has one record, or was in flight when the run ended),
+and memory, file descriptors, tasks and shared memory are compared with those of the beginning. `--minutes 60` is a
+soak.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import zmq
 from bench.delayed_engine import LATENCY
 from bench.harness import Options, Questioner, Report, Subjects, Target, memory_mb
 from unstable_lite.config import Config
+from unstable_lite.games.isolation import Environments
 from unstable_lite.plan import make_plan
 from unstable_lite.runtime import Run
 from unstable_lite.trackers.records import read_records
@@ -60,6 +62,7 @@ ENVS = {
 STRUCK_ENV = "Nim-v0-train"
 WITH_OPPONENT = ("Nim-v0-train", "TicTacToe-v0-train", "ConnectFour-v0-train", "KuhnPoker-v0-train")
 """Envs of the evaluation games: no lack of room in the buffer ever holds them up."""
+ISOLATED = ("ConnectFour-v0-train", "2048-v0-ultra-easy-train")
 MOVES = (
     "0",
     "1",
@@ -85,6 +88,13 @@ GIVE_UP_S = 120.0
 """A fault that is not over after so long is not survived."""
 RUN_NAME = f"faults-{os.getpid()}"
 INJECTED = "a fault of the bench"
+VOID_BY = {
+    "env raises": INJECTED,
+    "env process stopped": "its process was killed",
+    "env process killed": "was killed by SIGKILL",
+    "env hangs": "did not return within run.env_timeout_s",
+}
+"""What the records of the games say that are struck."""
 NUM_FRAMES = 20
 
 
@@ -126,10 +136,11 @@ class WatchedRun(Run):
     def __init__(self, config: Config) -> None:
         super().__init__(make_plan(config), terminal=TerminalInterface(quiet=True))
         self.training: Training | None = None
+        self.environments: Environments | None = None
         self.voids: Counter[str] = Counter()
 
     def _wire(self, *parts: Any) -> Training:
-        tracker = parts[3]
+        tracker, self.environments = parts[3], parts[-1]
         add_record = tracker.add_record
 
         def add(record: GameRecord) -> None:
@@ -147,6 +158,7 @@ class Faults:
     """Strikes, and follows each strike until it is made good."""
 
     training: Training
+    environments: Environments
     voids: Counter[str]
     rng: random.Random
     recovery_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -161,6 +173,8 @@ class Faults:
         kinds: dict[str, Callable[[str], contextlib.AbstractAsyncContextManager[Callable[[], bool]]]] = {
             "engine killed": lambda _kind: self._worker("engine", signal.SIGKILL),
             "engine stopped": lambda _kind: self._worker("engine", signal.SIGSTOP),
+            "env process killed": lambda _kind: self._worker("env", signal.SIGKILL),
+            "env process stopped": lambda _kind: self._worker("env", signal.SIGSTOP),
             "learner killed": lambda _kind: self._worker("learner", signal.SIGKILL),
             "env raises": self._env,
             "env hangs": self._env,
@@ -192,9 +206,10 @@ class Faults:
 
     async def _target(self, name: str) -> WorkerProcess:
         while True:
+            hosted = [host._process for host in self.environments._hosts]
             up = [
                 process
-                for process in self.training.workers.processes
+                for process in [*self.training.workers.processes, *hosted]
                 if process.peer.name.startswith(name) and process.peer.is_up and process.peer.name not in self._struck
             ]
             if up:
@@ -252,7 +267,10 @@ async def until(condition: Callable[[], bool], timeout_s: float = math.inf) -> b
 def of_the_bench(error: str | None) -> str | None:
     if error is None:
         return None
-    return "env raises" if INJECTED in error else "env hangs" if "run.env_timeout_s" in error else None
+    for kind, words in VOID_BY.items():
+        if words in error:
+            return kind
+    return None
 
 
 @dataclass
@@ -305,13 +323,13 @@ def open_files() -> set[str]:
 
 
 def config_of(arguments: dict[str, Any], directory: Path) -> Config:
+    common = {"prompt_template": "tiny", "max_turns": 40}
     train = [
-        {"env_id": env_id, "num_players": n, "num_actors": n, "prompt_template": "tiny", "max_turns": 40}
+        {"env_id": env_id, "num_players": n, "num_actors": n, "isolated": env_id in ISOLATED, **common}
         for env_id, n in ENVS.items()
     ]
     evaluated = [
-        {"env_id": env_id, "num_players": 2, "prompt_template": "tiny", "fixed_opponent": "scripted:random"}
-        for env_id in WITH_OPPONENT
+        {"env_id": env_id, "num_players": 2, "fixed_opponent": "scripted:random", **common} for env_id in WITH_OPPONENT
     ]
     games = arguments["games"]
     return Config.model_validate(
@@ -351,14 +369,17 @@ def config_of(arguments: dict[str, Any], directory: Path) -> Config:
 async def soak(arguments: dict[str, Any], minutes: float, directory: Path) -> dict[str, Any]:
     os.environ[LATENCY] = "0.05" if arguments["small"] else "1" if minutes < 10 else "2"
     rng = random.Random(arguments["seed"])
+    first = await asyncio.create_subprocess_exec("true", stdin=asyncio.subprocess.PIPE)
+    await first.wait()  # uvloop keeps /dev/null from its first child on
     samples, before, files = Samples(), in_use(), open_files()
     run = WatchedRun(config_of(arguments, directory))
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.execute())
         await until(lambda: run.training is not None and run.training.updates > 0)
         assert run.training is not None
+        assert run.environments is not None
         training = run.training
-        faults = Faults(training, run.voids, rng)
+        faults = Faults(training, run.environments, run.voids, rng)
         strike_in_steps_of(nim.NimEnv, faults)
         sampling = tasks.create_task(samples.take(training, every_s=max(0.5, minutes / 4)))
         mean_pause_s = 0.1 if arguments["small"] else 4.0 if minutes < 10 else 10.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,6 +36,8 @@ class Server:
         self.keys: list[str] = []
         self.most_at_once = 0
         self.url = ""
+        self.drip_s: float | None = None
+        """Seconds from one byte of an answer to the next, and no end; None: answers come whole."""
         self._at_once = 0
         self._lock = threading.Lock()
 
@@ -51,9 +54,12 @@ class Server:
             self._at_once -= 1
         handler.send_response(status)
         handler.send_header("content-type", self.content_type)
-        handler.send_header("content-length", str(len(content)))
+        handler.send_header("content-length", str(10**6 if self.drip_s is not None else len(content)))
         handler.send_header("retry-after-ms", "1")
         handler.end_headers()
+        while self.drip_s is not None:
+            handler.wfile.write(b" ")
+            time.sleep(self.drip_s)
         handler.wfile.write(content)
 
 

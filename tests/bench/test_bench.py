@@ -86,6 +86,16 @@ def test_handoff_bench_times_every_step(tmp_path: Path) -> None:
     assert rows["transformers, under load: longest gap during a load"] > 0
 
 
+def test_faults_bench_strikes_with_every_kind_and_loses_no_game(tmp_path: Path) -> None:
+    result = result_of("faults", tmp_path)
+    rows, figures = measured(result["rows"]), measured(result["ratios"])
+    kinds = [name for name in rows if name.endswith("seconds to recover")]
+    assert len(kinds) == 8
+    assert rows["faults injected"] == rows["faults survived"] == 8
+    assert rows["games played"] > 100
+    assert set(figures.values()) == {0.0}, result["notes"]
+
+
 def test_a_result_is_compared_with_an_earlier_one_of_the_same_bench(tmp_path: Path) -> None:
     row = {"name": "8 games", "median": 1.0}
     baseline = tmp_path / "baseline.json"

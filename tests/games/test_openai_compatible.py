@@ -101,6 +101,18 @@ async def test_no_answer_in_time_is_an_error(server: Server, connect: Callable[.
         await connect(timeout_s=0.1).complete(MODEL, "hello")
 
 
+async def test_an_answer_that_drips_for_ever_is_none_in_time_attempt_by_attempt(
+    server: Server, connect: Callable[..., Endpoint]
+) -> None:
+    server.drip_s = 0.05
+    endpoint = connect(timeout_s=0.3, max_retries=1)
+    with pytest.raises(OpponentError, match="APITimeoutError"):
+        await asyncio.wait_for(endpoint.complete(MODEL, "hello"), 30)
+    assert len(server.bodies) == 2
+    server.drip_s = None
+    assert await endpoint.complete(MODEL, "hello") == "\\boxed{4}"
+
+
 @pytest.mark.parametrize(
     ("content_type", "body"),
     [

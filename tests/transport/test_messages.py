@@ -47,6 +47,8 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         return _instances(hint)
     if hint == tuple[str, ...]:
         return st.lists(st.text()).map(tuple)
+    if hint == tuple[float, ...]:
+        return st.lists(st.floats(allow_nan=False)).map(tuple)
     if hint == tuple[TrainItem, ...]:
         return st.lists(_instances(TrainItem), max_size=3).map(tuple)
     if hint == dict[str, float]:

@@ -9,6 +9,7 @@ then one game tries it, and the pauses double until one succeeds.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import time
 from collections import defaultdict
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 FAILURES_BEFORE_PAUSE = 3
 """In a row; each after the client's own retries."""
 POLL_S = 0.5
+_http: Any = importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
+"""What its requests are made with: httpx, or what a later version has instead."""
 CHARS_PER_TOKEN = 3
 """Where the endpoint does not say what it used; rather too many tokens than too few."""
 
@@ -59,7 +62,11 @@ class Endpoint:
         url = endpoint_url(config.base_url)
         self._key = api_key(url) or ""
         self._client = openai.AsyncOpenAI(
-            api_key=self._key, base_url=url, timeout=config.timeout_s, max_retries=config.max_retries
+            api_key=self._key,
+            base_url=url,
+            timeout=config.timeout_s,
+            max_retries=config.max_retries,
+            http_client=_Impatient(config.timeout_s),
         )
         self._slots = asyncio.Semaphore(config.max_concurrent_requests)
         self._models: defaultdict[str, _Health] = defaultdict(lambda: _Health(config))
@@ -139,6 +146,21 @@ class Endpoint:
 
     def _without_key(self, text: str) -> str:
         return (text.replace(self._key, "<key>") if len(self._key) > 4 else text)[:500]
+
+
+class _Impatient(openai.DefaultAsyncHttpxClient):
+    """Each attempt ends in time. Its library bounds the reads one by one, and a byte now and then is one."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(timeout=timeout_s)
+        self._timeout_s = timeout_s
+
+    async def send(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await super().send(*arguments, **options)
+        except TimeoutError as error:
+            raise _http.ReadTimeout(f"not over after {self._timeout_s:g} s") from error
 
 
 class Budget:
