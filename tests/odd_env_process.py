@@ -10,7 +10,8 @@ from typing import Any
 import textarena.envs.Nim.env as nim
 
 from unstable_lite.games.env_process import main
-from unstable_lite.transport.child import run_worker
+
+__all__ = ["main"]
 
 step = nim.NimEnv.step
 
@@ -29,6 +30,4 @@ def sleep_past_every_signal() -> None:
     time.sleep(1000)
 
 
-if __name__ == "__main__":
-    nim.NimEnv.step = odd_step
-    run_worker(main)
+nim.NimEnv.step = odd_step

@@ -283,7 +283,7 @@ class Run:
             tracker.add_record(record)
             guard.add_record(record)
 
-        collector = Collector(scheduler, buffer, seats, arena, config.run, count, lock_step)
+        collector = Collector(scheduler, buffer, seats, arena, config.run, count, lock_step, environments)
         say = self._terminal.say
         guard = Guard(config, directory, buffer, tracker, say, collector.going, self._stop)
 

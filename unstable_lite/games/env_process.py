@@ -1,4 +1,4 @@
-"""A process for games that had better not live with all the others: `python -m unstable_lite.games.env_process`.
+"""The process for games that had better not live with all the others.
 
 It answers one request after the other, each at once, so that the oldest one without an answer is the one that hangs.
 Knows nothing of players, nor of what a game is for.
@@ -11,7 +11,7 @@ import traceback
 from typing import cast
 
 from unstable_lite.games.environments import Environment
-from unstable_lite.transport.child import WorkerSocket, WorkerSpec, run_worker
+from unstable_lite.transport.child import WorkerSocket, WorkerSpec
 from unstable_lite.transport.messages import DropEnv, EnvState, Failed, MakeEnv, Message, Ready, StepEnv, Stop
 from unstable_lite.types import Observation
 
@@ -63,7 +63,3 @@ def _advance(games: dict[int, Environment], message: MakeEnv | StepEnv) -> EnvSt
         rewards=tuple(rewards[pid] for pid in range(env.num_players)),
         game_info=json.dumps(game_info, default=str),
     )
-
-
-if __name__ == "__main__":
-    run_worker(main)

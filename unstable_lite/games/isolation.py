@@ -97,11 +97,10 @@ class Environments:
             if not self._hosts:
                 await self._start()
         environment = IsolatedEnvironment(min(self._hosts, key=lambda host: host.num_games), spec)
-        try:
+        with contextlib.ExitStack() as unless_it_starts:
+            unless_it_starts.callback(environment.drop)
             await environment.start()
-        except BaseException:
-            environment.drop()
-            raise
+            unless_it_starts.pop_all()
         return environment
 
     async def _start(self) -> None:
