@@ -33,7 +33,7 @@ import zmq
 
 from bench.delayed_engine import LATENCY
 from bench.harness import Options, Questioner, Report, Subjects, Target, memory_mb
-from unstable_lite.config import Config
+from unstable_lite.config import AlarmsConfig, Config
 from unstable_lite.games.isolation import Environments
 from unstable_lite.plan import make_plan
 from unstable_lite.runtime import Run
@@ -356,7 +356,8 @@ def config_of(arguments: dict[str, Any], directory: Path) -> Config:
                 "stall_timeout_s": STALL_TIMEOUT_S,
             },
             # A scripted engine's figures are made up: no learner would agree with them.
-            "learner": {"batch_size": 8, "canary_tolerance": 1e9, "mismatch_alarm": 1e9, "threads": 1},
+            "learner": {"batch_size": 8, "canary_tolerance": 1e9, "threads": 1},
+            "alarms": {name: {"action": "off"} for name in AlarmsConfig.model_fields},
             # Full, the buffer would hold up the games; what is stale leaves it.
             "buffer": {"buffer_size": 50_000, "max_staleness": 2},
             "lora": {"lora_rank": 4},
