@@ -17,7 +17,7 @@ import runs
 from unstable_lite.loop_watch import EXIT_STALLED, LoopWatch
 
 STANDS_STILL = """
-import asyncio, re, sys, time
+import asyncio, re, sys
 from pathlib import Path
 from unstable_lite.loop_watch import LoopWatch
 
@@ -31,11 +31,9 @@ def keep_the_lock():
     re.match("(a+)+$", 64 * "a" + "b")
 
 
-def compute_for_a_while():
+def wait_for_a_line():
     print(flush=True)
-    until = time.process_time() + 0.5
-    while time.process_time() < until:
-        pass
+    sys.stdin.readline()
 
 
 async def main():
@@ -101,14 +99,17 @@ def test_where_the_loop_never_comes_round_the_process_ends_and_leaves_its_stacks
 
 def test_a_process_that_was_stopped_for_long_is_not_taken_for_a_loop_that_is(tmp_path: Path) -> None:
     script = STANDS_STILL.replace("0.05", "0.3")
-    command = [sys.executable, "-c", script, str(tmp_path / "log"), "compute_for_a_while"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", script, str(tmp_path / "log"), "wait_for_a_line"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(0.2)  # until its watch has looked at the loop that computes
+        time.sleep(0.2)  # until its watch has looked at the loop that stands still
         process.send_signal(signal.SIGSTOP)
         time.sleep(3.5)
         process.send_signal(signal.SIGCONT)
+        time.sleep(0.3)
+        process.stdin.close()
         assert process.wait(60) == 0
 
 

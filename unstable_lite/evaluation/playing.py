@@ -14,7 +14,7 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import game_spec
 from unstable_lite.evaluation.evaluator import AdapterSlots, EvaluationPlan, adapters_of, opened, plan_evaluation
 from unstable_lite.evaluation.models import find_models, find_run
-from unstable_lite.games.environments import hang_guard, make_environment
+from unstable_lite.games.isolation import Environments, opened_environments
 from unstable_lite.games.players.player import Player
 from unstable_lite.games.run_game import new_record, run_game
 from unstable_lite.games.seats import Seats
@@ -75,12 +75,21 @@ async def play(evaluation: EvaluationPlan, seat: int | None, console: Console) -
         def say(text: str) -> None:
             console.print(text, style="dim", markup=False)
 
-        async with opened(evaluation, Path(directory), say) as (workers, seats, slots):
-            return await while_alive(workers.processes, _play(evaluation, seat, slots, seats, console))
+        async with (
+            opened_environments(Path(directory), evaluation.plan.config.run.env_timeout_s) as environments,
+            opened(evaluation, Path(directory), say) as (workers, seats, slots),
+        ):
+            playing = _play(evaluation, seat, slots, seats, environments, console)
+            return await while_alive(workers.processes, playing)
 
 
 async def _play(
-    evaluation: EvaluationPlan, seat: int | None, slots: AdapterSlots, seats: Seats, console: Console
+    evaluation: EvaluationPlan,
+    seat: int | None,
+    slots: AdapterSlots,
+    seats: Seats,
+    environments: Environments,
+    console: Console,
 ) -> GameRecord:
     config, (cell,) = evaluation.plan.config, evaluation.cells
     if seat is not None and seat >= cell.env.num_players:
@@ -96,9 +105,8 @@ async def _play(
         pid: _Shown(player, f"player {pid}, {names[pid]}", console, shows_observation=not has_person)
         for pid, player in seats.players(spec).items()
     }
-    environment = await make_environment(spec.env_id, spec.num_players, spec.seed, spec.observation)
-    with hang_guard(config.run.env_timeout_s):
-        await run_game(record, environment, players, config.run.max_action_chars)
+    environment = await environments.make(spec)
+    await run_game(record, environment, players, config.run.max_action_chars)
     console.rule("the end")
     for pid, outcome in record.outcomes.items():
         remark = " by an invalid move" * (pid in record.invalid_pids)
