@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(300)
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory and the output of one run of three updates."""
     directory = tmp_path_factory.mktemp("finished")
-    code, out, err = runs.run("run", runs.write_small(directory))
+    code, out, err = runs.run("run", runs.write_small(directory), "tracker.keep_tokens=true")
     assert code == 0, out + err
     assert err == ""
     return runs.run_directory(directory), out
@@ -184,6 +184,21 @@ def test_what_was_trained_on_is_kept_and_exported_with_the_references_columns(
     assert (code, "not empty" in err, "Traceback" in err) == (1, True, False)
     code, _, err = runs.run("export", tmp_path)
     assert (code, "is no run directory" in err) == (1, True)
+
+
+def test_what_engine_and_learner_thought_of_each_trained_token_is_kept(finished: tuple[Path, str]) -> None:
+    run = finished[0]
+    games = {game["game_idx"]: game for game in read_records(run / "games.jsonl")}
+    differences = []
+    for update in (1, 2, 3):
+        for row in read_part(run / "train_data" / f"step-{update:06d}.jsonl.gz"):
+            *_, sampled = games[row["step_info"]["game_idx"]]["turns"][row["step_info"]["turn"]]
+            assert len(row["learner_logprobs"]) == len(sampled["completion_ids"]) == row["completion_tokens"]
+            if row["staleness"] == 0:
+                pairs = zip(row["learner_logprobs"], sampled["logprobs"], strict=True)
+                differences += [abs(mine - its) for mine, its in pairs]
+    assert differences
+    assert max(differences) < 0.05
 
 
 def test_tensorboard_shows_the_same_numbers_under_the_references_names(finished: tuple[Path, str]) -> None:

@@ -309,7 +309,7 @@ class TrackerConfig(Section):
     keep_games: Literal["all", "eval", "none"] = "all"
     """Which transcripts go to games.jsonl."""
     keep_tokens: bool = False
-    """Keep each turn's sampled token ids and their log-probabilities in games.jsonl, too."""
+    """Keep each turn's sampled token ids with their log-probabilities in games.jsonl; the learner's in train_data/."""
     keep_train_data: bool = True
     """Keep what each update trained on, in train_data/."""
     max_part_mb: float = Field(64.0, gt=0)

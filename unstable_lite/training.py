@@ -153,7 +153,7 @@ class Training:
         figures["learner/wait_for_batch_s"] = waited_s
         figures["learner/publish_s"] = time.monotonic() - published
         figures |= await self.guard.measure(batch)
-        await self.tracker.add_train_data(self.updates, version - 1, batch)
+        await self.tracker.add_train_data(self.updates, version - 1, batch, updated.logprobs)
         self._report(figures)
         is_due = self._is_save_due or self.updates % config.run.checkpoint_every == 0
         if is_due and self.updates < config.run.learning_steps:

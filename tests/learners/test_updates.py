@@ -188,6 +188,22 @@ def test_an_update_reports_every_metric_as_a_finite_number(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_update_tells_what_the_policy_thought_of_each_token_before_it(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    learner = make_learner(algorithm, learner={"max_train_len": 18, "max_tokens_per_micro_batch": 40})
+    items = make_items(8, turns=2)
+    before = [learner.policy.score(item.prompt_ids, item.completion_ids)[0] for item in items]
+    told = learner.update(items, 1).logprobs
+    lengths = [min(len(item.completion_ids), max(0, 18 - len(item.prompt_ids))) for item in items]
+    assert [len(logprobs) for logprobs in told] == lengths
+    assert 0 in lengths
+    assert any(0 < one < len(item.completion_ids) for one, item in zip(lengths, items, strict=True))
+    for trained, whole in zip(told, before, strict=True):
+        assert trained == pytest.approx(whole[: len(trained)], abs=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_n_updates_make_n_versions_however_many_steps_each_has(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -117,6 +118,8 @@ LOST = {"rewards": {0: -1.0, 1: 1.0}, "outcomes": {0: "loss", 1: "win"}}
 OWN_INVALID = {**LOST, "end": "invalid", "invalid_pids": (0,)}
 OTHERS_INVALID = {"end": "invalid", "invalid_pids": (1,)}
 VOID = {"rewards": {}, "outcomes": {}, "end": "void", "error": "EnvError: the board broke"}
+LEARNT = 4
+"""Tokens of a trained turn that the learner did not cut off."""
 GAMES = [
     game(0, BASE, kind="eval"),
     game(1, BASE, kind="eval", **LOST),
@@ -197,7 +200,7 @@ def write_run(
     write_whole(
         directory / "train_data" / "step-000003.jsonl.gz",
         [
-            step_to_json(step_of(record, 2), 4)
+            step_to_json(step_of(record, 2), 4, record.turns[2].generation.logprobs[:LEARNT] + 0.5 * np.arange(LEARNT))
             for record in games
             if record.spec.game_idx == 9 and record.turns[2].generation
         ],
@@ -396,10 +399,20 @@ def test_coloured_tokens_are_the_sampled_ones(one_run: Path, opened: Opened) -> 
     assert strengths[0] < strengths[-1]
     tokens.first.click()
     expect(page.locator(".tokbar [role=status]")).to_have_text(
-        f"Token 1: number {generation.completion_ids[0]}, log-probability -0.100 (p = 90.5 %)"
+        f"Token 1: number {generation.completion_ids[0]}, log-probability -0.100 (p = 90.5 %), importance weight 1.000"
     )
     page.keyboard.press("c")
-    expect(page.locator("#game")).to_contain_text("there are no importance weights to show")
+    expect(page.locator("#game")).to_contain_text(f"Only the first {LEARNT} tokens were trained on")
+    told = [re.findall(r", weight (.*)", one.get_attribute("title") or "") for one in tokens.all()]
+    ends = np.cumsum([count for _, count in expected])
+    learnt = [(end - count, end) for (_, count), end in zip(expected, ends, strict=True) if end <= LEARNT]
+    weights = [math.exp(0.5 * sum(range(start, end))) for start, end in learnt]
+    assert told == [*([f"{weight:.3f}"] for weight in weights), *([] for _ in expected[len(learnt) :])]
+    assert page.locator(".tok.capped").count() == sum(weight > 2.0 for weight in weights) > 0
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#game")).to_contain_text("This player is none of the run's own models")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#game")).to_contain_text("only turns that were trained on have importance weights")
     page.keyboard.press("c")
     expect(page.locator(".sampled")).to_have_count(0)
 

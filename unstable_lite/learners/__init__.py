@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
-from unstable_lite.types import TrainItem
+from unstable_lite.types import Logprobs, TrainItem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,8 @@ class UpdateResult:
     """Without prefix; the tracker adds `learner/`."""
     skipped: str | None
     """Why the step was not taken, or None."""
+    logprobs: tuple[Logprobs, ...] = ()
+    """For each item, the log-probabilities of its trained tokens before the step; empty where nobody says."""
 
 
 class Learner(Protocol):

@@ -23,7 +23,7 @@ from unstable_lite.learners.figures import Trained
 from unstable_lite.learners.learner_state import read_state, write_state
 from unstable_lite.learners.model import Policy
 from unstable_lite.learners.optimizers import load_state_tensors, make_optimizer, state_tensors
-from unstable_lite.types import TrainItem
+from unstable_lite.types import Logprobs, TrainItem
 
 
 class A2CLearner:
@@ -66,6 +66,7 @@ class A2CLearner:
             **value_figures(value_I, target_I),
         }
         skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
+        logprobs: tuple[Logprobs, ...] = ()
         if fitted.items:
             weight_I = normalized(advantage_I) if self._config.normalize_adv else advantage_I
             weighed = [replace(item, reward=float(weight)) for item, weight in zip(fitted.items, weight_I, strict=True)]
@@ -88,6 +89,7 @@ class A2CLearner:
             finally:
                 self._optimizer.zero_grad(set_to_none=True)
                 self._critic_optimizer.zero_grad(set_to_none=True)
+            logprobs = fitted.spread(trained.logprobs(fitted.items))
             metrics |= {
                 "zero_advantage": zero_share(weight_I),
                 "policy_grad_norm": norm,
@@ -112,6 +114,7 @@ class A2CLearner:
                 "tokens_per_s": sum(map(length, fitted.items)) / seconds,
             },
             skipped=skipped,
+            logprobs=logprobs,
         )
 
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unstable_lite.errors import RequestError
-from unstable_lite.types import TrainItem
+from unstable_lite.types import Logprobs, TrainItem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,13 @@ class Fitted:
     """Completions whose tail was cut to fit."""
     num_dropped: int
     """Steps whose prompt leaves no room for a completion token."""
+
+    def spread(self, of_items: Sequence[Logprobs]) -> tuple[Logprobs, ...]:
+        """What is known of each of `items`, for each one that was given; nothing of those that were dropped."""
+        spread = [np.empty(0, np.float32)] * (len(self.kept) + self.num_dropped)
+        for index, figures in zip(self.kept, of_items, strict=True):
+            spread[index] = figures
+        return tuple(spread)
 
 
 def length(item: TrainItem) -> int:

@@ -5,13 +5,16 @@ Knows nothing of optimisers or of the loss's formula.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from unstable_lite.learners import losses
 from unstable_lite.learners.batching import MicroBatch
+from unstable_lite.types import Logprobs, TrainItem
 
 
 @dataclass(slots=True)
@@ -21,7 +24,8 @@ class Trained:
     _loss: Tensor | float = 0.0
     _tokens: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
     _kl: list[Tensor] = field(default_factory=list)
-    _num_rows: int = 0
+    _rows: list[int] = field(default_factory=list)
+    """Which items the tokens are of, in their order."""
     _num_padding: int = 0
     _num_positions: int = 0
 
@@ -33,7 +37,7 @@ class Trained:
         self._tokens.append((logp_N.detach(), batch.behaviour_logp_N, entropy_N.detach(), batch.version_N))
         if base_logp_N is not None:
             self._kl.append(losses.kl_estimates(logp_N.detach(), base_logp_N))
-        self._num_rows += len(batch.rows)
+        self._rows += batch.rows
         self._num_padding += batch.num_padding
         self._num_positions += batch.tokens_BT.numel()
 
@@ -46,6 +50,13 @@ class Trained:
     def logp_std(self) -> float:
         """Over all tokens."""
         return torch.cat([logp_N for logp_N, *_ in self._tokens]).std(correction=0).item()
+
+    def logprobs(self, items: Sequence[TrainItem]) -> list[Logprobs]:
+        """Of each item's tokens. `items`: those of the micro-batches."""
+        logp_N = torch.cat([logp_N for logp_N, *_ in self._tokens]).float().cpu().numpy()
+        ends = np.cumsum([len(items[row].completion_ids) for row in self._rows])
+        of_row = dict(zip(self._rows, np.split(logp_N, ends[:-1]), strict=True))
+        return [of_row[row] for row in range(len(items))]
 
     @property
     def padding_share(self) -> float:
@@ -63,7 +74,7 @@ class Trained:
             "staleness_mean": staleness_N.mean().item(),
             "staleness_max": staleness_N.max().item(),
             "num_tokens": float(len(logp_N)),
-            "avg_train_len": (self._num_positions - self._num_padding) / self._num_rows,
+            "avg_train_len": (self._num_positions - self._num_padding) / len(self._rows),
             "padding_share": self.padding_share,
             **kl,
             **losses.importance_figures(logp_N, behaviour_logp_N, importance_weight_cap),

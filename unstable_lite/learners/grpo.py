@@ -23,7 +23,7 @@ from unstable_lite.learners.learner_state import read_state, write_state
 from unstable_lite.learners.model import Policy
 from unstable_lite.learners.optimizers import Snapshot, load_state_tensors, make_optimizer, state_tensors
 from unstable_lite.learners.proximal import Proximal, proximal_policy, shuffled_minibatches
-from unstable_lite.types import TrainItem
+from unstable_lite.types import Logprobs, TrainItem
 
 
 class GRPOLearner:
@@ -54,6 +54,7 @@ class GRPOLearner:
             "lr": self._config.learning_rate,
         }
         skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
+        logprobs: tuple[Logprobs, ...] = ()
         if fitted.items:
             before = Snapshot.take(self._optimizer)
             try:
@@ -79,6 +80,7 @@ class GRPOLearner:
                 self._optimizer.zero_grad(set_to_none=True)
                 if skipped is not None:
                     before.restore()
+            logprobs = fitted.spread(proximal.trained.logprobs(fitted.items))
             metrics |= {
                 "zero_advantage": zero_share([item.reward for item in fitted.items]),
                 **proximal.trained.figures(self.version, self._config.importance_weight_cap),
@@ -102,6 +104,7 @@ class GRPOLearner:
                 "tokens_per_s": sum(map(length, fitted.items)) / seconds,
             },
             skipped=skipped,
+            logprobs=logprobs,
         )
 
     def add_gradient(self, items: Sequence[TrainItem], proximal: Proximal) -> Clipped:

@@ -25,7 +25,7 @@ from unstable_lite.learners.learner_state import read_state, write_state
 from unstable_lite.learners.model import Policy
 from unstable_lite.learners.optimizers import Snapshot, load_state_tensors, make_optimizer, state_tensors
 from unstable_lite.learners.proximal import Proximal, proximal_policy, shuffled_minibatches
-from unstable_lite.types import TrainItem
+from unstable_lite.types import Logprobs, TrainItem
 
 
 class PPOLearner:
@@ -68,6 +68,7 @@ class PPOLearner:
             **value_figures(value_I, target_I),
         }
         skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
+        logprobs: tuple[Logprobs, ...] = ()
         if fitted.items:
             weight_I = normalized(advantage_I) if self._config.normalize_adv else advantage_I
             weighed = [replace(item, reward=float(weight)) for item, weight in zip(fitted.items, weight_I, strict=True)]
@@ -108,6 +109,7 @@ class PPOLearner:
                 if skipped is not None:
                     before.restore()
                     critic_before.restore()
+            logprobs = fitted.spread(proximal.trained.logprobs(fitted.items))
             metrics |= {
                 "zero_advantage": zero_share(weight_I),
                 **proximal.trained.figures(self.version, self._config.importance_weight_cap),
@@ -134,6 +136,7 @@ class PPOLearner:
                 "tokens_per_s": sum(map(length, fitted.items)) / seconds,
             },
             skipped=skipped,
+            logprobs=logprobs,
         )
 
     def add_gradient(self, items: Sequence[TrainItem], proximal: Proximal) -> Clipped:

@@ -20,7 +20,7 @@ from unstable_lite.learners.figures import Trained
 from unstable_lite.learners.learner_state import read_state, write_state
 from unstable_lite.learners.model import Policy
 from unstable_lite.learners.optimizers import load_state_tensors, make_optimizer, state_tensors
-from unstable_lite.types import TrainItem
+from unstable_lite.types import Logprobs, TrainItem
 
 
 class REINFORCELearner:
@@ -51,6 +51,7 @@ class REINFORCELearner:
             "lr": self._config.learning_rate,
         }
         skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
+        logprobs: tuple[Logprobs, ...] = ()
         if fitted.items:
             try:
                 trained = self.add_gradient(fitted.items)
@@ -63,6 +64,7 @@ class REINFORCELearner:
                     skipped = f"not finite: loss {trained.loss:g}, gradient norm {norm:g}"
             finally:
                 self._optimizer.zero_grad(set_to_none=True)
+            logprobs = fitted.spread(trained.logprobs(fitted.items))
             metrics |= {
                 "zero_advantage": zero_share([item.reward for item in fitted.items]),
                 "policy_grad_norm": norm,
@@ -82,6 +84,7 @@ class REINFORCELearner:
                 "tokens_per_s": sum(map(length, fitted.items)) / seconds,
             },
             skipped=skipped,
+            logprobs=logprobs,
         )
 
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:

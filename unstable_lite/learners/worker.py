@@ -60,7 +60,8 @@ log = logging.getLogger(__name__)
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     torch.set_num_threads(spec.threads)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    worker = _Worker(load_learner(spec.config, spec.device), spec.config.learner)
+    config = spec.config
+    worker = _Worker(load_learner(config, spec.device), config.learner, config.tracker.keep_tokens)
     socket.send(Ready(facts=_facts(worker.learner, spec)))
     while True:
         for message in socket.receive(wait_s=1.0):
@@ -72,9 +73,10 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
 class _Worker:
     """A learner, and what each message leads to."""
 
-    def __init__(self, learner: Learner, config: LearnerConfig) -> None:
+    def __init__(self, learner: Learner, config: LearnerConfig, keeps_tokens: bool = False) -> None:
         self.learner = learner
         self._config = config
+        self._keeps_tokens = keeps_tokens
         self._oom_retries = 0
         """Updates that were begun anew because memory had run out."""
         self._state: Path | None = None
@@ -127,7 +129,12 @@ class _Worker:
             self._made = result.metrics
             self._keep(message.state_path, result.metrics)
             self._publish(message.path)
-        return Updated(request_id=message.request_id, metrics=result.metrics, skipped=result.skipped)
+        return Updated(
+            request_id=message.request_id,
+            metrics=result.metrics,
+            skipped=result.skipped,
+            logprobs=result.logprobs if self._keeps_tokens else (),
+        )
 
     def _update_within_memory(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
         """Where memory runs out the update is done again, from where it began, in micro-batches of half the size."""

@@ -22,7 +22,7 @@ from unstable_lite.trackers.diversity import Diversity
 from unstable_lite.trackers.league_log import LeagueLog
 from unstable_lite.trackers.records import AppendFile, RecordLog, to_line
 from unstable_lite.trackers.train_data import Batch, TrainDataFiles
-from unstable_lite.types import GameRecord, ModelRef, Outcome, PlayerTrajectory, Turn
+from unstable_lite.types import GameRecord, Logprobs, ModelRef, Outcome, PlayerTrajectory, Turn
 
 WINDOW = 512
 """Entries over which the means of collection and evaluation run (reference): a player's games, or their turns."""
@@ -247,14 +247,16 @@ class Tracker:
             evaluation = self._tallies.pop(key).evaluation("concurrent", model, iteration or 0, env_id, opponent)
             self._write_evaluation(evaluation, "concurrent checkpoint")
 
-    async def add_train_data(self, update: int, version: int, batch: Batch) -> None:
+    async def add_train_data(self, update: int, version: int, batch: Batch, logprobs: Sequence[Logprobs] = ()) -> None:
         """Keep what update number `update` trained on; `version` is that of the policy before it.
+
+        logprobs: of the batch's steps, one by one, as this policy had them; or none.
 
         Waits for the batch before it to be on disk, and not for this one.
         """
         if self._train_data is not None:
             with self._surviving("train_data"):
-                await self._train_data.write(update, version, batch)
+                await self._train_data.write(update, version, batch, logprobs)
 
     def alarm(self, step: int, text: str) -> None:
         """Kept for the summary, and a line of alarms.jsonl."""

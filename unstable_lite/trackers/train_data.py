@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from unstable_lite.trackers.records import write_whole
-from unstable_lite.types import Step
+from unstable_lite.types import Logprobs, Step
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +30,14 @@ class TrainDataFiles:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train-data")
         self._writing: Future[None] | None = None
 
-    async def write(self, update: int, version: int, batch: Batch) -> None:
+    async def write(self, update: int, version: int, batch: Batch, logprobs: Sequence[Logprobs] = ()) -> None:
         """Start writing once the file before is done; raises OSError if that one could not be written."""
         before, self._writing = self._writing, None
         try:
             if before is not None:
                 await asyncio.wrap_future(before)
         finally:
-            self._writing = self._thread.submit(self._write, update, version, batch)
+            self._writing = self._thread.submit(self._write, update, version, batch, logprobs)
 
     def close(self) -> None:
         """Waits for the last file."""
@@ -45,9 +45,11 @@ class TrainDataFiles:
         if self._writing is not None and (error := self._writing.exception()) is not None:
             log.error("%s: the last batch could not be written: %s", self._directory, error)
 
-    def _write(self, update: int, version: int, batch: Batch) -> None:
+    def _write(self, update: int, version: int, batch: Batch, logprobs: Sequence[Logprobs | None]) -> None:
         path = self._directory / f"step-{update:06d}.jsonl.gz"
-        write_whole(path, [step_to_json(step, version) for step in steps_of(batch)])
+        steps = list(steps_of(batch))
+        of_steps = logprobs or [None] * len(steps)
+        write_whole(path, [step_to_json(step, version, one) for step, one in zip(steps, of_steps, strict=True)])
 
 
 def steps_of(batch: Batch) -> Iterator[Step]:
@@ -58,10 +60,14 @@ def steps_of(batch: Batch) -> Iterator[Step]:
             yield from entry
 
 
-def step_to_json(step: Step, version: int) -> dict[str, Any]:
-    """`version`: of the policy that was updated. `reward` is after all stages; `step_info` has them one by one."""
+def step_to_json(step: Step, version: int, logprobs: Logprobs | None = None) -> dict[str, Any]:
+    """`version`: of the policy that was updated. `reward` is after all stages; `step_info` has them one by one.
+
+    logprobs: that policy's of the completion's tokens, fewer where the learner cut it. Less those in games.jsonl, which
+    the engine gave, they are the logarithms of the tokens' importance weights.
+    """
     generation = step.generation
-    return {
+    row = {
         "pid": step.pid,
         "obs": step.obs,
         "act": step.act,
@@ -75,3 +81,6 @@ def step_to_json(step: Step, version: int) -> dict[str, Any]:
         "adapter_version": generation.adapter_version,
         "staleness": version - generation.adapter_version,
     }
+    if logprobs is not None:
+        row["learner_logprobs"] = [round(logprob, 4) for logprob in logprobs.tolist()]
+    return row

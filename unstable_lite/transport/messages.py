@@ -90,6 +90,8 @@ class Updated:
     metrics: dict[str, float]
     skipped: str | None
     """Why nothing was learnt and nothing published (a non-finite loss or gradient), or None."""
+    logprobs: tuple[Logprobs, ...] = ()
+    """For each item, those of its trained tokens before the step; only with `tracker.keep_tokens`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

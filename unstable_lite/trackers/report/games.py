@@ -134,6 +134,7 @@ def _turn(turn: list[Any], trained: Mapping[str, Any] | None, tokenizer: tokeniz
             "finish_reason": trained["finish_reason"],
             "rewards": [info.get(stage) for stage in ("raw_reward", "env_reward", "step_reward")] + [trained["reward"]],
             "prompt": _around(trained["obs"], observation),
+            "learner_logprobs": trained.get("learner_logprobs"),
         }
     if rest and rest[0] is not None:
         made["tokens"] = _tokens(rest[0], text, tokenizer)

@@ -204,7 +204,7 @@ class Curves {
       hovermode: "x unified", hoverlabel: { bgcolor: colour("card"), bordercolor: line, font: { ...font, color: ink } },
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
       xaxis: { title: { text: axis === "steps" ? "update" : "hours", standoff: 4, font }, gridcolor: "rgba(0,0,0,0)", linecolor: line, zeroline: false, nticks: 6, fixedrange: false },
-      yaxis: { gridcolor: line, zeroline: false, nticks: 5, tickformat: card.percent ? ".1~%" : undefined, automargin: true, range: unlessFlat(traces) },
+      yaxis: { gridcolor: line, zeroline: false, nticks: 5, tickformat: card.percent ? ".1~%" : undefined, automargin: true, range: unlessFlat(traces, card.percent) },
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font }, showlegend: card.wide };
     await plotly.react(card.plot, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset" });
   }
@@ -218,9 +218,9 @@ class Curves {
 }
 
 /** A range around values that hardly differ, which would else look like a storm. */
-function unlessFlat(traces) {
+function unlessFlat(traces, percent) {
   const values = traces.flatMap((trace) => trace.y), low = Math.min(...values), high = Math.max(...values), size = Math.max(Math.abs(low), Math.abs(high));
-  return values.length && high - low < 0.02 * size ? [low - 0.05 * size, high + 0.05 * size] : undefined;
+  return values.length && high - low < 0.02 * size ? [low - 0.05 * size, percent ? Math.min(1.002, high + 0.05 * size) : high + 0.05 * size] : undefined;
 }
 
 let plotlyLoading = null;
@@ -542,7 +542,7 @@ class Browser {
     const game = this.current, { turns } = this.whole, focused = document.activeElement?.dataset?.act;
     history.replaceState(null, "", `#game=${game.run}.${game.number}.${this.turn + 1}`);
     const seat = (pid) => ({ "--seat": `var(--${roleOf(pid)})` });
-    const act = (name, label, does, disabled) => el("button", { type: "button", "data-act": name, onclick: does, disabled }, label);
+    const act = (name, label, does, disabled) => el("button", { type: "button", "data-act": name, "aria-label": `${name.startsWith("game") ? "Game" : "Turn"}: ${/on$|next/.test(name) ? "next" : "previous"}`, onclick: does, disabled }, label);
     const place = this.found.indexOf(game);
     const parts = [
       el("button", { type: "button", class: "back", onclick: () => this.close() }, "‹ All games"),
@@ -562,7 +562,7 @@ class Browser {
           "aria-current": i === this.turn ? "true" : null, "aria-label": `Turn ${i + 1}, player ${one.pid}`, onclick: () => { this.turn = i; this.show(); } }, String(i + 1)))),
         el("div", { class: "turnbar" }, act("previous", "‹", () => this.step(-1), this.turn === 0), act("next", "›", () => this.step(1), this.turn === turns.length - 1),
           el("span", { role: "status" }, `Turn ${this.turn + 1} of ${turns.length} `, el("span", { class: "word" }, "by player "), el("span", { class: "pid", vars: seat(turns[this.turn].pid) }, String(turns[this.turn].pid))),
-          el("span", { class: "grow" }), act("game-back", "‹ game", () => this.neighbour(-1), place <= 0), act("game-on", "game ›", () => this.neighbour(1), place < 0 || place === this.found.length - 1)),
+          el("span", { class: "grow" }), act("game-back", ["«", el("span", { class: "word" }, " game")], () => this.neighbour(-1), place <= 0), act("game-on", [el("span", { class: "word" }, "game "), "»"], () => this.neighbour(1), place < 0 || place === this.found.length - 1)),
         this.turnView(turns[this.turn]));
     }
     $("game").replaceChildren(...parts.filter(Boolean));
@@ -632,6 +632,7 @@ class Browser {
     const scale = byWeight ? [el("span", {}, "½"), el("span", { class: "scale weight" }), el("span", {}, `2${cap ? `; underlined: cut to ${cap}` : ""}`)]
       : [el("span", {}, "certain"), el("span", { class: "scale logprob" }), el("span", {}, "1 in 150 or less")];
     const notes = [];
+    if (byWeight && learner && learner.length < ids.length) notes.push(`Only the first ${learner.length} tokens were trained on: learner.max_train_len cut the rest.`);
     if (byWeight && !learner) notes.push(turn.trained ? "The learner's log-probabilities of this turn were not recorded, so there are no importance weights to show."
       : "No batch that is on disk has this turn: only turns that were trained on have importance weights.");
     if (!pieces) notes.push("Tokens are shown by number: the run's tokenizer is not on the machine where this report was made.");
@@ -640,7 +641,7 @@ class Browser {
       const from = at, to = from + count;
       at = to;
       const of = logprobs.slice(from, to), logprob = of.reduce((sum, one) => sum + one, 0);
-      const weight = learner ? Math.exp(learner.slice(from, to).reduce((sum, one) => sum + one, 0) - logprob) : null;
+      const weight = learner && to <= learner.length ? Math.exp(learner.slice(from, to).reduce((sum, one) => sum + one, 0) - logprob) : null;
       const strength = byWeight ? (weight === null ? 0 : Math.min(1, Math.abs(Math.log2(weight)))) : Math.min(1, -logprob / 5);
       const tint = byWeight && weight < 1 ? "var(--less)" : "var(--unlikely)";
       const say = () => {
