@@ -162,7 +162,7 @@ def write_run(
     won_after: int = 90,
     alarms: tuple[str, ...] = (),
 ) -> Path:
-    """A run directory, by the parts that write one: three updates, two evaluations, one checkpoint."""
+    """A run directory, by the parts that write one: three updates and two evaluations."""
     directory.mkdir(parents=True)
     envs = [{"env_id": NIM, "num_players": 2, "num_actors": 1}]
     whole = Config.model_validate({"train_envs": envs, "run": {"learning_steps": 3}} | (config or {}))
@@ -204,11 +204,6 @@ def write_run(
             for record in games
             if record.spec.game_idx == 9 and record.turns[2].generation
         ],
-    )
-    checkpoint = directory / "checkpoints" / "ckpt-3"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "league.json").write_text(
-        json.dumps({"updates": 3, "registry": registry.state_dict(), "tracker": tracker.state_dict()})
     )
     tracker.close()
     return directory
@@ -296,6 +291,8 @@ def test_the_summary_says_what_training_did_and_what_alarmed(one_run: Path, open
     expect(page.locator("#ladder-chart figure")).to_have_count(1)
     row = page.get_by_role("region", name="Ladder of seed 0").locator("tbody tr").first
     expect(row).to_contain_text("ckpt-3")
+    last = page.get_by_role("region", name="Ladder of seed 0").locator("tr", has_text="scripted:random").locator("td")
+    assert last.all_inner_texts()[-4:] == ["3", "2", "0", "4"]
     matrix = page.get_by_role("region", name="Match matrix of seed 0")
     assert matrix.locator("thead th").all_inner_texts() == ["base", "ckpt-2", "scripted:random"]
     of_random = matrix.locator("tr", has=page.locator("th[scope=row]", has_text="scripted:random"))
@@ -558,7 +555,7 @@ def test_several_runs_lie_over_each_other_with_mean_and_spread(tmp_path: Path, o
 @pytest.mark.browser
 def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path, opened: Opened) -> None:
     run = write_run(tmp_path / "12-00-00-new", [])
-    for name in ("metrics.jsonl", "eval.jsonl", "games.jsonl", "checkpoints/ckpt-3/league.json"):
+    for name in ("metrics.jsonl", "eval.jsonl", "games.jsonl", "league.jsonl", "alarms.jsonl"):
         (run / name).unlink()
     page = opened(write_report([run], tmp_path / "report.html").path)
     expect(page.locator("#summary")).to_contain_text("No checkpoint was evaluated before and after training")

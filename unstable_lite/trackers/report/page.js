@@ -253,6 +253,9 @@ function rangeOf(point, percent) {
 
 const latestOf = (point, percent) => [el("b", {}, figureOf(point.y, percent)), rangeOf(point, percent)];
 
+/** A rating holds until it changes, and at last until the end of the run. */
+const held = (rows, last) => (last > rows.at(-1)[0] ? [...rows, [last, ...rows.at(-1).slice(1)]] : rows);
+
 function drawCurves(data) {
   const curves = new Curves(data), names = [...new Set(data.runs.flatMap((run) => Object.keys(run.series)))];
   const metric = (parent, name, title, explain) => {
@@ -317,9 +320,9 @@ function drawCurves(data) {
     const policy = mu.map((y, i) => y !== null && sigma[i] !== null && { step: run.steps[i], hours: run.hours[i], y, low: y - 2 * sigma[i], high: y + 2 * sigma[i] }).filter(Boolean);
     const own = [{ label: "current policy", role: roleOf(number), points: policy }];
     Object.entries(run.ladder).forEach(([uid, rows], i) => own.push({ label: uid.replace(/^fixed-/, ""), role: uid === "base" ? "soft" : roleOf(number + i + 1), dash: "dot",
-      points: rows.map(([step, y, sd]) => ({ step, hours: hoursAt(run, step), y, low: y - 2 * sd, high: y + 2 * sd })) }));
+      points: held(rows, run.steps.at(-1)).map(([step, y, sd]) => ({ step, hours: hoursAt(run, step), y, low: y - 2 * sd, high: y + 2 * sd })) }));
     const lines = own.filter((line) => line.points.length);
-    if (lines.length) curves.add(ladder, `Ratings over time${data.runs.length > 1 ? `, ${run.label}` : ""}`, null, { own: lines, wide: true, explain: "μ ± 2σ; the others at the checkpoints that are on disk." });
+    if (lines.length) curves.add(ladder, `Ratings over time${data.runs.length > 1 ? `, ${run.label}` : ""}`, null, { own: lines, wide: true, explain: "μ ± 2σ." });
   });
 
   const legend = () => {

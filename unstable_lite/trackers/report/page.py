@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import json
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         title=_title(runs),
         changes=list(_changes(runs)),
         evaluations=list(_evaluation_tables(runs)),
-        ladders=[(run, _ladder(run)) for run in runs],
+        ladders=[(run, _ladder(run, of_run)) for run, of_run in zip(runs, games, strict=True)],
         matrices=[(run, _matrix(of_run)) for run, of_run in zip(runs, games, strict=True)],
         max_in_matrix=MAX_IN_MATRIX,
         made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
@@ -74,7 +75,6 @@ def _blob(text: str) -> str:
 
 
 def _run_data(run: RunData) -> dict[str, Any]:
-    fixed = sorted({m["uid"] for _, state in run.ladders for m in state["models"] if m["kind"] == "fixed"})
     return {
         "label": run.label,
         "group": run.group,
@@ -82,15 +82,7 @@ def _run_data(run: RunData) -> dict[str, Any]:
         "hours": run.hours,
         "series": run.series,
         "evaluations": run.evaluations,
-        "ladder": {
-            uid: [
-                [updates, *model["rating"]]
-                for updates, state in run.ladders
-                for model in state["models"]
-                if model["uid"] == uid and model["games"]
-            ]
-            for uid in ("base", *fixed)
-        },
+        "ladder": {uid: rows for uid, rows in run.ladder.items() if uid == "base" or uid.startswith("fixed-")},
         "cap": run.config.get("learner", {}).get("importance_weight_cap"),
     }
 
@@ -230,18 +222,29 @@ def _evaluation_tables(runs: Sequence[RunData]) -> Iterator[tuple[str, str, list
         yield env_id, opponent, rows
 
 
-def _ladder(run: RunData) -> list[dict[str, Any]]:
-    """Rated models, best first, with where their bars begin and end, as shares of the widest interval."""
-    if not run.ladders:
-        return []
-    models = [model for model in run.ladders[-1][1]["models"] if model["wins"] + model["draws"] + model["losses"]]
-    spans = [(m["rating"][0] - 2 * m["rating"][1], m["rating"][0] + 2 * m["rating"][1]) for m in models]
-    low, high = min((a for a, _ in spans), default=0.0), max((b for _, b in spans), default=1.0)
+def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
+    """Models as they were rated last, best first, with where their bars begin and end, as shares of the widest.
+
+    What each had against the others is counted in the games that were kept.
+    """
+    rated = {uid: rows[-1] for uid, rows in run.ladder.items()}
+    low = min((mu - 2 * sigma for _, mu, sigma, _ in rated.values()), default=0.0)
+    high = max((mu + 2 * sigma for _, mu, sigma, _ in rated.values()), default=1.0)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for (first, second), met in games.results.items():
+        counts[first].update(wins=met["win"], draws=met["draw"], losses=met["loss"])
+        counts[second].update(wins=met["loss"], draws=met["draw"], losses=met["win"])
     return [
-        model
-        | {"mu": model["rating"][0], "sigma": model["rating"][1]}
-        | {"from": (a - low) / (high - low), "to": (b - low) / (high - low)}
-        for model, (a, b) in sorted(zip(models, spans, strict=True), key=lambda pair: -pair[0]["rating"][0])
+        {
+            "uid": uid,
+            "mu": mu,
+            "sigma": sigma,
+            "games": num_games,
+            **{name: counts[uid][name] for name in ("wins", "draws", "losses")},
+            "from": (mu - 2 * sigma - low) / (high - low),
+            "to": (mu + 2 * sigma - low) / (high - low),
+        }
+        for uid, (_, mu, sigma, num_games) in sorted(rated.items(), key=lambda item: -item[1][1])
     ]
 
 

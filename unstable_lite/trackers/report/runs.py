@@ -39,8 +39,8 @@ class RunData:
     """The newest value of every metric."""
     evaluations: list[dict[str, Any]]
     """Lines of eval.jsonl, in order."""
-    ladders: list[tuple[int, dict[str, Any]]]
-    """(updates, the registry's state) of each checkpoint on disk."""
+    ladder: dict[str, list[tuple[int, float, float, int]]]
+    """By model, (update, μ, σ, games) wherever any of them changed; of models that have played."""
     alarms: list[str]
     label: str = ""
     group: int = 0
@@ -105,8 +105,6 @@ def _read_run(directory: Path) -> RunData:
         raise UnstableError(f"{directory}: config.toml or versions.json cannot be read: {error}") from None
     steps, hours, series = _read_metrics(directory / "metrics.jsonl")
     kept = _thin(len(steps))
-    states = list(_checkpoint_states(directory / "checkpoints"))
-    evaluations = list(read_part(directory / "eval.jsonl")) if (directory / "eval.jsonl").exists() else []
     return RunData(
         directory=directory,
         config=config,
@@ -116,16 +114,16 @@ def _read_run(directory: Path) -> RunData:
         hours=[hours[i] for i in kept],
         series={name: [values[i] for i in kept] for name, values in series.items()},
         latest={name: last for name, values in series.items() if (last := _last(values)) is not None},
-        evaluations=evaluations,
-        ladders=[(state["updates"], state["registry"]) for state in states],
-        alarms=list(states[-1]["tracker"]["alarms"]) if states else [],
+        evaluations=list(_lines(directory / "eval.jsonl")),
+        ladder=_read_ladder(directory / "league.jsonl"),
+        alarms=[f"update {line['step']}: {line['text']}" for line in _lines(directory / "alarms.jsonl")],
     )
 
 
 def _read_metrics(path: Path) -> tuple[list[int], list[float], dict[str, list[float | None]]]:
     """One row for each update; what several lines say of one goes together."""
     rows: dict[int, dict[str, Any]] = {}
-    for line in read_part(path) if path.exists() else ():
+    for line in _lines(path):
         rows.setdefault(int(line["step"]), {}).update(line)
     steps = sorted(rows)
     first = min((row["time"] for row in rows.values()), default=0.0)
@@ -134,15 +132,18 @@ def _read_metrics(path: Path) -> tuple[list[int], list[float], dict[str, list[fl
     return steps, [round((rows[step]["time"] - first) / 3600, 4) for step in steps], series
 
 
-def _checkpoint_states(checkpoints: Path) -> Iterator[dict[str, Any]]:
-    """Oldest first; one that cannot be read is left out, as `run --resume` would do."""
-    numbered = [(int(path.name[5:]), path) for path in checkpoints.glob("ckpt-*") if path.name[5:].isdigit()]
-    for _, path in sorted(numbered):
-        try:
-            state = json.loads((path / "league.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        yield {name: state[name] for name in ("updates", "registry", "tracker")}
+def _read_ladder(path: Path) -> dict[str, list[tuple[int, float, float, int]]]:
+    ladder: dict[str, list[tuple[int, float, float, int]]] = {}
+    for line in _lines(path):
+        for uid, (mu, sigma, games, *_) in line["models"].items():
+            if games:
+                ladder.setdefault(uid, []).append((line["step"], mu, sigma, games))
+    return ladder
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """A run that has only begun has not written every file."""
+    return read_part(path) if path.exists() else iter(())
 
 
 def _thin(count: int) -> list[int]:
