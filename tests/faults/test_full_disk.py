@@ -140,6 +140,10 @@ class SmallDisks:
                 env={**os.environ, "COLUMNS": "200", **environment},
             )
 
+    def make_read_only(self) -> None:
+        mount = ["mount", "-o", "remount,ro", str(self._directory)]
+        subprocess.run(["nsenter", "-t", str(self._holder.pid), "-m", *mount], check=True)
+
     def close(self) -> None:
         self._holder.kill()
         self._holder.communicate()
@@ -166,6 +170,26 @@ def fill(disk: Path) -> Path:
         while True:
             file.write(bytes(1 << 12))
     return filler
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_before_anything_starts(
+    small_disks: SmallDisks, tmp_path: Path
+) -> None:
+    small, run = runs.write_small(tmp_path), small_disks.outputs / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(small.read_text())
+    small_disks.make_read_only()
+    for arguments, reason in (
+        (("run", small), f"{tmp_path / 'outputs'} is not a directory that can be written to"),
+        (("run", "--resume", tmp_path / "outputs" / "run"), f"{tmp_path / 'outputs'} is not a directory"),
+        (("run", "--resume", tmp_path / "outputs" / "run", f"run.output_dir={tmp_path}"), "Read-only file system"),
+    ):
+        assert small_disks.start(tmp_path / "out", *arguments).wait(120) == 1
+        said = (tmp_path / "out").read_text()
+        assert "\nerror: " in f"\n{said}", said
+        assert reason in said
+        assert "waiting for engine-0" not in said
+        assert "Traceback" not in said
 
 
 def checkpoints_in(disk: Path) -> list[int]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import resource
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -31,6 +33,8 @@ SCRIPTED_PLAYERS: dict[str, type[ScriptedPlayer]] = {
     "scripted:random": RandomLegalPlayer,
     "scripted:optimal": OptimalPlayer,
 }
+DESCRIPTORS_BESIDES = 128
+"""What a run has open besides a connection for each request to an endpoint; games have none."""
 _OF_ONES_OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Z]\w*")
 """`my_module:MyPlayer`, and neither `vendor/model:free` nor `llama3:8b`."""
 
@@ -108,10 +112,27 @@ class Seats:
         from unstable_lite.games.players.openai_compatible import Endpoint, OpenAICompatiblePlayer
 
         if self._endpoint is None:
+            allow_descriptors(descriptors_needed(self._opponents))
             self._endpoint = Endpoint(self._opponents, self._say)
             if self._spent_before is not None:
                 self._endpoint.budget.load_state_dict(self._spent_before)
         return OpenAICompatiblePlayer(self._endpoint, agent, spec.num_players)
+
+
+def descriptors_needed(opponents: OpponentsConfig) -> int:
+    return opponents.max_concurrent_requests + DESCRIPTORS_BESIDES
+
+
+def allow_descriptors(needed: int) -> None:
+    """Raise this process's own limit of open files, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, _most_descriptors()), hard))
+
+
+def _most_descriptors() -> int:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 def is_remote(model: ModelRef) -> bool:
@@ -130,6 +151,11 @@ def opponent_problem(
             return None if configured else f"opponent {name!r}: the environment's OPENAI_BASE_URL: {problem}"
         if api_key(url) is None:
             return f"opponent {name!r} needs an API key for {url}: set {key_variable(url)}"
+        if opponents is not None and (needed := descriptors_needed(opponents)) > (most := _most_descriptors()):
+            return (
+                f"opponent {name!r}: opponents.max_concurrent_requests = {opponents.max_concurrent_requests} takes "
+                f"{needed} open files, and this system allows a process {most} (ulimit -Hn); lower it"
+            )
         # The library takes a second to import: now, rather than on the event loop in the first game.
         importlib.import_module("unstable_lite.games.players.openai_compatible")
         return None

@@ -1,0 +1,94 @@
+"""4,096 games at once on 256 file descriptors. Real games, a real engine process; the scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_engine_death import ENV, Fleet
+
+from unstable_lite.config import Config, OpponentsConfig
+from unstable_lite.games.seats import DESCRIPTORS_BESIDES, Seats, opponent_problem
+from unstable_lite.plan import make_plan
+from unstable_lite.types import AgentSpec, GameSpec, ModelRef
+from unstable_lite.workers import started_engines
+
+GAMES = 4096
+
+
+@contextlib.contextmanager
+def descriptor_limit(soft: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def num_open() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+@pytest.mark.timeout(300)
+async def test_thousands_of_games_need_few_descriptors_and_leave_none_open(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"output_dir": tmp_path},
+            "engine": {"kind": "scripted", "replies": [f"\\boxed{{[{cell}]}}" for cell in range(9)]},
+            "train_envs": [{**ENV, "num_actors": 2}],
+            "eval_envs": [{**ENV, "fixed_opponent": "scripted:random"}],
+        }
+    )
+    with descriptor_limit(256):
+        async with started_engines(make_plan(config), tmp_path, lambda text: None) as workers:
+            fleet = Fleet(config, workers, tmp_path)
+            await fleet.evaluate(50)
+            before, most_games, most_open = num_open(), 0, 0
+            (spec,) = fleet.scheduler._env_sampler.eval_env_specs
+            playing = asyncio.create_task(
+                fleet.collector.evaluate(spec, fleet.scheduler.registry.current, GAMES, "many", concurrency=GAMES)
+            )
+            while not playing.done():
+                most_games = max(most_games, fleet.collector.games_in_flight["eval"])
+                most_open = max(most_open, num_open())
+                await asyncio.sleep(0.02)
+            assert len(playing.result()) == GAMES
+            assert not [record.error for record in playing.result() if record.end == "void"]
+            assert most_games == GAMES
+            assert most_open <= before + 2
+            assert num_open() == before
+            fleet.arena.close()
+
+
+async def test_connections_to_an_endpoint_raise_the_limit_that_they_would_hit() -> None:
+    opponents = OpponentsConfig(base_url="http://127.0.0.1:9/v1", max_concurrent_requests=150, max_retries=0)
+    agent = AgentSpec(
+        pid=0,
+        model=ModelRef(uid="fixed-vendor/model", kind="fixed", name="vendor/model"),
+        collect_data=False,
+        prompt_template="tiny",
+        action_extraction_fn="default",
+    )
+    spec = GameSpec(
+        game_idx=0, kind="eval", env_id="Nim-v0-train", num_players=1, seed=1, agent_specs=(agent,), max_turns=9
+    )
+    with descriptor_limit(200):
+        async with Seats(None, opponents=opponents) as seats:  # type: ignore[arg-type]
+            seats._player(spec, agent)
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 150 + DESCRIPTORS_BESIDES
+
+
+def test_more_connections_than_the_system_allows_are_refused_before_anything_starts() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard == resource.RLIM_INFINITY:
+        pytest.skip("this system sets no limit")
+    opponents = OpponentsConfig(base_url="http://127.0.0.1:9/v1", max_concurrent_requests=hard)
+    problem = opponent_problem("vendor/model", "Nim-v0-train", None, opponents)
+    assert problem is not None
+    assert f"open files, and this system allows a process {hard}" in problem
