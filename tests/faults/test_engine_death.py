@@ -177,7 +177,7 @@ async def test_a_slow_step_is_told_in_the_workers_log(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("fleet", [{"engine": {"kind": "stuck_engines:Loops", "stall_timeout_s": 2.0}}], indirect=True)
-async def test_a_stuck_worker_leaves_its_stacks_in_its_log(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stuck_worker_leaves_its_stacks_in_its_log(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     (process,) = fleet.workers.processes
     async with asyncio.TaskGroup() as tasks:
         supervised = tasks.create_task(fleet.supervisors[0].run())
@@ -187,3 +187,5 @@ async def test_a_stuck_worker_leaves_its_stacks_in_its_log(fleet: Fleet, monkeyp
         playing.cancel()
         supervised.cancel()
     assert "in a_loop_without_end" in process.log_path.read_text()
+    assert "engine-0 was killed by SIGKILL" in caplog.text
+    assert "memory ran out" not in caplog.text, "it was us"
