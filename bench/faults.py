@@ -200,7 +200,8 @@ class Faults:
         """Over when its successor holds what it should, and has answered."""
         process = await self._target(name)
         peer, life = process.peer, process.peer.life
-        os.kill(process.pid, signum)
+        with contextlib.suppress(ProcessLookupError):  # it has just died by another fault
+            os.kill(process.pid, signum)
         yield lambda: peer.life > life and peer.is_up
         self._struck.discard(peer.name)
 

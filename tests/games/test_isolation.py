@@ -76,8 +76,7 @@ async def test_games_whose_process_dies_are_played_again_to_where_they_were(envi
         for child in psutil.Process().children():
             os.kill(child.pid, signal.SIGKILL)
     ended = await asyncio.gather(*playing, return_exceptions=True)
-    # Whose call it was when a process was killed is to blame, as far as anybody can tell.
-    broken = [one for one in ended if isinstance(one, EnvError)]
+    broken = [one for one in ended if isinstance(one, EnvError)]  # in whose call a process was killed
     assert len(broken) <= 4
     assert all("was killed by SIGKILL" in str(error) for error in broken)
     assert all(one == same for one, same in zip(ended, here, strict=True) if one not in broken)

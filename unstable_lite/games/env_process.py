@@ -1,13 +1,15 @@
 """The process for games that had better not live with all the others.
 
-It answers one request after the other, each at once, so that the oldest one without an answer is the one that hangs.
-Knows nothing of players, nor of what a game is for.
+It answers one request after the other, and keeps in a file which game's call is under way: what it had not sent yet
+when it is killed is lost, what it had written is not. Knows nothing of players, nor of what a game is for.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import traceback
+from pathlib import Path
 from typing import cast
 
 from unstable_lite.games.environments import Environment
@@ -15,9 +17,13 @@ from unstable_lite.transport.child import WorkerSocket, WorkerSpec
 from unstable_lite.transport.messages import DropEnv, EnvState, Failed, MakeEnv, Message, Ready, StepEnv, Stop
 from unstable_lite.types import Observation
 
+NO_GAME = -1
 
-def main(spec: WorkerSpec, socket: WorkerSocket) -> None:  # noqa: ARG001
+
+def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     games: dict[int, Environment] = {}
+    under_way = os.open(file_of_call(spec.endpoint, spec.name), os.O_RDWR | os.O_CREAT, 0o600)
+    _write(under_way, NO_GAME)
     socket.send(Ready(facts={}))
     while True:
         for message in socket.receive(wait_s=1.0):
@@ -27,7 +33,24 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:  # noqa: ARG001
                 games.pop(message.game, None)
                 continue
             assert isinstance(message, (MakeEnv, StepEnv)), message
-            socket.send(_answer(games, message))
+            _write(under_way, message.game)
+            reply = _answer(games, message)
+            _write(under_way, NO_GAME)
+            socket.send(reply)
+
+
+def file_of_call(endpoint: str, name: str) -> Path:
+    """Beside the socket, where nobody else can look."""
+    return Path(endpoint.removeprefix("ipc://")).with_name(f"{name}.call")
+
+
+def game_under_way(path: Path) -> int:
+    """The game whose call is under way, or was when the process died."""
+    return int.from_bytes(path.read_bytes(), "little", signed=True)
+
+
+def _write(file: int, game: int) -> None:
+    os.pwrite(file, game.to_bytes(8, "little", signed=True), 0)
 
 
 def _answer(games: dict[int, Environment], message: MakeEnv | StepEnv) -> Message:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unstable_lite.errors import EnvError, RequestError, WorkerDied
+from unstable_lite.games.env_process import file_of_call, game_under_way
 from unstable_lite.games.environments import Environment, hang_guard, is_isolated
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import DropEnv, EnvState, MakeEnv, Message, StepEnv
@@ -112,7 +113,7 @@ class Environments:
             spec = WorkerSpec(name=peer.name, endpoint=self._router.endpoint, device="cpu", threads=1, config_json="{}")
             log_path = self._logs / f"{peer.name}.log"
             process = WorkerProcess(peer, log_path, MODULE, spec, {"CUDA_VISIBLE_DEVICES": ""})
-            self._hosts.append(_Host(process, self._limit_s))
+            self._hosts.append(_Host(process, file_of_call(spec.endpoint, spec.name), self._limit_s))
 
     async def close(self) -> None:
         await asyncio.gather(*(host.stop() for host in self._hosts))
@@ -172,8 +173,6 @@ class IsolatedEnvironment:
         while True:
             life = await self._host.wait_until_up()
             is_new, self._life = life != self._life, life
-            # What is asked is asked to its end, even if nobody waits for it any more: replies come in order, and which
-            # game is to blame for silence is known by that.
             if is_new:
                 asked = self._host.ask(
                     spec.env_id,
@@ -188,7 +187,7 @@ class IsolatedEnvironment:
             else:
                 asked = self._host.ask(spec.env_id, StepEnv, game=self._game, action=self._actions[-1])
             try:
-                return await asyncio.shield(asyncio.ensure_future(asked))
+                return await asked
             except RequestError as error:
                 raise EnvError(f"{spec.env_id}: {error}") from None
             except WorkerDied:
@@ -198,14 +197,14 @@ class IsolatedEnvironment:
 class _Host:
     """One process, and who takes its place."""
 
-    def __init__(self, process: WorkerProcess, limit_s: float) -> None:
+    def __init__(self, process: WorkerProcess, file_of_call: Path, limit_s: float) -> None:
         self.num_games = 0
         self._process = process
         self._peer = process.peer
+        self._file_of_call = file_of_call
         self._limit_s = limit_s
         self._games = itertools.count()
         self._is_killed = False
-        self._blamed_life = -1
         self._is_started = False
         self._change = asyncio.Event()
         self._living = asyncio.create_task(self._live())
@@ -227,15 +226,13 @@ class _Host:
             await self._change.wait()
         return self._peer.life
 
-    async def ask(self, env_id: str, message_type: Callable[..., Message], /, **fields: Any) -> EnvState:
+    async def ask(self, env_id: str, message_type: Callable[..., Message], /, game: int, **fields: Any) -> EnvState:
         """Raises EnvError if the process ends in this very call, WorkerDied if it does in another one."""
         try:
-            state: EnvState = await self._peer.ask(message_type, math.inf, **fields)
+            state: EnvState = await self._peer.ask(message_type, math.inf, game=game, **fields)
         except WorkerDied as death:
-            # Errors come in the order of the questions: the first to hear of a death asked what the process was at.
-            if self._blamed_life == self._peer.life:
+            if game_under_way(self._file_of_call) != game:
                 raise
-            self._blamed_life = self._peer.life
             how = f"a call did not return within run.env_timeout_s = {self._limit_s:g}, and its process was killed"
             what = how if self._is_killed else str(death).partition(";")[0]
             raise EnvError(f"{env_id}: {what} (log: {self._process.log_path})") from None
