@@ -49,8 +49,7 @@ def update(tmp_path: Path, items: Any, version: int = 1) -> Update:
     return Update(request_id=version, items=tuple(items), version=version, **paths)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize(("algorithm", "num_before"), [("ppo", 0), *((algorithm, 1) for algorithm in ALGORITHMS)])
 def test_an_update_that_ran_out_of_memory_is_the_one_of_smaller_micro_batches(
     make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str, num_before: int
 ) -> None:

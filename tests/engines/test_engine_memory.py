@@ -16,7 +16,7 @@ from unstable_lite.errors import ModelError
 from unstable_lite.transport.messages import Generate
 from unstable_lite.types import Generation
 
-PROMPTS = [f"{n} is a prompt of a length of its own" + " and longer" * n for n in range(8)]
+PROMPTS = [f"{n} is a prompt of a length of its own" + " and longer" * n for n in range(6)]
 
 
 def load(path: Path) -> TransformersEngine:
@@ -74,7 +74,7 @@ def check(engine: TransformersEngine, expected: list[Generation]) -> None:
         assert served.adapter_version == wanted.adapter_version
 
 
-@pytest.mark.parametrize(("most_tokens", "most_at_once"), [(100, 4), (16, 1)])
+@pytest.mark.parametrize(("most_tokens", "most_at_once"), [(100, 3), (16, 1)])
 def test_requests_are_served_fewer_at_a_time_and_alike(
     model_dir: Path, adapter_dirs: list[Path], expected: list[Generation], most_tokens: int, most_at_once: int
 ) -> None:
