@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import tokenizers
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+from typer.testing import CliRunner
 
 from unstable_lite.checkpoints import to_toml
+from unstable_lite.cli import app
 from unstable_lite.config import Config, TrackerConfig
 from unstable_lite.errors import UnstableError
 from unstable_lite.league.model_registry import ModelRegistry
@@ -568,6 +570,16 @@ def test_a_sample_that_grows_too_large_stays_even() -> None:
         sample.add({"turns": [], "game_idx": number})
     assert sample.stride == 128
     assert [one["game_idx"] for one in sample.games] == list(range(0, 1000, 128))
+
+
+def test_the_command_writes_beside_the_run_and_says_what_it_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "12-00-00-mine")
+    done = CliRunner().invoke(app, ["report", str(run), "--games", "2"])
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith(f"{run / 'report.html'}: 5 of 10 games turn by turn, ")
+    assert b"every 4th" in (run / "report.html").read_bytes()
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert (done.exit_code, "is no run directory" in done.output) == (1, True)
 
 
 def test_what_is_no_run_and_what_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
