@@ -108,13 +108,14 @@ def test_a_run_that_collapses_says_so_and_which_policy_was_the_best(tmp_path: Pa
     code, out, err = runs.run(
         "run",
         runs.write_small(tmp_path),
-        "learner.learning_rate=1.0",
-        "run.learning_steps=5",
+        "learner.learning_rate=100",  # two such steps leave nothing of what the base can
+        "learner.canary_tolerance=1e9",
+        "run.learning_steps=2",
         "run.eval_games=60",
         "run.num_eval_workers=0",
     )
     assert code == 0, out + err
-    assert "after update 5: collapse: evaluation of Nim-v0-train against scripted:random: ckpt-5 " in out
+    assert "after update 2: collapse: evaluation of Nim-v0-train against scripted:random: ckpt-2 " in out
     (collapsed,) = [line for line in out.splitlines() if line.startswith("collapsed: ")]
     assert "the last policy is worse than the best one" in collapsed
     assert "but base " in collapsed
