@@ -407,7 +407,9 @@ class SftConfig(Section):
 
 class Config(Section):
     model_name: str = "builtin:tiny"
-    """`builtin:tiny`, a model hub's name, or a local directory."""
+    """`builtin:tiny`, a model hub's name, or a local directory. Its weights must be in safetensors."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model, in engines and learner. Read it first: it can do what you can."""
     algorithm: str = "reinforce"
     run: RunConfig = RunConfig()
     engine: EngineConfig = EngineConfig()

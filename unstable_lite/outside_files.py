@@ -43,10 +43,12 @@ _NOT_PLAIN_LORA = (
     "alora_invocation_tokens",
     "use_bdlora",
     "use_qalora",
-    "auto_mapping",
 )
-_TABLES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "loftq_config")
-"""Entries that may be lists or tables; any other that is one asks for more than plain LoRA."""
+_TABLES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "loftq_config", "auto_mapping")
+"""Entries that may be lists or tables, and are not asked for; any other that is one asks for more than plain LoRA.
+
+`auto_mapping` names a module to import: nobody here does.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +170,7 @@ def _check_config(config: Mapping[str, Any], directory: Path, max_rank: int) -> 
         raise AdapterError(f"{directory}: lora_alpha = {str(alpha)[:40]} is no finite number")
     if rank > max_rank:
         raise AdapterError(f"{directory}: rank {rank}; the engine was started for at most lora_rank = {max_rank}")
-    if targets == "all-linear":
+    if targets in (None, "all-linear"):
         return rank, None
     if not isinstance(targets, Sequence) or isinstance(targets, str) or not all(isinstance(t, str) for t in targets):
         raise AdapterError(f"{directory}: target_modules is no list of names")

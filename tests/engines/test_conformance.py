@@ -302,12 +302,19 @@ def test_what_is_no_adapter_of_this_base_is_refused(
     (dora / "adapter_config.json").write_text(json.dumps(config))
     wrong_name, wrong_shape = (tmp_path / "name", tmp_path / "shape")
     _rewrite(adapter_dirs[0], wrong_name, lambda key, tensor: (key.replace("layers.1", "layers.7"), tensor))
-    _rewrite(adapter_dirs[0], wrong_shape, lambda key, tensor: (key, tensor[..., :-1].contiguous()))
+    _rewrite(
+        adapter_dirs[0],
+        wrong_shape,
+        lambda key, tensor: (key, tensor[:, 1:].contiguous() if "lora_A" in key else tensor),
+    )
+    not_finite = tmp_path / "nan"
+    _rewrite(adapter_dirs[0], not_finite, lambda key, tensor: (key, tensor / 0))
     reasons = {
-        tmp_path / "nowhere": "adapter_config.json",
+        tmp_path / "nowhere": "adapter_model.safetensors",
         dora: "use_dora",
         wrong_name: "layers.7",
         wrong_shape: "does not fit",
+        not_finite: "not finite",
         make_adapter(model_dir, tmp_path / "rank", 3, r=32): "rank 32",
     }
     for path, reason in reasons.items():

@@ -20,10 +20,10 @@ def write_adapter(directory: Path, arrays: Arrays, base: str = "builtin:tiny", *
     return directory
 
 
-def small(seed: int = 0, is_zero: bool = False) -> Arrays:
+def small(seed: int = 0, is_zero: bool = False, rank: int = 4) -> Arrays:
     """One pair, of no model in particular."""
     rng = np.random.default_rng(seed)
-    a, b = rng.normal(size=(4, 6)), rng.normal(size=(8, 4))
+    a, b = rng.normal(size=(rank, 6)), rng.normal(size=(8, rank))
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     return {
         name.format("A"): a.astype(np.float32),

@@ -85,8 +85,8 @@ def test_what_names_no_model_is_said_all_at_once(tmp_path: Path) -> None:
             "nowhere' names no model",
             "neither a run directory",
             "has no checkpoint",
-            "half is no adapter: it has no adapter_model.safetensors",
-            "garbled is no adapter that can be read",
+            "half has no adapter_model.safetensors",
+            "garbled/adapter_model.safetensors is no whole safetensors file",
         ),
         strict=True,
     ):
@@ -99,7 +99,7 @@ def test_an_adapter_that_says_it_is_of_another_base_is_refused(tmp_path: Path) -
     other = find_models([str(write_adapter(tmp_path / "other", small(), base="Qwen/Qwen3-1.7B-Base"))])
     with pytest.raises(ConfigError, match=r"is an adapter of Qwen/Qwen3-1\.7B-Base; this evaluation's"):
         check_base(other, config)
-    same = find_models([str(write_adapter(tmp_path / "same", small(1), base="Qwen/Qwen3-1.7B", r=32))])
+    same = find_models([str(write_adapter(tmp_path / "same", small(1, rank=32), base="Qwen/Qwen3-1.7B", r=32))])
     assert check_base(same, config) == 32
     local = find_models([str(write_adapter(tmp_path / "local", small(2), base="/data/models/qwen"))])
     assert check_base(local, config) == 4  # what a directory holds is not told by its name
@@ -108,5 +108,5 @@ def test_an_adapter_that_says_it_is_of_another_base_is_refused(tmp_path: Path) -
 def test_a_config_of_an_adapter_that_is_no_json_is_an_error(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "a", small())
     (adapter / "adapter_config.json").write_text(json.dumps({})[:-1])
-    with pytest.raises(ConfigError, match="is no adapter that can be read"):
+    with pytest.raises(ConfigError, match=r"adapter_config\.json cannot be read"):
         find_models([str(adapter)])

@@ -250,5 +250,5 @@ def test_an_initial_adapter_of_another_base_or_none_at_all_is_refused(
     with pytest.raises(ModelError, match=r"is not of this base: .* has shape \(4, 99\) there, \(4, 64\) here"):
         Policy(make_config(lora={"initial_lora_path": str(tmp_path / "v1")}), "cpu")
     (tmp_path / "v1/adapter_model.safetensors").write_bytes(b"cut off")
-    with pytest.raises(ModelError, match="no PEFT adapter"):
+    with pytest.raises(ModelError, match="no whole safetensors file"):
         Policy(make_config(lora={"initial_lora_path": str(tmp_path / "v1")}), "cpu")

@@ -5,7 +5,6 @@ Owns reading PEFT directories and the arithmetic of LoRA. Knows no requests and 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,20 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from unstable_lite.errors import AdapterError
-
-_UNSUPPORTED = (
-    "use_dora",
-    "modules_to_save",
-    "rank_pattern",
-    "alpha_pattern",
-    "layer_replication",
-    "trainable_token_indices",
-    "target_parameters",
-    "lora_bias",
-    "alora_invocation_tokens",
-    "use_bdlora",
-    "use_qalora",
-)
+from unstable_lite.outside_files import WEIGHTS, check_adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,20 +107,19 @@ class LoraModel:
 
 def read_adapter(directory: Path, max_rank: int) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
     """The pairs (A, B) of a PEFT directory by module name, and their scale. Raises AdapterError."""
+    config, _ = check_adapter(directory, max_rank)
     try:
-        config = json.loads((directory / "adapter_config.json").read_text())
-        tensors = load_file(directory / "adapter_model.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise AdapterError(f"{directory} is no PEFT adapter in safetensors: {error}") from error
-    scale = _check_config(config, directory, max_rank)
+        tensors = load_file(directory / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{directory / WEIGHTS} cannot be loaded: {error}") from error
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise AdapterError(f"{directory}: {key} has numbers that are not finite")
         name, _, half = key.removeprefix("base_model.model.").rpartition(".lora_")
-        if half not in ("A.weight", "B.weight") or tensor.dim() != 2:
-            raise AdapterError(f"{directory}: {key} is no half of a low-rank pair of a linear layer")
         pairs.setdefault(name, {})[half[0]] = tensor
-    if not pairs or any(len(pair) != 2 for pair in pairs.values()):
-        raise AdapterError(f"{directory}: lora_A and lora_B do not come in pairs")
+    rank = config["r"]
+    scale: float = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
     return {name: (pair["A"], pair["B"]) for name, pair in pairs.items()}, scale
 
 
@@ -154,21 +139,6 @@ def check_fits(model: Any, pairs: Mapping[str, tuple[Tensor, Tensor]], directory
                 f"{directory} does not fit the base: {name} goes from {fan_in} to {fan_out}, "
                 f"lora_A is {tuple(a_RI.shape)}, lora_B {tuple(b_OR.shape)}"
             )
-
-
-def _check_config(config: Mapping[str, Any], directory: Path, max_rank: int) -> float:
-    """The scale alpha / r. Raises AdapterError for what would be computed wrongly."""
-    if config.get("peft_type") != "LORA":
-        raise AdapterError(f"{directory}: peft_type is {config.get('peft_type')!r}; only LORA can be served")
-    if present := [key for key in _UNSUPPORTED if config.get(key)] + ["bias"] * (
-        config.get("bias") not in (None, "none")
-    ):
-        raise AdapterError(f"{directory}: {', '.join(present)} cannot be served; plain LoRA can")
-    rank = config["r"]
-    if rank > max_rank:
-        raise AdapterError(f"{directory}: rank {rank}; the engine was started for at most lora_rank = {max_rank}")
-    scale: float = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
-    return scale
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -25,12 +25,13 @@ _ADVICE = "take another model, or engine.kind = 'vllm'"
 RunLogits = Callable[[list[int], list[list[int]], list[int], list[bool]], Tensor]
 
 
-def load(path: str, dtype: str, device: torch.device) -> Any:
+def load(path: str, dtype: str, device: torch.device, trust_remote_code: bool = False) -> Any:
     """Raises ModelError if it cannot be loaded."""
     try:
-        width = transformers.AutoConfig.from_pretrained(path).get_text_config().hidden_size
+        trust = {"trust_remote_code": trust_remote_code}
+        width = transformers.AutoConfig.from_pretrained(path, **trust).get_text_config().hidden_size
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=choose_dtype(dtype, device, width), attn_implementation="sdpa"
+            path, dtype=choose_dtype(dtype, device, width), attn_implementation="sdpa", use_safetensors=True, **trust
         )
         model = model.eval().requires_grad_(False).to(device)
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:

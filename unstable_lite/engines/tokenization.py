@@ -25,9 +25,9 @@ KNOWN_PROMPTS = 8192
 
 
 class Tokenizer:
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, trust_remote_code: bool = False) -> None:
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ModelError(f"{model_path}: no tokenizer can be loaded from it: {error}") from error
         if not isinstance(getattr(tokenizer, "backend_tokenizer", None), tokenizers.Tokenizer):
@@ -41,7 +41,7 @@ class Tokenizer:
         self._path, self._whole = model_path, tokenizer
         self._bos: str | None = tokenizer.bos_token
         self._eos_id: int | None = tokenizer.eos_token_id
-        self.stop_ids = frozenset(_stop_ids(model_path, tokenizer))
+        self.stop_ids = frozenset(_stop_ids(model_path, tokenizer, trust_remote_code))
         self._special_ids = {
             token.content: token_id
             for token_id, token in self._fast.get_added_tokens_decoder().items()
@@ -160,13 +160,13 @@ class StopWatch:
         return self.has_stopped
 
 
-def _stop_ids(model_path: str, tokenizer: transformers.PreTrainedTokenizerBase) -> set[int]:
+def _stop_ids(model_path: str, tokenizer: transformers.PreTrainedTokenizerBase, trust_remote_code: bool) -> set[int]:
     """The end tokens of the tokenizer, of the model's config, and of its generation config."""
     ids: set[int] = set()
     sources = [getattr(tokenizer, "eos_token_id", None)]
     for read in (transformers.GenerationConfig.from_pretrained, transformers.AutoConfig.from_pretrained):
         try:
-            sources.append(read(model_path).eos_token_id)
+            sources.append(read(model_path, trust_remote_code=trust_remote_code).eos_token_id)
         except (OSError, ValueError, AttributeError):
             continue  # the file is optional, and so is its entry
     for source in sources:

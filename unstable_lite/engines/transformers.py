@@ -88,8 +88,8 @@ class TransformersEngine:
         torch.set_num_threads(spec.threads)
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         path = resolve_model(config.model_name)
-        self._tokenizer = Tokenizer(path)
-        self._model = stock_model.load(path, config.engine.dtype, self._device)
+        self._tokenizer = Tokenizer(path, config.trust_remote_code)
+        self._model = stock_model.load(path, config.engine.dtype, self._device, config.trust_remote_code)
         self._max_model_len = min(config.engine.max_model_len, stock_model.position_limit(self._model) or 1 << 62)
         self._max_rank = config.lora.lora_rank
         shape = stock_model.cache_shape(self._model)

@@ -49,14 +49,16 @@ class VLLMEngine:
         self._sampling_params, self._lora_request = vllm.SamplingParams, LoRARequest
         self._output_kind = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         path = resolve_model(config.model_name)
-        self._tokenizer = Tokenizer(path)
-        self._bare_model = _bare_model(path)
+        self._tokenizer = Tokenizer(path, config.trust_remote_code)
+        self._bare_model = _bare_model(path, config.trust_remote_code)
         self._max_model_len = min(config.engine.max_model_len, _position_limit(self._bare_model))
         self._max_rank = config.lora.lora_rank
         self._max_parallel_seq = config.engine.max_parallel_seq
         is_cpu, eager = spec.device == "cpu", config.engine.enforce_eager
         arguments = vllm.EngineArgs(
             model=path,
+            trust_remote_code=config.trust_remote_code,
+            load_format="safetensors",
             dtype=config.engine.dtype,
             seed=_seed(config.run.seed, spec.name),
             max_model_len=self._max_model_len,
@@ -197,12 +199,14 @@ def _prepare_environment(config: EngineConfig, spec: WorkerSpec) -> None:
         torch.set_num_threads(spec.threads)
 
 
-def _bare_model(path: str) -> Any:
+def _bare_model(path: str, trust_remote_code: bool) -> Any:
     """The model's modules without weights, to check adapters against. Raises ModelError if transformers has none."""
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            return transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, trust_remote_code=trust_remote_code
+            )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{path} cannot be loaded as a causal language model: {error}") from error
 

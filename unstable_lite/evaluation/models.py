@@ -6,14 +6,12 @@ Owns what can be told of an adapter by its files alone. Loads no weights: that i
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,12 +19,8 @@ from unstable_lite.config import Config
 from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.games.seats import is_remote
 from unstable_lite.models import resolve_model
+from unstable_lite.outside_files import CONFIG, FLOAT_BYTES, PICKLES, WEIGHTS, Entry, check_adapter, read_json
 from unstable_lite.types import ModelRef
-
-WEIGHTS = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
-FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Of the types that safetensors names; little-endian, so that the sign is in the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +81,8 @@ def check_base(models: Sequence[EvaluatedModel], config: Config) -> int:
     for model in models:
         if model.path is None:
             continue
-        stored = json.loads((model.path / ADAPTER_CONFIG).read_text())
-        rank = max(rank, int(stored.get("r", 1)))
+        stored = read_json(model.path / CONFIG)
+        rank = max(rank, stored["r"])
         theirs = stored.get("base_model_name_or_path") or ""
         ours = resolve_model(config.model_name)
         if theirs and theirs != ours and not _is_local(theirs) and not _is_local(ours):
@@ -105,14 +99,14 @@ def _find(word: str) -> list[EvaluatedModel]:
         return [EvaluatedModel(name=word, key=word, is_fixed=True)]
     path = Path(word).expanduser()
     if path.is_dir():
-        if (path / ADAPTER_CONFIG).exists() or (path / WEIGHTS).exists():
+        if any((path / name).exists() for name in (CONFIG, WEIGHTS, *PICKLES)):
             return [_adapter(path)]
         if (path / "checkpoints").is_dir():
             checkpoints = [found for found in (path / "checkpoints").glob("ckpt-*") if _number(found) is not None]
             if not checkpoints:
                 raise ConfigError(f"{path} has no checkpoint: {path / 'checkpoints'} holds no ckpt-<n>")
             return [_adapter(found) for found in sorted(checkpoints, key=lambda found: _number(found) or 0)]
-        raise ConfigError(f"{path} is neither a run directory (checkpoints/) nor an adapter ({ADAPTER_CONFIG})")
+        raise ConfigError(f"{path} is neither a run directory (checkpoints/) nor an adapter ({CONFIG})")
     if "/" not in word or word.startswith((".", "/", "~")) or Path(path.parts[0]).exists():
         raise ConfigError(
             f"{word!r} names no model: give 'base', a run directory, an adapter's directory, 'scripted:…', "
@@ -122,38 +116,29 @@ def _find(word: str) -> list[EvaluatedModel]:
 
 
 def _adapter(path: Path) -> EvaluatedModel:
-    """Raises AdapterError unless both files are there and can be read as what they are."""
+    """Raises AdapterError unless both files are there and are what they should be."""
     path = path.resolve()
-    for name in (ADAPTER_CONFIG, WEIGHTS):
-        if not (path / name).is_file():
-            raise AdapterError(f"{path} is no adapter: it has no {name}")
+    stored, header = check_adapter(path)
     try:
-        stored = json.loads((path / ADAPTER_CONFIG).read_text())
         with (path / WEIGHTS).open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").hexdigest()[:16]
-        is_zero = _is_zero(path / WEIGHTS)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        is_zero = _is_zero(path / WEIGHTS, header)
+    except OSError as error:
         raise AdapterError(f"{path} is no adapter that can be read: {error}") from error
     scale = f"{stored.get('r')}-{stored.get('lora_alpha')}"  # the same matrices under another scale are another model
     return EvaluatedModel(name=path.name, key=f"{digest}-{scale}", path=path, is_zero=is_zero, step=_number(path) or 0)
 
 
-def _is_zero(weights: Path) -> bool:
+def _is_zero(weights: Path, header: Mapping[str, Entry]) -> bool:
     """Whether every B matrix in a safetensors file is zero, told from its bytes, whatever their type."""
-    with weights.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if not 0 < header_bytes < weights.stat().st_size:
-            raise ValueError(f"{weights.name} is not in safetensors format")
-        header: dict[str, Any] = json.loads(file.read(header_bytes))
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            for name, tensor in header.items():
-                if ".lora_B." in name:
-                    start, end = (8 + header_bytes + offset for offset in tensor["data_offsets"])
-                    numbers = np.frombuffer(bytearray(content[start:end]), np.uint8)
-                    numbers = numbers.reshape(-1, FLOAT_BYTES[tensor["dtype"]])
-                    numbers[:, -1] &= 0x7F  # the sign: there is a negative zero
-                    if numbers.any():
-                        return False
+    with weights.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for name, entry in header.items():
+            if ".lora_B." in name:
+                numbers = np.frombuffer(bytearray(content[entry.start : entry.stop]), np.uint8)
+                numbers = numbers.reshape(-1, FLOAT_BYTES[entry.dtype])
+                numbers[:, -1] &= 0x7F  # the sign, in the last byte; there is a negative zero
+                if numbers.any():
+                    return False
     return True
 
 

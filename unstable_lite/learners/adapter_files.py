@@ -1,7 +1,6 @@
 """Adapters as files: a PEFT directory that any engine loads.
 
-Owns names, atomicity and durability; knows nothing of training. Safetensors only: nothing read here can run
-code.
+Owns atomicity and durability; knows nothing of training. Safetensors only: nothing read here can run code.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from unstable_lite.errors import AdapterError, ModelError
-
-WEIGHTS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
+from unstable_lite.outside_files import CONFIG, WEIGHTS, check_adapter, read_header
 
 
 def publish(directory: Path, tensors: Mapping[str, Tensor], peft_config: Mapping[str, Any]) -> None:
@@ -59,12 +56,25 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def read(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the config of a PEFT directory. Raises ModelError if it is none."""
+    """The tensors and the config of a PEFT directory. Raises ModelError if it is none of plain, finite LoRA."""
     try:
-        config: dict[str, Any] = json.loads((directory / CONFIG).read_text())
-        return safetensors.torch.load_file(directory / WEIGHTS), config
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(f"{directory} is no PEFT adapter with {CONFIG} and {WEIGHTS}: {error}") from error
+        config, _ = check_adapter(directory)
+    except AdapterError as error:
+        raise ModelError(str(error)) from error
+    return read_tensors(directory / WEIGHTS), config
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Raises ModelError for a file that is not whole, or holds a number that is not finite."""
+    try:
+        read_header(path)
+        tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
+    except (OSError, AdapterError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be loaded: {error}") from error
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ModelError(f"{path}: {name} has numbers that are not finite")
+    return tensors
 
 
 def explain(error: OSError, path: Path, needed_bytes: int) -> str:

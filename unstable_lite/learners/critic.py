@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from unstable_lite.config import Config
@@ -74,10 +73,10 @@ class Critic:
     def load(self, directory: Path) -> None:
         """Go on from what `save` wrote. Raises ModelError unless it is of this base, rank and targets."""
         try:
-            head = safetensors.torch.load_file(directory / _HEAD)
-            _check_head(directory, head, self.head.state_dict())
-        except (OSError, SafetensorError) as error:
+            head = adapter_files.read_tensors(directory / _HEAD)
+        except ModelError as error:
             raise ModelError(f"{directory} is no critic with {_HEAD}: {error}") from error
+        _check_head(directory, head, self.head.state_dict())
         self._policy.load_adapter(directory, _ADAPTER)
         self.head.load_state_dict(head)
 

@@ -12,9 +12,12 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from unstable_lite.errors import AdapterError, ModelError
 from unstable_lite.learners import adapter_files
+from unstable_lite.outside_files import read_header
 
 _STATE = "learner.safetensors"
 
@@ -31,11 +34,15 @@ def write_state(
 
 
 def read_state(directory: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Moments and counters; the random states are put back on the way."""
-    with safetensors.safe_open(directory / _STATE, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        counters: dict[str, int] = json.loads(file.metadata()["counters"])
-    torch.set_rng_state(tensors.pop("rng.cpu"))
+    """Moments and counters; the random states are put back on the way. Raises ModelError for what is no such state."""
+    try:
+        read_header(directory / _STATE)
+        with safetensors.safe_open(directory / _STATE, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            counters: dict[str, int] = json.loads(file.metadata()["counters"])
+        torch.set_rng_state(tensors.pop("rng.cpu"))
+    except (OSError, AdapterError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ModelError(f"{directory / _STATE} is no learner's state: {error}") from error
     cuda_state = tensors.pop("rng.cuda", None)
     if cuda_state is not None and device.type == "cuda":
         torch.cuda.set_rng_state(cuda_state, device)

@@ -42,7 +42,7 @@ class Policy:
         """Less than configured once memory has run out."""
         self._max_rows = config.learner.mini_batch_size
         path = resolve_model(config.model_name)
-        self._base = _load_base(path, self.dtype, self.device)
+        self._base = _load_base(path, self.dtype, self.device, config.trust_remote_code)
         self.num_base_parameters = sum(parameter.numel() for parameter in self._base.parameters())
         self.model = _add_lora(self._base, config.lora, path)
         self.parameters: dict[str, nn.Parameter] = {
@@ -243,16 +243,20 @@ def _choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
-def _load_base(path: str, dtype: torch.dtype, device: torch.device) -> transformers.PreTrainedModel:
+def _load_base(
+    path: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> transformers.PreTrainedModel:
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         # Training mode serves checkpointing alone: with dropout the base would be another distribution than was
         # sampled from.
         for part in (config, config.get_text_config()):
             for name, value in part.to_dict().items():
                 if "drop" in name and isinstance(value, float):
                     setattr(part, name, 0.0)
-        base = transformers.AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {path}: transformers cannot load it as a causal LM: {error}") from error
     if device.type == "cpu" and dtype == torch.bfloat16 and base.config._attn_implementation == "sdpa":

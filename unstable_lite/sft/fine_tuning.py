@@ -56,7 +56,7 @@ class FineTuner:
 
     def __init__(self, config: Config, device: str) -> None:
         self.policy = Policy(config, device)
-        self._tokenizer = Tokenizer(resolve_model(config.model_name))
+        self._tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)
         self._templates = templates_for(config, self._tokenizer.prompts(chats_in_use(config)))
         self._config = config
         self._parameters = list(self.policy.parameters.values())

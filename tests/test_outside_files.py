@@ -1,0 +1,270 @@
+"""Files from elsewhere: taken as they should be, or refused by name; nothing in them ever runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from unstable_lite.config import parse_config
+from unstable_lite.errors import AdapterError, ConfigError, ModelError
+from unstable_lite.evaluation.models import find_models
+from unstable_lite.outside_files import CONFIG, WEIGHTS, check_adapter, read_header, read_json
+from unstable_lite.plan import find_problems
+
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+PAIR = {Q_PROJ.format("A"): np.ones((4, 6), np.float32), Q_PROJ.format("B"): np.ones((8, 4), np.float32)}
+
+
+def adapter(directory: Path, arrays: dict[str, Any] | None = None, **config: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    safetensors.numpy.save_file(PAIR if arrays is None else arrays, directory / WEIGHTS)
+    (directory / CONFIG).write_text(json.dumps(PLAIN | config))
+    return directory
+
+
+def file_of(path: Path, header: Any, data: bytes = b"", header_bytes: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if header_bytes is None else header_bytes) + text + data)
+    return path
+
+
+def entry(start: int = 0, stop: int = 8, shape: Any = (2,), dtype: Any = "F32", **more: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop], **more}
+
+
+def test_what_peft_writes_is_taken(tmp_path: Path) -> None:
+    import peft
+
+    written = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], task_type="CAUSAL_LM").to_dict()
+    written["auto_mapping"] = {"base_model_class": "X", "parent_library": "os"}  # as PEFT does without a task_type
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in written.items()}
+    config, header = check_adapter(adapter(tmp_path, **plain))
+    assert config["r"] == 4
+    assert header[Q_PROJ.format("A")].shape == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save cannot be served"),
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"runs_this": {"module": "os"}}, "runs_this cannot be served"),
+        ({"r": 0}, "r = 0 is no rank"),
+        ({"r": True}, "r = True is no rank"),
+        ({"r": 4.5}, "r = 4.5 is no rank"),
+        ({"r": 5000}, "rank 5000"),
+        ({"r": 8}, "no half of a pair of rank 8"),
+        ({"lora_alpha": float("nan")}, "lora_alpha = nan"),
+        ({"lora_alpha": "8"}, "lora_alpha = 8"),
+        ({"target_modules": "(a+)+$"}, "target_modules is no list"),
+        ({"target_modules": ["k_proj"]}, "none of its target_modules"),
+        ({"padding": "x" * (1 << 20)}, "larger than any of its kind"),
+    ],
+)
+def test_an_adapter_config_that_is_not_plain_lora_is_refused(tmp_path: Path, config: dict[str, Any], says: str) -> None:
+    with pytest.raises(AdapterError, match=says):
+        check_adapter(adapter(tmp_path, **config))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({}, "do not come in pairs"),
+        ({Q_PROJ.format("A"): PAIR[Q_PROJ.format("A")]}, "do not come in pairs"),
+        ({**PAIR, "../../etc/passwd": np.ones((4, 6), np.float32)}, "no half of a pair"),
+        ({**PAIR, "base_model.model.lm_head.weight": np.ones((4, 6), np.float32)}, "no half of a pair"),
+        ({name: array.reshape(-1) for name, array in PAIR.items()}, "no half of a pair"),
+        ({name: array.astype(np.int32) for name, array in PAIR.items()}, "of type I32"),
+    ],
+)
+def test_tensors_that_are_no_pairs_of_a_target_are_refused(tmp_path: Path, arrays: dict[str, Any], says: str) -> None:
+    with pytest.raises(AdapterError, match=says):
+        check_adapter(adapter(tmp_path, arrays))
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "says"),
+    [
+        ({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12), "b begins at byte"),
+        ({"a": entry(0, 8), "b": entry(16, 24)}, bytes(24), "b begins at byte"),
+        ({"a": entry()}, bytes(7), "its header tells of"),
+        ({"a": entry()}, bytes(9), "its header tells of"),
+        ({"a": entry(8, 0)}, bytes(8), "-8 bytes"),
+        ({"a": entry(-8, 0)}, bytes(8), "are not sizes"),
+        ({"a": entry(shape=[2**40, 2**40, 2**40])}, bytes(8), "8 bytes for"),
+        ({"a": entry(shape=[2**70])}, bytes(8), "are not sizes"),
+        ({"a": entry(shape=[-2])}, bytes(8), "are not sizes"),
+        ({"a": entry(shape=[1] * 9)}, bytes(8), "are not sizes"),
+        ({"a": entry(shape=[2.0])}, bytes(8), "are not sizes"),
+        ({"a": entry(dtype="F8_E4M3")}, bytes(8), "of type F8_E4M3"),
+        ({"a": entry(dtype=["F32"])}, bytes(8), "of type"),
+        ({"a": entry(code="x")}, bytes(8), "is not described by"),
+        ({"a": 7}, bytes(8), "is not described by"),
+        ({"x" * 513: entry()}, bytes(8), "a tensor called"),
+        ({"a\0b": entry()}, bytes(8), "a tensor called"),
+        ([], b"", "no JSON table"),
+        (b'{"a":1,"a":2}', b"", "something twice"),
+        (b"[" * 100_000, b"", "no whole safetensors"),
+        (b"\xff\xfe", b"", "no whole safetensors"),
+    ],
+)
+def test_a_safetensors_file_that_lies_about_itself_is_refused_before_it_is_mapped(
+    tmp_path: Path, header: Any, data: bytes, says: str
+) -> None:
+    with pytest.raises(AdapterError, match=says):
+        read_header(file_of(tmp_path / "x.safetensors", header, data))
+
+
+@pytest.mark.parametrize("header_bytes", [0, 1, 100, 1 << 25, (1 << 64) - 1])
+def test_a_header_of_another_length_than_it_says_is_refused(tmp_path: Path, header_bytes: int) -> None:
+    with pytest.raises(AdapterError, match="no whole safetensors"):
+        read_header(file_of(tmp_path / "x.safetensors", {}, b"", header_bytes))
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere", tmp_path / ("x" * 5000)):
+        with pytest.raises(AdapterError):
+            read_header(path)
+        with pytest.raises(AdapterError):
+            read_json(path)
+
+
+class _Evil:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.fixture
+def evil(tmp_path: Path) -> Path:
+    """A directory that is nothing but pickles, under every name that a library would look for."""
+    directory, content = tmp_path / "evil", pickle.dumps(_Evil(tmp_path / "it ran"))
+    directory.mkdir()
+    names = (
+        "adapter_model.bin",
+        "adapter_model.pt",
+        "pytorch_model.bin",
+        "optimizer.pt",
+        "learner.pt",
+        "rng_state.pth",
+    )
+    for name in names:
+        (directory / name).write_bytes(content)
+    (directory / CONFIG).write_text(json.dumps(PLAIN | {"target_modules": ["q_proj", "v_proj"]}))
+    return directory
+
+
+def test_the_pickle_would_run_if_it_were_opened(evil: Path, tmp_path: Path) -> None:
+    pickle.loads((evil / "optimizer.pt").read_bytes())
+    assert (tmp_path / "it ran").exists()
+
+
+ENV = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2}
+ADVICE = "adapter_model.bin is a pickle, which can run code: it is not opened.*convert it: python -c"
+
+
+@pytest.mark.parametrize("key", ["initial_lora_path", "initial_critic_path"])
+def test_a_run_that_would_start_from_pickles_is_refused_with_advice(evil: Path, tmp_path: Path, key: str) -> None:
+    raw = {"algorithm": "a2c", "lora": {key: evil}, "engine": {"kind": "scripted"}, "train_envs": [ENV]}
+    config, _ = parse_config(raw)
+    assert config is not None
+    with pytest.raises(ConfigError, match=ADVICE):
+        raise ConfigError(*find_problems(config))
+    assert not (tmp_path / "it ran").exists()
+
+
+def test_pickles_are_no_model_of_an_evaluation(evil: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=ADVICE):
+        find_models([str(evil)])
+    assert not (tmp_path / "it ran").exists()
+
+
+def test_learners_and_engines_open_no_pickle(evil: Path, tmp_path: Path) -> None:
+    import torch
+
+    from unstable_lite.engines import stock_model
+    from unstable_lite.engines.lora import read_adapter
+    from unstable_lite.learners import adapter_files, learner_state
+    from unstable_lite.learners.model import Policy
+    from unstable_lite.models import BUILTIN
+
+    with pytest.raises(AdapterError, match=ADVICE):
+        read_adapter(evil, 32)
+    with pytest.raises(ModelError, match=ADVICE):
+        adapter_files.read(evil)
+    with pytest.raises(ModelError, match=r"learner\.safetensors"):
+        learner_state.read_state(evil, torch.device("cpu"))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_bytes((BUILTIN["builtin:tiny"] / "config.json").read_bytes())
+    (model / "pytorch_model.bin").write_bytes((evil / "pytorch_model.bin").read_bytes())
+    with pytest.raises(ModelError, match="cannot"):
+        stock_model.load(str(model), "float32", torch.device("cpu"))
+    config, _ = parse_config({"model_name": str(model), "train_envs": [ENV]})
+    assert config is not None
+    with pytest.raises(ModelError, match="cannot"):
+        Policy(config, "cpu")
+    assert not (tmp_path / "it ran").exists()
+
+
+def test_a_number_that_is_not_finite_is_found_when_an_adapter_is_loaded(tmp_path: Path) -> None:
+    from unstable_lite.engines.lora import read_adapter
+    from unstable_lite.learners import adapter_files
+
+    name = Q_PROJ.format("B")
+    for number in (np.nan, np.inf):
+        path = adapter(tmp_path, PAIR | {name: np.full((8, 4), number, np.float32)})
+        with pytest.raises(AdapterError, match="not finite"):
+            read_adapter(path, 32)
+        with pytest.raises(ModelError, match="not finite"):
+            adapter_files.read(path)
+
+
+@pytest.mark.parametrize("where", ["engine", "tokenizer", "learner"])
+def test_code_that_comes_with_a_model_does_not_run_unless_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    import torch
+
+    from unstable_lite.engines import stock_model
+    from unstable_lite.engines.tokenization import Tokenizer
+    from unstable_lite.learners.model import Policy
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model, marker = tmp_path / f"model_{where}", tmp_path / "it ran"
+    model.mkdir()
+    (model / "code.py").write_text(f"import os\nos.mkdir({str(marker)!r})\n")
+    names = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M", "AutoTokenizer": ["code.T", "code.T"]}
+    (model / "config.json").write_text(json.dumps({"model_type": "of-its-own", "auto_map": names}))
+    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": names}))
+
+    def load(asked: bool) -> object:
+        if where == "engine":
+            return stock_model.load(str(model), "float32", torch.device("cpu"), asked)
+        if where == "tokenizer":
+            return Tokenizer(str(model), asked)
+        raw = {"model_name": str(model), "trust_remote_code": asked, "train_envs": [ENV]}
+        config, _ = parse_config(raw)
+        assert config is not None
+        return Policy(config, "cpu")
+
+    for asked in (False, True):
+        with pytest.raises((ModelError, AttributeError)):  # there is no class in that code, whoever looks
+            load(asked)
+        assert marker.exists() == asked
