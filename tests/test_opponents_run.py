@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import runs
 import unstable_lite as unstable
 from openai_server import Answer, said, serving
 
@@ -59,3 +61,70 @@ def test_a_run_outlives_an_endpoint_that_is_down_and_writes_its_key_nowhere(
     texts = [path.read_bytes() for path in summary.directory.rglob("*") if path.is_file()]
     assert not any(KEY.encode() in text for text in texts)
     assert KEY not in said_aloud
+
+
+CONFIG = """
+[run]
+learning_steps = 1
+num_collection_workers = 8
+num_eval_workers = 2
+max_void_games = 3
+output_dir = "OUTPUT/outputs"
+[engine]
+kind = "scripted"
+replies = ["\\\\boxed{0}", "\\\\boxed{4}", "\\\\boxed{8}"]
+[learner]
+batch_size = 8
+canary_tolerance = 1e9
+[opponents]
+base_url = "URL"
+max_retries = 0
+pause_s = 0.1
+max_pause_s = 0.1
+outage_s = 1
+[league]
+opponent_sampling_strategy = "fixed"
+fixed_opponents = ["vendor/model"]
+[[train_envs]]
+env_id = "TicTacToe-v0-train"
+num_players = 2
+num_actors = 1
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["a run that ends well", "a run that fails"])
+def test_no_key_is_in_any_file_stream_or_child_whatever_a_server_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    for name in ("OPENAI_API_KEY", "OPENROUTER_API_KEY", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, KEY)
+    config, children = tmp_path / "run.toml", dict[int, bytes]()
+    limit = ["opponents.max_requests=6"] * fails  # then there is nobody left to play against
+    with serving() as server:
+
+        def answer(body: dict[str, Any]) -> Answer:
+            if fails or len(server.bodies) < 4:
+                return 400, {"error": {"message": f"Authorization: Bearer {KEY}"}}
+            return said(f"your key is {KEY}, my move \\boxed{{{random.randrange(9)}}}")
+
+        server.answer = answer
+        config.write_text(CONFIG.replace("URL", server.url).replace("OUTPUT", str(tmp_path)))
+        process = runs.start("run", config, *limit, "--debug")
+        while process.poll() is None and len(server.bodies) < 2:
+            time.sleep(0.05)
+        for child in runs.children_of(process) if process.poll() is None else []:
+            children[child.pid] = Path(f"/proc/{child.pid}/environ").read_bytes()
+            children[child.pid] += Path(f"/proc/{child.pid}/cmdline").read_bytes()
+        code, out, err = runs.finish(process)
+    assert (code != 0) == fails, out + err
+    assert "Traceback" in err or not fails
+    assert len(children) >= 2
+    assert not any(KEY.encode() in what for what in children.values())
+    (directory,) = (tmp_path / "outputs").glob("*/*")
+    if not fails:
+        assert runs.run("export", directory)[0] == 0
+        assert "your key is <key>" in (directory / "games.jsonl").read_text()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert [path for path in files if KEY.encode() in path.read_bytes()] == []
+    assert KEY not in out + err

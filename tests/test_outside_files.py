@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from unstable_lite.checkpoints import LEAGUE, MANIFEST, WAITING, find_damage
 from unstable_lite.config import parse_config
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
 from unstable_lite.evaluation.models import find_models
@@ -268,3 +270,36 @@ def test_code_that_comes_with_a_model_does_not_run_unless_it_is_asked_for(
         with pytest.raises((ModelError, AttributeError)):  # there is no class in that code, whoever looks
             load(asked)
         assert marker.exists() == asked
+
+
+@pytest.mark.parametrize("name", ["../outside", "/dev/zero", "/etc/passwd", "a/../../outside"])
+def test_a_checkpoints_manifest_names_its_own_files_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / "outside").write_text("")
+    path = whole_checkpoint(tmp_path / "ckpt-1")
+    assert find_damage(path) is None
+    manifest = json.loads((path / MANIFEST).read_text()) | {name: {"bytes": 0, "sha256": "0"}}
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    assert f"does not name {name} among its own files" in (find_damage(path) or "")
+
+
+def test_a_checkpoint_whose_league_no_checksum_covers_is_damaged(tmp_path: Path) -> None:
+    path = whole_checkpoint(tmp_path / "ckpt-1")
+    (path / MANIFEST).write_text("{}")
+    assert f"does not name {LEAGUE}" in (find_damage(path) or "")
+
+
+def test_a_pipe_in_a_checkpoint_is_damage_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+    path = whole_checkpoint(tmp_path / "ckpt-1")
+    (path / LEAGUE).unlink()
+    os.mkfifo(path / LEAGUE)
+    assert find_damage(path) == f"{LEAGUE} is no file"
+
+
+def whole_checkpoint(path: Path) -> Path:
+    path.mkdir()
+    (path / LEAGUE).write_text("{}")
+    (path / WAITING).write_bytes(b"")
+    digest = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in (LEAGUE, WAITING)}
+    manifest = {name: {"bytes": (path / name).stat().st_size, "sha256": digest[name]} for name in digest}
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    return path

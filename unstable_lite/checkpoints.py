@@ -150,6 +150,12 @@ def find_damage(directory: Path) -> str | None:
     """What of a checkpoint is not as it was written; None if it is whole."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
+        for name in (LEAGUE, WAITING, *manifest):
+            path = (directory / name).resolve()
+            if name not in manifest or not path.is_relative_to(directory.resolve()):
+                return f"its {MANIFEST} does not name {name} among its own files"
+            if path.exists() and not path.is_file():
+                return f"{name} is no file"
         for name, expected in manifest.items():
             if _size(directory / name) != expected["bytes"]:
                 return f"{name} has {_size(directory / name)} bytes instead of {expected['bytes']}"
@@ -157,7 +163,7 @@ def find_damage(directory: Path) -> str | None:
                 return f"{name} has other contents than were written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its {MANIFEST} cannot be read: {error}"
     return None
 

@@ -61,6 +61,45 @@ def test_everything_is_caught_only_at_the_outermost_frame_of_a_process_or_thread
     assert sorted(catch_all) == [*foreign_code_of_one_game, "runtime.py", "transport/child.py"]
 
 
+def test_nothing_is_unpickled_and_no_text_is_run_as_code() -> None:
+    """What a file holds is data: no module has a way to make it run."""
+    forbidden_modules = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml", "runpy"}
+    forbidden_calls = {
+        "eval", "exec", "compile", "torch.load", "torch.save", "np.load", "numpy.load", "np.save", "torch.jit.load",
+        "code.interact", "os.system",
+    }  # fmt: skip
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name.partition(".")[0] for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module.partition(".")[0]]
+            if forbidden_modules & set(names):
+                found.append(f"{path}:{node.lineno} imports {names}")
+            if isinstance(node, ast.Call) and (call := ast.unparse(node.func)) in forbidden_calls:
+                found.append(f"{path}:{node.lineno} calls {call}")
+            if isinstance(node, ast.keyword) and (node.arg, ast.unparse(node.value)) in (
+                ("allow_pickle", "True"),
+                ("shell", "True"),
+            ):
+                found.append(f"{path}:{node.value.lineno} {node.arg}")
+    assert found == []
+
+
+def test_whatever_is_loaded_from_a_hub_is_told_whether_to_trust_its_code() -> None:
+    silent = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".from_pretrained", ".from_config")):
+                given = {keyword.arg for keyword in node.keywords}
+                unpacked = {ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg is None}
+                if "trust_remote_code" not in given and "trust" not in unpacked:
+                    silent.append(f"{path}:{node.lineno}")
+    assert silent == []
+
+
 def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
     names = {path.stem for path in PACKAGE.rglob("*")}
     assert not {"utils", "helpers", "manager", "misc", "common"} & names

@@ -59,8 +59,10 @@ class WorkerProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log_file,
                 stderr=log_file,
-                # What its parent can import, a script's neighbours included, a worker can.
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **self._environment},
+                # What its parent can import, a script's neighbours included, a worker can. Keys of APIs are none of its
+                # business; HF_TOKEN is, for a gated model.
+                env={name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
+                | {"PYTHONPATH": os.pathsep.join(sys.path), **self._environment},
                 start_new_session=True,  # a Ctrl-C at the terminal is the orchestrator's to handle
             )
         assert self._process.stdin is not None

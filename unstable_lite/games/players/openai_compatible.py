@@ -90,14 +90,14 @@ class Endpoint:
                 )
             except (openai.OpenAIError, ValueError) as error:  # ValueError: what calls itself JSON and is none
                 # Without its cause: what a server answers may repeat the key.
-                raise self._failed(model, f"{type(error).__name__}: {self._without_key(str(error))}") from None
+                raise self._failed(model, f"{type(error).__name__}: {self._without_key(str(error))[:500]}") from None
         text = _text(completion)
         self.budget.count(getattr(completion, "usage", None), message, text or "")
         if text is None:
-            raise self._failed(model, f"an answer without text: {self._without_key(repr(completion))}")
+            raise self._failed(model, f"an answer without text: {self._without_key(repr(completion))[:500]}")
         if pause_s := health.succeeded():
             self._tell(f"opponent {model!r} answers again after {pause_s:.0f} s")
-        return text
+        return self._without_key(text)  # a transcript is kept, whatever the server put into it
 
     def can_play(self, model: str) -> bool:
         """Whether to seat this model now; after a pause True once, for the game that tries it."""
@@ -145,7 +145,7 @@ class Endpoint:
         self._say(text)
 
     def _without_key(self, text: str) -> str:
-        return (text.replace(self._key, "<key>") if len(self._key) > 4 else text)[:500]
+        return text.replace(self._key, "<key>") if len(self._key) > 4 else text
 
 
 class _Impatient(openai.DefaultAsyncHttpxClient):
