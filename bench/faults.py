@@ -369,7 +369,7 @@ def config_of(arguments: dict[str, Any], directory: Path) -> Config:
 
 
 async def soak(arguments: dict[str, Any], minutes: float, directory: Path) -> dict[str, Any]:
-    os.environ[LATENCY] = "0.05" if arguments["small"] else "1" if minutes < 10 else "2"
+    os.environ[LATENCY] = "0.3" if arguments["small"] else "1" if minutes < 10 else "2"
     rng = random.Random(arguments["seed"])
     first = await asyncio.create_subprocess_exec("true", stdin=asyncio.subprocess.PIPE)
     await first.wait()  # uvloop keeps /dev/null from its first child on

@@ -86,6 +86,7 @@ def test_handoff_bench_times_every_step(tmp_path: Path) -> None:
     assert rows["transformers, under load: longest gap during a load"] > 0
 
 
+@pytest.mark.slow
 def test_faults_bench_strikes_with_every_kind_and_loses_no_game(tmp_path: Path) -> None:
     result = result_of("faults", tmp_path)
     rows, figures = measured(result["rows"]), measured(result["ratios"])
