@@ -56,9 +56,10 @@ def test_who_looks_on_at_the_end_sees_a_run_that_has_ended(finished: tuple[Path,
     assert {worker["name"] for worker in live["workers"]} == {"engine-0", "learner"}
     state = json.loads((finished[0] / "checkpoints" / "ckpt-3" / "league.json").read_text())
     steps = [json.loads(line) for line in (finished[0] / "league.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert [line["step"] for line in steps] == [0, 1, 2, 3, 3]  # the evaluations' too
     seen = {uid: row for line in steps for uid, row in line["models"].items()}
     assert seen.keys() == {model["uid"] for model in state["registry"]["models"]}
+    assert seen["ckpt-3"][2] >= 6
     code, out, _ = runs.run("top", finished[0])
     assert code == 0
     for fact in ("ended", "update 3/3", "ckpt-3", "Nim-v0-train", "evaluations"):

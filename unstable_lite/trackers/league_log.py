@@ -1,4 +1,4 @@
-"""league.jsonl: the ladder and who met whom, one line an update, of those alone that changed since the line before.
+"""league.jsonl: the ladder and who met whom, a line an update and an evaluation, of what changed since the last.
 
 All lines together are the league at their last one, and the first n at the n-th.
 """
@@ -15,11 +15,16 @@ from unstable_lite.trackers.records import AppendFile, to_line
 class LeagueLog:
     def __init__(self, path: Path) -> None:
         self._file = AppendFile(path)
+        self._step = 0
         self._models: dict[str, list[Any]] = {}
         self._matches: dict[tuple[str, str], int] = {}
 
     def log(self, step: int, registry: ModelRegistry) -> None:
-        """`models`: [μ, σ, games, active, current] by uid; `matches`: [uid, uid, games]."""
+        """`models`: [μ, σ, games, active, current] by uid; `matches`: [uid, uid, games].
+
+        An evaluation that is of an earlier step, and ends now, tells of the league as it is now.
+        """
+        self._step = max(step, self._step)
         current = registry.get_current_ckpt()
         models = {
             uid: [round(meta.rating.mu, 4), round(meta.rating.sigma, 4), meta.games, meta.active, uid == current]
@@ -28,7 +33,7 @@ class LeagueLog:
         matches = dict(registry.match_counts)
         changed = {uid: row for uid, row in models.items() if self._models.get(uid) != row}
         met = [[*pair, games] for pair, games in matches.items() if self._matches.get(pair) != games]
-        self._file.write(to_line({"step": step, "models": changed, "matches": met}))
+        self._file.write(to_line({"step": self._step, "models": changed, "matches": met}))
         self._models, self._matches = models, matches  # of a line that finds no room the next one tells
 
     def close(self) -> None:

@@ -238,6 +238,7 @@ class Tracker:
         """One with a quota: kept for the summary, too."""
         self.evaluations.append(evaluation)
         self._write_evaluation(evaluation, "checkpoint")
+        self._log_league(evaluation.step)
 
     def end_evaluations(self, still_playing: Collection[str]) -> None:
         """Write what the evaluation games without a quota told of the checkpoints that play none any more."""
@@ -282,9 +283,7 @@ class Tracker:
         everything["run/alarms"] = len(self.alarms)
         everything["run/lost_records"] = self.lost_records
         self._send(step, everything)
-        if self.registry is not None:
-            with self._surviving("league.jsonl"):
-                self._league_log.log(step, self.registry)
+        self._log_league(step)
         self._tell_of_recovery()
 
     def get_interface_info(self) -> dict[str, Any]:
@@ -403,6 +402,11 @@ class Tracker:
             f"{group} n": evaluation.n,
         }
         self._send(evaluation.step, {name: value for name, value in metrics.items() if math.isfinite(value)})
+
+    def _log_league(self, step: int) -> None:
+        if self.registry is not None:
+            with self._surviving("league.jsonl"):
+                self._league_log.log(step, self.registry)
 
     def _mean_over_envs(self, count: str, name: str) -> float | None:
         groups = [by_count[count] for group, by_count in self._windows.items() if group.startswith("collection-")]
