@@ -66,7 +66,7 @@ def test_what_peft_writes_is_taken(tmp_path: Path) -> None:
         ({"r": 0}, "r = 0 is no rank"),
         ({"r": True}, "r = True is no rank"),
         ({"r": 4.5}, "r = 4.5 is no rank"),
-        ({"r": 5000}, "rank 5000"),
+        ({"r": 5000}, "rank 5000; .* at most"),
         ({"r": 8}, "no half of a pair of rank 8"),
         ({"lora_alpha": float("nan")}, "lora_alpha = nan"),
         ({"lora_alpha": "8"}, "lora_alpha = 8"),
