@@ -20,6 +20,7 @@ class Name(StrEnum):
     handoff = "handoff"
     learner = "learner"
     faults = "faults"
+    startup = "startup"
 
 
 def main(
@@ -27,7 +28,10 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result there.")] = None,
     seconds: Annotated[float, typer.Option(min=0.05, help="Length of one sample.")] = 2.0,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each side.")] = 5,
-    compare: Annotated[Path | None, typer.Option(help="An earlier result, shown beside this one.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="An earlier result, shown beside this one; what has a target may be no worse.")
+    ] = None,
+    tolerance: Annotated[float, typer.Option(min=0, help="By so much, relative, it may.")] = 0.2,
     minutes: Annotated[float, typer.Option(min=0.05, help="faults: how long they strike; 60 is a soak.")] = 1.0,
     seed: int = 0,
     small: Annotated[bool, typer.Option(help="Sizes of a smoke test.")] = False,
@@ -55,6 +59,9 @@ def main(
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
+    if baseline is not None and (worse := report.worse_than(baseline, tolerance)):
+        console.print(f"worse than {compare} by more than {tolerance:.0%}: {'; '.join(worse)}", highlight=False)
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

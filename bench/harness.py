@@ -65,12 +65,13 @@ class Subject:
     It is frozen between two measurements: it waits for its stdin and does nothing else, whatever it runs inside.
     """
 
-    def __init__(self, module: str, **arguments: Any) -> None:
+    def __init__(self, environment: Mapping[str, str], module: str, **arguments: Any) -> None:
         self.name = f"{module} {json.dumps(arguments)}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(arguments)],
             cwd=REPOSITORY,
+            env={**os.environ, **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -131,7 +132,11 @@ class Subjects:
             subject.close()
 
     def start(self, module: str, **arguments: Any) -> Subject:
-        subject = Subject(module, **arguments)
+        return self.start_in({}, module, **arguments)
+
+    def start_in(self, environment: Mapping[str, str], module: str, **arguments: Any) -> Subject:
+        """With these variables beside those of this process."""
+        subject = Subject(environment, module, **arguments)
         self._subjects.append(subject)
         return subject
 
@@ -307,6 +312,19 @@ class Report:
             "notes": self.notes,
             **versions(),
         }
+
+    def worse_than(self, baseline: dict[str, Any], tolerance: float) -> list[str]:
+        """The figures with a target whose median is worse than the baseline's by more than `tolerance`, relative."""
+        before = {told["name"]: told["median"] for told in baseline["ratios"]}
+        worse = []
+        for row, target in self.ratios:
+            old, new = before.get(row.name), row.median
+            if target is None or not old or new is None:
+                continue
+            change = new / old if target.bound == "≤" else old / new
+            if change > 1 + tolerance:
+                worse.append(f"{row.name} {_number(new)} instead of {_number(old)} {row.unit}")
+        return worse
 
     def show(self, console: Console, baseline: dict[str, Any] | None = None) -> None:
         table = Table(title=self.question, title_justify="left", title_style="bold")

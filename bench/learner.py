@@ -37,6 +37,7 @@ from unstable_lite.config import Config
 from unstable_lite.learners.model import Policy
 from unstable_lite.learners.reinforce import REINFORCELearner
 from unstable_lite.types import TrainItem
+from unstable_lite.workers import KEEP_MEMORY
 
 MODULE = "bench.learner"
 OURS, REFERENCE = "ours", "the reference's way"
@@ -61,7 +62,7 @@ def run(options: Options) -> Report:
             arguments = {"directory": name, "seed": options.seed, **sizes}
             subjects.start(MODULE, kind="make", **arguments).close()
             sides = {
-                OURS: subjects.start(MODULE, kind="ours", **arguments),
+                OURS: subjects.start_in(KEEP_MEMORY, MODULE, kind="ours", **arguments),
                 REFERENCE: subjects.start(MODULE, kind="reference", **arguments),
             }
             _check_agreement(sides)
@@ -79,6 +80,7 @@ def run(options: Options) -> Report:
             has_target = is_wide and key == "update_mb"
             target = Target(bound="≤", value=1 / 3) if has_target else None
             report.add_ratio(f"{case}: {what}, ours ÷ reference", rows[OURS], rows[REFERENCE], target)
+    report.notes.append("ours keeps freed memory, as the learner of a run does (workers.KEEP_MEMORY)")
     report.notes.append(
         "update's peak memory: resident memory at its highest, less what it was before the first update "
         "(interpreter, libraries, weights); one fresh process each"

@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,10 @@ from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.sockets import Peer, Router
 
 T = TypeVar("T")
+
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""For the learner. glibc gives a large block back to the system as soon as it is free, and every chunk of logits would
+have its pages made anew: with a large vocabulary most of what an update takes on a CPU (bench/LOG.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,9 @@ async def started_workers(plan: Plan, logs: Path, say: Callable[[str], None]) ->
     async with _household(plan, logs) as household:
         engines = await household.start_engines()
         learner = LearnerClient(household.router, plan.config.learner)
-        await household.start("unstable_lite.learners.worker", learner.peer, plan.learner_device, plan.learner_threads)
+        await household.start(
+            "unstable_lite.learners.worker", learner.peer, plan.learner_device, plan.learner_threads, KEEP_MEMORY
+        )
         facts = await household.wait_until_up(say)
         yield Workers(
             engines=engines,
@@ -135,7 +141,9 @@ class _Household:
             await self.start("unstable_lite.engines.worker", engine.peer, device, plan.engine_threads)
         return EnginePool(engines)
 
-    async def start(self, module: str, peer: Peer, device: int | str, threads: int) -> None:
+    async def start(
+        self, module: str, peer: Peer, device: int | str, threads: int, environment: Mapping[str, str] | None = None
+    ) -> None:
         spec = WorkerSpec(
             name=peer.name,
             endpoint=self.router.endpoint,
@@ -144,7 +152,7 @@ class _Household:
             config_json=self._plan.config.model_dump_json(),
         )
         log_path = self._logs / f"{peer.name}.log"
-        process = WorkerProcess(peer, log_path, module, spec, _environment(device, threads))
+        process = WorkerProcess(peer, log_path, module, spec, _environment(device, threads) | dict(environment or {}))
         self.processes.append(process)
         await process.start()
 

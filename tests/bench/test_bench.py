@@ -108,3 +108,21 @@ def test_a_result_is_compared_with_an_earlier_one_of_the_same_bench(tmp_path: Pa
     shown = run_bench("orchestrator", *arguments)
     assert shown.returncode == 0, shown.stderr
     assert "baseline 2026-01-01" in " ".join(shown.stdout.split())
+
+
+def test_startup_bench_times_what_a_user_waits_for(tmp_path: Path) -> None:
+    rows = measured(result_of("startup", tmp_path)["rows"])
+    assert all(rows[name] > 0 for name in ("python", "import unstable_lite", "check a config"))
+
+
+def test_a_result_that_is_worse_than_its_baseline_fails_and_is_named(tmp_path: Path) -> None:
+    result_of("startup", tmp_path)
+    baseline, file = tmp_path / "baseline.json", tmp_path / "startup.json"
+    for factor, is_worse in ((0.1, True), (10.0, False)):
+        told = json.loads(file.read_text())
+        for ratio in told["ratios"]:
+            ratio["median"] *= factor
+        baseline.write_text(json.dumps(told))
+        done = run_bench("startup", "--small", "--rounds", "1", "--compare", str(baseline))
+        assert (done.returncode == 1) == is_worse, done.stdout
+        assert ("check a config" in done.stdout.partition("worse than")[2]) == is_worse
