@@ -56,7 +56,8 @@ def directory(tmp_path: Path) -> Path:
                 "run/seconds": 2.0 * step,
                 "run/tokens_per_s": 1234.0,
                 "learner/loss": -step / 100,
-                "learner/mismatch_mean": None,
+                "learner/mismatch_mean": 0.25 if step == 1 else 0.0,
+                "learner/mismatch_tokens": 9 if step == 1 else 0,
                 "collection-Nim-v0-train/reward": step / UPDATES,
             }
             metrics.write(json.dumps(line) + "\n")
@@ -113,7 +114,18 @@ def test_a_frame_fills_the_terminal_and_tells_what_matters(directory: Path, widt
     assert len(lines) == height
     assert {len(line) for line in lines} == {width}
     text = "\n".join(lines)
-    for fact in ("running", "update 12/20", "121 games", "+1.00", "-0.12", "ckpt-12", "n=12", "75.0%", "65%–85%"):
+    for fact in (
+        "running",
+        "0.25 ▁",
+        "update 12/20",
+        "121 games",
+        "+1.00",
+        "-0.12",
+        "ckpt-12",
+        "n=12",
+        "75.0%",
+        "65%–85%",
+    ):
         assert fact in text, fact
     assert "engine-0 (cpu)" in text and "99 tok/s" in text
     assert "learner (GPU 0)" in text and "is not up" in text

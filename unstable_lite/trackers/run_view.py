@@ -105,9 +105,10 @@ class RunView:
         """The line of metrics of each update."""
         return [line for line in self._until(self._lines) if "run/games" in line]
 
-    def series(self, name: str) -> list[float]:
-        """One metric over the updates, where it is a number."""
-        return [line[name] for line in self.updates() if line.get(name) is not None]
+    def series(self, name: str, n: str | None = None) -> list[float]:
+        """One metric over the updates, where it is a number, and of something: `n` names the metric that says so."""
+        lines = [line for line in self.updates() if n is None or line.get(n)]
+        return [line[name] for line in lines if line.get(name) is not None]
 
     def latest(self) -> Metrics:
         lines = self.updates()

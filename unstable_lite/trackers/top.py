@@ -35,6 +35,8 @@ class Row:
     label: str
     name: str
     write: Callable[[float], str]
+    n: str | None = None
+    """The metric that says of how many it is, where that may be 0."""
 
 
 def percent(value: float) -> str:
@@ -52,7 +54,7 @@ def short(value: float) -> str:
 LEARNER = (
     Row("loss", "learner/loss", short),
     Row("entropy", "learner/entropy", short),
-    Row("|Δ log p|", "learner/mismatch_mean", short),
+    Row("|Δ log p|", "learner/mismatch_mean", short, "learner/mismatch_tokens"),
     Row("grad norm", "learner/policy_grad_norm", short),
     Row("staleness", "learner/staleness_mean", short),
     Row("buffer", "buffer/size", plain),
@@ -182,7 +184,7 @@ def _figures(view: RunView, rows: Sequence[Row], width: int) -> Table:
     table.add_column(no_wrap=True, justify="right", min_width=7)
     table.add_column(no_wrap=True, ratio=1, style="cyan", overflow="crop")
     for row in rows:
-        values = view.series(row.name)
+        values = view.series(row.name, row.n)
         table.add_row(row.label, row.write(values[-1]) if values else "–", sparkline(values, max(width - 24, 8)))
     return table
 
