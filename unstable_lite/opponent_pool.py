@@ -50,10 +50,10 @@ class OpponentPool:
         self._alarm = alarm
         self._published_as: dict[str, int] = {}
         """By uid of those on disk: the version that they had when they were current."""
-        self._left: list[str] = []
-        """Those on disk that are too old to come back, since the last checkpoint; it may be gone back to."""
-        self._left_before: list[str] = []
-        """The same, since the one before; so may that, if the last one is damaged."""
+        self._left: set[str] = set()
+        """Those on disk that are too old to come back."""
+        self._needed: deque[set[str]] = deque(maxlen=2)
+        """Who was on disk at the last two checkpoints: a run may go back to one, or where it is damaged to the other."""
         self._to_store: deque[tuple[str, int]] = deque()
         self._is_due = False
         self._next_version = FIRST_RETURNED_VERSION
@@ -95,7 +95,7 @@ class OpponentPool:
                 self._is_due = False
                 await self._publisher.retired()
                 await self._rotate()
-            self._clear_out()
+            await self._clear_out()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -112,6 +112,7 @@ class OpponentPool:
         """
         self._published_as = dict(state["published_as"])
         self._next_version = state["next_version"]
+        self._needed.append(set(self._published_as))
         for path in self._directory.glob("*"):
             if path.name not in self._published_as:
                 shutil.rmtree(path)
@@ -132,9 +133,8 @@ class OpponentPool:
 
     async def tell_saved(self) -> None:
         """A checkpoint was written: what only those before the last two needed is removed from disk."""
-        for uid in self._left_before:
-            await _in_thread(shutil.rmtree, self._directory / uid, True)
-        self._left_before, self._left = self._left, []
+        self._needed.append(set(self._published_as))
+        await self._remove_unneeded()
 
     async def settled(self) -> None:
         """Wait until all that followed from the last `admit` is done, so that what is to be kept is on disk."""
@@ -232,7 +232,7 @@ class OpponentPool:
         finally:
             self._arena.release(version)
 
-    def _clear_out(self) -> None:
+    async def _clear_out(self) -> None:
         """Forget whoever is too old to come back; who is to be kept stays."""
         most = self._config.opponent_lag[1]
         for uid in [uid for uid in self._published_as if self._registry.lag(uid) > most]:
@@ -240,7 +240,13 @@ class OpponentPool:
             assert iteration is not None
             if not self._is_kept(iteration):
                 self._publisher.forget(self._published_as.pop(uid))
-                self._left.append(uid)
+                self._left.add(uid)
+        await self._remove_unneeded()
+
+    async def _remove_unneeded(self) -> None:
+        for uid in self._left.difference(*self._needed):
+            self._left.discard(uid)
+            await _in_thread(shutil.rmtree, self._directory / uid, True)
 
 
 async def _in_thread(function: Callable[..., Any], *arguments: Any) -> None:

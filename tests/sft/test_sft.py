@@ -10,8 +10,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.numpy import save_file
 
 import runs
 from openai_server import said, serving
@@ -175,7 +177,7 @@ def test_a_model_behind_an_endpoint_is_imitated_word_by_word_until_its_budget_is
         (["sft.players=[]"], "sft.players: name who plays, or give pairs as sft.data"),
         (['sft.players=["scripted:perfect"]'], "scripted:perfect"),
         (['sft.players=["no/such-model"]'], "opponent 'no/such-model' needs an API key"),
-        (['sft.players=["adapter:/nowhere"]'], "sft.players: no adapter_config.json in /nowhere"),
+        (['sft.players=["adapter:/nowhere"]'], "sft.players: /nowhere has no adapter_model.safetensors"),
         (['sft.imitate=["base"]'], "sft.imitate: 'base' is none of sft.players"),
         (['sft.filter=["loosers"]'], "sft.filter.0 = 'loosers'"),
         (["sft.pears=3"], "did you mean 'pairs'"),
@@ -193,10 +195,15 @@ def test_what_cannot_be_done_is_refused_before_anything_starts(
 def test_a_file_may_already_name_its_own_output_as_the_runs_start(tmp_path: Path) -> None:
     plan = load_sft_plan(write(tmp_path), (f"lora.initial_lora_path={tmp_path / 'warm'}",))
     assert plan.config.lora.initial_lora_path is None
-    assert "no adapter_config.json" in problems_of(write(tmp_path), "lora.initial_lora_path=/elsewhere")
+    assert "/elsewhere has no adapter_model.safetensors" in problems_of(
+        write(tmp_path), "lora.initial_lora_path=/elsewhere"
+    )
 
 
 def test_an_adapter_that_is_none_is_one_clear_problem(make_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "PROMPT_TUNING"}')
     (problem,) = find_problems(make_config(lora={"initial_lora_path": tmp_path}))
-    assert "is not what PEFT writes: KeyError: 'r'" in problem
+    assert "has no adapter_model.safetensors" in problem
+    save_file({"base_model.model.q_proj.lora_A.weight": np.ones((2, 2))}, tmp_path / "adapter_model.safetensors")
+    (problem,) = find_problems(make_config(lora={"initial_lora_path": tmp_path}))
+    assert "peft_type is 'PROMPT_TUNING'" in problem
