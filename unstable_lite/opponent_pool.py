@@ -53,7 +53,7 @@ class OpponentPool:
         self._left: set[str] = set()
         """Those on disk that are too old to come back."""
         self._needed: deque[set[str]] = deque(maxlen=2)
-        """Who was on disk at the last two checkpoints: a run may go back to one, or where it is damaged to the other."""
+        """Who was on disk at the last two checkpoints: a run may go back to one of them."""
         self._to_store: deque[tuple[str, int]] = deque()
         self._is_due = False
         self._next_version = FIRST_RETURNED_VERSION
