@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
 
+from unstable_lite.trackers.records import replaced
 from unstable_lite.training import Training
 
 EVERY_S = 2.0
@@ -38,12 +39,9 @@ async def shown_live(training: Training) -> AsyncIterator[None]:
 
 
 def _write(training: Training, has_ended: bool) -> None:
-    path = training.directory / LIVE
-    partial = path.with_name(f".{LIVE}.partial")
     # A full disk is not this file's to tell: what matters more fails on it, and says so.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), replaced(training.directory / LIVE) as partial:
         partial.write_text(json.dumps(_picture(training) | {"has_ended": has_ended}), encoding="utf-8")
-        partial.rename(path)
 
 
 def _picture(training: Training) -> dict[str, Any]:

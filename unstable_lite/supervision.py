@@ -92,11 +92,8 @@ class Supervisor:
 
     async def _kill_when_silent(self) -> None:
         """A worker that waits for nothing and says nothing does no harm; one that is waited for does."""
-        peer, pause_s, silent_s = self._process.peer, self._stall_timeout_s / 10, 0.0
+        peer = self._process.peer
         while True:
-            await asyncio.sleep(pause_s)
-            # A longer pause is this process's own: what the worker said meanwhile is still to be read.
-            silent_s = min(peer.silent_for(), silent_s + 2 * pause_s)
-            if silent_s > self._stall_timeout_s:
-                self._alarm(f"{peer.name} is waited for and has said nothing for {silent_s:.0f} s: it is killed")
-                await self._process.kill_stuck()
+            silent_s = await peer.fall_silent(self._stall_timeout_s, look_every_s=self._stall_timeout_s / 10)
+            self._alarm(f"{peer.name} is waited for and has said nothing for {silent_s:.0f} s: it is killed")
+            await self._process.kill_stuck()

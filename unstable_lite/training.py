@@ -6,8 +6,9 @@ Everything that plays, learns, counts or saves is given to it, ready; it says in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -94,14 +95,11 @@ class Training:
         num_eval_workers = config.num_eval_workers if self.plan.config.eval_envs else 0
         collecting = tasks.create_task(self.collector.run(config.num_collection_workers, num_eval_workers))
         evaluations: list[asyncio.Task[None]] = []
-        self._started = time.monotonic()
-        self.terminal.start(config.learning_steps, self._batch_progress)
-        while self.updates < config.learning_steps and not self.stop.is_set():
-            if await self._update() and self._is_evaluated():
-                evaluations.append(tasks.create_task(self._evaluate(f"update {self.updates}")))
-            await self.guard.pause_if_asked(self._save_newest)
-        self.seconds = time.monotonic() - self._started
-        self.terminal.stop()
+        with self._timed():
+            while self.updates < config.learning_steps and not self.stop.is_set():
+                if await self._update() and self._is_evaluated():
+                    evaluations.append(tasks.create_task(self._evaluate(f"update {self.updates}")))
+                await self.guard.pause_if_asked(self._save_newest)
         collecting.cancel()
         for evaluation in evaluations:
             await evaluation
@@ -109,16 +107,22 @@ class Training:
     async def _learn_in_turns(self) -> None:
         """Play a round, learn from it, and so on: whatever is waited for, nothing else goes on."""
         config, batch_size = self.plan.config.run, self.plan.config.learner.batch_size
+        with self._timed():
+            while self.updates < config.learning_steps and not self.stop.is_set():
+                await self.pool.settled()
+                await self.publisher.retired()
+                if not self.buffer.has_batch(batch_size, self.version):
+                    await self.collector.play_round(config.num_collection_workers)
+                elif await self._update() and self._is_evaluated():
+                    await self._evaluate(f"update {self.updates}")
+                await self.guard.pause_if_asked(self._save_newest)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """The live line is there meanwhile."""
         self._started = time.monotonic()
-        self.terminal.start(config.learning_steps, self._batch_progress)
-        while self.updates < config.learning_steps and not self.stop.is_set():
-            await self.pool.settled()
-            await self.publisher.retired()
-            if not self.buffer.has_batch(batch_size, self.version):
-                await self.collector.play_round(config.num_collection_workers)
-            elif await self._update() and self._is_evaluated():
-                await self._evaluate(f"update {self.updates}")
-            await self.guard.pause_if_asked(self._save_newest)
+        self.terminal.start(self.plan.config.run.learning_steps, self._batch_progress)
+        yield
         self.seconds = time.monotonic() - self._started
         self.terminal.stop()
 

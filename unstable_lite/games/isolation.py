@@ -268,18 +268,17 @@ class _Host:
     async def _watch(self) -> None:
         """Raises WorkerDied when it dies; kills it where it hangs."""
         watching = asyncio.ensure_future(self._process.watch())
-        pause_s, silent_s = self._limit_s / 4, 0.0
+        silence = asyncio.ensure_future(self._peer.fall_silent(self._limit_s, look_every_s=self._limit_s / 4))
+        either: set[asyncio.Future[Any]] = {watching, silence}
         try:
-            while not watching.done():
-                await asyncio.wait({watching}, timeout=pause_s)
-                # A longer pause is this process's own: what was said meanwhile is still to be read.
-                silent_s = min(self._peer.silent_for(), silent_s + 2 * pause_s)
-                if silent_s > self._limit_s and not self._is_killed:
-                    self._is_killed = True
-                    await self._process.kill_stuck()
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not watching.done():
+                self._is_killed = True
+                await self._process.kill_stuck()
             await watching
         finally:
             watching.cancel()
+            silence.cancel()
 
     def _tell_change(self) -> None:
         self._change.set()

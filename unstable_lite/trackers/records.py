@@ -5,6 +5,7 @@ Owns file names, and that a crash costs the line being written and no other. Kno
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import logging
@@ -96,16 +97,25 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else str(value)
 
 
-def write_whole(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """One gzip file of all `records`, there whole or not at all."""
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to, which then takes its place; where that fails `path` stays as it was.
+
+    Raises OSError, with `path`.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with gzip.open(partial, "wb", compresslevel=5) as file:
-            file.writelines(to_line(record) for record in records)
+        yield partial
         partial.rename(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_whole(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """One gzip file of all `records`, there whole or not at all."""
+    with replaced(path) as partial, gzip.open(partial, "wb", compresslevel=5) as file:
+        file.writelines(to_line(record) for record in records)
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -138,13 +148,8 @@ def keep_whole_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> b
     if path.suffix == ".gz":
         write_whole(path, kept)
     else:  # rewritten in any case: an unfinished line goes
-        partial = path.with_name(f".{path.name}.partial")
-        try:
+        with replaced(path) as partial:
             partial.write_bytes(b"".join(to_line(record) for record in kept))
-            partial.rename(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
     return len(kept) < len(records)
 
 
@@ -171,16 +176,16 @@ def _full_parts(path: Path) -> list[tuple[int, Path]]:
 
 
 def _compress(part: Path) -> None:
-    target = part.with_name(f"{part.name}.gz")
-    partial = part.with_name(f".{target.name}.partial")
     try:
-        with part.open("rb") as source, gzip.open(partial, "wb", compresslevel=5) as compressed:
+        with (
+            replaced(part.with_name(f"{part.name}.gz")) as partial,
+            part.open("rb") as source,
+            gzip.open(partial, "wb", compresslevel=5) as compressed,
+        ):
             shutil.copyfileobj(source, compressed, 1 << 20)
-        partial.rename(target)
         part.unlink()
     except OSError as error:
         log.warning("%s stays as it is, for it cannot be compressed: %s", part, error.strerror)
-        partial.unlink(missing_ok=True)
 
 
 def _drop_unfinished_line(path: Path) -> None:

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from unstable_lite.trackers.records import keep_records, keep_whole_lines
+from unstable_lite.trackers.records import keep_records, keep_whole_lines, replaced
 
 
 def rewind(directory: Path, update: int, num_games: int) -> None:
@@ -37,15 +37,10 @@ def _rewind_tensorboard(directory: Path, update: int) -> None:
     kept = [raw for raw in events if Event.FromString(raw).step <= update]
     if len(kept) == len(events):
         return
-    partial = directory / f".{old[0].name}.partial"
-    try:
-        with partial.open("wb") as file:
-            writer = RecordWriter(file)
-            for raw in kept:
-                writer.write(raw)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    partial.rename(old[0])  # files are read in the order of their names, which begin with the time
+    # Files are read in the order of their names, which begin with a number.
+    with replaced(old[0]) as partial, partial.open("wb") as file:
+        writer = RecordWriter(file)
+        for raw in kept:
+            writer.write(raw)
     for path in old[1:]:
         path.unlink()

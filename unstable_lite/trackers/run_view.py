@@ -143,7 +143,7 @@ class RunView:
 
 
 def newest_run(outputs: Path) -> Path:
-    """The run directory that was begun last. Raises UnstableError if there is none."""
+    """The run directory in which something changed last. Raises UnstableError if there is none."""
     found = sorted(outputs.glob("*/*/config.toml"), key=lambda path: path.parent.stat().st_ctime)
     if not found:
         raise UnstableError(f"there is no run in {outputs.absolute()}; name its directory")

@@ -168,6 +168,17 @@ class Peer:
         """Seconds since the worker last said anything while it is waited for; 0 while it is not."""
         return self._loop.time() - max(self._heard_at, self._busy_since) if self._pending else 0.0
 
+    async def fall_silent(self, limit_s: float, look_every_s: float) -> float:
+        """Wait until the worker owes an answer and has said nothing for `limit_s`; returns for how long it has not.
+
+        A longer pause between two looks is this process's own: what the worker said meanwhile is still to be read.
+        """
+        silent_s = 0.0
+        while silent_s <= limit_s:
+            await asyncio.sleep(look_every_s)
+            silent_s = min(self.silent_for(), silent_s + 2 * look_every_s)
+        return silent_s
+
     def revive(self) -> None:
         """A new worker is about to start under the name of one that died; it will be `ready` in its turn."""
         self.ready = self._loop.create_future()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unstable_lite.errors import UnstableError
+from unstable_lite.trackers.records import replaced
 from unstable_lite.trackers.report.games import read_games
 from unstable_lite.trackers.report.page import render
 from unstable_lite.trackers.report.runs import read_runs
@@ -42,9 +43,8 @@ def write_report(directories: Sequence[Path], output: Path, max_games: int = MAX
         read_games(run.directory, find_tokenizer(str(run.config.get("model_name", ""))), max_games) for run in runs
     ]
     page = render(runs, games, plotly_js)
-    partial = output.with_name(f".{output.name}.partial")
-    partial.write_bytes(page)
-    partial.replace(output)
+    with replaced(output) as partial:
+        partial.write_bytes(page)
     return Written(
         path=output,
         size_bytes=len(page),
