@@ -4,65 +4,104 @@ from __future__ import annotations
 
 import importlib
 import json
-from enum import StrEnum
+import re
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from bench.accepted import TOLERANCE, baseline_path, read_baseline, write_baseline
 from bench.harness import Failure, Options, Report
 
+ACCEPTED = "accepted"
+"""What `--compare` means where no file follows it."""
 
-class Name(StrEnum):
-    orchestrator = "orchestrator"
-    engine = "engine"
-    handoff = "handoff"
-    learner = "learner"
-    faults = "faults"
-    startup = "startup"
+
+def bench_names() -> list[str]:
+    """Every module beside this one that has a `run`; found, not listed, so that none is forgotten."""
+    return sorted(
+        file.stem for file in Path(__file__).parent.glob("*.py") if re.search(r"^def run\(", file.read_text(), re.M)
+    )
 
 
 def main(
-    name: Name,
+    name: Annotated[str, typer.Argument(help=", ".join(bench_names()))],
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the result there.")] = None,
     seconds: Annotated[float, typer.Option(min=0.05, help="Length of one sample.")] = 2.0,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each side.")] = 5,
     compare: Annotated[
-        Path | None, typer.Option(help="An earlier result, shown beside this one; what has a target may be no worse.")
+        str | None,
+        typer.Option(
+            metavar="[FILE]",
+            help="An earlier result, shown beside this one; what has a target may be no worse. Without a file: the "
+            "accepted one of this bench and machine class, in bench/baselines/.",
+        ),
     ] = None,
-    tolerance: Annotated[float, typer.Option(min=0, help="By so much, relative, it may.")] = 0.2,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(min=0, help=f"By so much, relative, it may; default: what FILE states, or {TOLERANCE}."),
+    ] = None,
+    accept: Annotated[
+        bool, typer.Option(help="Make this result the baseline of this bench and machine class.")
+    ] = False,
     minutes: Annotated[float, typer.Option(min=0.05, help="faults: how long they strike; 60 is a soak.")] = 1.0,
     seed: int = 0,
     small: Annotated[bool, typer.Option(help="Sizes of a smoke test.")] = False,
     profile: Annotated[bool, typer.Option(help="orchestrator: print what costs most.")] = False,
+    simulate: Annotated[
+        bool, typer.Option(help="scale: compute 1 to 1,024 engines, after a check against real ones.")
+    ] = False,
 ) -> None:
     """Answer one question: how fast is it, against what it should be compared with?"""
-    baseline = None
+    if name not in bench_names():
+        raise typer.BadParameter(f"there is no bench {name!r}; there are {', '.join(bench_names())}")
+    for flag, is_given, owner in (("--profile", profile, "orchestrator"), ("--simulate", simulate, "scale")):
+        if is_given and name != owner:
+            raise typer.BadParameter(f"{flag} is for {owner}")
+    if accept and small:
+        raise typer.BadParameter("--small measures nothing worth accepting")
+    kind = f"{name}-simulated" if simulate else name
+    baseline: dict[str, Any] | None = None
+    against = baseline_path(kind) if compare == ACCEPTED else Path(compare or "")
     if compare is not None:
         try:
-            baseline = json.loads(compare.read_text())
-        except (OSError, ValueError) as error:
-            raise typer.BadParameter(f"{compare}: {error}") from error
-        if baseline.get("bench") != name:
-            raise typer.BadParameter(f"{compare} is a result of {baseline.get('bench')!r}, not of {name.value!r}")
-    if profile and name is not Name.orchestrator:
-        raise typer.BadParameter("--profile is for the orchestrator")
-    options = Options(seconds=seconds, rounds=rounds, minutes=minutes, seed=seed, small=small, profile=profile)
+            baseline = read_baseline(against, kind, small)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+    if tolerance is None:
+        tolerance = TOLERANCE if baseline is None else float(baseline.get("tolerance", TOLERANCE))
+    options = Options(
+        seconds=seconds, rounds=rounds, minutes=minutes, seed=seed, small=small, profile=profile, simulate=simulate
+    )
     console = Console(width=None if Console().is_terminal else 150)
     try:
-        report: Report = importlib.import_module(f"bench.{name.value}").run(options)
+        report: Report = importlib.import_module(f"bench.{name}").run(options)
     except Failure as error:
         console.print(str(error), markup=False, highlight=False)
         raise typer.Exit(1) from error
     report.show(console, baseline)
+    result = report.to_json()
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
+        json_file.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     if baseline is not None and (worse := report.worse_than(baseline, tolerance)):
-        console.print(f"worse than {compare} by more than {tolerance:.0%}: {'; '.join(worse)}", highlight=False)
+        console.print(f"worse than {against} by more than {tolerance:.0%}: {'; '.join(worse)}", highlight=False)
         raise typer.Exit(1)
+    if accept:
+        write_baseline(baseline_path(kind), result, tolerance)
+        console.print(f"accepted: {baseline_path(kind)}", highlight=False)
+
+
+def with_default(arguments: list[str]) -> list[str]:
+    """`--compare` may stand alone."""
+    full = []
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        full += [argument, ACCEPTED] if argument == "--compare" and following.startswith("--") else [argument]
+    return full
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = with_default(sys.argv[1:])
     typer.run(main)

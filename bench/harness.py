@@ -50,6 +50,7 @@ class Options:
     small: bool
     """Sizes for a smoke test: the figures mean nothing."""
     profile: bool
+    simulate: bool = False
 
 
 class Failure(Exception):

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from bench import accepted
+from bench.__main__ import bench_names, with_default
+from bench.accepted import machine_class, read_baseline, write_baseline
+from bench.harness import Options, Report, Target
 
 REPOSITORY = Path(__file__).parents[2]
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -20,8 +28,26 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
 
 
+Results = Callable[[str], dict[str, Any]]
+MARKS: dict[str, pytest.MarkDecorator] = {"faults": pytest.mark.slow}
+"""Of benches that take long even as a smoke test."""
+ARGUMENTS = {"orchestrator": ("--profile",)}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What `python -m bench NAME --small` writes, after the checks that hold for every bench; each runs once."""
+    directory = tmp_path_factory.mktemp("results")
+    return functools.cache(lambda name: result_of(name, directory, *ARGUMENTS.get(name, ())))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in bench_names()])
+def test_every_bench_runs_and_writes_what_it_promises(name: str, results: Results) -> None:
+    result = results(name)
+    assert result["rows"] and result["ratios"]
+
+
 def result_of(name: str, directory: Path, *arguments: str) -> dict[str, Any]:
-    """What `python -m bench NAME --small` writes, after the checks that hold for every bench."""
     file = directory / f"{name}.json"
     done = run_bench(name, "--small", "--seconds", "0.2", "--rounds", "2", "--json", str(file), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -43,8 +69,8 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {row["name"]: row["median"] for row in rows if row["n"]}
 
 
-def test_orchestrator_bench_plays_games_beside_the_bare_loop(tmp_path: Path) -> None:
-    result = result_of("orchestrator", tmp_path, "--profile")
+def test_orchestrator_bench_plays_games_beside_the_bare_loop(results: Results) -> None:
+    result = results("orchestrator")
     rows, ratios = measured(result["rows"]), measured(result["ratios"])
     sides = ("bare env loop", "384 games", "384 games, games.jsonl", "384 games, every game rated", "8 games")
     assert all(rows[side] > 0 for side in sides)
@@ -54,8 +80,8 @@ def test_orchestrator_bench_plays_games_beside_the_bare_loop(tmp_path: Path) -> 
     assert all(", 0 void" in note for note in result["notes"] if "turns a game" in note)
 
 
-def test_learner_bench_checks_that_both_sides_compute_one_gradient(tmp_path: Path) -> None:
-    result = result_of("learner", tmp_path)
+def test_learner_bench_checks_that_both_sides_compute_one_gradient(results: Results) -> None:
+    result = results("learner")
     ratios = measured(result["ratios"])
     for case in ("tiny", "151k vocabulary"):
         assert ratios[f"{case}: tokens/s, ours ÷ reference"] > 0
@@ -63,22 +89,22 @@ def test_learner_bench_checks_that_both_sides_compute_one_gradient(tmp_path: Pat
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="the test with vLLM covers this one too")
-def test_engine_bench_says_what_is_not_installed(tmp_path: Path) -> None:
-    result = result_of("engine", tmp_path)
+def test_engine_bench_says_what_is_not_installed(results: Results) -> None:
+    result = results("engine")
     remarks = {row["name"]: row["remark"] for row in result["rows"]}
     assert remarks["vLLM without LoRA, base only"] == "not installed"
     assert measured(result["ratios"])["embedded ÷ plain generate, base only"] > 0
 
 
 @pytest.mark.vllm
-def test_engine_bench_measures_the_embedded_engine_and_vllm(tmp_path: Path) -> None:
-    result = result_of("engine", tmp_path)
+def test_engine_bench_measures_the_embedded_engine_and_vllm(results: Results) -> None:
+    result = results("engine")
     assert all(row["median"] > 0 for row in result["rows"])
     assert all(row["median"] > 0 for row in result["ratios"])
 
 
-def test_handoff_bench_times_every_step(tmp_path: Path) -> None:
-    result = result_of("handoff", tmp_path)
+def test_handoff_bench_times_every_step(results: Results) -> None:
+    result = results("handoff")
     rows = measured(result["rows"])
     steps = ("engine's own load", "canary scored", "first token", "publish → first token")
     for step in steps:
@@ -87,8 +113,8 @@ def test_handoff_bench_times_every_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_faults_bench_strikes_with_every_kind_and_loses_no_game(tmp_path: Path) -> None:
-    result = result_of("faults", tmp_path)
+def test_faults_bench_strikes_with_every_kind_and_loses_no_game(results: Results) -> None:
+    result = results("faults")
     rows, figures = measured(result["rows"]), measured(result["ratios"])
     kinds = [name for name in rows if name.endswith("seconds to recover")]
     assert len(kinds) == 8
@@ -110,19 +136,62 @@ def test_a_result_is_compared_with_an_earlier_one_of_the_same_bench(tmp_path: Pa
     assert "baseline 2026-01-01" in " ".join(shown.stdout.split())
 
 
-def test_startup_bench_times_what_a_user_waits_for(tmp_path: Path) -> None:
-    rows = measured(result_of("startup", tmp_path)["rows"])
+def test_startup_bench_times_what_a_user_waits_for(results: Results) -> None:
+    rows = measured(results("startup")["rows"])
     assert all(rows[name] > 0 for name in ("python", "import unstable_lite", "check a config"))
 
 
-def test_a_result_that_is_worse_than_its_baseline_fails_and_is_named(tmp_path: Path) -> None:
-    result_of("startup", tmp_path)
-    baseline, file = tmp_path / "baseline.json", tmp_path / "startup.json"
+def test_a_result_that_is_worse_than_its_baseline_fails_and_is_named(tmp_path: Path, results: Results) -> None:
+    baseline = tmp_path / "baseline.json"
     for factor, is_worse in ((0.1, True), (10.0, False)):
-        told = json.loads(file.read_text())
+        told = copy.deepcopy(results("startup"))
         for ratio in told["ratios"]:
             ratio["median"] *= factor
         baseline.write_text(json.dumps(told))
         done = run_bench("startup", "--small", "--rounds", "1", "--compare", str(baseline))
         assert (done.returncode == 1) == is_worse, done.stdout
         assert ("check a config" in done.stdout.partition("worse than")[2]) == is_worse
+
+
+def report_with(at_least: float, at_most: float) -> Report:
+    options = Options(seconds=1.0, rounds=1, minutes=1.0, seed=0, small=False, profile=False)
+    report = Report(bench="startup", question="", options=options)
+    report.add_figure("speed", "×", [at_least], Target(bound="≥", value=2))
+    report.add_figure("memory", "MB", [at_most], Target(bound="≤", value=100))
+    report.add_ratio("untargeted", report.add("a", "", [1.0]), report.add("b", "", [at_most]))
+    return report
+
+
+@pytest.mark.parametrize(
+    ("at_least", "at_most", "named"),
+    [(4.0, 50.0, []), (3.7, 54.0, []), (9.0, 5.0, []), (3.5, 50.0, ["speed"]), (4.0, 56.0, ["memory"])],
+)
+def test_a_figure_may_be_worse_than_the_accepted_one_by_the_tolerance_and_no_more(
+    tmp_path: Path, at_least: float, at_most: float, named: list[str]
+) -> None:
+    path = tmp_path / machine_class() / "startup.json"
+    write_baseline(path, report_with(4.0, 50.0).to_json(), tolerance=0.1)
+    baseline = read_baseline(path, "startup", small=False)
+    assert [told.split()[0] for told in report_with(at_least, at_most).worse_than(baseline, baseline["tolerance"])] == (
+        named
+    )
+
+
+def test_compare_without_a_file_takes_the_accepted_result_and_says_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert with_default(["startup", "--compare", "--seed", "1"]) == ["startup", "--compare", "accepted", "--seed", "1"]
+    assert with_default(["startup", "--compare"]) == ["startup", "--compare", "accepted"]
+    assert with_default(["startup", "--compare", "a.json"]) == ["startup", "--compare", "a.json"]
+    monkeypatch.setattr(accepted, "BASELINES", tmp_path)
+    (tmp_path / "another-machine").mkdir()
+    (tmp_path / "another-machine" / "startup.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no such result; there are some for another-machine \(--accept"):
+        read_baseline(accepted.baseline_path("startup"), "startup", small=False)
+
+
+def test_every_accepted_result_can_be_read_and_states_its_tolerance() -> None:
+    for file in accepted.BASELINES.glob("*/*.json"):
+        baseline = read_baseline(file, file.stem, small=False)
+        assert 0 < baseline["tolerance"] < 1
+        assert any(row["target"] for row in baseline["ratios"])

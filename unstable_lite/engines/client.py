@@ -16,6 +16,9 @@ from unstable_lite.transport.sockets import Peer, Router
 from unstable_lite.types import Generation
 
 LOAD_TIMEOUT_S = 300.0
+CHARS_PER_TOKEN = 4
+"""About what tokenizers make of English. A constant and nothing learned from replies: in `sync` mode, and after a
+resume, the same requests must go to the same engines."""
 
 
 class EngineClient:
@@ -24,6 +27,8 @@ class EngineClient:
     def __init__(self, router: Router, name: str, config: EngineConfig) -> None:
         self.peer = Peer(router, name, self._receive)
         self.stats = EngineStats(queued=0, running=0, tokens_per_s=0.0, cached_share=0.0)
+        self.outstanding_tokens = 0
+        """Asked for and not answered yet: prompts by their estimated length, completions at their longest."""
         self._holds: tuple[int, set[int]] = (0, set())
         """In which life which versions are loaded."""
         self._loading = asyncio.Lock()
@@ -43,17 +48,23 @@ class EngineClient:
     ) -> Generation:
         """One completion by adapter `version`. Raises RequestError, AdapterError, WorkerDied."""
         config = self._config
-        reply: Generated = await self.peer.ask(
-            Generate,
-            config.request_timeout_s,
-            prompt=prompt,
-            adapter_version=version,
-            max_tokens=max_tokens or config.max_generation_len,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            stop=stop,
-            seed=seed,
-        )
+        max_tokens = max_tokens or config.max_generation_len
+        tokens = len(prompt) // CHARS_PER_TOKEN + max_tokens
+        self.outstanding_tokens += tokens
+        try:
+            reply: Generated = await self.peer.ask(
+                Generate,
+                config.request_timeout_s,
+                prompt=prompt,
+                adapter_version=version,
+                max_tokens=max_tokens,
+                temperature=config.temperature,
+                top_p=config.top_p,
+                stop=stop,
+                seed=seed,
+            )
+        finally:
+            self.outstanding_tokens -= tokens
         generation = reply.generation
         if generation.adapter_version != version:
             raise AdapterError(
@@ -108,10 +119,10 @@ class EnginePool:
     async def generate(
         self, prompt: str, version: int, stop: tuple[str, ...] = (), seed: int | None = None
     ) -> Generation:
-        """One completion by the worker with the fewest requests in flight."""
+        """One completion by the worker with the fewest outstanding tokens; of equals by the first."""
         while True:
             up = await self.wait_for_one()
-            engine = up[0] if len(up) == 1 else min(up, key=lambda engine: engine.peer.num_pending)
+            engine = up[0] if len(up) == 1 else min(up, key=lambda engine: engine.outstanding_tokens)
             try:
                 generation = await engine.generate(prompt, version, stop, seed)
             except WorkerDied:

@@ -1,0 +1,110 @@
+"""Which engine gets a request: real engine processes, stopped while it is decided."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from unstable_lite.config import Config
+from unstable_lite.engines.client import CHARS_PER_TOKEN, EngineClient, EnginePool
+from unstable_lite.errors import WorkerDied
+from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.processes import WorkerProcess
+from unstable_lite.transport.sockets import Router
+
+MAX_NEW = 10
+CONFIG = Config.model_validate(
+    {
+        "engine": {"kind": "scripted", "replies": ["yes"], "max_generation_len": MAX_NEW, "max_model_len": 8192},
+        "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
+    }
+)
+
+
+class Engines:
+    def __init__(self, processes: list[WorkerProcess], pool: EnginePool) -> None:
+        self.processes = processes
+        self.pool = pool
+
+    def signal(self, signum: signal.Signals) -> None:
+        for process in self.processes:
+            os.kill(process.pid, signum)
+
+    @property
+    def pending(self) -> list[int]:
+        return [engine.peer.num_pending for engine in self.pool.engines]
+
+    @property
+    def outstanding(self) -> list[int]:
+        return [engine.outstanding_tokens for engine in self.pool.engines]
+
+
+@pytest.fixture
+async def engines(tmp_path: Path) -> AsyncIterator[Engines]:
+    """Three that are up."""
+    directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
+    router = Router(directory)
+    clients = [EngineClient(router, f"engine-{index}", CONFIG.engine) for index in range(3)]
+    processes = []
+    for client in clients:
+        name = client.peer.name
+        spec = WorkerSpec(
+            name=name, endpoint=router.endpoint, device="cpu", threads=1, config_json=CONFIG.model_dump_json()
+        )
+        log = tmp_path / f"{name}.log"
+        processes.append(WorkerProcess(client.peer, log, "unstable_lite.engines.worker", spec, {}))
+    await asyncio.gather(*(process.start() for process in processes))
+    try:
+        await asyncio.gather(*(process.ready(60) for process in processes))
+        yield Engines(processes, EnginePool(clients))
+    finally:
+        await asyncio.gather(*(process.stop(grace_s=1) for process in processes))
+        router.close()
+        shutil.rmtree(directory)
+
+
+async def test_a_request_goes_to_the_engine_with_the_fewest_outstanding_tokens(engines: Engines) -> None:
+    engines.signal(signal.SIGSTOP)
+    long, short = "x" * 100 * CHARS_PER_TOKEN, "x" * 5 * CHARS_PER_TOKEN
+    asked = []
+    seen = []
+    for prompt in (long, short, short, short, long, short):
+        asked.append(asyncio.create_task(engines.pool.generate(prompt, 0)))
+        await asyncio.sleep(0)
+        seen.append(engines.outstanding)
+    assert seen == [
+        [110, 0, 0],  # of equals the first
+        [110, 15, 0],
+        [110, 15, 15],
+        [110, 30, 15],
+        [110, 30, 125],
+        [110, 45, 125],
+    ]
+    assert engines.pending == [1, 3, 2], "by requests alone the long ones would count as the short ones do"
+    engines.signal(signal.SIGCONT)
+    assert {generation.text for generation in await asyncio.gather(*asked)} == {"yes"}
+    assert engines.outstanding == [0, 0, 0]
+
+
+async def test_what_a_dead_engine_owed_or_a_cancelled_game_asked_is_outstanding_no_more(engines: Engines) -> None:
+    engines.signal(signal.SIGSTOP)
+    asked = [asyncio.create_task(engines.pool.generate("p", 0)) for _ in range(6)]
+    await asyncio.sleep(0)
+    assert engines.outstanding == [2 * MAX_NEW] * 3
+    asked.pop().cancel()
+    os.kill(engines.processes[0].pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied):
+        await engines.processes[0].watch()
+    await asyncio.sleep(0.05)
+    assert engines.outstanding == [0, 3 * MAX_NEW, 2 * MAX_NEW], "two that the dead one owed are asked of the others"
+    for process in engines.processes[1:]:
+        os.kill(process.pid, signal.SIGCONT)
+    assert len(await asyncio.gather(*asked)) == 5
+    assert engines.outstanding == [0, 0, 0]
