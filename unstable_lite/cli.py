@@ -306,6 +306,83 @@ def report(
         )
 
 
+Outputs = Annotated[Path, typer.Option("--outputs", help="Where runs are.")]
+runs_app = typer.Typer(help="The runs on this disk: list, compare, prune.", invoke_without_command=True)
+app.add_typer(runs_app, name="runs")
+
+
+@runs_app.callback()
+def runs(
+    context: typer.Context,
+    outputs: Outputs = Path("outputs"),
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """List the runs in --outputs, the newest first; or compare them, or make room."""
+    if context.invoked_subcommand is None:
+        with _ErrorsAsMessages(debug):
+            from unstable_lite.run_directories import list_runs, runs_table
+
+            Console(highlight=False).print(runs_table(list_runs(outputs)), soft_wrap=True)
+
+
+@runs_app.command("compare")
+def compare_runs(
+    run_directories: Annotated[list[Path], typer.Argument(metavar="RUN RUN…", help="Run directories.")],
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """The config keys in which runs differ, and what came of each, side by side."""
+    with _ErrorsAsMessages(debug):
+        from unstable_lite.run_directories import column_name, compare
+
+        console = Console(highlight=False)
+        directories, differing, results = compare(run_directories)
+        for number, directory in enumerate(directories):
+            console.print(f"{column_name(number)}  {directory}", markup=False, soft_wrap=True)
+        if differing.row_count:
+            console.print(differing)
+        else:
+            console.print("their configs are the same")
+        console.print(results)
+
+
+@runs_app.command("prune")
+def prune_runs(
+    run_directories: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RUN…]", help="Run directories; default: all in --outputs.")
+    ] = None,
+    outputs: Outputs = Path("outputs"),
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without, only say what would go.")] = False,
+    keep: Annotated[int, typer.Option(min=1, help="Whole checkpoints to keep of each run, the newest.")] = 1,
+    older_than: Annotated[
+        float, typer.Option(min=0, metavar="DAYS", help="Only runs that were not written to for so long.")
+    ] = 0.0,
+    train_data: Annotated[
+        bool, typer.Option("--train-data", help="Also train_data/, which report and export read.")
+    ] = False,
+    empty: Annotated[bool, typer.Option("--empty", help="Also whole runs that have no checkpoint.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """Make room: older checkpoints go, and none of a running run. What a resume needs stays, and the best evaluated."""
+    with _ErrorsAsMessages(debug):
+        from unstable_lite.run_directories import find_prunable, prune, say_prunable, size
+
+        def say(text: str) -> None:
+            Console(highlight=False).print(text, markup=False, soft_wrap=True)
+
+        prunables = find_prunable(outputs, run_directories or (), keep, older_than, train_data, empty)
+        num_bytes = say_prunable(prunables, say)
+        if not num_bytes:
+            say("nothing to prune")
+        elif not yes:
+            say(f"{size(num_bytes)} in all; nothing was removed: with --yes it is")
+        else:
+            for prunable in prunables:
+                if prunable.paths and (reason := prune(prunable)) is not None:
+                    say(f"{prunable.directory}: nothing was removed, for {reason}")
+                    num_bytes -= prunable.size_bytes
+            say(f"{size(num_bytes)} freed")
+
+
 class _ErrorsAsMessages:
     """Our own errors as one message and exit code 1; Ctrl-C as exit code 130; tracebacks with `--debug`."""
 

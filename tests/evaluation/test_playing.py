@@ -64,5 +64,6 @@ def test_two_models_are_looked_on_at(run: Path) -> None:
     ],
 )
 def test_what_cannot_be_played_is_said(run: Path, arguments: tuple[str, ...], problem: str) -> None:
-    code, _, err = play("", *(str(run) if word == "RUN" else word for word in arguments))
+    code, out, err = play("", *(str(run) if word == "RUN" else word for word in arguments))
     assert code != 0 and problem in err and "Traceback" not in err
+    assert "waiting for" not in out  # nothing was started for it

@@ -72,6 +72,17 @@ def test_a_killed_run_goes_on_and_tells_every_update_and_game_once(copy: Path) -
     assert out.count("evaluation before") == 0
 
 
+def test_a_run_goes_on_after_what_may_be_pruned_of_it_is_gone(copy: Path) -> None:
+    numbers = sorted(int(path.name.removeprefix("ckpt-")) for path in (copy / "checkpoints").glob("ckpt-*"))
+    code, out, err = runs.run("runs", "prune", copy, "--train-data", "--yes")
+    assert code == 0 and "freed" in out, out + err
+    kept = [path.name for path in (copy / "checkpoints").glob("ckpt-*")]
+    assert kept == [f"ckpt-{numbers[-1]}"]
+    code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={numbers[-1] + 1}", "run.eval_games=0")
+    assert code == 0, out + err
+    assert [line["step"] for line in updates_of(copy)] == list(range(1, numbers[-1] + 2))
+
+
 def test_an_actor_and_its_critic_go_on_together(tmp_path: Path) -> None:
     small = runs.write_small(tmp_path)
     overrides = ("run.eval_games=0", "run.num_eval_workers=0", "run.checkpoint_every=1")

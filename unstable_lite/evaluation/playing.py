@@ -69,7 +69,12 @@ def _newest_of(word: str) -> str:
 
 
 async def play(evaluation: EvaluationPlan, seat: int | None, console: Console) -> GameRecord:
-    """The one game of `evaluation`, its model at `seat`. Raises what breaks a game."""
+    """The one game of `evaluation`, its model at `seat`. Raises ConfigError for a seat that is none, before anything
+    starts, and what breaks a game.
+    """
+    (cell,) = evaluation.cells
+    if seat is not None and seat >= cell.env.num_players:
+        raise ConfigError(f"--seat {seat}: {cell.env.env_id} has the seats 0 to {cell.env.num_players - 1}")
     with tempfile.TemporaryDirectory() as directory, cancelled_by_signals():
 
         def say(text: str) -> None:
@@ -92,8 +97,6 @@ async def _play(
     console: Console,
 ) -> GameRecord:
     config, (cell,) = evaluation.plan.config, evaluation.cells
-    if seat is not None and seat >= cell.env.num_players:
-        raise ConfigError(f"--seat {seat}: {cell.env.env_id} has the seats 0 to {cell.env.num_players - 1}")
     await slots.hold({model.key: model for model in adapters_of(cell)})
     # Each game another one: chance is the point of a game that nobody counts.
     number = random.randrange(1 << 20) * cell.env.num_players

@@ -118,6 +118,10 @@ class RunView:
         """Those with a quota, oldest first."""
         return [line for line in self._until(self._evaluations) if line["label"] != "concurrent"]
 
+    def all_evaluations(self) -> list[dict[str, Any]]:
+        """Those beside training, too."""
+        return list(self._until(self._evaluations))
+
     def alarms(self) -> list[str]:
         """Oldest first."""
         return [f"update {line['step']}: {line['text']}" for line in self._until(self._alarms)]

@@ -61,7 +61,7 @@ class Group:
 def read_runs(directories: Sequence[Path]) -> list[RunData]:
     """Read, and put into groups; a group's runs stand together. Raises UnstableError."""
     resolved = list(dict.fromkeys(directory.resolve() for directory in directories))
-    runs = [_read_run(directory) for directory in resolved]
+    runs = [read_run(directory) for directory in resolved]
     keys = [_shared_config(run.config) for run in runs]
     order = list(dict.fromkeys(json.dumps(key, sort_keys=True) for key in keys))
     for run, key in zip(runs, keys, strict=True):
@@ -73,7 +73,7 @@ def read_runs(directories: Sequence[Path]) -> list[RunData]:
 
 def groups_of(runs: Sequence[RunData]) -> list[Group]:
     """In order. One group has no label, for there is nothing to tell it from."""
-    configs = {run.group: dict(_flat(_shared_config(run.config))) for run in runs}
+    configs = {run.group: dict(flat(_shared_config(run.config))) for run in runs}
     keys = list(dict.fromkeys(key for config in configs.values() for key in config))
     differing = [key for key in keys if len({json.dumps(config.get(key)) for config in configs.values()}) > 1]
     groups = []
@@ -94,7 +94,8 @@ def _label(runs: Sequence[RunData]) -> None:
         run.label = f"{label} ({started})" if labels.count(label) > 1 else label
 
 
-def _read_run(directory: Path) -> RunData:
+def read_run(directory: Path) -> RunData:
+    """Without label and group. Raises UnstableError for what is no run directory."""
     if not (directory / "config.toml").is_file():
         raise UnstableError(f"{directory} is no run directory: it has no config.toml")
     config_text = (directory / "config.toml").read_text(encoding="utf-8")
@@ -170,14 +171,14 @@ def _shared_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return shared
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """`section.key` of every scalar and plain list; tables in a list are counted from 0."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else key)
+            yield from flat(inner, f"{prefix}.{key}" if prefix else key)
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         for index, inner in enumerate(value):
-            yield from _flat(inner, f"{prefix}.{index}")
+            yield from flat(inner, f"{prefix}.{index}")
     else:
         yield prefix, value
 

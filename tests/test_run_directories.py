@@ -1,0 +1,224 @@
+"""`runs`: which runs there are, how they differ, and what may go; a pruned run goes on in faults/test_resume.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import runs
+from unstable_lite.checkpoints import find_damage, save_checkpoint
+from unstable_lite.cli import app
+from unstable_lite.run_directories import find_prunable, list_runs, prune
+from unstable_lite.transport.adapters import try_lock
+
+DAY_S = 86_400
+
+
+async def write_run(outputs: Path, name: str, checkpoints: tuple[int, ...], **changes: str) -> Path:
+    """As a run of so many updates leaves it; the learner's part of a checkpoint is some bytes."""
+    directory = outputs / "2026-01-02" / name
+    (directory / "checkpoints").mkdir(parents=True)
+    text = runs.write_small(directory).read_text()
+    for old, new in changes.items():
+        key = old.replace("__", " = ")
+        assert key in text
+        text = text.replace(key, new)
+    (directory / "small.toml").unlink()
+    (directory / "config.toml").write_text(text)
+    (directory / "versions.json").write_text("{}")
+
+    async def save_learner(to: Path) -> None:
+        (to / "adapter_model.safetensors").write_bytes(bytes(50_000))
+
+    for number in checkpoints:
+        await save_checkpoint(directory / "checkpoints", number, {"updates": number}, [], save_learner)
+    newest = max(checkpoints, default=0)
+    metrics = [
+        {"step": n, "time": float(n), "run/games": 10 * n, "learner/entropy": 1 / n, "learner/num_tokens": 7}
+        for n in range(1, newest + 1)
+    ]
+    write_lines(directory / "metrics.jsonl", *metrics)
+    write_lines(directory / "eval.jsonl")
+    write_lines(directory / "live.json", {"pid": os.getpid(), "has_ended": True, "learning_steps": 9})
+    (directory / "lock").touch()
+    return directory
+
+
+def write_lines(path: Path, *lines: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def evaluated(model: str, win_rate: float, n: int = 40, label: str = "update") -> dict[str, Any]:
+    return {
+        "label": label,
+        "model": model,
+        "step": int(model.removeprefix("ckpt-")),
+        "env_id": "Nim-v0-train",
+        "opponent": "scripted:random",
+        "n": n,
+        "win_rate": win_rate,
+        "interval": [win_rate - 0.125, win_rate + 0.125],
+        "mean_reward": 0.0,
+        "reward_interval": [-0.1, 0.1],
+    }
+
+
+@pytest.fixture
+async def two(tmp_path: Path) -> tuple[Path, Path]:
+    """One with four checkpoints, of which the second was found best; and a later one with another seed."""
+    old = await write_run(tmp_path, "10-00-00-old", (2, 4, 6, 8))
+    write_lines(
+        old / "eval.jsonl",
+        evaluated("ckpt-4", 0.75),
+        evaluated("ckpt-8", 0.5),
+        evaluated("ckpt-9", 1.0, 3, "concurrent"),
+    )
+    new = await write_run(tmp_path, "11-00-00-new", (1,), learning_steps__3="learning_steps = 3\nseed = 5")
+    return old, new
+
+
+@pytest.fixture
+def held(two: tuple[Path, Path]) -> Iterator[Path]:
+    """The first of them, as if it were running."""
+    lock = try_lock(two[0])
+    assert lock is not None
+    yield two[0]
+    os.close(lock)
+
+
+def command(*words: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["runs", *map(str, words)])
+    return result.exit_code, result.output
+
+
+def checkpoints_of(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").iterdir()}
+
+
+async def test_runs_are_listed_newest_first_with_what_they_reached(two: tuple[Path, Path], tmp_path: Path) -> None:
+    new, old = list_runs(tmp_path)
+    assert (old.directory, new.directory) == two
+    assert (old.updates, old.planned, old.state, old.algorithm, old.env_ids) == (8, 9, "ended", "", ("Nim-v0-train",))
+    assert old.size_bytes > 4 * 50_000 > new.size_bytes
+    code, out = command("--outputs", tmp_path)
+    assert code == 0
+    first, second = out.index(str(two[1])), out.index(str(two[0]))
+    assert first < second
+    assert "2026-01-02 10:00  ended               8/9       50.0% (40)" in out  # what counts is the one with a quota
+
+
+async def test_a_run_is_told_from_one_that_was_killed_and_one_that_goes_on(held: Path, tmp_path: Path) -> None:
+    new, old = list_runs(tmp_path)
+    assert (old.state, new.state) == ("running", "ended")
+    (held / "PAUSED").write_text("why")
+    (new.directory / "live.json").write_text(json.dumps({"pid": os.getpid(), "has_ended": False}))
+    new, old = list_runs(tmp_path)
+    assert (old.state, new.state) == ("paused", "killed")
+    (new.directory / "config.toml").write_text("no toml")
+    assert [entry.state for entry in list_runs(tmp_path)] == ["unreadable", "paused"]
+
+
+async def test_runs_are_compared_by_what_differs_and_what_came_of_it(two: tuple[Path, Path]) -> None:
+    code, out = command("compare", *two)
+    assert code == 0
+    assert f"A  {two[0]}" in out and f"B  {two[1]}" in out
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines() if "│" in line]
+    assert ["run.seed", "not set", "5"] in rows
+    assert not any("learning_rate" in row[0] or "output_dir" in row[0] for row in rows)
+    assert ["updates", "8 of 3", "1 of 3"] in rows
+    assert ["entropy", "0.125, n=7 tokens", "1.000, n=7 tokens"] in rows
+    told = " ".join(row[1] for row in rows)
+    assert "50.0% (37.5% – 62.5%)," in told and "n=40, ckpt-8" in told and "n=3, ckpt-9" in told
+
+
+async def test_what_is_no_run_is_named_and_one_run_is_no_comparison(two: tuple[Path, Path], tmp_path: Path) -> None:
+    for words, problem in (
+        (("compare", two[0], two[0]), "needs two run directories"),
+        (("compare", two[0], tmp_path), "is no run directory"),
+        (("--outputs", tmp_path / "none"), "there is no run in"),
+        (("prune", tmp_path / "none"), "is no run directory"),
+    ):
+        code, out = command(*words)
+        assert code == 1 and problem in out and "Traceback" not in out
+
+
+async def test_prune_says_what_would_go_and_removes_nothing_until_it_is_told_to(
+    two: tuple[Path, Path], tmp_path: Path
+) -> None:
+    before = checkpoints_of(two[0])
+    code, out = command("prune", "--outputs", tmp_path)
+    assert code == 0
+    assert "checkpoints/ckpt-6, checkpoints/ckpt-2; to stay: ckpt-8, ckpt-4" in out
+    assert "nothing was removed: with --yes it is" in out
+    assert checkpoints_of(two[0]) == before
+    code, out = command("prune", "--outputs", tmp_path, "--yes")
+    assert code == 0 and " freed" in out
+    assert checkpoints_of(two[0]) == {"ckpt-8", "ckpt-4", "latest"}
+    assert (two[0] / "checkpoints" / "latest").resolve().name == "ckpt-8"
+    assert checkpoints_of(two[1]) == {"ckpt-1", "latest"}
+    assert "nothing to prune" in command("prune", "--outputs", tmp_path, "--yes")[1]
+
+
+async def test_what_a_resume_needs_stays_where_the_newest_checkpoint_is_damaged(two: tuple[Path, Path]) -> None:
+    (old, _), damaged = two, "checkpoints/ckpt-8/league.json"
+    (old / damaged).write_text("{}")
+    assert find_damage(old / "checkpoints" / "ckpt-8") is not None
+    code, _ = command("prune", old, "--yes", "--keep", "1")
+    assert code == 0
+    assert checkpoints_of(old) >= {"ckpt-6", "ckpt-4"} and "ckpt-2" not in checkpoints_of(old)
+    for number in (4, 6):
+        (old / "checkpoints" / f"ckpt-{number}" / "league.json").write_text("{}")
+    before = checkpoints_of(old)
+    command("prune", old, "--yes")  # none is whole: somebody may want to look at them
+    assert checkpoints_of(old) == before
+
+
+async def test_where_another_run_starts_from_stays(two: tuple[Path, Path], tmp_path: Path) -> None:
+    old, new = two
+    start = old / "checkpoints" / "ckpt-2"
+    with (new / "config.toml").open("a") as file:
+        file.write(f'[lora]\ninitial_lora_path = "{start}"\n')
+    command("prune", old, "--outputs", tmp_path, "--yes")
+    assert checkpoints_of(old) == {"ckpt-8", "ckpt-4", "ckpt-2", "latest"}
+
+
+async def test_nothing_of_a_running_run_goes_not_even_of_one_that_began_meanwhile(held: Path, tmp_path: Path) -> None:
+    before = checkpoints_of(held)
+    code, out = command("prune", "--outputs", tmp_path, "--yes", "--empty", "--train-data")
+    assert code == 0
+    assert f"{held}: nothing, for it is running" in out
+    assert checkpoints_of(held) == before
+
+
+async def test_a_run_that_goes_on_after_the_look_is_left_alone(two: tuple[Path, Path], tmp_path: Path) -> None:
+    found = {prunable.directory: prunable for prunable in find_prunable(tmp_path)}
+    lock = try_lock(two[0])
+    assert lock is not None
+    assert prune(found[two[0]]) == "it is running by now"
+    os.close(lock)
+    assert "ckpt-2" in checkpoints_of(two[0])
+
+
+async def test_options_say_how_much_goes(two: tuple[Path, Path], tmp_path: Path) -> None:
+    old, new = two
+    assert find_prunable(tmp_path, older_than_days=1) == []
+    (old / "train_data").mkdir()
+    (old / "train_data" / "step-000001.jsonl.gz").write_bytes(bytes(1000))
+    by_run = {prunable.directory: prunable for prunable in find_prunable(tmp_path, keep=3, with_train_data=True)}
+    assert [path.name for path in by_run[old].paths] == ["ckpt-2", "train_data"]
+    assert by_run[new].paths == ()
+    empty = await write_run(tmp_path, "12-00-00-empty", ())
+    assert command("prune", empty, "--empty")[1] == "nothing to prune\n"  # it may be about to start
+    for path in empty.rglob("*"):
+        os.utime(path, (time.time() - 2 * DAY_S,) * 2)
+    assert "all of it" in command("prune", empty, "--empty")[1]
+    code, _ = command("prune", "--outputs", tmp_path, "--yes", "--empty", "--older-than", "1")
+    assert (code, empty.exists(), old.exists(), new.exists()) == (0, False, True, True)
+    assert "ckpt-2" in checkpoints_of(old)

@@ -1,0 +1,363 @@
+"""The runs on this disk: which there are, how they differ, and what of them may go.
+
+Reads what runs leave, and removes nothing that `run --resume` needs, nor anything of a run that is going on. Knows
+nothing of how a run is made.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from unstable_lite.checkpoints import find_damage
+from unstable_lite.errors import UnstableError
+from unstable_lite.guard import PAUSED
+from unstable_lite.trackers.report.runs import RunData, flat, read_run
+from unstable_lite.trackers.run_view import RunView
+from unstable_lite.transport.adapters import try_lock
+
+LOCK = "lock"
+RUNS = "*/*/config.toml"
+STATE_STYLES = {"running": "green", "paused": "yellow", "killed": "red", "unreadable": "red"}
+DAY_S = 86_400.0
+EMPTY_FOR_S = 60.0
+"""A run without a checkpoint that was written to more lately may be about to start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEntry:
+    directory: Path
+    began: float
+    """Seconds since the epoch."""
+    size_bytes: int
+    state: str
+    """`running`, `paused`, `ended`, `killed` (its process is gone without a word), or `unreadable`."""
+    updates: int = 0
+    planned: int = 0
+    algorithm: str = ""
+    model: str = ""
+    env_ids: tuple[str, ...] = ()
+    """That it trains on."""
+    evaluation: Mapping[str, Any] | None = None
+    """The newest line of eval.jsonl that counts games and has a win rate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prunable:
+    """What may go of one run."""
+
+    directory: Path
+    paths: tuple[Path, ...]
+    size_bytes: int
+    kept: tuple[str, ...]
+    """Checkpoints that stay."""
+    refused: str | None = None
+    """Why nothing of it may go, though it was asked for."""
+
+
+def list_runs(outputs: Path) -> list[RunEntry]:
+    """Every run directory in `outputs`, the newest first. Raises UnstableError if there is none."""
+    return sorted(map(_entry, _runs_in(outputs)), key=lambda entry: (entry.began, entry.directory), reverse=True)
+
+
+def is_running(directory: Path) -> bool:
+    """Whether a process holds the run's lock; where that is somebody else's, whether its process is there."""
+    if not (directory / LOCK).exists():
+        return False
+    try:
+        lock = try_lock(directory)
+    except PermissionError:
+        view = RunView(directory)
+        view.refresh()
+        return view.is_running
+    if lock is None:
+        return True
+    os.close(lock)
+    return False
+
+
+def runs_table(entries: Sequence[RunEntry]) -> Text:
+    """Two lines a run: its figures; what it is, and where, never cut, for it is to be copied."""
+    lines = [Text(f"{'begun':<16}  {'state':<10}  {'updates':>11}  {'won (games)':>15}  {'size':>9}", style="bold")]
+    for entry in entries:
+        line = Text(f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(entry.began))}  ")
+        line.append(f"{entry.state:<10}", style=STATE_STYLES.get(entry.state, ""))
+        line.append(f"  {f'{entry.updates}/{entry.planned}':>11}  {_won(entry.evaluation):>15}")
+        line.append(f"  {size(entry.size_bytes):>9}")
+        what = ", ".join((entry.algorithm, entry.model, *entry.env_ids)).strip(", ")
+        lines += [line, Text(f"    {what}", style="dim"), Text(f"    {entry.directory}")]
+    return Text("\n").join(lines)
+
+
+def compare(directories: Sequence[Path]) -> tuple[list[Path], Table, Table]:
+    """The runs of the columns A, B, …; the config keys in which they differ; what came of each.
+
+    Raises UnstableError for what is no run directory.
+    """
+    runs = [read_run(directory) for directory in dict.fromkeys(path.resolve() for path in directories)]
+    if len(runs) < 2:
+        raise UnstableError("a comparison needs two run directories or more, each another one")
+    configs = [dict(flat(run.config)) for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    differing = {
+        key: ["not set" if config.get(key) is None else str(config[key]) for config in configs]
+        for key in keys
+        if key != "run.output_dir" and len({str(config.get(key)) for config in configs}) > 1
+    }
+    figures = [dict(_figures(run)) for run in runs]
+    names = dict.fromkeys(name for of_run in figures for name in of_run)
+    rows = {name: [of_run.get(name, "–") for of_run in figures] for name in names}
+    return (
+        [run.directory for run in runs],
+        _side_by_side("config", differing, len(runs)),
+        _side_by_side("result", rows, len(runs)),
+    )
+
+
+def find_prunable(
+    outputs: Path,
+    directories: Sequence[Path] = (),
+    keep: int = 1,
+    older_than_days: float = 0.0,
+    with_train_data: bool = False,
+    with_empty_runs: bool = False,
+) -> list[Prunable]:
+    """What may go of `directories`, or of every run in `outputs`, that nobody wrote to for so long.
+
+    Older checkpoints go, and those that are not whole. There stay the newest `keep` whole ones, the best of each
+    evaluation, and any that another run starts from; without a whole one, all. `with_train_data`: also what updates
+    trained on, which only `report` and `export` read. `with_empty_runs`: also whole directories of runs that have no
+    checkpoint at all. Raises UnstableError for what is no run.
+    """
+    asked = [*map(Path.resolve, directories)] or [path.resolve() for path in _runs_in(outputs)]
+    everybody = {*asked, *(path.parent for path in outputs.glob(RUNS))}
+    wanted = {path for run in everybody for path in _starting_points(run)}
+    found = []
+    for run in asked:
+        try:
+            view = RunView(run)
+        except UnstableError as error:
+            if directories:
+                raise
+            found.append(_nothing(run, str(error)))
+            continue
+        rested_s = time.time() - _last_written(run)
+        if is_running(run):
+            found.append(_nothing(run, "it is running"))
+        elif rested_s >= older_than_days * DAY_S:
+            paths, kept = _old_checkpoints(view, keep, wanted)
+            if (run / LOCK).exists():
+                paths += run.glob("unstable_lite-*")  # adapters, where shared memory was too small, and then killed
+            if with_train_data and (run / "train_data").is_dir():
+                paths.append(run / "train_data")
+            if with_empty_runs and rested_s > EMPTY_FOR_S and not any((run / "checkpoints").glob("*ckpt-*")):
+                paths = [run]
+            taken = sum(map(size_on_disk, paths))
+            found.append(Prunable(directory=run, paths=tuple(paths), size_bytes=taken, kept=tuple(kept)))
+    return found
+
+
+def prune(prunable: Prunable) -> str | None:
+    """Remove it, with the run's lock held, so that nobody goes on with it meanwhile; why not, if that is so.
+
+    Raises OSError for what cannot be removed.
+    """
+    lock = try_lock(prunable.directory)
+    if lock is None:
+        return "it is running by now"
+    try:
+        for path in prunable.paths:
+            shutil.rmtree(path)
+    finally:
+        os.close(lock)
+    if prunable.paths == (prunable.directory,):
+        with suppress(OSError):  # the day's directory, if that was its last run
+            prunable.directory.parent.rmdir()
+    return None
+
+
+def size_on_disk(path: Path) -> int:
+    """Bytes of a file, or of all files in a directory; what goes away meanwhile counts nothing."""
+    total = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.lstat(Path(directory, name)).st_size
+    return total
+
+
+def size(num_bytes: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes / 1e3:.0f} kB"
+
+
+def _entry(directory: Path) -> RunEntry:
+    began, taken = _began(directory), size_on_disk(directory)
+    try:
+        view = RunView(directory)
+        view.refresh()
+        envs, planned = view.config["train_envs"], view.learning_steps
+    except (UnstableError, KeyError, ValueError):
+        return RunEntry(directory=directory, began=began, size_bytes=taken, state="unreadable")
+    if is_running(directory):
+        state = "paused" if (directory / PAUSED).exists() else "running"
+    else:
+        state = "ended" if view.live.get("has_ended") else "killed"
+    counted = [line for line in view.all_evaluations() if line["n"] and line.get("win_rate") is not None]
+    return RunEntry(
+        directory=directory,
+        began=began,
+        size_bytes=taken,
+        state=state,
+        updates=view.num_updates,
+        planned=planned,
+        algorithm=view.config.get("algorithm", ""),
+        model=view.config.get("model_name", ""),
+        env_ids=tuple(dict.fromkeys(env["env_id"] for env in envs)),
+        evaluation=max(counted, key=lambda line: (line["label"] != "concurrent", line["step"]), default=None),
+    )
+
+
+def _began(directory: Path) -> float:
+    """As the name says, for copying changes the times of files; else as its first file says."""
+    try:
+        return time.mktime(time.strptime(f"{directory.parent.name} {directory.name[:8]}", "%Y-%m-%d %H-%M-%S"))
+    except ValueError:
+        return (directory / "config.toml").stat().st_mtime
+
+
+def _last_written(directory: Path) -> float:
+    names = ("config.toml", "metrics.jsonl", "games.jsonl", "live.json", "checkpoints")
+    return max((directory / name).stat().st_mtime for name in names if (directory / name).exists())
+
+
+def _won(evaluation: Mapping[str, Any] | None) -> str:
+    return "–" if evaluation is None else f"{evaluation['win_rate']:.1%} ({evaluation['n']})"
+
+
+def _figures(run: RunData) -> Iterator[tuple[str, str]]:
+    latest = run.latest
+    planned = run.config.get("run", {}).get("learning_steps", "?")
+    yield "updates", f"{run.steps[-1] if run.steps else 0} of {planned}"
+    evaluations = {(line["env_id"], line["opponent"], line["label"] == "concurrent"): line for line in run.evaluations}
+    for (env_id, opponent, is_concurrent), line in evaluations.items():
+        meanwhile = ", while training" * is_concurrent
+        if line["win_rate"] is not None:
+            figure, form = f"{line['win_rate']:.1%}", "{:.1%}"
+            interval = line["interval"]
+        elif line["mean_reward"] is not None:
+            figure, form = f"reward {line['mean_reward']:.3f}", "{:.3f}"
+            interval = [edge for edge in line["reward_interval"] if edge is not None]
+        else:
+            continue
+        between = " – ".join(map(form.format, interval))
+        name = f"{env_id} against {opponent}{meanwhile}"
+        yield name, f"{figure} ({between}), n={line['n']}, {line['model']}"
+    for env in run.config.get("train_envs", []):
+        group = f"collection-{env['env_id']}"
+        for name, form in (("reward", "{:+.3f}"), ("Win Rate", "{:.1%}"), ("Ended by own invalid move", "{:.1%}")):
+            if (value := latest.get(f"{group}/{name}")) is not None:
+                n = latest.get(f"{group}/n", 0)
+                yield f"{env['env_id']}, training: {name}", f"{form.format(value)}, n={n:.0f}"
+    for label, metric, form, of in (
+        ("entropy", "learner/entropy", "{:.3f}", "learner/num_tokens"),
+        ("staleness", "learner/staleness_mean", "{:.2f}", "learner/num_tokens"),
+        ("|Δ log p| engine, learner", "learner/mismatch_mean", "{:.2g}", "learner/mismatch_tokens"),
+        ("games", "run/games", "{:,.0f}", None),
+        ("void games", "run/void_games", "{:,.0f}", None),
+        ("tokens/s", "run/tokens_per_s", "{:,.0f}", None),
+        ("seconds", "run/seconds", "{:,.0f}", None),
+    ):
+        if metric in latest and (of is None or latest.get(of)):
+            yield label, form.format(latest[metric]) + (f", n={latest[of]:.0f} tokens" if of is not None else "")
+    yield "alarms", str(len(run.alarms))
+
+
+def _side_by_side(title: str, rows: Mapping[str, Sequence[str]], num_runs: int) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("", overflow="fold")
+    for number in range(num_runs):
+        table.add_column(column_name(number), overflow="fold")
+    for name, values in rows.items():
+        table.add_row(Text(name), *map(Text, values))
+    return table
+
+
+def column_name(number: int) -> str:
+    return chr(ord("A") + number) if number < 26 else str(number + 1)
+
+
+def _runs_in(outputs: Path) -> list[Path]:
+    found = [path.parent for path in outputs.glob(RUNS)]
+    if not found:
+        raise UnstableError(f"there is no run in {outputs.absolute()}; name another directory with --outputs")
+    return found
+
+
+def _old_checkpoints(view: RunView, keep: int, wanted: Collection[Path]) -> tuple[list[Path], list[str]]:
+    """(what may go, the names of what stays)."""
+    checkpoints = view.directory / "checkpoints"
+    numbers = [path.name.removeprefix("ckpt-") for path in checkpoints.glob("ckpt-*")]
+    newest_first = [checkpoints / f"ckpt-{n}" for n in sorted(map(int, filter(str.isdigit, numbers)), reverse=True)]
+    whole: list[Path] = []
+    for path in newest_first:
+        if len(whole) < keep and find_damage(path) is None:
+            whole.append(path)
+    if not whole:
+        return [], [path.name for path in newest_first]
+    best = _best(view)
+    stays = [path for path in newest_first if path in whole or path.name in best or path.resolve() in wanted]
+    goes = [path for path in newest_first if path not in stays]
+    goes += [*checkpoints.glob("damaged-ckpt-*"), *checkpoints.glob(".ckpt-*.partial")]
+    return goes, [path.name for path in stays]
+
+
+def _best(view: RunView) -> set[str]:
+    """Of each env and opponent, the checkpoint that an evaluation with a quota found best."""
+    view.refresh()
+    best: dict[tuple[str, str], tuple[float, str]] = {}
+    for line in view.evaluations():
+        figure = line["win_rate"] if line["win_rate"] is not None else line.get("mean_reward")
+        if figure is not None and line["model"].startswith("ckpt-"):
+            cell, result = (line["env_id"], line["opponent"]), (figure, line["model"])
+            best[cell] = max(best.get(cell, result), result, key=lambda found: found[0])
+    return {model for _, model in best.values()}
+
+
+def _starting_points(run: Path) -> Iterator[Path]:
+    """Checkpoints that a run's config names: it looks for them when it goes on."""
+    with suppress(UnstableError):
+        lora = RunView(run).config.get("lora", {})
+        for key, inside in (("initial_lora_path", "."), ("initial_critic_path", "..")):
+            if key in lora:
+                yield (Path(lora[key]) / inside).resolve()
+
+
+def _nothing(directory: Path, reason: str) -> Prunable:
+    return Prunable(directory=directory, paths=(), size_bytes=0, kept=(), refused=reason)
+
+
+def say_prunable(prunables: Sequence[Prunable], say: Callable[[str], None]) -> int:
+    """What would go, run by run; returns how many bytes that frees."""
+    for prunable in prunables:
+        if prunable.refused is not None:
+            say(f"{prunable.directory}: nothing, for {prunable.refused}")
+        elif prunable.paths:
+            names = ", ".join(
+                str(path.relative_to(prunable.directory)) if path != prunable.directory else "all of it"
+                for path in prunable.paths
+            )
+            stays = f"; to stay: {', '.join(prunable.kept)}" * bool(prunable.kept)
+            say(f"{prunable.directory}: {size(prunable.size_bytes)}: {names}{stays}")
+    return sum(prunable.size_bytes for prunable in prunables)
