@@ -159,7 +159,7 @@ class LearnerConfig(Section):
     clip_range: float = Field(0.2, gt=0)
     """`ppo` and `grpo`: how far from 1 the ratio to the update's first policy may go before it gains no more."""
     logits_chunk_tokens: int = Field(128, ge=1)
-    """Completion tokens whose logits exist at once: 20 bytes each for every entry of the vocabulary."""
+    """Completion tokens whose logits exist at once: 10 bytes each for every entry of the vocabulary."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of the frozen base; adapters and optimiser are always float32."""
     threads: int | None = Field(None, ge=1)

@@ -23,8 +23,9 @@ RESERVED_BYTES = GIB
 """CUDA's context and what its allocator cannot use."""
 ENGINE_PASS_BYTES = 3 * GIB // 2
 """An engine's own pass and its CUDA graphs."""
-LOGIT_BYTES = 20
-"""Per token of a logits chunk and vocabulary entry: logits, scaled logits, probabilities, gradients."""
+LOGIT_BYTES = 8
+"""Per token of a logits chunk and vocabulary entry: logits and log-probabilities, each in float32. The gradient takes
+the room of the logits; a bfloat16 base needs it once more, in its own type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +170,7 @@ def learner_memory(
     return LearnerMemory(
         base=width * shape.base_parameters,
         adapter=(2 if has_critic else 1) * 16 * shape.lora_parameters(lora),
-        head=LOGIT_BYTES * learner.logits_chunk_tokens * shape.vocab_size,
+        head=(LOGIT_BYTES + (2 if is_bfloat16 else 0)) * learner.logits_chunk_tokens * shape.vocab_size,
         kept_per_token=round(kept),
         layer_per_token=round(passing),
     )

@@ -200,19 +200,24 @@ class Policy:
         """One chunk's logits exist only in here, and once: the gradient towards the hidden state is taken with them.
 
         A token's log-probability depends on its own row alone, so that this gradient, scaled, is all that a loss needs.
+        Autograd goes through the head alone: what it would do with a softmax takes as long again, and twice the memory.
         """
         leaf_KD = hidden_KD.detach().requires_grad_(hidden_KD.requires_grad)
-        logits_KV = self._logits(leaf_KD) / self._temperature
-        normaliser_K = logits_KV.logsumexp(-1)
-        logp_K = logits_KV.gather(-1, target_K[:, None]).squeeze(-1) - normaliser_K
-        if logp_K.requires_grad:
-            (slope_KD,) = torch.autograd.grad(logp_K.sum(), leaf_KD)
+        logits_KV = self._logits(leaf_KD)
+        with torch.no_grad():
+            shifted_KV = logits_KV.detach().div_(self._temperature)
+            shifted_KV -= shifted_KV.amax(-1, keepdim=True)
+            weight_KV = shifted_KV.exp()
+            total_K = weight_KV.sum(-1)
+            logp_K = shifted_KV.gather(-1, target_K[:, None]).squeeze(-1) - total_K.log()
+            entropy_K = total_K.log() - shifted_KV.mul_(weight_KV).sum(-1) / total_K
+        if logits_KV.requires_grad:
+            # −d log p(target) / d logits = (weight / total − one-hot) / temperature; figures of a whole row come last.
+            weight_KV.scatter_add_(-1, target_K[:, None], -total_K[:, None])
+            (slope_KD,) = torch.autograd.grad(logits_KV, leaf_KD, weight_KV)
             # Adds 0, and the gradient's way to the hidden state.
             distance_KD = (hidden_KD - leaf_KD.detach()).to(logp_K.dtype)
-            logp_K = logp_K.detach() + (distance_KD * slope_KD).sum(-1)
-        with torch.no_grad():
-            probability_KV = (logits_KV.detach() - normaliser_K.detach()[:, None]).exp_()
-            entropy_K = normaliser_K.detach() - probability_KV.mul_(logits_KV.detach()).sum(-1)
+            logp_K = logp_K - (distance_KD * slope_KD).sum(-1) / (total_K * self._temperature)
         return logp_K, entropy_K
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
