@@ -28,7 +28,9 @@ def bench_names() -> list[str]:
 
 def main(
     name: Annotated[str, typer.Argument(help=", ".join(bench_names()))],
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result there.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result there, and its plot beside it.")
+    ] = None,
     seconds: Annotated[float, typer.Option(min=0.05, help="Length of one sample.")] = 2.0,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each side.")] = 5,
     compare: Annotated[
@@ -50,9 +52,7 @@ def main(
     seed: int = 0,
     small: Annotated[bool, typer.Option(help="Sizes of a smoke test.")] = False,
     profile: Annotated[bool, typer.Option(help="orchestrator: print what costs most.")] = False,
-    simulate: Annotated[
-        bool, typer.Option(help="scale: compute 1 to 1,024 engines, after a check against real ones.")
-    ] = False,
+    simulate: Annotated[bool, typer.Option(help="scale: compute 1 to 1,024 engines, held against real ones.")] = False,
 ) -> None:
     """Answer one question: how fast is it, against what it should be compared with?"""
     if name not in bench_names():
@@ -86,6 +86,8 @@ def main(
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
+        if report.figure is not None:
+            json_file.with_suffix(".svg").write_text(report.figure)
     if baseline is not None and (worse := report.worse_than(baseline, tolerance)):
         console.print(f"worse than {against} by more than {tolerance:.0%}: {'; '.join(worse)}", highlight=False)
         raise typer.Exit(1)

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -188,24 +188,36 @@ def bench_config(**sections: Any) -> Config:
 @contextlib.asynccontextmanager
 async def started_engine(config: Config, threads: int) -> AsyncIterator[tuple[EnginePool, WorkerProcess]]:
     """One engine worker on the CPU, as a run starts it, and no learner."""
+    async with started_engines(config, 1, threads, {}) as (pool, processes):
+        yield pool, processes[0]
+
+
+@contextlib.asynccontextmanager
+async def started_engines(
+    config: Config, number: int, threads: int, environment: Mapping[str, str]
+) -> AsyncIterator[tuple[EnginePool, list[WorkerProcess]]]:
+    """So many, with these variables beside those that an engine has."""
     directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
     router = Router(directory)
-    client = EngineClient(router, "engine-0", config.engine)
-    spec = WorkerSpec(
-        name="engine-0",
-        endpoint=router.endpoint,
-        device="cpu",
-        threads=threads,
-        config_json=config.model_dump_json(),
-    )
-    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    process = WorkerProcess(client.peer, directory / "engine-0.log", "unstable_lite.engines.worker", spec, environment)
-    await process.start()
+    own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    clients, processes = [], []
+    for name in (f"engine-{index}" for index in range(number)):
+        client = EngineClient(router, name, config.engine)
+        spec = WorkerSpec(
+            name=name, endpoint=router.endpoint, device="cpu", threads=threads, config_json=config.model_dump_json()
+        )
+        log = directory / f"{name}.log"
+        clients.append(client)
+        processes.append(WorkerProcess(client.peer, log, "unstable_lite.engines.worker", spec, own | dict(environment)))
     try:
-        await process.ready(config.engine.start_timeout_s)
-        yield EnginePool([client]), process
+        for process in processes:
+            await process.start()
+        for process in processes:
+            await process.ready(config.engine.start_timeout_s)
+        yield EnginePool(clients), processes
     finally:
-        await process.stop()
+        for process in processes:
+            await process.stop()
         router.close()
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -266,6 +278,15 @@ class Target:
         return value >= self.value if self.bound == "≥" else value <= self.value
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Figures in rows and columns."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[float | str | None, ...]]
+
+
 @dataclass(slots=True, kw_only=True)
 class Report:
     bench: str
@@ -276,6 +297,10 @@ class Report:
     """And other figures that have a target."""
     sizes: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    tables: list[Grid] = field(default_factory=list)
+    """What is computed, or belongs together in more than one column."""
+    figure: str | None = None
+    """A plot, as SVG; it is written beside the result."""
 
     def add(self, name: str, unit: str, samples: list[float], remark: str = "") -> Row:
         row = Row(name=name, unit=unit, samples=tuple(samples), remark=remark)
@@ -311,6 +336,7 @@ class Report:
             "rows": [row.to_json() for row in self.rows],
             "ratios": ratios,
             "notes": self.notes,
+            "tables": [asdict(table) for table in self.tables],
             **versions(),
         }
 
@@ -346,6 +372,13 @@ class Report:
                 remark = f"target {target.bound} {target.value:g}: {verdict}"
             table.add_row(*_cells(row, remark, baseline, "ratios"))
         console.print(table)
+        for grid in self.tables:
+            shown = Table(title=grid.title, title_justify="left", title_style="bold")
+            for column in grid.columns:
+                shown.add_column(column, justify="right")
+            for cells in grid.rows:
+                shown.add_row(*(_cell(cell) for cell in cells))
+            console.print(shown)
         for note in self.notes:
             console.print(f"  {note}", markup=False, highlight=False)
         if self.options.small:
@@ -366,6 +399,12 @@ def _cells(row: Row, remark: str, baseline: dict[str, Any] | None, kind: str) ->
         cells.append("–" if before is None else _number(before))
         cells.append("–" if not before or row.median is None else f"{row.median / before:.2f}")
     return cells
+
+
+def _cell(value: float | str | None) -> str:
+    if isinstance(value, str):
+        return value
+    return "–" if value is None or not math.isfinite(value) else _number(value)
 
 
 def _number(value: float) -> str:

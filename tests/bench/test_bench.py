@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -52,7 +53,7 @@ def result_of(name: str, directory: Path, *arguments: str) -> dict[str, Any]:
     done = run_bench(name, "--small", "--seconds", "0.2", "--rounds", "2", "--json", str(file), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     result: dict[str, Any] = json.loads(file.read_text())
-    assert result["bench"] == name
+    assert result["bench"] == name + ("-simulated" if "--simulate" in arguments else "")
     assert result["small"] is True
     assert {"machine", "packages", "commit", "seed", "date", "sizes", "load_average"} <= result.keys()
     for row in result["rows"] + result["ratios"]:
@@ -151,6 +152,27 @@ def test_a_result_that_is_worse_than_its_baseline_fails_and_is_named(tmp_path: P
         done = run_bench("startup", "--small", "--rounds", "1", "--compare", str(baseline))
         assert (done.returncode == 1) == is_worse, done.stdout
         assert ("check a config" in done.stdout.partition("worse than")[2]) == is_worse
+
+
+def test_scale_bench_drives_real_engines_by_every_choice(results: Results) -> None:
+    result = results("scale")
+    rows = measured(result["rows"])
+    assert all(rows[name] > 0 for name in ("1 engine", "2 engines", "2 engines, in turn", "2 engines, by chance"))
+    assert "2 engines ÷ 2 × 1 engine" in measured(result["ratios"])
+
+
+def test_scale_bench_holds_its_simulation_against_real_engines_and_plots_it(tmp_path: Path) -> None:
+    result = result_of("scale", tmp_path, "--simulate")
+    rows, ratios = measured(result["rows"]), measured(result["ratios"])
+    assert rows["orchestrator, processor time of a turn"] > 0
+    assert rows["bytes of a turn of 400 + 1000 tokens"] > 400 * 8 + 1000 * 12
+    for number in ("1 engine", "2 engines"):
+        assert rows[f"{number}, simulated"] > 0
+        assert ratios[f"{number}: real ÷ simulated"] > 0
+    assert len(result["tables"]) == 6
+    assert [row[0] for row in result["tables"][0]["rows"]] == [1, 2, 4]
+    plot = ElementTree.parse(tmp_path / "scale.svg").getroot()
+    assert len(plot.findall(".//{*}polyline")) > 10
 
 
 def report_with(at_least: float, at_most: float) -> Report:

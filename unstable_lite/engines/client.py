@@ -122,7 +122,7 @@ class EnginePool:
         """One completion by the worker with the fewest outstanding tokens; of equals by the first."""
         while True:
             up = await self.wait_for_one()
-            engine = up[0] if len(up) == 1 else min(up, key=lambda engine: engine.outstanding_tokens)
+            engine = up[0] if len(up) == 1 else self.choose(up)
             try:
                 generation = await engine.generate(prompt, version, stop, seed)
             except WorkerDied:
@@ -130,6 +130,10 @@ class EnginePool:
             else:
                 self.generated_tokens += len(generation.completion_ids)
                 return generation
+
+    def choose(self, up: Sequence[EngineClient]) -> EngineClient:
+        """Who gets the next request, of several."""
+        return min(up, key=lambda engine: engine.outstanding_tokens)
 
     async def wait_for_one(self) -> list[EngineClient]:
         """The engines that are up, as soon as one is."""

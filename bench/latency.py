@@ -1,0 +1,84 @@
+"""How long a real engine takes, without one: the time of a step by what is in it, and an engine that takes that time.
+
+What is modelled: continuous batching. A request waits for one of `slots`; in its first step its prompt is read, which
+makes that step longer for everyone in it; then every step makes one token of each running request. What is not:
+prefix reuse, preemption, steps that are split because a prompt is long, and attention that grows with the context.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import os
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+
+from unstable_lite.engines.scripted import ScriptedEngine
+from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.messages import EngineStats, Generate, Generated
+
+VARIABLE = "BENCH_LATENCY_MODEL"
+"""The environment's, for the engine's process: a Latency as JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    step_s: float
+    """Of a step, whatever is in it: reading the weights, starting kernels, the scheduler."""
+    row_s: float
+    """Of each running request in it."""
+    prompt_token_s: float
+    """Of each prompt token that is read in it."""
+    slots: int
+    """Requests at once."""
+
+    def step_seconds(self, rows: int, prompt_tokens: int) -> float:
+        return self.step_s + self.row_s * rows + self.prompt_token_s * prompt_tokens
+
+    def environment(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+class BatchingEngine(ScriptedEngine):
+    """The scripted engine at a real one's pace. A step that begins late ends at most one step late."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        self._latency = Latency(**json.loads(os.environ[VARIABLE]))
+        self._queued: deque[Generated] = deque()
+        self._running: list[tuple[int, int, Generated]] = []
+        """By the step that makes the last token."""
+        self._numbers = itertools.count()
+        self._steps = 0
+        self._due = 0.0
+        """When the newest step should have ended."""
+
+    def add_request(self, request: Generate) -> None:
+        super().add_request(request)
+        self._queued.append(self._finished.pop())
+
+    def step(self) -> list[Generated]:
+        prompt_tokens = 0
+        while self._queued and len(self._running) < self._latency.slots:
+            new = self._queued.popleft()
+            prompt_tokens += len(new.generation.prompt_ids)
+            last_step = self._steps + len(new.generation.completion_ids)
+            heapq.heappush(self._running, (last_step, next(self._numbers), new))
+        step_s, now = self._latency.step_seconds(len(self._running), prompt_tokens), time.monotonic()
+        self._due = max(self._due, now - step_s) + step_s
+        time.sleep(max(0.0, self._due - now))
+        self._steps += 1
+        finished = []
+        while self._running and self._running[0][0] <= self._steps:
+            finished.append(heapq.heappop(self._running)[2])
+        if not self.has_unfinished():
+            self._due = 0.0
+        return finished
+
+    def has_unfinished(self) -> bool:
+        return bool(self._queued or self._running)
+
+    def stats(self) -> EngineStats:
+        return self._throughput.report(queued=len(self._queued), running=len(self._running))

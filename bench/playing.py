@@ -1,0 +1,91 @@
+"""The whole orchestrator at play, with nobody who learns: batches are taken from the buffer and thrown away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unstable_lite.buffers import StepBuffer
+from unstable_lite.collector import Collector
+from unstable_lite.config import Config
+from unstable_lite.engines.client import EnginePool
+from unstable_lite.games.seats import Seats
+from unstable_lite.league.game_scheduler import GameScheduler
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
+from unstable_lite.reward_transformations import build_reward_transformations
+from unstable_lite.trackers.jsonl import JsonlSink
+from unstable_lite.trackers.tracker import Tracker
+from unstable_lite.transport.adapters import AdapterArena
+from unstable_lite.types import GameRecord
+
+MANY = 1000
+
+
+@dataclass(slots=True, kw_only=True)
+class Playing:
+    pool: EnginePool
+    registry: ModelRegistry
+    arena: AdapterArena
+    turns: int = 0
+    """Of finished games."""
+    games: int = 0
+    void: int = 0
+    lengths: list[tuple[int, int]] = field(default_factory=list)
+    """Prompt tokens and new tokens of turns, the first of the run."""
+
+    def add_record(self, record: GameRecord) -> None:
+        self.turns += len(record.turns)
+        self.games += 1
+        self.void += record.end == "void"
+        for turn in record.turns if len(self.lengths) < MANY else ():
+            if turn.generation is not None:
+                self.lengths.append((len(turn.generation.prompt_ids), len(turn.generation.completion_ids)))
+
+
+@contextlib.asynccontextmanager
+async def playing(config: Config, pool: EnginePool, num_games: int) -> AsyncIterator[Playing]:
+    """So many games in flight until the end of the block. The registry has the base alone; adapters may be added."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        arena = AdapterArena(f"bench-{directory.name}", directory, bytes_needed=0)
+        tracker = Tracker(directory, [JsonlSink(directory / "metrics.jsonl")], config.tracker)
+        registry = ModelRegistry(beta=config.league.trueskill_beta)
+        opponents = build_model_sampler(config.league, registry, random.Random(config.run.seed))
+        scheduler = GameScheduler(opponents, build_env_sampler(config), config.run.seed)
+        transforms = build_reward_transformations(config.rewards)
+        buffer = StepBuffer(config.buffer_size, *transforms, config.buffer.max_staleness, config.run.seed)
+        told = Playing(pool=pool, registry=registry, arena=arena)
+
+        def count(record: GameRecord) -> None:
+            told.add_record(record)
+            tracker.add_record(record)
+
+        async def take_batches() -> None:
+            while True:
+                await buffer.get_batch(config.learner.batch_size, registry.current.adapter_version or 0)
+
+        async def report() -> None:
+            while True:
+                await asyncio.sleep(1.0)
+                tracker.log_update(0, {})
+
+        collector = Collector(scheduler, buffer, Seats(pool.generate), arena, config.run, count)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(collector.run(num_games, 0)),
+                    tasks.create_task(take_batches()),
+                    tasks.create_task(report()),
+                ]
+                yield told
+                for task in background:
+                    task.cancel()
+        finally:
+            tracker.close()
+            arena.close()

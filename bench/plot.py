@@ -1,0 +1,115 @@
+"""Line charts as SVG, a few kilobytes each, made of nothing but text: what a page of results needs and no more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 300, 64, 16, 34, 46
+COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf")
+LEGEND_LINE = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    """By name; what is not finite is left out, and on a logarithmic axis what is not positive."""
+    log_x: bool = True
+    log_y: bool = False
+
+
+def to_svg(charts: Sequence[Chart], columns: int = 2) -> str:
+    """All of them, side by side."""
+    columns = min(columns, len(charts))
+    rows = math.ceil(len(charts) / columns)
+    drawn = [
+        f'<g transform="translate({(index % columns) * WIDTH},{(index // columns) * HEIGHT})">{_draw(chart)}</g>'
+        for index, chart in enumerate(charts)
+    ]
+    size = f'width="{columns * WIDTH}" height="{rows * HEIGHT}" viewBox="0 0 {columns * WIDTH} {rows * HEIGHT}"'
+    style = 'font-family="sans-serif" font-size="11"'
+    background = '<rect width="100%" height="100%" fill="white"/>'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{background}{"".join(drawn)}</svg>\n'
+
+
+def _draw(chart: Chart) -> str:
+    lines = {
+        name: [
+            (x, y)
+            for x, y in points
+            if math.isfinite(x) and math.isfinite(y) and (x > 0 or not chart.log_x) and (y > 0 or not chart.log_y)
+        ]
+        for name, points in chart.lines.items()
+    }
+    points = [point for line in lines.values() for point in line]
+    text = [_text(WIDTH / 2, 18, chart.title, "middle", "bold")]
+    text.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, chart.x_label, "middle"))
+    text.append(
+        f'<text x="14" y="{HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 14 {HEIGHT / 2})">'
+        f"{escape(chart.y_label)}</text>"
+    )
+    if not points:
+        return "".join([*text, _text(WIDTH / 2, HEIGHT / 2, "nothing was measured", "middle")])
+    x_axis = _Axis([x for x, _ in points], LEFT, WIDTH - RIGHT, chart.log_x)
+    y_axis = _Axis([y for _, y in points] + ([] if chart.log_y else [0.0]), HEIGHT - BOTTOM, TOP, chart.log_y)
+    for x in x_axis.ticks:
+        place = x_axis.place(x)
+        text.append(f'<path d="M{place:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#e4e4e4"/>')
+        text.append(_text(place, HEIGHT - BOTTOM + 16, _short(x), "middle"))
+    for y in y_axis.ticks:
+        place = y_axis.place(y)
+        text.append(f'<path d="M{LEFT} {place:.1f}H{WIDTH - RIGHT}" stroke="#e4e4e4"/>')
+        text.append(_text(LEFT - 6, place + 4, _short(y), "end"))
+    for index, (name, line) in enumerate(lines.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        path = " ".join(f"{x_axis.place(x):.1f},{y_axis.place(y):.1f}" for x, y in line)
+        text.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
+        text += [
+            f'<circle cx="{x_axis.place(x):.1f}" cy="{y_axis.place(y):.1f}" r="2.4" fill="{colour}"/>' for x, y in line
+        ]
+        at = TOP + 12 + index * LEGEND_LINE
+        text.append(f'<path d="M{LEFT + 8} {at - 4}h14" stroke="{colour}" stroke-width="3"/>')
+        text.append(_text(LEFT + 27, at, name, "start"))
+    return "".join(text)
+
+
+class _Axis:
+    def __init__(self, values: Sequence[float], begin: float, end: float, is_log: bool) -> None:
+        self._is_log = is_log
+        self._begin, self._end = begin, end
+        self._low, self._high = self._scaled(min(values)), self._scaled(max(values))
+        if self._low == self._high:
+            self._low, self._high = self._low - 0.5, self._high + 0.5
+        if is_log:
+            powers = range(math.floor(self._low), math.ceil(self._high) + 1)
+            factors = (1,) if len(powers) > 3 else (1, 2, 5)
+            candidates = [factor * 10.0**power for power in powers for factor in factors]
+        else:
+            size = 10 ** math.floor(math.log10(self._high - self._low))
+            step = next(s * size for s in (0.1, 0.2, 0.5, 1, 2) if (self._high - self._low) / (s * size) <= 6)
+            candidates = [step * n for n in range(math.floor(self._low / step), math.ceil(self._high / step) + 1)]
+            self._high = max(self._high, candidates[-1])
+        slack = 1e-9 * (self._high - self._low)
+        self.ticks = [c for c in candidates if self._low - slack <= self._scaled(c) <= self._high + slack]
+
+    def place(self, value: float) -> float:
+        share = (self._scaled(value) - self._low) / (self._high - self._low)
+        return self._begin + share * (self._end - self._begin)
+
+    def _scaled(self, value: float) -> float:
+        return math.log10(value) if self._is_log else value
+
+
+def _text(x: float, y: float, text: str, anchor: str, weight: str = "normal") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
+
+
+def _short(value: float) -> str:
+    if value >= 1e6:
+        return f"{value / 1e6:g}M"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

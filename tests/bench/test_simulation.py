@@ -1,0 +1,97 @@
+"""What the simulation computes is what a pencil computes, where a pencil can."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from bench.latency import Latency
+from bench.simulation import LearnerCosts, Outcome, Setup, Simulation
+
+LATENCY = Latency(step_s=0.01, row_s=0.001, prompt_token_s=0.0, slots=10)
+TURNS = [(50, 20)]
+ALONE = Setup(engines=1, latency=LATENCY, games=10, turns=TURNS, turns_per_game=4, turn_s=0.0)
+LEARNER = LearnerCosts(
+    batch_size=40,
+    token_s=0.001,
+    load_s=0.1,
+    canary_s=0.2,
+    score_s=0.05,
+    canaries=2,
+    buffer_size=80,
+    max_staleness=3,
+)
+
+
+def simulate(setup: Setup, seconds: float = 100.0, seed: int = 0) -> Outcome:
+    return Simulation(setup, seed).run(20.0, seconds)
+
+
+def alone(games: int) -> float:
+    """Tokens a second of an engine with a slot for each game. The next turn of a game comes while the step after its
+    last one is under way, and joins the one after that: of 21 steps it is in 20."""
+    rows = games * 20 / 21
+    return rows / (0.01 + 0.001 * rows)
+
+
+def test_an_engine_makes_as_many_tokens_as_its_steps_have_rows() -> None:
+    told = simulate(ALONE)
+    assert told.tokens_per_s == pytest.approx(alone(10), rel=0.01)
+    assert told.turns_per_s == pytest.approx(told.tokens_per_s / 20, rel=0.01)
+    assert 20 / 21 < told.occupied_slots < 1, "a step with a row less is shorter"
+    assert simulate(replace(ALONE, games=5)).tokens_per_s == pytest.approx(alone(5), rel=0.01)
+
+
+def test_games_that_wait_fill_every_slot_and_more_of_them_make_no_more_tokens() -> None:
+    for games in (20, 40):
+        told = simulate(replace(ALONE, games=games))
+        assert told.tokens_per_s == pytest.approx(10 / (0.01 + 10 * 0.001), rel=0.01)
+        assert told.occupied_slots == pytest.approx(1.0, rel=0.01)
+
+
+def test_reading_a_prompt_holds_up_everyone_in_the_step() -> None:
+    setup = replace(ALONE, latency=replace(LATENCY, prompt_token_s=0.0001))
+    cycle_s = 200 / alone(10) + 10 * 50 * 0.0001
+    assert simulate(setup).tokens_per_s == pytest.approx(200 / cycle_s, rel=0.01)
+
+
+def test_engines_that_nothing_holds_up_scale_linearly() -> None:
+    told = simulate(replace(ALONE, engines=16, games=160))
+    assert told.tokens_per_s == pytest.approx(16 * alone(10), rel=0.01)
+
+
+def test_an_orchestrator_makes_no_more_turns_than_it_has_time_for() -> None:
+    told = simulate(replace(ALONE, engines=16, games=160, turn_s=0.01))
+    assert told.turns_per_s == pytest.approx(100, rel=0.01)
+    assert told.orchestrator_busy == pytest.approx(1.0, rel=0.01)
+    assert told.occupied_slots < 0.5
+
+
+def test_a_slow_learner_holds_everything_up_and_every_step_is_accounted_for() -> None:
+    setup = replace(ALONE, engines=2, games=20, learner=LEARNER)
+    told = simulate(setup, seconds=400.0)
+    update_s, publish_s = 40 * 70 * 0.001, 0.1 + 0.2 + 2 * 2 * 0.05
+    assert told.updates == pytest.approx(400 / (update_s + publish_s), abs=2)
+    assert told.learner_busy == pytest.approx(update_s / (update_s + publish_s), rel=0.02)
+    assert told.publishing == pytest.approx(publish_s / (update_s + publish_s), rel=0.02)
+    assert told.occupied_slots < 0.7
+    assert told.produced == told.trained + told.dropped + told.waiting
+    assert 0 < told.staleness_mean <= told.staleness_max <= LEARNER.max_staleness
+
+
+def test_a_fast_learner_waits_for_its_batch_and_its_loads_stall_the_engines() -> None:
+    learner = replace(LEARNER, token_s=0.0, canary_s=0.0, score_s=0.0)
+    told = simulate(replace(ALONE, learner=learner), seconds=400.0)
+    batch_s = 40 / (alone(10) / 20)
+    assert told.tokens_per_s == pytest.approx(alone(10) * batch_s / (batch_s + 0.1), rel=0.02)
+    assert told.dropped == 0
+
+
+def test_the_same_seed_gives_the_same_and_another_one_does_not() -> None:
+    rng = random.Random(1)
+    turns = [(rng.randint(1, 90), rng.randint(1, 90)) for _ in range(50)]
+    setup = replace(ALONE, engines=3, games=33, turns=turns, turn_s=0.001, learner=LEARNER)
+    assert simulate(setup) == simulate(setup)
+    assert simulate(setup) != simulate(setup, seed=1)
