@@ -14,7 +14,7 @@ from unstable_lite.alarms import ALARMS, SAY_EVERY, Alarms, Contests, Reading, R
 from unstable_lite.config import AlarmConfig, AlarmsConfig
 from unstable_lite.trackers.tracker import Evaluation
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "collapse.md").read_text()
 
 
 def alarms(**tables: dict[str, Any]) -> Alarms:
@@ -95,9 +95,9 @@ def test_every_alarm_says_what_was_measured_its_threshold_what_it_means_and_what
     assert change.text.endswith(f"It usually means: {ALARMS[name].means}. Try: {ALARMS[name].advice}")
 
 
-def test_every_alarm_has_a_section_and_a_row_in_the_readme_with_its_defaults() -> None:
+def test_every_alarm_has_a_section_and_a_row_in_the_docs_with_its_defaults() -> None:
     assert list(ALARMS) == list(AlarmsConfig.model_fields)
-    rows = re.findall(r"^\| `(\w+)` \| .* \| (over|under) ([\d.]+)[^|]* \| (\d+) \| (\w+) \|", README, re.M)
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (over|under) ([\d.]+)[^|]* \| (\d+) \| (\w+) \|", PAGE, re.M)
     written = {name: (side, float(threshold), int(n), action) for name, side, threshold, n, action in rows}
     config = {name: getattr(AlarmsConfig(), name) for name in ALARMS}
     assert written == {

@@ -58,7 +58,9 @@ class RunConfig(Section):
     eval_every: int | None = Field(None, ge=1)
     """Also evaluate by `eval_games` after every so many updates, while training goes on."""
     seed: int = Field(0, ge=0)
+    """What envs, samplers and sampling draw from; training and evaluation envs have seeds of their own."""
     output_dir: Path = Path("outputs")
+    """Where run directories are made: `<output_dir>/<date>/<time>-<name>/`."""
     checkpoint_every: int = Field(10, ge=1)
     """Save adapter, optimiser and league to disk every so many updates (the last one always)."""
     game_timeout_s: float = Field(1800.0, gt=0)
@@ -87,6 +89,7 @@ class EngineConfig(Section):
     devices: tuple[int | Literal["cpu"], ...] | Literal["auto"] = "auto"
     """One worker for each: CUDA device numbers, or "cpu"."""
     temperature: float = Field(0.6, gt=0)
+    """Of sampling; the learner divides its logits by the same."""
     top_p: float = Field(1.0, gt=0, le=1)
     """The reference hides 0.95 here; below 1 the learner's importance ratio has no meaning."""
     allow_top_p: bool = False
@@ -100,14 +103,17 @@ class EngineConfig(Section):
     max_loras: int = Field(8, ge=1)
     """Adapter versions that are loaded at once: current, in games in flight, opponents."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Of the base model; `auto`: 16 bits on GPUs, on the CPU what is faster for the model's width."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of one worker; default: the cores shared out among all workers."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """vLLM only: its share of the GPU. Engine and learner on one GPU need room for both."""
     kv_cache_gb: float = Field(1.0, gt=0)
     """Memory for the KV cache where the engine runs on the CPU."""
     enforce_eager: bool | None = None
     """vLLM only: no compilation, no CUDA graphs. Default: eager on the CPU, graphs on a GPU."""
     start_timeout_s: float = Field(600.0, gt=0)
+    """For a worker to load its model."""
     request_timeout_s: float = Field(600.0, gt=0)
     """A request without a reply after so long fails."""
     stall_timeout_s: float = Field(300.0, gt=0)
@@ -118,6 +124,7 @@ class EngineConfig(Section):
 
 class LearnerConfig(Section):
     devices: tuple[int | Literal["cpu"], ...] | Literal["auto"] = "auto"
+    """As for engines. `auto`: the first GPU, or the CPU where there is none."""
     batch_size: int = Field(384, ge=1)
     """Steps of one update."""
     mini_batch_size: int | None = Field(None, ge=1)
@@ -125,14 +132,17 @@ class LearnerConfig(Section):
     max_tokens_per_micro_batch: int = Field(16384, ge=1)
     """Micro-batches are filled with sequences of similar length up to so many tokens, padding included."""
     learning_rate: float = Field(1e-5, gt=0)
+    """Of the adapter, AdamW."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit` keeps the moments of large matrices in 8 bits; it needs bitsandbytes."""
     weight_decay: float = Field(0.01, ge=0)
+    """AdamW's."""
     gradient_clipping: float = Field(0.2, gt=0)
     """Largest L2 norm of the gradient."""
     activation_checkpointing: bool = True
     """Recompute a layer's activations in the backward pass. `gradient_checkpointing` means the same; one is enough."""
     gradient_checkpointing: bool = True
+    """The same as `activation_checkpointing`."""
     use_trainer_cache: bool = False
     """Keep the model's KV cache on in training forwards. Reference option; only costs memory."""
     max_train_len: int | None = Field(None, ge=1)
@@ -142,6 +152,7 @@ class LearnerConfig(Section):
     kl_coefficient: float = Field(0.0, ge=0)
     """Price of one nat of KL(policy ‖ frozen base) per token, in units of the advantage; 0: not computed."""
     critic_learning_rate: float = Field(5e-5, gt=0)
+    """Of the critic's adapter and head."""
     critic_warmup_updates: int = Field(0, ge=0)
     """So many first updates train the critic alone; each still publishes the policy, unchanged, as a new version."""
     gamma: float = Field(1.0, ge=0, le=1)
@@ -163,16 +174,22 @@ class LearnerConfig(Section):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of the frozen base; adapters and optimiser are always float32."""
     threads: int | None = Field(None, ge=1)
+    """CPU threads; default: the cores shared out among all workers."""
     start_timeout_s: float = Field(600.0, gt=0)
+    """For it to load its model."""
     update_timeout_s: float = Field(3600.0, gt=0)
+    """An update that takes longer counts as stuck."""
     canary_tolerance: float = Field(0.1, gt=0)
     """Mean |Δ log p| between engine and learner on the canary's tokens that fails an adapter."""
 
 
 class LoraConfig(Section):
     lora_rank: int = Field(32, ge=1, le=512)
+    """Rank r of the adapter."""
     lora_alpha: float = Field(32, gt=0)
+    """The adapter's output is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
+    """On the adapter's input, in training."""
     target_modules: tuple[str, ...] = (
         "q_proj",
         "k_proj",
@@ -182,6 +199,7 @@ class LoraConfig(Section):
         "up_proj",
         "down_proj",
     )
+    """Linear layers that get an adapter."""
     initial_lora_path: Path | None = None
     """A PEFT directory to start from."""
     initial_critic_path: Path | None = None
@@ -211,8 +229,11 @@ class RewardConfig(Section):
     """
 
     final_reward_transformation: tuple[Transformation | str, ...] | None = None
+    """`(reward, pid, env_id)` to a reward, once for each player of a game."""
     step_reward_transformation: tuple[Transformation | str, ...] | None = None
+    """`(player_traj, step_index, reward)` to a reward, once a turn."""
     sampling_reward_transformation: tuple[Transformation | str, ...] | None = None
+    """`(steps)` to steps, once a batch."""
 
     group_baseline: Literal["grpo", "rloo"] | None = None
     """What a player's reward is compared with, among the games of its group (`run.group_size`): `grpo` takes off the
@@ -248,6 +269,7 @@ class LeagueConfig(Section):
     keep_every: int | None = Field(None, ge=1)
     """The same for every k-th update."""
     trueskill_beta: float = Field(4.0, gt=0)
+    """How much chance there is in a game: the distance in skill that wins 76 % of them."""
 
 
 class OpponentsConfig(Section):
@@ -262,6 +284,7 @@ class OpponentsConfig(Section):
     max_retries: int = Field(4, ge=0)
     """Further attempts, with growing waits, after an error that may pass: no connection, 408, 409, 429, 5xx."""
     max_concurrent_requests: int = Field(32, ge=1)
+    """In flight at once, of all games; more wait."""
     temperature: float | None = Field(None, ge=0)
     """Default: the endpoint's."""
     max_tokens: int | None = Field(None, ge=1)
@@ -274,10 +297,13 @@ class OpponentsConfig(Section):
     max_usd: float | None = Field(None, gt=0)
     """By the two prices below."""
     usd_per_million_prompt_tokens: float = Field(0.0, ge=0)
+    """For `max_usd`."""
     usd_per_million_completion_tokens: float = Field(0.0, ge=0)
+    """For `max_usd`."""
     pause_s: float = Field(10.0, gt=0)
     """How long a model that fails again and again is first left alone; doubles until it answers."""
     max_pause_s: float = Field(600.0, gt=0)
+    """The longest such pause."""
     outage_s: float = Field(600.0, gt=0)
     """Evaluations of so many games wait so long for a model that is down; then their games are void."""
 
@@ -290,7 +316,9 @@ class TemplateConfig(Section):
     """
 
     user: str
+    """The user's message, with `{observation}` in it."""
     system: str = ""
+    """What stands before it."""
     assistant: str = ""
     """How the answer begins, for example `<think>`."""
     chat: bool = False
@@ -306,6 +334,7 @@ class TemplateConfig(Section):
 
 class TrackerConfig(Section):
     wandb_project: str | None = None
+    """Also log to this project of Weights & Biases (extra `wandb`), under the same names."""
     keep_games: Literal["all", "eval", "none"] = "all"
     """Which transcripts go to games.jsonl."""
     keep_tokens: bool = False
@@ -398,7 +427,9 @@ class SftConfig(Section):
     output: Path = Path("warm_start")
     """A directory for the pairs (`pairs.jsonl`), the adapter, and how it was made (`sft.json`)."""
     epochs: int = Field(3, ge=1)
+    """Passes over the pairs."""
     learning_rate: float = Field(1e-4, gt=0)
+    """Of the adapter, AdamW."""
     batch_size: int = Field(32, ge=1)
     """Pairs of one optimiser step."""
     holdout: float = Field(0.1, ge=0, lt=1)
@@ -411,6 +442,7 @@ class Config(Section):
     trust_remote_code: bool = False
     """Run Python code that comes with the model, in engines and learner. Read it first: it can do what you can."""
     algorithm: str = "reinforce"
+    """`reinforce`, `a2c`, `ppo`, `grpo`, `rloo`, or a class of your own as `module:Class`."""
     run: RunConfig = RunConfig()
     engine: EngineConfig = EngineConfig()
     learner: LearnerConfig = LearnerConfig()

@@ -30,14 +30,19 @@ class TrainEnvSpec:
     """An env to collect training games from (reference: `_types.py`)."""
 
     env_id: str
+    """One of TextArena's, or `module:id`: one that a module of your own registers with TextArena."""
     num_players: int
+    """Seats of a game."""
     num_actors: int
     """Seats of the current policy. Equal to `num_players`: mirror self-play, no opponent is sampled."""
     prompt_template: str = "default"
+    """How an observation becomes a prompt: one that ships, `chat`, or a name from `[templates]`."""
     action_extraction_fn: str = "default"
+    """How an answer becomes an action: the last `\\boxed{}`, or `module:function`."""
     max_turns: int = 200
     """Turn cap over all players; a game that reaches it is truncated."""
     observation: Observation = "env"
+    """What a seat is shown: what the env id's own wrapper makes of the game so far, or its first and last message."""
     isolated: bool | None = None
     """Whether its games live in processes that can be killed, whatever they hang in; default: those of envs that are
     known to loop, and of envs whose reset is slow. What a turn then costs: games/isolation.py."""

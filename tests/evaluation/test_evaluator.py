@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
-import shlex
 import signal
 import subprocess
 from collections import Counter
@@ -124,6 +122,7 @@ async def test_what_cannot_be_evaluated_is_said_before_an_engine_starts(run: Pat
     for options, says in (
         ({"envs": ["NoSuchEnv-v0"]}, "no such env id"),
         ({"envs": ["Nim-v0-train:two"]}, "write env_id, env_id:players"),
+        ({"envs": ["nowhere:MyGame-v0:2"]}, "cannot import 'nowhere'"),
         ({"opponents": ["scripted:perfectt"]}, "scripted"),
         ({"tournament": True, "opponents": ["base"]}, "leave --opponent out"),
         ({"config": tmp_path / "none.toml"}, "cannot be read"),
@@ -211,29 +210,6 @@ def test_an_engine_that_dies_ends_the_evaluation_and_is_named(run: Path, tmp_pat
     assert code == 1
     assert "engine-0 was killed by SIGKILL" in err
     assert "Traceback" not in err
-
-
-def test_the_readmes_commands_do_what_they_say(run: Path, tmp_path: Path) -> None:
-    game = {"game_idx": 0, "kind": "train", "env_id": "Nim-v0-train", "end": "natural", "invalid_pids": []}
-    game |= {"agents": [{"pid": 0, "model": "base", "collect_data": True}], "rewards": {"0": 1.0}}
-    (run / "games.jsonl").write_text(json.dumps(game | {"turns": [[0, "piles", "[1 1]", "[1 1]", True, 0.1]]}) + "\n")
-    text = (TESTS.parent / "README.md").read_text()
-    commands = [
-        line for line in text.splitlines() if re.match(r"python -m unstable_lite (eval|resample|export) ", line)
-    ]
-    assert len(commands) == 5
-    for command in commands:
-        words = shlex.split(command, comments=True)[3:]
-        words = [re.sub(r"^outputs/[^/]*/[^/]*", str(run), word) for word in words]
-        if words[0] == "eval":
-            words[words.index("--output") + 1] = str(tmp_path / words[words.index("--output") + 1])
-            words += ["--games", "2"]
-        if words[0] != "export":
-            words += [word for override in SCRIPTED for word in ("--set", override)]
-        code, out, err = runs.run(*words)
-        assert code == 0, (words, out, err)
-    assert {path.name for path in (tmp_path / "ladder").iterdir()} >= {"table.md", "ladder.csv", "matches.csv"}
-    assert {row["opponent"] for row in read_csv(tmp_path / "eval-2" / "table.csv")} == {"scripted:random", "base"}
 
 
 # From here on with the model.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,8 @@ DRAWING = [
     ("IndianPoker-v0-short-train", 2),
     ("Sokoban-v0-train", 1),
 ]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def play(env_id: str, num_players: int, seed: int, max_turns: int = 40) -> list[object]:
@@ -124,6 +127,22 @@ def test_an_unknown_env_is_refused_with_a_suggestion() -> None:
 @pytest.mark.filterwarnings("ignore")  # nltk's, when it finds no network
 def test_an_env_that_cannot_be_used_says_why(env_id: str, num_players: int, says: str) -> None:
     assert says in str(probe(env_id, num_players).problem)
+
+
+def test_an_env_of_ones_own_is_found_by_its_module_and_draws_from_its_games_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    env_id = "custom_env:RaceTo20-v0-train"
+    assert probe(env_id, 2).problem is None
+    before = random.getstate()
+    starts = [Environment(env_id, 2, seed).observe()[1] for seed in (*range(12), *range(12))]
+    assert random.getstate() == before
+    assert starts[:12] == starts[12:]
+    assert len(set(starts)) > 3
+    assert Environment(env_id, 2, 0, observation="first-last").observe()[1]
+    assert "cannot import 'custom_envs'" in str(probe("custom_envs:RaceTo20-v0-train", 2).problem)
+    assert "'custom_env' registers no env 'RaceTo21-v0'" in str(probe("custom_env:RaceTo21-v0", 2).problem)
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="the env's code is valid from Python 3.12 on")

@@ -1,4 +1,4 @@
-"""What is computed against what is allocated, and the table in the README against both."""
+"""What is computed against what is allocated, and the table in docs/gpus.md against both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unstable_lite.learners import batching
 from unstable_lite.learners.model import Policy
 from unstable_lite.types import TrainItem
 
-README = Path(__file__).parents[2] / "README.md"
+GPUS = Path(__file__).parents[2] / "docs" / "gpus.md"
 WIDE = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 DEEP = {"hidden_size": 96, "intermediate_size": 384, "num_attention_heads": 6, "num_key_value_heads": 3}
 
@@ -160,8 +160,8 @@ def test_check_memory_says_what_fits_with_or_without_a_config(tmp_path: Path) ->
     assert "its shape is not known" in err
 
 
-def test_the_table_in_the_readme_is_what_is_computed() -> None:
+def test_the_table_in_the_docs_is_what_is_computed() -> None:
     rows = memory.table(["Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B"], [16, 24, 48, 80, 141])
-    text = README.read_text()
+    text = GPUS.read_text()
     for row in rows:
         assert f"| {' | '.join(row)} |" in text

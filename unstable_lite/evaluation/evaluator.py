@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -49,6 +50,8 @@ LEAST_GAP = 1e-6
 """In log p: what two answers of the same weights may differ by, if the base does not differ from itself by more."""
 ENV_KEYS = tuple(field.name for field in fields(EvalEnvSpec) if field.name != "fixed_opponent")
 """What training and eval envs have in common."""
+_ENV_WORD = re.compile(r"((?:[A-Za-z_][\w.]*:(?=[A-Za-z_]))?[^:]+)(?::(\d+)(?::([^:]+))?)?")
+"""`env_id[:players[:template]]`, where `env_id` may be a user's `module:id`."""
 UNLOAD_RETRIES = 60
 UNLOAD_RETRY_S = 1.0
 
@@ -347,16 +350,16 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
         return list(config.eval_envs) or [spec for specs in known.values() for spec in specs]
     specs: list[EvalEnvSpec] = []
     for word in words:
-        env_id, *rest = word.split(":")
+        match = _ENV_WORD.fullmatch(word)
+        if match is None:
+            raise ConfigError(f"--env {word}: write env_id, env_id:players or env_id:players:template")
+        env_id, players, template = match.groups()
         like = known.get(env_id) or [
             replace(_as_eval(config.train_envs[0], config.league.fixed_opponents), env_id=env_id)
         ]
-        if len(rest) > 2 or (rest and not rest[0].isdigit()):
-            raise ConfigError(f"--env {word}: write env_id, env_id:players or env_id:players:template")
         for spec in like:
-            players = int(rest[0]) if rest else spec.num_players
-            template = rest[1] if len(rest) > 1 else spec.prompt_template
-            specs.append(replace(spec, num_players=players, prompt_template=template))
+            num_players = int(players) if players else spec.num_players
+            specs.append(replace(spec, num_players=num_players, prompt_template=template or spec.prompt_template))
     return specs
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import difflib
-import importlib.util
+import importlib
 import math
 import random
 import signal
@@ -115,7 +115,7 @@ class Environment:
         self.random = random.Random(seed)
         self._seed = seed
         self._numpy_random: np.random.RandomState | None = None
-        _prepare(env_id)
+        self._registered_id = _prepare(env_id)
         self._env = self._call(self._start, observation)
 
     @property
@@ -145,7 +145,8 @@ class Environment:
         return _checked_rewards(self.env_id, self.num_players, rewards), game_info
 
     def _start(self, observation: Observation) -> Any:
-        env = ta.make(self.env_id) if observation == "env" else _make_first_last(self.env_id)
+        env_id = self._registered_id
+        env = ta.make(env_id) if observation == "env" else _make_first_last(env_id)
         env.reset(num_players=self.num_players, seed=self._seed)
         env.state.error_allowance = 0
         return env
@@ -286,12 +287,20 @@ def outcomes_from_rewards(rewards: dict[int, float]) -> dict[int, Outcome]:
 
 
 @cache
-def _prepare(env_id: str) -> None:
-    """Import what `ta.make(env_id)` imports lazily, and give it its own streams."""
-    entry_point = ta.envs.registration.ENV_REGISTRY[env_id].entry_point
-    if isinstance(entry_point, str):
-        importlib.import_module(entry_point.partition(":")[0])
-    _give_own_streams("textarena")
+def _prepare(env_id: str) -> str:
+    """Import what `ta.make` imports lazily, and give it its own streams; the id under which TextArena knows the env.
+
+    Of `module:id`, a user's own env, the module is imported first: it registers the id.
+    """
+    module, _, registered_id = env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    entry_point = ta.envs.registration.ENV_REGISTRY[registered_id].entry_point
+    home: str = entry_point.partition(":")[0] if isinstance(entry_point, str) else entry_point.__module__
+    importlib.import_module(home)
+    for package in ("textarena", home):
+        _give_own_streams(package)
+    return registered_id
 
 
 def env_ids() -> list[str]:
@@ -328,8 +337,16 @@ def probe(env_id: str, num_players: int) -> EnvFacts:
 
     Runs in a thread with a time limit, since an env's start may run any code (downloads, endless loops).
     """
+    module, _, registered_id = env_id.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+    except (ImportError, ValueError, SyntaxError) as failure:
+        return EnvFacts(f"cannot import {module!r}: {failure}")
     known = env_ids()
-    if env_id not in known:
+    if registered_id not in known:
+        if module:
+            return EnvFacts(f"{module!r} registers no env {registered_id!r} with TextArena")
         close = difflib.get_close_matches(env_id, known, n=3)
         hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "; see `unstable-lite envs`"
         return EnvFacts(f"no such env id{hint}")

@@ -1,0 +1,295 @@
+"""Every block of README.md and docs/*.md is run, or says that it cannot be.
+
+A block is one of: commands (`bash`), each run as it stands or checked as far as a test can; a whole config or a part of
+one (`toml`), validated as `check` does; code (`python`): run, or `# from FILE` and then an excerpt of a file that is
+tested by itself, or `# UnstableBaselines`, theirs; what a program prints (`text`). What needs a GPU says so in a
+comment, and is checked all the same. A first line `# NAME.toml` or `# NAME.py` is a file for the blocks below it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import runs
+from unstable_lite.checkpoints import newest_checkpoint
+from unstable_lite.cli import app
+from unstable_lite.config import Config
+from unstable_lite.plan import load_plan
+from unstable_lite.sft.session import load_sft_plan
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN = Path("outputs/2026-11-21/12-00-00-mine")
+"""How the pages call a run."""
+ON_CPU = ('engine.devices=["cpu"]', 'learner.devices=["cpu"]')
+GPU = re.compile(r"#.*\bneeds (a GPU|GPUs)\b")
+ENV = '\n[[train_envs]]\nenv_id = "Nim-v0-train"\nnum_players = 2\nnum_actors = {}\n'
+SMALL = """
+model_name = "builtin:tiny"
+[run]
+learning_steps = 2
+num_collection_workers = 12
+num_eval_workers = 0
+eval_games = 4
+checkpoint_every = 1
+output_dir = "made"
+[engine]
+kind = "transformers"
+temperature = 1.0
+max_generation_len = 12
+max_model_len = 4096
+[learner]
+batch_size = 12
+learning_rate = 1e-3
+gradient_checkpointing = false
+activation_checkpointing = false
+[tracker]
+keep_tokens = true
+[league]
+opponent_sampling_strategy = { mirror = 0.5, fixed = 0.5 }
+fixed_opponents = ["scripted:random"]
+[[train_envs]]
+env_id = "Nim-v0-train"
+num_players = 2
+num_actors = 1
+prompt_template = "tiny"
+[[eval_envs]]
+env_id = "Nim-v0-train"
+num_players = 2
+prompt_template = "tiny"
+fixed_opponent = "scripted:random"
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    language: str
+    text: str
+    line: int
+
+    @property
+    def first_line(self) -> str:
+        return self.text.partition("\n")[0]
+
+    @property
+    def file_name(self) -> str | None:
+        named = re.fullmatch(r"# (\w+\.(?:toml|py))", self.first_line)
+        return named[1] if named else None
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+    return [Block(one[1], one[2], text.count("\n", 0, one.start()) + 1) for one in found]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two updates. Whoever plays with its models afterwards does so without one: the scripted engine."""
+    directory = tmp_path_factory.mktemp("docs")
+    (directory / "small.toml").write_text(SMALL)
+    done = subprocess.run(runs.command("run", "small.toml"), cwd=directory, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = directory.glob("made/*/*")
+    config = (found / "config.toml").read_text()
+    (found / "config.toml").write_text(config.replace('kind = "transformers"', 'kind = "scripted"'))
+    return found
+
+
+@pytest.fixture
+def workplace(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the pages' commands are given: the repository's examples, and a run."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name in (RUN, RUN.with_name("13-00-00-another")):
+        shutil.copytree(run, tmp_path / name, symlinks=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENROUTER_API_KEY", "not called by a check")
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_of_a_page_runs_or_says_what_it_needs(
+    page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in (ROOT / "examples", workplace):
+        monkeypatch.syspath_prepend(path)
+    for block in blocks(page):
+        where = f"{page.name}, line {block.line}"
+        needs_gpu = GPU.search(block.first_line) is not None
+        if block.file_name:
+            Path(block.file_name).write_text(block.text)
+        if block.language == "bash":
+            for line in block.text.replace("\\\n", " ").splitlines():
+                _command(line, where, monkeypatch)
+        elif block.language == "toml":
+            _config(block.text, needs_gpu, where)
+        elif block.language == "python":
+            _code(block, where)
+        else:
+            assert block.language == "text", f"{where}: a block of {block.language!r} is neither run nor marked"
+
+
+def _config(text: str, needs_gpu: bool, where: str) -> None:
+    """A part of a config is taken for the rest of one with an env."""
+    path = Path("checked.toml")
+    config = tomllib.loads(text)
+    has_opponents = "opponent_sampling_strategy" in config.get("league", {})
+    path.write_text(text + ENV.format(1 if has_opponents else 2) * ("train_envs" not in config))
+    assert load_plan(path, ON_CPU if needs_gpu else ()).describe(), where
+
+
+def _code(block: Block, where: str) -> None:
+    first, _, rest = block.text.partition("\n")
+    if excerpt := re.fullmatch(r"# from (\S+)", first):
+        assert rest.strip() in (ROOT / excerpt[1]).read_text(), f"{where}: {excerpt[1]} has other lines"
+    elif first.startswith("# UnstableBaselines"):
+        ast.parse(rest)
+    elif not GPU.search(first):
+        done = subprocess.run([sys.executable, "-c", block.text], capture_output=True, text=True)
+        assert done.returncode == 0, f"{where}\n{done.stdout}{done.stderr}"
+
+
+def _command(line: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_gpu = GPU.search(line) is not None
+    for part in re.split(r"&&", line.partition(" #")[0]):
+        words = shlex.split(part, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+            name, _, value = words.pop(0).partition("=")
+            if name == "PYTHONPATH":
+                monkeypatch.syspath_prepend(value)
+            else:
+                monkeypatch.setenv(name, value)
+        words = [path for word in words for path in (sorted(map(str, Path().glob(word))) if "*" in word else [word])]
+        if words:
+            _run(words, needs_gpu, f"{where}: {line}")
+
+
+def _run(words: list[str], needs_gpu: bool, where: str) -> None:
+    match words:
+        case ["pip", "install", *packages]:
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            wanted = re.findall(r"[\w-]+(?=[,\]])", " ".join(packages))
+            assert set(wanted) <= set(extras), where
+        case ["pytest"]:
+            assert (ROOT / "tests").is_dir()
+        case ["python", "-m", "bench", name, *_]:
+            assert (ROOT / "bench" / f"{name}.py").is_file(), where
+        case ["python", script, *_] if script.startswith(("examples/", "docs/", "tests/")):
+            assert (ROOT / script).exists(), f"{where}: no such script, or it has no test of its own"
+        case ["tensorboard", "--logdir", directory]:
+            assert Path(directory).is_dir(), where
+        case ["python", "-m", "unstable_lite", *arguments] | ["unstable-lite", *arguments]:
+            _unstable(arguments, needs_gpu, where)
+        case _:
+            assert needs_gpu, f"{where}: neither run nor marked"
+
+
+def _unstable(arguments: list[str], needs_gpu: bool, where: str) -> None:
+    on_cpu = ON_CPU if needs_gpu else ()
+    match arguments:
+        case ["run", "--resume", directory, *overrides]:
+            assert newest_checkpoint(Path(directory) / "checkpoints", print), where
+            load_plan(Path(directory) / "config.toml", tuple(overrides))
+        case ["run", config, *overrides]:
+            assert not [word for word in overrides if word.startswith("-") and word != "--quiet"], where
+            load_plan(Path(config), _without_paths(overrides, on_cpu))
+        case ["sft", config, *rest]:
+            assert load_sft_plan(Path(config), tuple(word for word in rest if not word.startswith("-"))), where
+        case ["play", *rest] if "--watch" not in rest:
+            done = subprocess.run(runs.command("play", *rest), input="[0 1]\n" * 50, capture_output=True, text=True)
+            assert done.returncode == 0, where + done.stdout + done.stderr
+        case _:
+            few = {"eval": ["--games", "2"], "resample": ["--observations", "2", "--samples", "2"]}
+            extra = [*few.get(arguments[0], []), *(on_cpu if arguments[0] == "check" else ())]
+            done = CliRunner().invoke(app, [*arguments, *extra], catch_exceptions=False)
+            assert done.exit_code == 0, where + done.output
+
+
+def _without_paths(overrides: list[str], on_cpu: tuple[str, ...]) -> tuple[str, ...]:
+    """What an earlier command of the page would have made does not exist here."""
+    return *(word for word in overrides if not word.startswith("lora.initial_lora_path=warm_start")), *on_cpu
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)|src=\"([^\"]+)\"", page.read_text()):
+        path, _, anchor = "".join(target).partition("#")
+        if path.startswith("http"):
+            continue
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name} links to {path}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", there.read_text(), re.M)
+            anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert anchor in anchors, f"{page.name} links to {path}#{anchor}"
+
+
+def test_the_page_of_keys_is_what_the_models_say() -> None:
+    done = subprocess.run([sys.executable, ROOT / "docs" / "config_reference.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (ROOT / "docs" / "config.md").read_text(), "python docs/config_reference.py > docs/config.md"
+    undescribed = re.findall(r"^\| `(\w+)` \|.*\|  \|$", done.stdout, re.M)
+    assert not undescribed, f"keys without a docstring: {undescribed}"
+    assert set(Config.model_fields) <= set(re.findall(r"^(?:\| |## `\[+)`?(\w+)", done.stdout, re.M))
+
+
+def test_every_metric_that_a_page_names_is_recorded(run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    recorded = {name for line in lines for name in json.loads(line)}
+    sources = "\n".join(path.read_text() for path in (ROOT / "unstable_lite").rglob("*.py"))
+    named = re.findall(
+        r"`((?:collection|evaluation|learner|inference|exploration|run|buffer|alarms|batch|league|"
+        r"opponents|transport|trueskill)[^`/]*/[^`]+)`",
+        (ROOT / "docs" / "curves.md").read_text(),
+    )
+    assert len(named) > 40
+    for name in named:
+        whole = name.replace("{env}", "Nim-v0-train").replace("{opponent}", "scripted:random").replace("{i}", "0")
+        is_known = whole in recorded or f'"{name}"' in sources or f'"{name.rpartition("/")[2]}"' in sources
+        assert is_known, f"docs/curves.md names {name}"
+
+
+def test_the_readmes_first_screen_has_both_commands() -> None:
+    first_screen = PAGES[0].read_text().splitlines()[:25]
+    assert any(
+        "pip install -e '.[cpu]' && python -m unstable_lite run examples/quickstart.toml" in x for x in first_screen
+    )
+    assert any("pip install -e '.[cpu,test]' && pytest" in x for x in first_screen)
+
+
+def test_the_gpu_recipe_is_the_references_own_example() -> None:
+    """Qwen3-1.7B on SimpleTak, evaluated on KuhnPoker, on three GPUs."""
+    plan = load_plan(ROOT / "examples" / "selfplay_gpu.toml", (*ON_CPU, "eval_envs=[]"))
+    assert plan.config.model_name == "Qwen/Qwen3-1.7B-Base"
+    assert [spec.env_id for spec in plan.config.train_envs] == ["SimpleTak-v0-train"]
+    raw = tomllib.loads((ROOT / "examples" / "selfplay_gpu.toml").read_text())
+    assert (raw["learner"]["devices"], raw["engine"]["devices"]) == ([0], [1, 2])
+    assert [spec["env_id"] for spec in raw["eval_envs"]] == ["KuhnPoker-v0-train"]
+
+
+@pytest.mark.browser
+def test_the_pictures_are_made_from_a_run(run: Path, tmp_path: Path, chromium: str) -> None:
+    for what in ("top", "report"):
+        done = subprocess.run(
+            [sys.executable, ROOT / "docs" / "pictures.py", what, run],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PICTURES": str(tmp_path)},
+        )
+        assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"top.svg", "report.png", "games.png"}
+    kept = [ROOT / "docs" / "pictures" / path.name for path in tmp_path.iterdir()]
+    assert sum(path.stat().st_size for path in kept) < 300_000
