@@ -21,12 +21,14 @@ from unstable_lite.checkpoints import to_toml
 from unstable_lite.cli import app
 from unstable_lite.config import Config, TrackerConfig
 from unstable_lite.errors import UnstableError
+from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.models import BUILTIN
 from unstable_lite.trackers.jsonl import JsonlSink
 from unstable_lite.trackers.records import write_whole
 from unstable_lite.trackers.report import write_report
 from unstable_lite.trackers.report.games import Sample
+from unstable_lite.trackers.report.prompts import templates_by_env
 from unstable_lite.trackers.report.tokens import CUT, pieces
 from unstable_lite.trackers.tracker import Tally, Tracker
 from unstable_lite.trackers.train_data import step_to_json
@@ -370,6 +372,34 @@ def test_a_game_is_stepped_through_by_clicks_and_by_keys(one_run: Path, opened: 
 
 
 @pytest.mark.browser
+def test_the_prompt_of_a_turn_that_was_not_trained_on_is_made_from_its_template(one_run: Path, opened: Opened) -> None:
+    page = opened(one_run)
+    choose(page, 2)
+    page.get_by_text("The whole prompt, as its template makes it").click()
+    prompt = TEMPLATES["default"].prompt(GAMES[2].turns[0].observation, num_players=2)
+    assert page.locator("#game details[open] pre").text_content() == prompt
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#game")).to_contain_text("What player 1 was shown")
+    expect(page.get_by_text("The whole prompt")).to_have_count(0)
+    choose(page, 6)
+    expect(page.get_by_text("The whole prompt")).to_have_count(0)
+
+
+def test_what_nobody_can_tell_of_a_prompt_is_not_told() -> None:
+    brief = {"user": "{observation}"}
+    envs = [{"env_id": NIM, "prompt_template": "brief"}, {"env_id": TTT}, {"env_id": TTT, "prompt_template": "tiny"}]
+    config = {
+        "templates": {"brief": brief},
+        "train_envs": envs,
+        "eval_envs": [{"env_id": NIM, "prompt_template": "chat"}],
+    }
+    (found,) = templates_by_env(config).items()
+    assert found[0] == ("train", NIM)
+    assert found[1].prompt("board", 2) == "board"
+    assert templates_by_env(config | {"templates": {"brief": {"usr": ""}}}) == {}
+
+
+@pytest.mark.browser
 def test_every_stage_of_a_reward_is_shown(one_run: Path, opened: Opened) -> None:
     page = opened(one_run)
     page.goto(f"{one_run.as_uri()}#game=0.9.3")
@@ -442,7 +472,7 @@ def test_what_models_write_stays_text(tmp_path: Path, opened: Opened) -> None:
     before = page.evaluate(elements)
     for number, text in enumerate(HOSTILE):
         choose(page, number)
-        answer = page.locator("#game pre:not(.thought)").nth(1)
+        answer = page.locator("#game pre:not(.thought):not(details pre)").nth(1)
         shown = answer.text_content() or ""
         if text.isprintable():
             assert shown == text[: len(shown)] and len(shown) >= min(len(text), 20_000)

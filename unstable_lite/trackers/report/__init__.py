@@ -15,6 +15,7 @@ from unstable_lite.errors import UnstableError
 from unstable_lite.trackers.records import replaced
 from unstable_lite.trackers.report.games import read_games
 from unstable_lite.trackers.report.page import render
+from unstable_lite.trackers.report.prompts import templates_by_env
 from unstable_lite.trackers.report.runs import read_runs
 from unstable_lite.trackers.report.tokens import find_tokenizer
 
@@ -40,7 +41,13 @@ def write_report(directories: Sequence[Path], output: Path, max_games: int = MAX
     plotly_js = _plotly_js()
     runs = read_runs(directories)
     games = [
-        read_games(run.directory, find_tokenizer(str(run.config.get("model_name", ""))), max_games) for run in runs
+        read_games(
+            run.directory,
+            find_tokenizer(str(run.config.get("model_name", ""))),
+            max_games,
+            templates_by_env(run.config),
+        )
+        for run in runs
     ]
     page = render(runs, games, plotly_js)
     with replaced(output) as partial:

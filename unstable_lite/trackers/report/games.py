@@ -6,13 +6,14 @@ One pass over the records, whatever their number: a sample that grows too large 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from unstable_lite.games.templates import Template
 from unstable_lite.trackers.records import read_part, read_records
 from unstable_lite.trackers.report.tokens import pieces
 
@@ -59,7 +60,13 @@ class RunGames:
         return sum(sample.seen for sample in self.samples.values())
 
 
-def read_games(run: Path, tokenizer: tokenizers.Tokenizer | None, max_games: int) -> RunGames:
+def read_games(
+    run: Path,
+    tokenizer: tokenizers.Tokenizer | None,
+    max_games: int,
+    templates: Mapping[tuple[str, str], Template] | None = None,
+) -> RunGames:
+    """templates: by kind of game and env id, for the prompts of turns that were not trained on."""
     samples = {kind: Sample(max_games) for kind in ("train", "eval", "void")}
     results: dict[Pair, Counter[str]] = defaultdict(Counter)
     ends: Counter[str] = Counter()
@@ -73,8 +80,11 @@ def read_games(run: Path, tokenizer: tokenizers.Tokenizer | None, max_games: int
     kept = sorted((game for sample in samples.values() for game in sample.games), key=lambda game: game["game_idx"])
     trained = _trained_turns(run / "train_data", {game["game_idx"] for game in kept if game["kind"] == "train"})
     for game in kept:
+        template = (templates or {}).get((game["kind"], game["env_id"]))
+        served = {agent["pid"] for agent in game["agents"] if not agent["model"].startswith("fixed-")}
         game["turns"] = [
             _turn(turn, trained.get((game["game_idx"], turn[0], index)), tokenizer)
+            | _prompt(turn, template if turn[0] in served else None, len(game["agents"]))
             for index, turn in enumerate(game["turns"])
         ]
     return RunGames(samples=samples, kept=kept, results=dict(results), ends=ends, tokenizer_found=tokenizer is not None)
@@ -139,6 +149,11 @@ def _turn(turn: list[Any], trained: Mapping[str, Any] | None, tokenizer: tokeniz
     if rest and rest[0] is not None:
         made["tokens"] = _tokens(rest[0], text, tokenizer)
     return made
+
+
+def _prompt(turn: Sequence[Any], template: Template | None, num_players: int) -> dict[str, Any]:
+    """`prompt`: as the template makes it, without regard to the special tokens of the run's model."""
+    return {} if template is None else {"prompt": _around(template.prompt(turn[1], num_players), turn[1])}
 
 
 def _around(prompt: str, observation: str) -> list[str]:

@@ -589,7 +589,8 @@ class Browser {
     ] : [el("h4", {}, "What was sampled, token by token"), this.tokens(turn, player)];
     return el("div", {},
       el("h4", {}, `What player ${turn.pid} was shown`), this.observation(turn),
-      turn.trained && el("details", {}, el("summary", {}, "The whole prompt, as the model read it"), textBox(promptOf(turn))),
+      turn.trained ? el("details", {}, el("summary", {}, "The whole prompt, as the model read it"), textBox(promptOf(turn, turn.trained.prompt)))
+        : turn.prompt && el("details", {}, el("summary", {}, "The whole prompt, as its template makes it"), textBox(promptOf(turn, turn.prompt))),
       el("div", { class: "tokbar" }, el("label", {}, "colour tokens by ", select)),
       ...said.filter(Boolean),
       el("h4", {}, "Action"), el("div", { class: "action" }, ...shown(turn.action)),
@@ -674,7 +675,7 @@ function parted(text) {
   return box > 0 ? [text.slice(0, box), text.slice(box)] : ["", text];
 }
 
-const promptOf = (turn) => (turn.trained.prompt.length === 2 ? turn.trained.prompt.join(turn.obs) : turn.trained.prompt[0]);
+const promptOf = (turn, around) => (around.length === 2 ? around.join(turn.obs) : around[0]);
 const signed = (value) => `${value > 0 ? "+" : ""}${figureOf(value, false)}`.replace("-", "−");
 const tag = (kind, text) => el("span", { class: `tag ${kind}` }, text ?? "");
 
