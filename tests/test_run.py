@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 
 import runs
 from unstable_lite.config import Config
@@ -28,7 +29,9 @@ pytestmark = pytest.mark.timeout(300)
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory and the output of one run of three updates."""
     directory = tmp_path_factory.mktemp("finished")
-    code, out, err = runs.run("run", runs.write_small(directory), "tracker.keep_tokens=true")
+    code, out, err = runs.run(
+        "run", runs.write_small(directory), "tracker.keep_tokens=true", "tracker.transcript_every=3"
+    )
     assert code == 0, out + err
     assert err == ""
     return runs.run_directory(directory), out
@@ -217,6 +220,12 @@ def test_tensorboard_shows_the_same_numbers_under_the_references_names(finished:
     ):
         assert tag in tags
     assert [event.step for event in events.Tensors("learner/loss")] == [1, 2, 3]
+    for tag in ("learner/advantage", "learner/importance_weight", "learner/completion_tokens"):
+        counts = [make_ndarray(event.tensor_proto)[:, 2].sum() for event in events.Tensors(tag)]
+        assert len(counts) == 3 and min(counts) >= 24, tag
+    config, versions = (events.Tensors(f"run/{name}")[0].tensor_proto.string_val[0] for name in ("config", "versions"))
+    assert b'name = "small"' in config and b'"textarena": "0.7.4"' in versions
+    assert [event.step for event in events.Tensors("games/Nim-v0-train")] == [3]
 
 
 def test_the_output_ends_with_a_table_and_the_paths(finished: tuple[Path, str]) -> None:

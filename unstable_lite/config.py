@@ -341,6 +341,8 @@ class TrackerConfig(Section):
     """Keep each turn's sampled token ids with their log-probabilities in games.jsonl; the learner's in train_data/."""
     keep_train_data: bool = True
     """Keep what each update trained on, in train_data/."""
+    transcript_every: int = Field(10, ge=0)
+    """Updates from one game to the next that TensorBoard and W&B show as text; 0: none."""
     max_part_mb: float = Field(64.0, gt=0)
     """games.jsonl goes on in a new file at so many MB; the full one is compressed."""
 

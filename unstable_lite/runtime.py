@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import logging.handlers
 import os
@@ -22,7 +23,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
-from unstable_lite.checkpoints import Checkpoint, create_run_directory, newest_checkpoint, read_checkpoint
+from unstable_lite.checkpoints import (
+    Checkpoint,
+    create_run_directory,
+    newest_checkpoint,
+    read_checkpoint,
+    to_toml,
+    versions,
+)
 from unstable_lite.collector import Collector
 from unstable_lite.config import Config, parse_config
 from unstable_lite.engines.lock_step import LockStep
@@ -48,7 +56,7 @@ from unstable_lite.trackers.records import read_records
 from unstable_lite.trackers.rewind import rewind
 from unstable_lite.trackers.tensorboard import TensorBoardSink
 from unstable_lite.trackers.terminal import TerminalInterface
-from unstable_lite.trackers.tracker import Evaluation, Sink, Tracker
+from unstable_lite.trackers.tracker import Evaluation, RichSink, Sink, Tracker
 from unstable_lite.training import Training
 from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas, try_lock
 from unstable_lite.types import GameRecord
@@ -188,7 +196,8 @@ class Run:
             self._terminal.say(f"going on after update {state['updates']}, from {checkpoint.directory.name}")
         for path in (*reap_stale_arenas(), *reap_stale_arenas(directory)):
             self._terminal.say(f"removed {path}, left behind by a run that was killed")
-        tracker = Tracker(directory, _sinks(config, directory), config.tracker, self._terminal.say)
+        sinks = _sinks(config, directory, checkpoint.state["updates"] if checkpoint is not None else None)
+        tracker = Tracker(directory, sinks, config.tracker, self._terminal.say)
         if checkpoint is not None:
             tracker.resume(checkpoint.state["tracker"], list(read_records(directory / "eval.jsonl")))
         arena: AdapterArena | None = None
@@ -411,13 +420,20 @@ def _stream(config: Config, purpose: str) -> random.Random:
     return random.Random(derive_seed(config.run.seed, purpose))
 
 
-def _sinks(config: Config, directory: Path) -> list[Sink]:
-    sinks: list[Sink] = [JsonlSink(directory / "metrics.jsonl"), TensorBoardSink(directory / "tensorboard")]
+def _sinks(config: Config, directory: Path, resumed_after: int | None) -> list[Sink]:
+    tensorboard = TensorBoardSink(directory / "tensorboard")
+    if resumed_after is None:
+        tensorboard.lay_out(config)
+    rich: list[RichSink] = [tensorboard]
+    raw = config.model_dump(mode="json")
     if config.tracker.wandb_project:
         from unstable_lite.trackers.wandb import WandbSink
 
-        sinks.append(WandbSink(config.tracker.wandb_project, directory.name, config.model_dump(mode="json")))
-    return sinks
+        rich.append(WandbSink(config.tracker.wandb_project, directory, raw))
+    texts = {"run/config": to_toml(raw), "run/versions": json.dumps(versions(), indent=2)}
+    for sink in rich:
+        sink.log_texts(resumed_after or 0, texts)
+    return [JsonlSink(directory / "metrics.jsonl"), *rich]
 
 
 def _canary_prompt(config: Config, templates: Mapping[str, Template]) -> str:

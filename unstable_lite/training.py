@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from unstable_lite.supervision import Supervisor
 from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.trackers.tracker import Tracker, summarise_evaluation
 from unstable_lite.transport.adapters import AdapterArena
-from unstable_lite.types import Batch
+from unstable_lite.types import Batch, Histogram
 from unstable_lite.workers import Workers
 
 T = TypeVar("T")
@@ -158,7 +158,7 @@ class Training:
         figures["learner/publish_s"] = time.monotonic() - published
         figures |= await self.guard.measure(batch)
         await self.tracker.add_train_data(self.updates, version - 1, batch, updated.logprobs)
-        self._report(figures)
+        self._report(figures, updated.histograms)
         is_due = self._is_save_due or self.updates % config.run.checkpoint_every == 0
         if is_due and self.updates < config.run.learning_steps:
             await self._save()
@@ -235,7 +235,7 @@ class Training:
         self._alarm(f"skipped a batch: {reason}")
         self.guard.check_skipped(self._skipped_in_a_row, reason)
 
-    def _report(self, figures: dict[str, float]) -> None:
+    def _report(self, figures: dict[str, float], histograms: Sequence[Histogram]) -> None:
         """One line of metrics, and the alarms that follow from them."""
         for engine in self.workers.engines.engines:
             group = f"inference/{engine.peer.name}"
@@ -272,7 +272,7 @@ class Training:
                 f"{figures['learner/max_tokens_per_micro_batch']:.0f} tokens"
             )
         figures |= self.guard.check_update(self.updates, figures)
-        self.tracker.log_update(self.updates, figures)
+        self.tracker.log_update(self.updates, figures, histograms)
         self.tracker.end_evaluations(still_playing={self.registry.get_current_ckpt(), *+self.collector.evaluating})
         self.terminal.show_update(self.updates, self.plan.config.run.learning_steps, self._one_line())
 

@@ -212,6 +212,16 @@ Batch = list[Step] | list[list[Step]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """How many values lie between each edge and the next."""
+
+    name: str
+    edges: tuple[float, ...]
+    """One more than counts."""
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainItem:
     """One step as the learner sees it: ids, never text."""
 

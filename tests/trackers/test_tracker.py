@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.trackers.records import read_part, read_records
 from unstable_lite.trackers.terminal import evaluation_tables
 from unstable_lite.trackers.tracker import WINDOW, Tally, Tracker, wilson_interval
+from unstable_lite.trackers.transcripts import transcript
 from unstable_lite.types import (
     AgentSpec,
     GameEnd,
@@ -23,6 +25,7 @@ from unstable_lite.types import (
     GameRecord,
     GameSpec,
     Generation,
+    Histogram,
     ModelRef,
     PlayerTrajectory,
     Step,
@@ -104,6 +107,21 @@ def game(
     )
 
 
+class Shown(Kept):
+    """One that can show more than numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.histograms: list[tuple[int, str]] = []
+        self.texts: list[tuple[int, str, str]] = []
+
+    def log_histograms(self, step: int, histograms: Sequence[Histogram]) -> None:
+        self.histograms += [(step, one.name) for one in histograms]
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        self.texts += [(step, name, text) for name, text in texts.items()]
+
+
 def make_tracker(directory: Path, sink: Kept | None = None, **config: Any) -> Tracker:
     tracker = Tracker(directory, [sink] if sink else [], TrackerConfig(**config))
     tracker.registry = ModelRegistry()
@@ -148,6 +166,35 @@ def test_every_mean_is_of_as_many_entries_as_its_n_says(tmp_path: Path) -> None:
     assert sink.lines[-1][1]["run/void_games"] == 1
     assert sink.lines[-1][1]["exploration/E/Unique Actions"] == 1
     tracker.close()
+
+
+def test_who_can_show_more_than_numbers_gets_histograms_and_now_and_then_a_game(tmp_path: Path) -> None:
+    sink = Shown()
+    tracker = make_tracker(tmp_path, sink, transcript_every=2)
+    spread = [Histogram(name="advantage", edges=(0.0, 1.0), counts=(3,))]
+    tracker.add_record(game(kind="eval"))
+    tracker.log_update(1, {}, spread)
+    tracker.log_update(2, {})
+    assert (sink.histograms, sink.texts) == ([(1, "learner/advantage")], [])  # no training game yet
+    tracker.add_record(game(rewards=(-1.0, 1.0), end="invalid", invalid_pids=(0,)))
+    tracker.add_record(game(end="void"))
+    tracker.log_update(3, {})
+    tracker.log_update(4, {})
+    ((step, name, text),) = sink.texts
+    assert (step, name) == (4, "games/E")
+    for fact in ("game 7, seed 2: player 0 base, player 1 fixed-scripted:random", "invalid: player 0 loss (-1) by an"):
+        assert fact in text
+    assert text.index("turn 0: player 0") < text.index("state") < text.index("answer") < text.index("turn 1: player 1")
+    tracker.close()
+
+
+def test_a_transcript_is_bounded_whatever_was_said(tmp_path: Path) -> None:
+    record = game()
+    shouted = dataclasses.replace(record.turns[0], text="a" * 100_000 + "end", observation="b" * 100_000)
+    record.turns = [shouted] * 1000
+    text = transcript(record)
+    assert len(text) < 300_000
+    assert "(… 96003 characters …)" in text and "aend\n" in text and "(and 960 turns more)" in text
 
 
 def test_means_run_over_the_newest_window_while_step_counts_on(tmp_path: Path) -> None:

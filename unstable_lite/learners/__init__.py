@@ -46,6 +46,8 @@ class UpdateResult:
     """Why the step was not taken, or None."""
     logprobs: tuple[Logprobs, ...] = ()
     """For each item, the log-probabilities of its trained tokens before the step; empty where nobody says."""
+    advantages: tuple[float, ...] = ()
+    """Of the items that were trained on; empty where they are the items' rewards."""
 
 
 class Learner(Protocol):

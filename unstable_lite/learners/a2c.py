@@ -67,6 +67,7 @@ class A2CLearner:
         }
         skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
         logprobs: tuple[Logprobs, ...] = ()
+        advantages: tuple[float, ...] = ()
         if fitted.items:
             weight_I = normalized(advantage_I) if self._config.normalize_adv else advantage_I
             weighed = [replace(item, reward=float(weight)) for item, weight in zip(fitted.items, weight_I, strict=True)]
@@ -90,6 +91,7 @@ class A2CLearner:
                 self._optimizer.zero_grad(set_to_none=True)
                 self._critic_optimizer.zero_grad(set_to_none=True)
             logprobs = fitted.spread(trained.logprobs(fitted.items))
+            advantages = tuple(weight_I.tolist())
             metrics |= {
                 "zero_advantage": zero_share(weight_I),
                 "policy_grad_norm": norm,
@@ -115,6 +117,7 @@ class A2CLearner:
             },
             skipped=skipped,
             logprobs=logprobs,
+            advantages=advantages,
         )
 
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:

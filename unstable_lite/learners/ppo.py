@@ -69,6 +69,7 @@ class PPOLearner:
         }
         skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
         logprobs: tuple[Logprobs, ...] = ()
+        advantages: tuple[float, ...] = ()
         if fitted.items:
             weight_I = normalized(advantage_I) if self._config.normalize_adv else advantage_I
             weighed = [replace(item, reward=float(weight)) for item, weight in zip(fitted.items, weight_I, strict=True)]
@@ -110,6 +111,7 @@ class PPOLearner:
                     before.restore()
                     critic_before.restore()
             logprobs = fitted.spread(proximal.trained.logprobs(fitted.items))
+            advantages = tuple(weight_I.tolist())
             metrics |= {
                 "zero_advantage": zero_share(weight_I),
                 **proximal.trained.figures(self.version, self._config.importance_weight_cap),
@@ -137,6 +139,7 @@ class PPOLearner:
             },
             skipped=skipped,
             logprobs=logprobs,
+            advantages=advantages,
         )
 
     def add_gradient(self, items: Sequence[TrainItem], proximal: Proximal) -> Clipped:

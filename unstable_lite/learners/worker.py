@@ -29,6 +29,7 @@ from unstable_lite.config import LearnerConfig
 from unstable_lite.errors import AdapterError, RequestError, is_out_of_memory
 from unstable_lite.learners import Learner, UpdateResult, adapter_files, load_learner
 from unstable_lite.learners.batching import length
+from unstable_lite.learners.histograms import histograms_of
 from unstable_lite.transport.child import WorkerSocket, WorkerSpec
 from unstable_lite.transport.messages import (
     Done,
@@ -134,6 +135,9 @@ class _Worker:
             metrics=result.metrics,
             skipped=result.skipped,
             logprobs=result.logprobs if self._keeps_tokens else (),
+            histograms=histograms_of(message.items, result, self._config.importance_weight_cap)
+            if result.skipped is None
+            else (),
         )
 
     def _update_within_memory(self, items: Sequence[TrainItem], version: int) -> UpdateResult:

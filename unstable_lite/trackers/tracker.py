@@ -12,9 +12,9 @@ import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from unstable_lite.config import TrackerConfig
 from unstable_lite.league.model_registry import ModelRegistry
@@ -22,7 +22,8 @@ from unstable_lite.trackers.diversity import Diversity
 from unstable_lite.trackers.league_log import LeagueLog
 from unstable_lite.trackers.records import AppendFile, RecordLog, to_line
 from unstable_lite.trackers.train_data import Batch, TrainDataFiles
-from unstable_lite.types import GameRecord, Logprobs, ModelRef, Outcome, PlayerTrajectory, Turn
+from unstable_lite.trackers.transcripts import transcript
+from unstable_lite.types import GameRecord, Histogram, Logprobs, ModelRef, Outcome, PlayerTrajectory, Turn
 
 WINDOW = 512
 """Entries over which the means of collection and evaluation run (reference): a player's games, or their turns."""
@@ -39,6 +40,16 @@ class Sink(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class RichSink(Sink, Protocol):
+    """One that can show more than numbers."""
+
+    def log_histograms(self, step: int, histograms: Sequence[Histogram]) -> None: ...
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Texts by name, as they are: whoever shows them sees that nothing in them becomes markup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +211,9 @@ class Tracker:
         self.lost_records = 0
         """Lines, events and files that could not be written."""
         self._sinks = list(sinks)
+        self._rich_sinks = [sink for sink in self._sinks if isinstance(sink, RichSink)]
+        self._newest_game: GameRecord | None = None
+        """Of training; for the next transcript."""
         self._say = say
         self._step = 0
         self._failing: dict[str, str] = {}
@@ -228,6 +242,7 @@ class Tracker:
         if record.spec.kind == "eval":
             self._add_evaluated(record)
         elif not is_void:
+            self._newest_game = record
             for trajectory in record.trajectories:
                 self._add_collected(record, trajectory)
         if self._config.keep_games == "all" or self._config.keep_games == record.spec.kind:
@@ -265,8 +280,8 @@ class Tracker:
         with contextlib.suppress(OSError):  # it may be this that is told
             self._alarms_file.write(to_line({"step": step, "time": time.time(), "text": text}))
 
-    def log_update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line of everything: `metrics` of this update, and the windows over games."""
+    def log_update(self, step: int, metrics: Mapping[str, float], histograms: Sequence[Histogram] = ()) -> None:
+        """One line of everything: `metrics` of this update, and the windows over games; and now and then a game."""
         everything = dict(metrics)
         for group, by_count in self._windows.items():
             for count, windows in by_count.items():
@@ -283,6 +298,9 @@ class Tracker:
         everything["run/alarms"] = len(self.alarms)
         everything["run/lost_records"] = self.lost_records
         self._send(step, everything)
+        for sink in self._rich_sinks:
+            with self._surviving(type(sink).__name__):
+                self._show(sink, step, histograms)
         self._log_league(step)
         self._tell_of_recovery()
 
@@ -356,6 +374,13 @@ class Tracker:
         for sink in self._sinks:
             with self._surviving(type(sink).__name__):
                 sink.log(step, metrics)
+
+    def _show(self, sink: RichSink, step: int, histograms: Sequence[Histogram]) -> None:
+        if histograms:
+            sink.log_histograms(step, [replace(one, name=f"learner/{one.name}") for one in histograms])
+        game, every = self._newest_game, self._config.transcript_every
+        if game is not None and every and step % every == 0:
+            sink.log_texts(step, {f"games/{game.spec.env_id}": transcript(game)})
 
     @contextlib.contextmanager
     def _surviving(self, what: str) -> Iterator[None]:

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import wandb
 
+from unstable_lite.types import Histogram
+
 
 class WandbSink:
-    def __init__(self, project: str, run_name: str, config: dict[str, Any]) -> None:
-        self._run = wandb.init(project=project, name=run_name, config=config)
+    def __init__(self, project: str, directory: Path, config: dict[str, Any]) -> None:
+        """`directory`: of the run; if it is gone on with, so is what was logged of it."""
+        identity = hashlib.blake2b(str(directory).encode(), digest_size=8).hexdigest()
+        self._run = wandb.init(
+            project=project, name=directory.name, id=identity, resume="allow", dir=directory, config=config
+        )
+        self._run.define_metric("*", step_metric="learner/step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({**metrics, "learner/step": step})
+        self._log(step, metrics)
+
+    def log_histograms(self, step: int, histograms: Sequence[Histogram]) -> None:
+        self._log(step, {one.name: wandb.Histogram(np_histogram=(one.counts, one.edges)) for one in histograms})
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        self._log(
+            step, {name: wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False) for name, text in texts.items()}
+        )
 
     def close(self) -> None:
         self._run.finish()
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log({**values, "learner/step": step})

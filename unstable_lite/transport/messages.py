@@ -18,11 +18,11 @@ import msgpack
 import numpy as np
 
 from unstable_lite.errors import ProtocolError
-from unstable_lite.types import Generation, Logprobs, TokenIds, TrainItem
+from unstable_lite.types import Generation, Histogram, Logprobs, TokenIds, TrainItem
 
 T = TypeVar("T")
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME_BYTES = 1 << 30
 MAX_ITEMS = 1 << 20
 """Of one list or table. What a frame claims to hold is not believed before it is read: room is made for so many."""
@@ -92,6 +92,8 @@ class Updated:
     """Why nothing was learnt and nothing published (a non-finite loss or gradient), or None."""
     logprobs: tuple[Logprobs, ...] = ()
     """For each item, those of its trained tokens before the step; only with `tracker.keep_tokens`."""
+    histograms: tuple[Histogram, ...] = ()
+    """Of this update; none if the first reply was lost, and this is the second one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,178 @@
+"""What TensorBoard is given beside numbers; that a real run's numbers come there is in test_run.py."""
+
+from __future__ import annotations
+
+import html
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import metadata as hparams
+from tensorboard.util.tensor_util import make_ndarray
+
+from unstable_lite.config import Config, EngineConfig, LeagueConfig, LearnerConfig, RunConfig
+from unstable_lite.learners import UpdateResult
+from unstable_lite.learners.histograms import BUCKETS, histograms_of
+from unstable_lite.trackers.rewind import rewind
+from unstable_lite.trackers.tensorboard import TensorBoardSink, as_code, layout
+from unstable_lite.types import EvalEnvSpec, Histogram, TrainEnvSpec, TrainItem
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of the html5lib that TensorBoard brings along
+    from tensorboard import plugin_util
+
+HOSTILE = (
+    "</code></pre><script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    "[a link](javascript:alert(1)) ![image](http://example.org/x.png) <http://example.org>",
+    "    </pre>\n<b>after a line feed</b>",
+    "\r<b>after a carriage return</b>\x0b<b>after a vertical tab</b>\x0c<b>and a form feed</b>\x85<b>next line</b>",
+    "line\u2028<b>separator</b>\u2029<b>paragraph</b>\x1c<b>file</b>",
+    "* list\n\n1. list\n\n> quotation\n\n# heading\n\n---\n\n| a | b |\n|---|---|\n| <b>c</b> | d |",
+    "\x02wzxhzdk:0\x03 klzzwxh:0000",
+    "nul \x00 bell \x07 escape \x1b[31m and lone \ud800",
+)
+CONFIG = Config(
+    run=RunConfig(eval_games=10, num_eval_workers=2, seed=7),
+    engine=EngineConfig(kind="scripted"),
+    learner=LearnerConfig(learning_rate=0.25),
+    league=LeagueConfig(opponent_sampling_strategy={"mirror": 0.5, "fixed": 0.5}),
+    train_envs=(TrainEnvSpec(env_id="Nim-v0-train", num_players=2, num_actors=2),),
+    eval_envs=(
+        EvalEnvSpec(env_id="Nim-v0-train", num_players=2, fixed_opponent="scripted:random"),
+        EvalEnvSpec(env_id="Blackjack-v0-train", num_players=1),
+    ),
+)
+WON = "evaluation-Nim-v0-train (scripted:random)/checkpoint Win Rate"
+
+
+def events(directory: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(directory))
+    accumulator.Reload()
+    return accumulator
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_a_model_wrote_is_code_on_the_page_and_never_markup(text: str) -> None:
+    shown = plugin_util.markdowns_to_safe_html([as_code(f"a game\n\n{text}\nthe end")], "".join)
+    inside = re.fullmatch(r"<pre><code>(.*)</code></pre>", shown, re.S)
+    assert inside, shown
+    assert not re.search(r"<|javascript:.*\"", inside[1])
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
+    assert html.unescape(inside[1]).startswith("a game")
+    assert html.unescape(inside[1]).rstrip().endswith("the end")
+
+
+def test_texts_and_histograms_come_to_their_pages_and_go_with_a_rewind(tmp_path: Path) -> None:
+    directory = tmp_path / "tensorboard"
+    directory.mkdir()
+    sink = TensorBoardSink(directory)
+    sink.lay_out(CONFIG)
+    sink.log_texts(0, {"games/hostile": "lone \ud800"})
+    for step in (1, 2, 3):
+        sink.log(step, {"learner/loss": step})
+        sink.log_histograms(step, [Histogram(name="learner/advantage", edges=(-1.0, 0.0, 1.0), counts=(step, 2))])
+        sink.log_texts(step, {"games/Nim-v0-train": f"game {step}"})
+    sink.close()
+    rewind(tmp_path, update=2, num_games=0)
+    sink = TensorBoardSink(directory)
+    sink.log_texts(2, {"run/config": "seed = 7"})
+    sink.close()
+    seen = events(directory)
+    pages = {seen.SummaryMetadata(tag).plugin_data.plugin_name: tag for tag in seen.Tags()["tensors"]}
+    assert pages == {
+        "scalars": "learner/loss",
+        "histograms": "learner/advantage",
+        "text": "run/config",
+        "custom_scalars": "custom_scalars__config__",
+        "hparams": hparams.SESSION_START_INFO_TAG,
+    }
+    histograms = seen.Tensors("learner/advantage")
+    assert [event.step for event in histograms] == [1, 2]
+    assert make_ndarray(histograms[-1].tensor_proto).tolist() == [[-1.0, 0.0, 2.0], [0.0, 1.0, 2.0]]
+    assert [event.tensor_proto.string_val[0] for event in seen.Tensors("games/Nim-v0-train")] == [
+        b"    game 1",
+        b"    game 2",
+    ]
+
+
+def test_a_run_is_a_row_of_its_main_keys_with_what_it_won(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.lay_out(CONFIG)
+    sink.close()
+    seen = events(tmp_path)
+    row = hparams.parse_session_start_info_plugin_data(
+        seen.SummaryMetadata(hparams.SESSION_START_INFO_TAG).plugin_data.content
+    ).hparams
+    assert row["algorithm"].string_value == "reinforce"
+    assert row["learner.learning_rate"].number_value == 0.25
+    assert row["run.seed"].number_value == 7
+    assert row["train_envs"].string_value == "Nim-v0-train"
+    assert row["league.opponent_sampling_strategy"].string_value == '{"mirror": 0.5, "fixed": 0.5}'
+    table = hparams.parse_experiment_plugin_data(seen.SummaryMetadata(hparams.EXPERIMENT_TAG).plugin_data.content)
+    assert {info.name for info in table.hparam_infos} == set(row)
+    assert [metric.name.tag for metric in table.metric_infos] == [
+        WON,
+        WON.replace("checkpoint", "concurrent checkpoint"),
+        "collection-Nim-v0-train/reward",
+    ]
+
+
+def test_charts_that_belong_together_find_the_names_that_a_run_logs() -> None:
+    charts = {chart.title: list(chart.multiline.tag) for part in layout(CONFIG).category for chart in part.chart}
+    assert isinstance(layout(CONFIG), layout_pb2.Layout)
+    logged = [WON, f"{WON} low", f"{WON} high", "evaluation-Nim-v0-train (scripted:random)/Win Rate"]
+    logged += [
+        "learner/loss",
+        "learner/policy_loss",
+        "learner/lossy",
+        "learner/staleness_mean",
+        "learner/staleness_max",
+    ]
+    logged += ["learner/mismatch_mean", "learner/mismatch_max", "learner/mismatch_tokens", "canary/mismatch"]
+    found = {
+        title: [tag for tag in logged if any(re.match(pattern, tag) for pattern in patterns)]
+        for title, patterns in charts.items()
+    }
+    assert found["Nim-v0-train, won against scripted:random, 95 %"] == logged[:3]
+    assert found["loss"] == ["learner/loss", "learner/policy_loss"]
+    assert found["staleness (updates)"] == ["learner/staleness_mean", "learner/staleness_max"]
+    assert len(found["mismatch: |Δ log p| of engine and learner"]) == 3
+    assert not any("Blackjack" in title for title in charts)  # nobody wins there
+
+
+def item(length: int, logprob: float, reward: float) -> TrainItem:
+    return TrainItem(
+        prompt_ids=np.array([1], np.int32),
+        completion_ids=np.arange(length, dtype=np.int32),
+        logprobs=np.full(length, logprob, np.float32),
+        reward=reward,
+        adapter_version=1,
+        trajectory=0,
+    )
+
+
+def test_histograms_count_each_trained_step_and_token_once_and_weights_as_the_loss_had_them() -> None:
+    items = [item(3, -1.0, -1.0), item(5, -1.0, 2.0), item(4, -1.0, 9.0)]
+    logprobs = (np.full(3, -1.0, np.float32), np.full(2, 5.0, np.float32), np.empty(0, np.float32))
+    result = UpdateResult(metrics={}, skipped=None, logprobs=logprobs)  # the second was cut, the third left out
+    found = {one.name: one for one in histograms_of(items, result, importance_weight_cap=2.0)}
+    assert all(len(one.edges) == BUCKETS + 1 and len(one.counts) == BUCKETS for one in found.values())
+    assert (found["advantage"].edges[0], found["advantage"].edges[-1]) == (-1.0, 2.0)
+    assert sum(found["advantage"].counts) == sum(found["completion_tokens"].counts) == 2
+    weights = found["importance_weight"]
+    assert (weights.edges[0], weights.edges[-1], sum(weights.counts)) == (0.0, 2.0, 5)
+    assert (weights.counts[-1], weights.counts[BUCKETS // 2]) == (2, 3)  # cut at 2; on-policy at 1
+
+
+def test_a_critics_advantages_are_told_in_place_of_rewards_and_what_is_no_number_is_left_out() -> None:
+    items = [item(3, -1.0, 7.0), item(3, -1.0, 7.0)]
+    result = UpdateResult(metrics={}, skipped=None, advantages=(0.5, float("nan")))
+    found = {one.name: one for one in histograms_of(items, result, importance_weight_cap=2.0)}
+    assert found.keys() == {"advantage", "completion_tokens"}  # a learner of one's own need not tell more
+    assert sum(found["advantage"].counts) == 1
+    assert found["advantage"].edges[0] <= 0.5 <= found["advantage"].edges[-1]
