@@ -85,7 +85,8 @@ class RunConfig(Section):
 
 class EngineConfig(Section):
     kind: str = "auto"
-    """`vllm`, `transformers`, `scripted`, `auto` (vLLM where it is usable, else transformers), or `module:Class`."""
+    """`vllm`, `transformers`, `vllm-server`, `scripted`, `auto` (vLLM where it is usable, else transformers), or
+    `module:Class`."""
     devices: tuple[int | Literal["cpu"], ...] | Literal["auto"] = "auto"
     """One worker for each: CUDA device numbers, or "cpu"."""
     temperature: float = Field(0.6, gt=0)
@@ -118,6 +119,14 @@ class EngineConfig(Section):
     """A request without a reply after so long fails."""
     stall_timeout_s: float = Field(300.0, gt=0)
     """A worker that owes replies and says nothing for so long is killed and started again."""
+    urls: tuple[str, ...] = ()
+    """`vllm-server` only: where vLLM's servers are, one worker for each; see docs/cluster.md. If they ask for a key, it
+    comes from the environment variable VLLM_API_KEY."""
+    adapter_folder: Path | None = None
+    """`vllm-server` only: a folder that this machine and every server see under the same absolute path."""
+    adapter_receivers: tuple[str, ...] = ()
+    """`vllm-server` only, where no folder is shared: the side-car beside each of `urls`, in the same order, that takes
+    adapters by HTTP. Its secret comes from the environment variable ADAPTER_RECEIVER_API_KEY."""
     replies: tuple[str, ...] = ("\\boxed{[0]}",)
     """`scripted` only: the completions it draws from."""
 

@@ -16,6 +16,8 @@ from unstable_lite.algorithms import algorithm_problems, describe_rewards, resol
 from unstable_lite.by_name import suggestion
 from unstable_lite.config import Config, LoraConfig, OpponentsConfig, read_config
 from unstable_lite.engines.choose import choose_engine, resolve_devices
+from unstable_lite.engines.servers import KIND as VLLM_SERVER
+from unstable_lite.engines.servers import delivery, server_problems
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
 from unstable_lite.games.api_keys import url_problem
 from unstable_lite.games.environments import Environment, is_isolated, probe
@@ -77,8 +79,12 @@ class Plan:
             total = self.adapter_bytes * adapters_in_memory(config)
             size = f"{self.adapter_bytes / MIB:.1f} MiB an adapter, up to {total / MIB:.0f} MiB in shared memory"
             rows.append(("adapters", size))
+        if config.engine.kind == VLLM_SERVER:
+            rows.append(("adapters to the servers", delivery(config.engine)))
         memory = (
-            f"{config.engine.gpu_memory_utilization:.0%} of the GPU"
+            "the servers' own"
+            if config.engine.kind == VLLM_SERVER
+            else f"{config.engine.gpu_memory_utilization:.0%} of the GPU"
             if self.engine_devices != ("cpu",)
             else f"up to {config.engine.kv_cache_gb:g} GB for the KV cache"
         )
@@ -117,7 +123,7 @@ def make_plan(config: Config) -> Plan:
     if problems := find_problems(config):
         raise ConfigError(*problems)
     config = resolve_defaults(config)
-    engine_devices, learner_devices = resolve_devices(config.engine.devices, config.learner.devices)
+    engine_devices, learner_devices = _devices(config)
     kind, reason = choose_engine(config.engine.kind, engine_devices)
     workers_on_cpu = [*engine_devices, *learner_devices].count("cpu")
     share = max(1, len(os.sched_getaffinity(0)) // max(1, workers_on_cpu))
@@ -188,11 +194,12 @@ def find_problems(config: Config) -> list[str]:
         if (path := getattr(config.lora, key)) is not None:
             problems += adapter_problems(f"lora.{key}", path, config.lora)
     problems += _unknown("algorithm", config.algorithm, LEARNERS, may_be_import=True)
-    engine_kinds = ("auto", "vllm", "transformers", "scripted")
+    engine_kinds = ("auto", "vllm", "transformers", VLLM_SERVER, "scripted")
     problems += _unknown("engine.kind", config.engine.kind, engine_kinds, may_be_import=True)
+    problems += server_problems(config.engine)
     if not problems:
         try:
-            choose_engine(config.engine.kind, resolve_devices(config.engine.devices, config.learner.devices)[0])
+            choose_engine(config.engine.kind, _devices(config)[0])
         except ConfigError as error:
             problems += error.problems
     if config.tracker.wandb_project and importlib.util.find_spec("wandb") is None:
@@ -378,5 +385,15 @@ def _adapter_bytes(config: Config) -> int | None:
     return (4 * shape.lora_parameters(config.lora) or None) if shape else None
 
 
+def _devices(config: Config) -> tuple[tuple[int | str, ...], tuple[int | str, ...]]:
+    """Of engines and learner; an engine that talks to a server is where that server is."""
+    engine, learner = config.engine, config.learner
+    if engine.kind == VLLM_SERVER:
+        return engine.urls, resolve_devices(("cpu",), learner.devices)[1]
+    return resolve_devices(engine.devices, learner.devices)
+
+
 def _device(device: int | str, threads: int) -> str:
+    if isinstance(device, str) and device != "cpu":
+        return device
     return f"the CPU, {threads} thread{'s' if threads > 1 else ''}" if device == "cpu" else f"GPU {device}"

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unstable_lite.engines.client import EngineClient, EnginePool
+from unstable_lite.engines.servers import KIND as VLLM_SERVER
+from unstable_lite.engines.servers import server_keys
 from unstable_lite.learners.client import LearnerClient
 from unstable_lite.plan import Plan
 from unstable_lite.transport.child import WorkerSpec
@@ -137,8 +139,9 @@ class _Household:
         plan = self._plan
         names = [f"engine-{index}" for index in range(len(plan.engine_devices))]
         engines = [EngineClient(self.router, name, plan.config.engine) for name in names]
+        keys = server_keys() if plan.config.engine.kind == VLLM_SERVER else None
         for engine, device in zip(engines, plan.engine_devices, strict=True):
-            await self.start("unstable_lite.engines.worker", engine.peer, device, plan.engine_threads)
+            await self.start("unstable_lite.engines.worker", engine.peer, device, plan.engine_threads, keys)
         return EnginePool(engines)
 
     async def start(
@@ -147,7 +150,7 @@ class _Household:
         spec = WorkerSpec(
             name=peer.name,
             endpoint=self.router.endpoint,
-            device="cpu" if device == "cpu" else "cuda:0",
+            device=device if isinstance(device, str) else "cuda:0",
             threads=threads,
             config_json=self._plan.config.model_dump_json(),
         )
@@ -174,7 +177,7 @@ class _Household:
 
 def _environment(device: int | str, threads: int) -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    cuda = "" if device == "cpu" else (visible[int(device)] if visible != [""] else str(device))
+    cuda = "" if isinstance(device, str) else (visible[int(device)] if visible != [""] else str(device))
     return {
         "CUDA_VISIBLE_DEVICES": cuda,
         "OMP_NUM_THREADS": str(threads),

@@ -10,6 +10,7 @@ import pytest
 
 from random_models import make_adapter, make_model
 from remote_engine import RemoteEngine
+from vllm_serving import LORA, WHOLE_PROMPTS, VLLMServer
 
 
 @pytest.fixture
@@ -29,6 +30,17 @@ def start_engine() -> Iterator[Callable[..., RemoteEngine]]:
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def vllm_server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    """vLLM's own server with the random model; whoever ends it starts it again."""
+    log = tmp_path_factory.mktemp("vllm-server") / "log"
+    limits = ("--max-model-len", "640", "--max-num-seqs", "16")
+    server = VLLMServer(model_dir, log, *limits, *LORA, *WHOLE_PROMPTS, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+    server.start()
+    yield server
+    server.kill()
 
 
 @pytest.fixture(scope="session")

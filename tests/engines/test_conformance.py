@@ -31,6 +31,7 @@ KINDS = [
     pytest.param(("transformers", "cpu", "bfloat16"), id="transformers-bfloat16"),
     pytest.param(("vllm", "cpu", "float32"), id="vllm-float32", marks=[pytest.mark.vllm, pytest.mark.slow]),
     pytest.param(("vllm", "cpu", "bfloat16"), id="vllm-bfloat16", marks=[pytest.mark.vllm, pytest.mark.slow]),
+    pytest.param(("vllm-server", "", "float32"), id="vllm-server-float32", marks=[pytest.mark.vllm, pytest.mark.slow]),
     pytest.param(("transformers", "cuda:0", "bfloat16"), id="transformers-cuda", marks=pytest.mark.gpu),
     pytest.param(("vllm", "cuda:0", "bfloat16"), id="vllm-cuda", marks=[pytest.mark.gpu, pytest.mark.vllm]),
 ]
@@ -50,8 +51,14 @@ class Engine:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def engine(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Engine]:
+def engine(
+    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
     kind, device, dtype = request.param
+    server = {}
+    if kind == "vllm-server":
+        device = request.getfixturevalue("vllm_server").url
+        server = {"urls": [device], "adapter_folder": str(tmp_path_factory.mktemp("adapter-folder"))}
     remote = RemoteEngine(
         device,
         model=str(model_dir),
@@ -62,11 +69,12 @@ def engine(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Engine]:
         max_parallel_seq=16,
         kv_cache_gb=1,
         gpu_memory_utilization=0.2,
+        **server,
     )
     try:
         facts = remote.wait_for_type(Ready, START_TIMEOUT_S).facts
         assert {"kind", "model", "device", "dtype", "threads", "max_model_len", "vocab_size"} <= facts.keys()
-        assert (facts["dtype"], facts["max_model_len"]) == (dtype, MAX_MODEL_LEN)
+        assert (facts["dtype"], facts["max_model_len"]) == ("the server's" if server else dtype, MAX_MODEL_LEN)
         yield Engine(remote, is_exact=dtype == "float32")
     finally:
         remote.close()

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,47 +12,19 @@ from unstable_lite.games.run_game import new_record, run_game
 from unstable_lite.games.seats import Seats
 from unstable_lite.models import BUILTIN
 from unstable_lite.types import AgentSpec, GameSpec, ModelRef
+from vllm_serving import VLLMServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    url, log = f"http://127.0.0.1:{port}/v1", tmp_path_factory.mktemp("vllm") / "server.log"
-    model = ["--model", str(BUILTIN["builtin:tiny"]), "--served-model-name", "tiny"]
-    limits = ["--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager"]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            [*command, *model, *limits], env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        _wait_until_up(url, server, log)
-        yield url
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)  # its engine is a process of its own
-        server.wait()
-
-
-def _wait_until_up(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    while True:
-        try:
-            with urllib.request.urlopen(f"{url}/models", timeout=5):
-                return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            assert server.poll() is None, log.read_text()[-3000:]
-            time.sleep(0.5)
+    log = tmp_path_factory.mktemp("vllm") / "server.log"
+    flags = ["--served-model-name", "tiny", "--max-model-len", "1024", "--max-num-seqs", "8"]
+    server = VLLMServer(BUILTIN["builtin:tiny"], log, *flags)
+    server.start()
+    yield f"{server.url}/v1"
+    server.kill()
 
 
 async def test_a_model_behind_vllms_server_plays_real_games(vllm_url: str) -> None:

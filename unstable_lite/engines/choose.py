@@ -39,7 +39,7 @@ def resolve_devices(
     return engine_devices, learner_devices
 
 
-def choose_engine(kind: str, devices: Sequence[Device]) -> tuple[str, str]:
+def choose_engine(kind: str, devices: Sequence[int | str]) -> tuple[str, str]:
     """The engine kind for `devices`, and the reason. Raises ConfigError if vLLM is asked for and cannot serve there."""
     if kind not in ("auto", "vllm"):
         return kind, "asked for by name"
@@ -56,7 +56,7 @@ def choose_engine(kind: str, devices: Sequence[Device]) -> tuple[str, str]:
     return ("vllm" if is_usable else "transformers"), why
 
 
-def vllm_usable(devices: Sequence[Device]) -> tuple[bool, str]:
+def vllm_usable(devices: Sequence[int | str]) -> tuple[bool, str]:
     """Whether the vLLM that is installed, if one is, serves on `devices`; why, or why not."""
     if importlib.util.find_spec("vllm") is None:
         return False, "vLLM is not installed (pip install vllm)"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from unstable_lite.transport.child import WorkerSpec
-from unstable_lite.transport.messages import EngineStats, Generate, Generated
+from unstable_lite.transport.messages import EngineStats, Failed, Generate, Generated
 
 ENGINES = {
     "vllm": "unstable_lite.engines.vllm:VLLMEngine",
+    "vllm-server": "unstable_lite.engines.vllm_server:VLLMServerEngine",
     "transformers": "unstable_lite.engines.transformers:TransformersEngine",
     "scripted": "unstable_lite.engines.scripted:ScriptedEngine",
 }
@@ -29,8 +31,8 @@ class Engine(Protocol):
     def add_request(self, request: Generate) -> None:
         """Queue a request. Raises RequestError: prompt too long (with its size and the limit), unknown adapter."""
 
-    def step(self) -> list[Generated]:
-        """Advance every running request by a token or more; the ones that finished."""
+    def step(self) -> Sequence[Generated | Failed]:
+        """Advance every running request by a token or more; the ones that finished, or cannot be served after all."""
 
     def has_unfinished(self) -> bool: ...
 

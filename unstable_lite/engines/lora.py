@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from unstable_lite.errors import AdapterError
+from unstable_lite.errors import AdapterError, ModelError
 from unstable_lite.outside_files import WEIGHTS, check_adapter
 
 
@@ -139,6 +140,23 @@ def check_fits(model: Any, pairs: Mapping[str, tuple[Tensor, Tensor]], directory
                 f"{directory} does not fit the base: {name} goes from {fan_in} to {fan_out}, "
                 f"lora_A is {tuple(a_RI.shape)}, lora_B {tuple(b_OR.shape)}"
             )
+
+
+def bare_model(path: str, trust_remote_code: bool) -> Any:
+    """The model's modules without weights, to check adapters against. Raises ModelError if transformers has none."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, trust_remote_code=trust_remote_code
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"{path} cannot be loaded as a causal language model: {error}") from error
+
+
+def position_limit(model: Any) -> int:
+    """Tokens of the longest sequence that the model knows positions for."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ import transformers
 
 from unstable_lite.config import EngineConfig
 from unstable_lite.engines.adapters import BASE, AdapterVersions
-from unstable_lite.engines.lora import check_fits, read_adapter
+from unstable_lite.engines.lora import bare_model, check_fits, position_limit, read_adapter
 from unstable_lite.engines.requests import Throughput, check_length
 from unstable_lite.engines.sampling import GREEDY_BELOW
 from unstable_lite.engines.tokenization import Tokenizer
@@ -50,8 +50,8 @@ class VLLMEngine:
         self._output_kind = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         path = resolve_model(config.model_name)
         self._tokenizer = Tokenizer(path, config.trust_remote_code)
-        self._bare_model = _bare_model(path, config.trust_remote_code)
-        self._max_model_len = min(config.engine.max_model_len, _position_limit(self._bare_model))
+        self._bare_model = bare_model(path, config.trust_remote_code)
+        self._max_model_len = min(config.engine.max_model_len, position_limit(self._bare_model))
         self._max_rank = config.lora.lora_rank
         self._max_parallel_seq = config.engine.max_parallel_seq
         is_cpu, eager = spec.device == "cpu", config.engine.enforce_eager
@@ -197,22 +197,6 @@ def _prepare_environment(config: EngineConfig, spec: WorkerSpec) -> None:
         # vLLM would bind itself to every core, the learner's too. It also forbids to set the threads later.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         torch.set_num_threads(spec.threads)
-
-
-def _bare_model(path: str, trust_remote_code: bool) -> Any:
-    """The model's modules without weights, to check adapters against. Raises ModelError if transformers has none."""
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, trust_remote_code=trust_remote_code
-            )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"{path} cannot be loaded as a causal language model: {error}") from error
-
-
-def _position_limit(model: Any) -> int:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62
 
 
 def _seed(run_seed: int, name: str) -> int:

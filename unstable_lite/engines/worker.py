@@ -33,6 +33,14 @@ SLOW_STEP_S = 5.0
 
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     engine = load_engine(spec)
+    try:
+        _serve(engine, socket)
+    finally:
+        # Only an engine that holds something outside of its process has it.
+        getattr(engine, "close", lambda: None)()
+
+
+def _serve(engine: Engine, socket: WorkerSocket) -> None:
     socket.send(Ready(facts=engine.facts))
     stats_due = time.monotonic() + STATS_EVERY_S
     while True:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from urllib.parse import urlsplit
 
+SERVER_KEY = "VLLM_API_KEY"
+"""Of vLLM servers that are engines; the variable that their own `--api-key` reads. Only where they ask for a key."""
+RECEIVER_KEY = "ADAPTER_RECEIVER_API_KEY"
+"""Of the side-cars that take adapters for them."""
 OPENROUTER_URL = "https://openrouter.ai/api/v1"
 
 
@@ -25,9 +29,9 @@ def api_key(url: str) -> str | None:
     return key or ("none" if is_local else None)
 
 
-def url_problem(url: str) -> str | None:
+def url_problem(url: str, example: str = OPENROUTER_URL, variable: str | None = None) -> str | None:
     """What is wrong is not repeated: it may be a key that stands in the wrong place."""
-    not_one = f"not the URL of an endpoint, such as {OPENROUTER_URL!r}"
+    not_one = f"not the URL of an endpoint, such as {example!r}"
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -35,5 +39,5 @@ def url_problem(url: str) -> str | None:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return not_one
     if "@" in parts.netloc or parts.query or parts.fragment:
-        return f"a URL holds no key, name or password; set the environment variable {key_variable(url)}"
+        return f"a URL holds no key, name or password; set the environment variable {variable or key_variable(url)}"
     return None

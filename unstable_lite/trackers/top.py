@@ -269,7 +269,7 @@ def _workers(workers: Sequence[dict[str, Any]], a_row: int, load: MachineLoad, w
     most = max((worker["stats"]["tokens_per_s"] for worker in workers if worker["stats"]), default=0.0)
     for worker in workers:
         stats = worker["stats"]
-        name = f"{worker['name']} ({worker['device'] if worker['device'] == 'cpu' else 'GPU ' + str(worker['device'])})"
+        name = f"{worker['name']} ({'GPU ' * isinstance(worker['device'], int)}{worker['device']})"
         cell = Text(f"{name:<16} ", style="" if worker["is_up"] else "red")
         if not worker["is_up"]:
             cell.append("is not up", style="red")
@@ -300,8 +300,8 @@ class MachineLoad:
 
     def of(self, worker: dict[str, Any]) -> str:
         device = worker["device"]
-        if device != "cpu" and self._nvml is not None:
-            handle = self._nvml.nvmlDeviceGetHandleByIndex(int(device))
+        if isinstance(device, int) and self._nvml is not None:
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(device)
             memory, power = self._nvml.nvmlDeviceGetMemoryInfo(handle), self._nvml.nvmlDeviceGetPowerUsage(handle)
             return f"{power / 1000:.0f} W  {memory.used / 2**30:.1f}/{memory.total / 2**30:.0f} GiB"
         try:

@@ -39,7 +39,7 @@ class WorkerSpec:
     identity: str = ""
     """On the wire; default: the name."""
     device: str
-    """`cpu`, or `cuda:0` within the worker's own CUDA_VISIBLE_DEVICES."""
+    """`cpu`, or `cuda:0` within the worker's own CUDA_VISIBLE_DEVICES, or the URL of the server that it talks to."""
     threads: int
     config_json: str
 

@@ -1,0 +1,202 @@
+"""The side-car that takes adapters: whoever has the secret may write whole adapters into its folder, and no more."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from unstable_lite.engines.adapter_receiver import AdapterReceiver
+from unstable_lite.outside_files import CONFIG, WEIGHTS
+
+SECRET = "not for everybody"
+CONFIG_CONTENT = json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}).encode()
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+WEIGHTS_CONTENT = safetensors.numpy.save(
+    {Q_PROJ.format("A"): np.ones((4, 6), np.float32), Q_PROJ.format("B"): np.ones((8, 4), np.float32)}
+)
+
+
+@contextmanager
+def receiving(folder: Path, **limits: int) -> Iterator[AdapterReceiver]:
+    receiver = AdapterReceiver(("127.0.0.1", 0), folder, SECRET, **limits)
+    thread = threading.Thread(target=receiver.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield receiver
+    finally:
+        receiver.shutdown()
+        receiver.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (folder := tmp_path / "adapters").mkdir()
+    (tmp_path / "outside").mkdir()
+    return folder
+
+
+@pytest.fixture
+def receiver(folder: Path) -> Iterator[AdapterReceiver]:
+    with receiving(folder, max_bytes=10_000, max_adapters=3) as receiver:
+        yield receiver
+
+
+def ask(
+    receiver: AdapterReceiver, method: str, path: str, content: bytes | None = None, secret: str = SECRET
+) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", receiver.server_address[1], timeout=10)
+    connection.putrequest(method, path, skip_accept_encoding=True)
+    connection.putheader("authorization", f"Bearer {secret}")
+    if content is not None:
+        connection.putheader("content-length", str(len(content)))
+    connection.endheaders(content)
+    response = connection.getresponse()
+    answer = response.status, json.loads(response.read())
+    connection.close()
+    return answer
+
+
+def put(receiver: AdapterReceiver, name: str, weights: bytes = WEIGHTS_CONTENT) -> tuple[int, Any]:
+    assert ask(receiver, "PUT", f"/adapters/{name}/{CONFIG}", CONFIG_CONTENT)[0] == 200
+    return ask(receiver, "PUT", f"/adapters/{name}/{WEIGHTS}", weights)
+
+
+def everything(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder.parent)) for path in folder.parent.rglob("*") if path.is_file())
+
+
+def test_an_adapter_arrives_is_listed_and_goes(receiver: AdapterReceiver, folder: Path) -> None:
+    assert put(receiver, "run-1.v2") == (200, {"path": str(folder / "run-1.v2")})
+    assert (folder / "run-1.v2" / WEIGHTS).read_bytes() == WEIGHTS_CONTENT
+    assert (folder / "run-1.v2" / CONFIG).read_bytes() == CONFIG_CONTENT
+    assert put(receiver, "run-1.v2")[0] == 200, "an upload whose answer was lost is done again"
+    assert ask(receiver, "GET", "/adapters") == (200, {"adapters": ["run-1.v2"]})
+    for _ in range(2):
+        assert ask(receiver, "DELETE", "/adapters/run-1.v2") == (200, {})
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("secret", ["", "wrong", SECRET + "x", "naïve"])
+def test_without_the_secret_nothing_is_done_or_told(receiver: AdapterReceiver, folder: Path, secret: str) -> None:
+    put(receiver, "mine")
+    for method, path in (
+        ("GET", "/adapters"),
+        ("DELETE", "/adapters/mine"),
+        ("PUT", f"/adapters/yours/{CONFIG}"),
+        ("GET", "/anything"),
+    ):
+        status, answer = ask(receiver, method, path, b"" if method == "PUT" else None, secret)
+        assert status == 401 and "mine" not in str(answer) and SECRET not in str(answer)
+    assert [path.name for path in folder.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"/adapters/../outside/{CONFIG}",
+        f"/adapters/..%2foutside/{CONFIG}",
+        f"/adapters/%2e%2e/{CONFIG}",
+        f"/adapters//{CONFIG}",
+        f"/adapters/./{CONFIG}",
+        f"/adapters/.hidden/{CONFIG}",
+        f"/adapters/a/../../outside/{CONFIG}",
+        f"/adapters/a\\..\\b/{CONFIG}",
+        f"/adapters/a\x00b/{CONFIG}".replace("\x00", "%00"),
+        f"/adapters/{'a' * 300}/{CONFIG}",
+        "/adapters/a/other_file.py",
+        "/adapters/a/adapter_config.json/x",
+        "/adapters/a/adapter_config_json",
+        "/adapters/a",
+        "/adapters",
+        "/etc/passwd",
+        f"http://elsewhere/adapters/a/{CONFIG}",
+        f"/adapters/a/{CONFIG}?x=/../..",
+    ],
+)
+def test_no_path_leads_out_of_the_folder(receiver: AdapterReceiver, folder: Path, path: str) -> None:
+    assert ask(receiver, "PUT", path, CONFIG_CONTENT)[0] == 404
+    directory = path.removesuffix(f"/{CONFIG}")
+    if directory not in ("/adapters/a", "/adapters"):
+        assert ask(receiver, "DELETE", directory)[0] == 404
+    assert everything(folder) == [] and list(folder.iterdir()) == []
+    assert (folder.parent / "outside").is_dir()
+
+
+def test_what_is_no_adapter_does_not_stay(receiver: AdapterReceiver, folder: Path) -> None:
+    status, answer = put(receiver, "odd", WEIGHTS_CONTENT[:-1])
+    assert status == 422 and "no whole safetensors file" in answer["error"]
+    status, answer = ask(receiver, "PUT", f"/adapters/late/{WEIGHTS}", WEIGHTS_CONTENT)
+    assert status == 409 and "comes first" in answer["error"]
+    assert everything(folder) == [] and list(folder.iterdir()) == []
+
+
+def test_sizes_are_bounded(receiver: AdapterReceiver, folder: Path) -> None:
+    assert ask(receiver, "PUT", f"/adapters/a/{CONFIG}", CONFIG_CONTENT)[0] == 200
+    status, answer = ask(receiver, "PUT", f"/adapters/a/{WEIGHTS}", b"x" * 10_001)
+    assert status == 413 and "the limit is 10000" in answer["error"]
+    assert ask(receiver, "PUT", f"/adapters/a/{CONFIG}", None)[0] == 411
+    assert everything(folder) == [f"adapters/a/{CONFIG}"]
+
+
+def test_the_oldest_makes_room(receiver: AdapterReceiver, folder: Path) -> None:
+    for number in range(3):
+        put(receiver, f"v{number}")
+        os.utime(folder / f"v{number}", ns=(number, number))
+    put(receiver, "v2")  # is there already
+    assert ask(receiver, "GET", "/adapters")[1]["adapters"] == ["v0", "v1", "v2"]
+    put(receiver, "v3")
+    assert sorted(path.name for path in folder.iterdir()) == ["v1", "v2", "v3"]
+
+
+def test_a_client_that_goes_away_leaves_nothing(receiver: AdapterReceiver, folder: Path) -> None:
+    with socket.create_connection(("127.0.0.1", receiver.server_address[1])) as half:
+        head = f"PUT /adapters/a/{CONFIG} HTTP/1.1\r\nauthorization: Bearer {SECRET}\r\ncontent-length: 500\r\n\r\nhalf"
+        half.sendall(head.encode())
+        half.shutdown(socket.SHUT_WR)
+        assert half.recv(4096).startswith(b"HTTP/1.1 400")
+    assert list(folder.iterdir()) == []
+    assert put(receiver, "a")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "says"),
+    [
+        (["--folder", "FOLDER"], None, "set the environment variable ADAPTER_RECEIVER_API_KEY"),
+        (["--folder", "/nonexistent"], "s", "not a directory that can be written to"),
+        (["--folder", "FOLDER", "--max-adapters", "0"], "s", "at least 1"),
+        ([], "s", "--folder"),
+    ],
+    ids=str,
+)
+def test_it_does_not_start_without_a_secret_or_a_folder(
+    folder: Path, arguments: list[str], key: str | None, says: str
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "ADAPTER_RECEIVER_API_KEY"}
+    environment |= {"ADAPTER_RECEIVER_API_KEY": key} if key else {}
+    command = [sys.executable, "-m", "unstable_lite.engines.adapter_receiver"]
+    command += [argument.replace("FOLDER", str(folder)) for argument in arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and says in done.stderr
+
+
+def test_it_needs_no_library_that_a_servers_image_may_lack() -> None:
+    code = (
+        "import sys; import unstable_lite.engines.adapter_receiver;"
+        "print(*{'torch', 'transformers', 'vllm', 'aiohttp', 'numpy', 'zmq', 'textarena'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == []

@@ -1,0 +1,67 @@
+"""vLLM's own OpenAI-compatible server as a real process on loopback: its CPU build will do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+START_TIMEOUT_S = 400.0
+
+LORA = ("--enable-lora", "--max-loras", "5", "--max-lora-rank", "16", "--logprobs-mode", "processed_logprobs")
+"""One slot more than our tests load: on the CPU vLLM 0.32 computes rows without an adapter with the last slot."""
+WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
+"""vLLM 0.32 on the CPU dies of a request with a seed whose prompt is cut."""
+
+
+class VLLMServer:
+    """Started and ended by the test; started again at the same address by `start`."""
+
+    def __init__(self, model: Path, log: Path, *flags: str, **environment: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{port}", log
+        serve = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1"]
+        what = ["--port", str(port), "--model", str(model), "--dtype", "float32", "--enforce-eager"]
+        self._command = [*serve, *what, *flags]
+        self._environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
+
+    def start(self) -> None:
+        """Returns when it is up."""
+        with self.log.open("a") as output:
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, stdout=output, stderr=output, start_new_session=True
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                is_over = self._process.poll() is not None or time.monotonic() > deadline
+                if is_over:
+                    self.kill()
+                assert not is_over, self.log.read_text()[-3000:]
+                time.sleep(0.5)
+
+    def kill(self) -> None:
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)  # its engine is a process of its own
+        except ProcessLookupError:
+            pass
+        self._process.wait()
