@@ -430,6 +430,12 @@ def test_coloured_tokens_are_the_sampled_ones(one_run: Path, opened: Opened) -> 
     expect(page.locator(".tokbar [role=status]")).to_have_text(
         f"Token 1: number {generation.completion_ids[0]}, log-probability -0.100 (p = 90.5 %), importance weight 1.000"
     )
+    page.locator(".sampled").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".tokbar [role=status]")).to_contain_text("Tokens 2 to 3, one character")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator(".tokbar [role=status]")).to_contain_text("Token 1: ")
+    expect(page.locator(".turnbar [role=status]")).to_contain_text("Turn 3 of 3")
     page.keyboard.press("c")
     expect(page.locator("#game")).to_contain_text(f"Only the first {LEARNT} tokens were trained on")
     told = [re.findall(r", weight (.*)", one.get_attribute("title") or "") for one in tokens.all()]

@@ -660,7 +660,15 @@ class Browser {
         ...(text === null ? [`#${ids[from]}`] : shown(text)));
       return span;
     });
-    const box = el("pre", { class: "text sampled", tabindex: "0", "aria-label": "Sampled tokens" }, spans.slice(0, 4000));
+    const byKey = (event) => {
+      const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key], all = [...box.querySelectorAll(".tok")];
+      const next = by && all[all.findIndex((one) => one.classList.contains("chosen")) + by];
+      if (!next) return;
+      event.preventDefault();
+      next.click();
+      next.scrollIntoView({ block: "nearest" });
+    };
+    const box = el("pre", { class: "text sampled", tabindex: "0", "aria-label": "Sampled tokens; the arrow keys go through them", onkeydown: byKey }, spans.slice(0, 4000));
     if (spans.length > 4000) box.append(el("button", { type: "button", onclick: (event) => event.target.replaceWith(...spans.slice(4000)) }, `Show all ${spans.length.toLocaleString("en")} tokens`));
     return el("div", {}, el("div", { class: "tokbar" }, ...scale, told), ...notes.map((note) => el("p", { class: "note" }, note)), box,
       el("p", { class: "note" }, `${ids.length} tokens of adapter version ${turn.tokens.version}; ${finish_reason === "stop" ? "ended by itself" : "cut at the longest length allowed"}.`));
