@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,9 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text()
-    found = re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
-    return [Block(one[1], one[2], text.count("\n", 0, one.start()) + 1) for one in found]
+    found = list(re.finditer(r"^( *)```(\w*)\n(.*?)^\1```$", text, re.M | re.S))
+    assert text.count("```") == 2 * len(found), f"{page.name}: a block that does not end, or begins in another way"
+    return [Block(one[2], textwrap.dedent(one[3]), text.count("\n", 0, one.start()) + 1) for one in found]
 
 
 @pytest.fixture(scope="module")
