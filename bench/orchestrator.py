@@ -2,7 +2,8 @@
 
 The engine is the scripted one: a real process over real ZeroMQ that answers at once, so that what is left is ours:
 scheduling, prompts, messages, records, ratings, reward transforms, buffer, transcripts. The other side is
-`ta.make / reset / get_observation / step` in a loop, with random answers from the same list.
+`ta.make / reset / get_observation / step` in a loop, with random answers from the same list. Beside it peers play
+against the same engine: other ways to keep games in flight (`bench/peers`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from bench.harness import (
     memory_mb,
     started_engine,
 )
+from bench.peers import collecting
 from unstable_lite.buffers import StepBuffer
 from unstable_lite.collector import Collector
 from unstable_lite.config import Config
@@ -72,11 +74,17 @@ def run(options: Options) -> Report:
         for name, changes in variants.items():
             arguments = {"games": GAMES, "keep_games": "none", "rated": False, "seed": options.seed} | changes
             sides[name] = subjects.start(MODULE, kind="orchestrator", **arguments)
-        samples = alternate({name: _turns(subject, options.seconds) for name, subject in sides.items()}, options)
+        peers = collecting.idle_engine(options.small)
+        installed = collecting.start(subjects, peers, seed=options.seed)
+        measures = {name: _turns(subject, options.seconds) for name, subject in (sides | installed).items()}
+        samples = alternate(measures, options)
         rows = {name: report.add(name, "turns/s", values) for name, values in samples.items()}
         for name in variants:
             target = Target(bound="≥", value=0.4) if name == f"{GAMES} games" else None
             report.add_ratio(f"{name} ÷ bare", rows[name], rows["bare env loop"], target)
+        collecting.add_missing(report, peers, installed, "turns/s")
+        collecting.add_ratios(report, rows[f"{GAMES} games"], peers, rows)
+        collecting.add_memory(report, installed)
         for name in variants:
             facts, told = sides[name].facts, sides[name].measure(seconds=0.0)
             told_mb = f"{facts['import_mb']:.0f} MB after import, {told['peak_mb']:.0f} MB at its peak"
@@ -137,23 +145,17 @@ class Counted:
 
 def config_of(arguments: dict[str, Any]) -> Config:
     is_rated = arguments["rated"]
-    return Config.model_validate(
-        {
-            "run": {"seed": arguments["seed"]},
-            "engine": {"kind": "scripted", "replies": REPLIES},
-            "learner": {"batch_size": BATCH_SIZE},
-            "league": {"opponent_sampling_strategy": "lagged" if is_rated else "none", "opponent_lag": (1, 1)},
-            "tracker": {"keep_games": arguments["keep_games"]},
-            "train_envs": [
-                {
-                    "env_id": ENV_ID,
-                    "num_players": 2,
-                    "num_actors": 1 if is_rated else 2,
-                    "prompt_template": "tiny",
-                }
-            ],
-        }
-    )
+    env = {"env_id": ENV_ID, "num_players": 2, "num_actors": 1 if is_rated else 2, "prompt_template": "tiny"}
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"seed": arguments["seed"]},
+        "engine": {"kind": "scripted", "replies": REPLIES},
+        "learner": {"batch_size": BATCH_SIZE},
+        "league": {"opponent_sampling_strategy": "lagged" if is_rated else "none", "opponent_lag": (1, 1)},
+        "tracker": {"keep_games": arguments["keep_games"]},
+    }
+    env |= arguments.get("env", {})
+    sections["engine"] |= arguments.get("engine", {})
+    return Config.model_validate({**sections, "train_envs": [env]})
 
 
 async def measure_orchestrator(questioner: Questioner) -> None:
@@ -165,7 +167,7 @@ async def measure_orchestrator(questioner: Questioner) -> None:
         arena = AdapterArena(f"bench-{directory.name}", directory, bytes_needed=0)
         tracker = Tracker(directory, [JsonlSink(directory / "metrics.jsonl")], config.tracker)
         try:
-            async with started_engine(config, threads=1) as (pool, worker):
+            async with started_engine(config, threads=arguments.get("threads", 1)) as (pool, worker):
                 registry = ModelRegistry(beta=config.league.trueskill_beta)
                 if arguments["rated"]:
                     await _add_checkpoints(registry, arena, pool)
@@ -216,7 +218,7 @@ async def _play(
             # What the engine had answered when the loop was frozen comes in a burst, and is not counted.
             await asyncio.sleep(0.1 + 0.2 * request["seconds"])
             profiler = cProfile.Profile() if request.get("profile") else None
-            turns, started = counted.turns, time.perf_counter()
+            turns, tokens, started = counted.turns, pool.generated_tokens, time.perf_counter()
             cpu_s, engine_cpu_s = time.process_time(), cpu_seconds(engine_pid)
             if profiler is not None:
                 profiler.enable()
@@ -227,6 +229,7 @@ async def _play(
             played = max(counted.turns - turns, 1)
             answer: dict[str, Any] = {
                 "turns_per_s": (counted.turns - turns) / seconds,
+                "tokens_per_s": (pool.generated_tokens - tokens) / seconds,
                 "cpu_us": 1e6 * (time.process_time() - cpu_s) / played,
                 "engine_cpu_us": 1e6 * (cpu_seconds(engine_pid) - engine_cpu_s) / played,
                 "memory_mb": memory_mb("now"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import json
 import subprocess
 import sys
@@ -19,9 +18,10 @@ from bench import accepted
 from bench.__main__ import bench_names, with_default
 from bench.accepted import machine_class, read_baseline, write_baseline
 from bench.harness import Options, Report, Target
+from bench.peers import HAS_RAY, HAS_VLLM
+from bench.peers.collecting import RAY, ROUNDS, THREADS, VLLM
 
 REPOSITORY = Path(__file__).parents[2]
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -30,7 +30,7 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 Results = Callable[[str], dict[str, Any]]
-MARKS: dict[str, pytest.MarkDecorator] = {"faults": pytest.mark.slow}
+MARKS: dict[str, pytest.MarkDecorator] = {"faults": pytest.mark.slow, "end_to_end": pytest.mark.slow}
 """Of benches that take long even as a smoke test."""
 ARGUMENTS = {"orchestrator": ("--profile",)}
 
@@ -79,6 +79,20 @@ def test_orchestrator_bench_plays_games_beside_the_bare_loop(results: Results) -
     assert rows["memory, 384 games"] > 10
     assert any("run_game" in note for note in result["notes"]), "the profile names the game loop"
     assert all(", 0 void" in note for note in result["notes"] if "turns a game" in note)
+
+
+@pytest.mark.parametrize(
+    ("name", "peers"), [("orchestrator", {THREADS, ROUNDS, RAY}), ("collection", {THREADS, ROUNDS, VLLM})]
+)
+def test_peers_are_measured_in_the_same_run_where_they_are_installed(
+    name: str, peers: set[str], results: Results
+) -> None:
+    told = {row["name"]: row for row in results(name)["rows"] if row["name"].startswith("peer:")}
+    missing = {peer for peer, row in told.items() if row["remark"] == "not installed"}
+    needed = {"Ray task": HAS_RAY, "vLLM": HAS_VLLM}
+    assert missing == {peer for peer in told if any(word in peer and not there for word, there in needed.items())}
+    assert all(told[peer]["median"] > 0 for peer in told if peer not in missing)
+    assert {peer.partition(",")[0] for peer in told} >= {name.partition(",")[0] for name in peers}
 
 
 def test_learner_bench_checks_that_both_sides_compute_one_gradient(results: Results) -> None:

@@ -1,0 +1,270 @@
+"""How long until the model wins so many games, with this project and with the reference's way of doing it?
+
+Both train the game of examples/quickstart.toml from the same model, on the same cores, with the same batch, algorithm,
+optimiser, league and number of games in flight; what the reference's way is, and which of its flaws it is spared:
+`bench/peers/reference_run.py`. Every few updates the training stands still, its clock too, while a third process plays
+the adapter against `scripted:random`: the same games, seats and random streams for both. The first adapter that wins
+the share asked for ends the run. A run that takes longer than the limit counts with its time so far, and is told.
+
+The time is from the first training game on: start-up is told apart. `--rounds` is the number of seeds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from bench.harness import REPOSITORY, Options, Questioner, Report, Row, Subject, Subjects, cores, started_engine
+from bench.peers import HAS_RAY
+from bench.peers.stop_watch import Over, StopWatch
+from unstable_lite.config import Config
+from unstable_lite.games.game_runner import GameRunner
+from unstable_lite.games.seats import Seats
+from unstable_lite.league.game_scheduler import GameScheduler
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
+from unstable_lite.plan import make_plan
+from unstable_lite.runtime import Run
+from unstable_lite.trackers.terminal import TerminalInterface
+from unstable_lite.types import ModelRef
+
+MODULE = "bench.end_to_end"
+OURS, REFERENCE = "this project", "the reference's way"
+QUICKSTART = REPOSITORY / "examples" / "quickstart.toml"
+POLL_S = 0.01
+EVALUATION_SEED = 1_000_003
+"""Of no training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    win_rate: float
+    """To be reached."""
+    every: int
+    """Updates between two looks."""
+    eval_games: int
+    limit_s: float
+    """Of training, for one run."""
+
+
+SIZES = Sizes(win_rate=0.75, every=2, eval_games=400, limit_s=300.0)
+SMALL = Sizes(win_rate=0.0, every=1, eval_games=4, limit_s=120.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """One run, up to where it was ended."""
+
+    start_s: float
+    seconds: float
+    updates: int
+    curve: tuple[tuple[int, float], ...]
+    """(update, share of games won)."""
+    is_there: bool
+
+    def describe(self) -> str:
+        looks = ", ".join(f"{rate:.0%} after {update}" for update, rate in self.curve)
+        end = "" if self.is_there else f"; not there after {self.seconds:.0f} s"
+        return f"{self.seconds:.0f} s, {self.updates} updates: {looks}{end}"
+
+
+def run(options: Options) -> Report:
+    sizes = SMALL if options.small else SIZES
+    question = f"Seconds of training until {sizes.win_rate:.0%} of games against scripted:random are won"
+    report = Report(bench="end_to_end", question=question, options=options)
+    config = quickstart(options.small)
+    batch_size = config.learner.batch_size
+    report.sizes = {
+        "env": config.eval_envs[0].env_id,
+        "model": config.model_name,
+        "batch_size": batch_size,
+        "games": config.run.num_collection_workers,
+        "evaluated_every": sizes.every,
+        "eval_games": sizes.eval_games,
+        "limit_s": sizes.limit_s,
+        "cores": cores(),
+        "collects": "Ray tasks" if HAS_RAY else "threads",
+    }
+    runs: dict[str, list[Trained]] = {OURS: [], REFERENCE: []}
+    with Subjects() as subjects:
+        evaluator = subjects.start(
+            MODULE,
+            kind="evaluate",
+            config=config.model_dump_json(),
+            games=sizes.eval_games,
+            # Two threads of one engine wait for each other for ever where tests run beside them.
+            threads=1 if options.small else cores(),
+        )
+        base_rate = evaluator.measure(adapter=None)["win_rate"]
+        report.notes.append(f"before training {base_rate:.1%} of {sizes.eval_games} games are won")
+        for number in range(options.rounds):
+            for side in list(runs) if number % 2 == 0 else reversed(runs):
+                trained = _train(side, config, options.seed + number, sizes, evaluator)
+                runs[side].append(trained)
+                report.notes.append(f"{side}, seed {options.seed + number}: {trained.describe()}")
+    rows: dict[str, Row] = {}
+    for side, done in runs.items():
+        there = sum(one.is_there for one in done)
+        late = f"{len(done) - there} of {len(done)} not there in time: counted as they were" * (there < len(done))
+        rows[side] = report.add(f"{side}: time", "s", [one.seconds for one in done], late)
+        report.add(f"{side}: samples", "steps", [float(one.updates * batch_size) for one in done], late)
+        report.add(f"{side}: time an update", "s", [one.seconds / max(one.updates, 1) for one in done])
+        report.add(f"{side}: start-up, not counted above", "s", [one.start_s for one in done])
+    report.add_ratio(f"time, {REFERENCE} ÷ {OURS}", rows[REFERENCE], rows[OURS])
+    if not HAS_RAY:
+        report.notes.append("Ray is not installed: the reference's way collects with a thread a game instead of a task")
+    return report
+
+
+def quickstart(is_small: bool) -> Config:
+    """examples/quickstart.toml, without evaluations of its own."""
+    raw: dict[str, Any] = tomllib.loads(QUICKSTART.read_text())
+    raw["run"] |= {
+        "learning_steps": 1_000_000,  # what ends it is the win rate, or the limit
+        "eval_games": 0,
+        "eval_every": None,
+        # While it stands still for an evaluation its event loop does, too.
+        "loop_stall_s": 3600.0,
+    }
+    # The reference's way is slow enough for a game to outlive many checkpoints.
+    raw["engine"] |= {"devices": ["cpu"], "kind": "transformers", "max_loras": 32}
+    raw["learner"] |= {"devices": ["cpu"]}
+    if is_small:
+        raw["learner"] |= {"batch_size": 16}
+        raw["run"] |= {"num_collection_workers": 4}
+    return Config.model_validate(raw)
+
+
+def _train(side: str, config: Config, seed: int, sizes: Sizes, evaluator: Subject) -> Trained:
+    with tempfile.TemporaryDirectory() as output, Subjects() as subjects:
+        changes = {"seed": seed, "output_dir": Path(output)}
+        league = config.league.model_copy(update={"keep_every": sizes.every})
+        own = config.model_copy(update={"run": config.run.model_copy(update=changes), "league": league})
+        module = MODULE if side == OURS else "bench.peers.reference_run"
+        started = time.perf_counter()
+        subject = subjects.start(
+            module, kind="train", config=own.model_dump_json(), every=sizes.every, limit_s=sizes.limit_s
+        )
+        start_s = time.perf_counter() - started
+        curve: list[tuple[int, float]] = []
+        while True:
+            told = subject.measure()
+            if told["update"] is None:
+                break
+            curve.append((told["update"], evaluator.measure(adapter=told["adapter"])["win_rate"]))
+            if curve[-1][1] >= sizes.win_rate or told["seconds"] > sizes.limit_s:
+                break
+    return Trained(
+        start_s=start_s,
+        seconds=told["seconds"],
+        updates=curve[-1][0] if curve else 0,
+        curve=tuple(curve),
+        is_there=bool(curve) and curve[-1][1] >= sizes.win_rate,
+    )
+
+
+# ----------------------------------------------------------------------------------- this project
+
+
+class Announced(TerminalInterface):
+    """Says that training is about to begin, and waits until it may."""
+
+    def __init__(self, clock: StopWatch) -> None:
+        super().__init__(quiet=True)
+        self.has_begun = asyncio.Event()
+        self._clock = clock
+
+    def start(self, *arguments: Any, **keywords: Any) -> None:
+        super().start(*arguments, **keywords)
+        self._clock.start()
+        self.has_begun.set()
+
+
+async def train(questioner: Questioner) -> None:
+    """A run as a user starts one. Looking at it blocks its event loop: its workers end what they are at, and wait."""
+    arguments = questioner.arguments
+    config = Config.model_validate_json(arguments["config"])
+    clock = StopWatch(questioner, arguments["limit_s"])
+    terminal = Announced(clock)
+    training = asyncio.create_task(Run(make_plan(config), terminal=terminal).execute())
+    looking = asyncio.create_task(_look(clock, terminal, config.run.output_dir, arguments["every"]))
+    await asyncio.wait({training, looking}, return_when=asyncio.FIRST_COMPLETED)
+    if training.done():
+        training.result()
+    training.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await training
+    looking.cancel()
+
+
+async def _look(clock: StopWatch, terminal: Announced, output: Path, every: int) -> None:
+    """At every adapter that the run keeps, until nobody wants to know more."""
+    await terminal.has_begun.wait()
+    with contextlib.suppress(Over):
+        for update in count(every, every):
+            while (kept := _kept(output, update)) is None:
+                if clock.is_late:
+                    clock.tell(None, None)
+                await asyncio.sleep(POLL_S)
+            clock.tell(update, kept)
+
+
+def _kept(output: Path, update: int) -> Path | None:
+    """The adapter of an update, once it is there: `league.keep_every`."""
+    return next(output.glob(f"*/*/adapters/ckpt-{update}"), None)
+
+
+# ---------------------------------------------------------------------------------- the evaluations
+
+
+async def evaluate(questioner: Questioner) -> None:
+    """Play an adapter's games against the fixed opponent: each time the same ones, sampled from the same streams."""
+    config = Config.model_validate_json(questioner.arguments["config"])
+    async with started_engine(config, threads=questioner.arguments["threads"]) as (pool, _):
+        runner = GameRunner(Seats(pool.generate, sampling_seed=EVALUATION_SEED), config.run)
+        questioner.answer({})
+        for version, request in enumerate(questioner.requests(), 1):
+            model = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+            if request["adapter"] is not None:
+                await pool.load_adapter(version, Path(request["adapter"]))
+                model = ModelRef(uid="trained", kind="checkpoint", adapter_version=version)
+            won = await _share_won(config, runner, model, questioner.arguments["games"])
+            if request["adapter"] is not None:
+                await pool.unload_adapter(version)
+            questioner.answer({"win_rate": won})
+
+
+async def _share_won(config: Config, runner: GameRunner, model: ModelRef, num_games: int) -> float:
+    registry = ModelRegistry(beta=config.league.trueskill_beta)
+    scheduler = GameScheduler(
+        build_model_sampler(config.league, registry, random.Random(0)), build_env_sampler(config), EVALUATION_SEED
+    )
+    specs = [scheduler.next_eval_job(config.eval_envs[0], model) for _ in range(num_games)]
+    at_once = asyncio.Semaphore(config.run.num_collection_workers)
+
+    async def is_won(index: int) -> bool:
+        async with at_once:
+            record = await runner.play(specs[index])
+        (seat,) = (agent.pid for agent in specs[index].agent_specs if agent.model == model)
+        return record.outcomes.get(seat) == "win"
+
+    won: Sequence[bool] = await asyncio.gather(*map(is_won, range(num_games)))
+    return sum(won) / num_games
+
+
+if __name__ == "__main__":
+    questioner = Questioner()
+    measure = {"train": train, "evaluate": evaluate}[questioner.arguments["kind"]]
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(measure(questioner))

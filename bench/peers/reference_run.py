@@ -1,0 +1,271 @@
+"""The reference's way to train, whole: `python -m bench.peers.reference_run ARGUMENTS`, for `bench end_to_end`.
+
+Stands for its `build(...).start(...)` on one engine and one learner:
+- collecting: a Ray task a game, blocking calls to an actor on a 20 ms tick (`ray_tasks.py`, `ticking_engine.py`); where
+  Ray is not installed, a thread a game and the same actor in a process;
+- the buffer: twice the batch, random eviction beyond that, no bound on age; the learner looks every 0.2 s and starts at
+  1.5 times the batch;
+- the update (`reference_update.py`), the adapter written to disk, registered, loaded by the engine. A game keeps the
+  checkpoint that it began with.
+
+Same as ours, so that the comparison is about the way alone: model, env, template, league mixture, reward transforms,
+batch, optimiser, LoRA, games in flight, and the engine inside the actor, which is this project's (vLLM's CPU build with
+LoRA makes about a tenth of its tokens). Given besides what the reference gets wrong: what `reference_update.py` says,
+the z-score that survives equal rewards, and the sampling distribution that is trained (temperature 1, no top_p).
+Leaves out its tracker, its TrueSkill ratings and its evaluation games.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+
+from bench.harness import Questioner
+from bench.peers import HAS_RAY, ray_tasks
+from bench.peers.blocking import play
+from bench.peers.reference_update import TextStep, update
+from bench.peers.stop_watch import Over, StopWatch
+from bench.peers.ticking_engine import in_a_process
+from unstable_lite.algorithms import resolve_defaults
+from unstable_lite.config import Config
+from unstable_lite.league.game_scheduler import GameScheduler
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
+from unstable_lite.learners import adapter_files
+from unstable_lite.learners.model import Policy
+from unstable_lite.models import resolve_model
+from unstable_lite.reward_transformations import build_reward_transformations
+from unstable_lite.rng import derive_seed
+from unstable_lite.types import GameRecord, GameSpec, Step
+
+THREADS = 1
+"""Of the engine, and of the learner."""
+POLL_S = 0.2
+DELAY = 1.5
+"""A batch is drawn once so many times its steps wait."""
+
+
+class Games(Protocol):
+    @property
+    def specs(self) -> list[GameSpec]:
+        """Of the games in flight."""
+
+    def next_finished(self, timeout_s: float) -> GameRecord | None: ...
+
+
+class GameThreads:
+    """So many games in flight, each in a thread."""
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, engine: Any, next_spec: Callable[[], GameSpec], num_games: int
+    ) -> None:
+        self._pool = pool
+        self._engine = engine
+        self._next_spec = next_spec
+        self._in_flight: dict[Future[GameRecord], GameSpec] = {}
+        while len(self._in_flight) < num_games:
+            self._launch()
+
+    @property
+    def specs(self) -> list[GameSpec]:
+        return list(self._in_flight.values())
+
+    def next_finished(self, timeout_s: float) -> GameRecord | None:
+        done, _ = wait(self._in_flight, timeout_s, FIRST_COMPLETED)
+        if not done:
+            return None
+        game = done.pop()
+        del self._in_flight[game]
+        self._launch()
+        return game.result()
+
+    def _launch(self) -> None:
+        spec = self._next_spec()
+        self._in_flight[self._pool.submit(play, spec, self._engine.submit_prompt)] = spec
+
+
+class Buffer:
+    """Steps with their rewards; more than there is room for push out any others."""
+
+    def __init__(self, config: Config) -> None:
+        self._final, self._step, self._sampling = build_reward_transformations(config.rewards)
+        self._capacity = config.buffer_size
+        self._rng = random.Random(derive_seed(config.run.seed, "buffer"))
+        self._lock = threading.Lock()
+        self._steps: list[Step] = []
+
+    def size(self) -> int:
+        return len(self._steps)
+
+    def add(self, record: GameRecord) -> None:
+        with self._lock:
+            for trajectory in record.trajectories:
+                reward = self._final(trajectory.final_reward, trajectory.pid, trajectory.env_id)
+                for index, step in enumerate(trajectory.steps):
+                    step.reward = self._step(trajectory, index, reward)
+                self._steps += trajectory.steps
+            while len(self._steps) > self._capacity:
+                self._take_any()
+
+    def get_batch(self, n: int) -> list[Step]:
+        with self._lock:
+            return self._sampling([self._take_any() for _ in range(n)])
+
+    def _take_any(self) -> Step:
+        return self._steps.pop(self._rng.randrange(len(self._steps)))
+
+
+class League:
+    """Who plays whom; asked by the thread that collects, told by the one that learns."""
+
+    def __init__(self, config: Config) -> None:
+        self._lock = threading.Lock()
+        self._registry = ModelRegistry(beta=config.league.trueskill_beta)
+        opponents = build_model_sampler(config.league, self._registry, random.Random(config.run.seed))
+        self._scheduler = GameScheduler(opponents, build_env_sampler(config), config.run.seed)
+
+    def next_spec(self) -> GameSpec:
+        with self._lock:
+            return self._scheduler.next_train_job()
+
+    def add_checkpoint(self, version: int) -> None:
+        with self._lock:
+            self._registry.add_checkpoint(f"ckpt-{version}", adapter_version=version, iteration=version)
+
+
+class Engine(Protocol):
+    """The actor's blocking calls."""
+
+    def load_adapter(self, version: int, path: str, needed: set[int]) -> None: ...
+
+    def num_waiting(self) -> int: ...
+
+    def go_on(self) -> None: ...
+
+    def pause(self) -> None: ...
+
+
+class RayEngine:
+    """As if the actor were here."""
+
+    def __init__(self, ray: Any, actor: Any) -> None:
+        self._ray = ray
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *arguments: self._ray.get(getattr(self._actor, name).remote(*arguments))
+
+
+@contextlib.contextmanager
+def collecting(config: Config, league: League) -> Iterator[tuple[Engine, Games]]:
+    num_games = config.run.num_collection_workers
+    if HAS_RAY:
+        with ray_tasks.started_ray() as ray:
+            actor = ray_tasks.engine_actor(ray, config, THREADS, num_games)
+            yield RayEngine(ray, actor), ray_tasks.GameTasks(ray, actor, league.next_spec, num_games)
+        return
+    pool = ThreadPoolExecutor(num_games)
+    try:
+        with in_a_process(config, THREADS) as engine:
+            yield engine, GameThreads(pool, engine, league.next_spec, num_games)
+    finally:
+        pool.shutdown(cancel_futures=True)  # what still waits for an answer has lost its engine
+
+
+def train(questioner: Questioner, directory: Path) -> None:
+    """Until nobody asks for more. Raises Over."""
+    arguments = questioner.arguments
+    torch.set_num_threads(THREADS)
+    config = resolve_defaults(Config.model_validate_json(arguments["config"]))
+    clock, league, buffer = StopWatch(questioner, arguments["limit_s"]), League(config), Buffer(config)
+    policy, tokenizer = (
+        Policy(config, "cpu"),
+        transformers.AutoTokenizer.from_pretrained(resolve_model(config.model_name)),
+    )
+    policy.model.eval()
+    optimizer = torch.optim.AdamW(
+        policy.parameters.values(), lr=config.learner.learning_rate, weight_decay=config.learner.weight_decay
+    )
+    batch_size, version = config.learner.batch_size, 0
+    with collecting(config, league) as (engine, games):
+        while engine.num_waiting() < config.run.num_collection_workers:  # every game has its process, and asks
+            time.sleep(0.1)
+        clock.start()
+        engine.go_on()
+        is_over = threading.Event()
+        collector = threading.Thread(target=_collect, args=(games, buffer, is_over), daemon=True)
+        collector.start()
+        try:
+            while True:
+                while buffer.size() < DELAY * batch_size:
+                    _check(collector, clock, engine)
+                    time.sleep(POLL_S)
+                _learn(policy, tokenizer, optimizer, buffer.get_batch(batch_size), config)
+                version += 1
+                path = directory / f"v{version}"
+                adapter_files.publish(path, *policy.adapter_state())
+                engine.load_adapter(version, str(path), _versions(games) | {version - 1})
+                league.add_checkpoint(version)
+                if version % arguments["every"] == 0:
+                    _stand_still(clock, engine, version, path)
+        finally:
+            is_over.set()
+            engine.go_on()  # lets the games end that the collector waits for
+            collector.join()
+
+
+def _learn(
+    policy: Policy, tokenizer: Any, optimizer: torch.optim.Optimizer, steps: Sequence[Step], config: Config
+) -> None:
+    update(
+        policy,
+        tokenizer,
+        [TextStep(prompt=step.obs, completion=step.act, advantage=step.reward) for step in steps],
+        optimizer,
+        divisor=config.engine.max_generation_len,
+        gradient_clipping=config.learner.gradient_clipping,
+    )
+
+
+def _collect(games: Games, buffer: Buffer, is_over: threading.Event) -> None:
+    while not is_over.is_set():
+        if (record := games.next_finished(0.1)) is not None:
+            buffer.add(record)
+
+
+def _check(collector: threading.Thread, clock: StopWatch, engine: Engine) -> None:
+    assert collector.is_alive(), "the thread that collects has died; see above"
+    if clock.is_late:
+        _stand_still(clock, engine, None, None)
+
+
+def _stand_still(clock: StopWatch, engine: Engine, version: int | None, path: Path | None) -> None:
+    engine.pause()
+    clock.tell(version, path)
+    engine.go_on()
+
+
+def _versions(games: Games) -> set[int]:
+    """That games in flight may still ask for, the base apart."""
+    versions = {agent.model.adapter_version for spec in games.specs for agent in spec.agent_specs}
+    return {version for version in versions if version}
+
+
+def main() -> None:
+    questioner = Questioner()
+    with tempfile.TemporaryDirectory() as directory, contextlib.suppress(Over):
+        train(questioner, Path(directory))
+
+
+if __name__ == "__main__":
+    main()

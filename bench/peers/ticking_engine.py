@@ -1,0 +1,138 @@
+"""An engine behind blocking calls, stepped on a tick: the reference's inference actor.
+
+Stands for `submit_prompt(prompt, adapter) -> text` and a loop that sleeps 20 ms before it looks at its queue and steps
+the engine; nothing but text comes back. Any of this project's engines can be inside. The step's own time counts towards
+the tick, as where vLLM's core computes in a process of its own while the actor sleeps. Leaves out the actor's reports
+and its stall detector. Runs where it is made: in a Ray actor, or in a process of a manager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from multiprocessing import get_context
+from multiprocessing.managers import BaseManager
+from pathlib import Path
+from typing import Any
+
+from bench.peers.blocking import Submit
+from unstable_lite.config import Config
+from unstable_lite.engines.engine import load_engine
+from unstable_lite.errors import RequestError
+from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.messages import Generate
+
+TICK_S = 0.02
+
+
+class TickingEngine:
+    def __init__(self, config_json: str, threads: int, tick_s: float = TICK_S) -> None:
+        spec = WorkerSpec(name="engine-0", endpoint="", device="cpu", threads=threads, config_json=config_json)
+        self._engine = load_engine(spec)
+        self._config = spec.config.engine
+        self._tick_s = tick_s
+        self._arrived: queue.SimpleQueue[tuple[Generate, Future[str]]] = queue.SimpleQueue()
+        self._to_do: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
+        self._running: dict[int, Future[str]] = {}
+        self._numbers = itertools.count()
+        self._takes = threading.Event()
+        self._loaded: set[int] = set()
+        self._num_tokens = 0
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+
+    def submit_prompt(self, prompt: str, version: int, stop: tuple[str, ...]) -> str:
+        """Blocks until the whole answer is there. Raises RequestError."""
+        config = self._config
+        request = Generate(
+            request_id=next(self._numbers),
+            prompt=prompt,
+            adapter_version=version,
+            max_tokens=config.max_generation_len,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            stop=stop,
+            seed=None,
+        )
+        answer: Future[str] = Future()
+        self._arrived.put((request, answer))
+        return answer.result()
+
+    def load_adapter(self, version: int, path: str, needed: set[int]) -> None:
+        """`needed`: versions that games in flight still ask for; the others make room."""
+
+        def load() -> None:
+            for old in self._loaded - needed:
+                self._engine.unload_adapter(old)
+            self._engine.load_adapter(version, Path(path))
+            self._loaded = (self._loaded & needed) | {version}
+
+        done: Future[None] = Future()
+        self._to_do.put((load, done))
+        done.result()
+
+    def generated_tokens(self) -> int:
+        """Of finished answers, since the start."""
+        return self._num_tokens
+
+    def num_waiting(self) -> int:
+        """Requests that were not taken yet."""
+        return self._arrived.qsize()
+
+    def go_on(self) -> None:
+        self._takes.set()
+
+    def pause(self) -> None:
+        """Take no more requests; those that run are finished."""
+        self._takes.clear()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                started = time.monotonic()
+                self._take()
+                if self._engine.has_unfinished():
+                    for generated in self._engine.step():
+                        self._num_tokens += len(generated.generation.completion_ids)
+                        self._running.pop(generated.request_id).set_result(generated.generation.text)
+                time.sleep(max(0.0, self._tick_s - (time.monotonic() - started)))
+        finally:
+            for answer in self._running.values():
+                answer.set_exception(RuntimeError("the engine's loop has ended; see its output"))
+
+    def _take(self) -> None:
+        while not self._to_do.empty():
+            function, done = self._to_do.get()
+            function()
+            done.set_result(None)
+        while self._takes.is_set() and not self._arrived.empty():
+            request, answer = self._arrived.get()
+            try:
+                self._engine.add_request(request)
+            except RequestError as error:
+                answer.set_exception(error)
+            else:
+                self._running[request.request_id] = answer
+
+
+class _Manager(BaseManager):
+    pass
+
+
+_Manager.register("TickingEngine", TickingEngine)
+
+
+@contextlib.contextmanager
+def in_a_process(config: Config, threads: int, tick_s: float = TICK_S) -> Iterator[Any]:
+    """A proxy to a TickingEngine in a process of its own; each thread that calls it has its own connection."""
+    with _Manager(ctx=get_context("spawn")) as manager:
+        yield manager.TickingEngine(config.model_dump_json(), threads, tick_s)  # type: ignore[attr-defined]
+
+
+def submit_to(engine: Any) -> Submit:
+    submit: Submit = engine.submit_prompt
+    return submit

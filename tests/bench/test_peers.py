@@ -1,0 +1,122 @@
+"""The peers play the games that this project plays: where they differ, it is by what their files say."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.harness import bench_config
+from bench.peers.blocking import play
+from bench.peers.ticking_engine import TickingEngine, in_a_process
+from unstable_lite.config import Config
+from unstable_lite.errors import RequestError
+from unstable_lite.games.isolation import make_in_process
+from unstable_lite.games.players.policy import PolicyPlayer
+from unstable_lite.games.run_game import new_record, run_game
+from unstable_lite.games.templates import TEMPLATES
+from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef
+
+BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
+
+
+def a_game(*models: ModelRef) -> GameSpec:
+    agents = [
+        AgentSpec(
+            pid=pid,
+            model=model,
+            collect_data=model.kind == "checkpoint",
+            prompt_template="tiny",
+            action_extraction_fn="default",
+        )
+        for pid, model in enumerate(models)
+    ]
+    return GameSpec(
+        game_idx=0,
+        kind="train",
+        env_id="TicTacToe-v0-train",
+        num_players=2,
+        seed=4,
+        agent_specs=tuple(agents),
+        max_turns=20,
+    )
+
+
+def answers() -> list[str]:
+    return [f"\\boxed{{[{cell}]}}" for cell in (4, 0, 8, 2, 6, 1, 7, 3, 5)]
+
+
+def played_by_ours(spec: GameSpec) -> GameRecord:
+    texts = iter(answers())
+
+    async def generate(*_: object) -> Generation:
+        nothing = np.empty(0, np.int32)
+        return Generation(
+            prompt_ids=nothing,
+            completion_ids=nothing,
+            logprobs=np.empty(0, np.float32),
+            text=next(texts),
+            finish_reason="stop",
+            adapter_version=0,
+        )
+
+    record = new_record(spec)
+    players = {
+        agent.pid: PolicyPlayer(generate, TEMPLATES["tiny"], agent, spec.num_players) for agent in spec.agent_specs
+    }
+    asyncio.run(run_game(record, make_in_process(spec), players, 2000))
+    return record
+
+
+def test_a_game_that_blocks_becomes_the_record_that_ours_becomes() -> None:
+    spec, texts = a_game(BASE, BASE), iter(answers())
+    record = play(spec, lambda *_: next(texts))
+    ours = played_by_ours(spec)
+    assert record.turns == ours.turns and len(record.turns) >= 5
+    assert (record.rewards, record.outcomes, record.end) == (ours.rewards, ours.outcomes, ours.end)
+    steps = [(step.obs, step.act, step.format_feedback) for t in record.trajectories for step in t.steps]
+    assert steps == [(step.obs, step.act, step.format_feedback) for t in ours.trajectories for step in t.steps]
+
+
+def test_a_fixed_opponent_plays_without_asking_the_engine() -> None:
+    asked: list[str] = []
+
+    def submit(prompt: str, version: int, stop: tuple[str, ...]) -> str:
+        asked.append(prompt)
+        return "\\boxed{[4]}"
+
+    record = play(a_game(BASE, RANDOM), submit)
+    assert len(asked) == sum(turn.pid == 0 for turn in record.turns) < len(record.turns)
+
+
+def scripted() -> Config:
+    return bench_config(engine={"kind": "scripted", "replies": ("\\boxed{[4]}",)})
+
+
+def test_a_ticking_engine_takes_nothing_while_it_is_paused() -> None:
+    engine = TickingEngine(scripted().model_dump_json(), threads=1, tick_s=0.001)
+    with ThreadPoolExecutor(1) as caller:
+        answer = caller.submit(engine.submit_prompt, "a prompt", 0, ())
+        threading.Event().wait(0.05)
+        assert not answer.done()
+        engine.go_on()
+        assert answer.result(10) == "\\boxed{[4]}"
+    assert engine.generated_tokens() == len("\\boxed{[4]}") + 1
+
+
+def test_a_ticking_engine_in_a_process_loads_adapters_and_lets_go_of_those_that_nobody_needs(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with in_a_process(scripted(), threads=1, tick_s=0.001) as engine:
+        engine.go_on()
+        engine.load_adapter(1, str(tmp_path), set())
+        assert engine.submit_prompt("a prompt", 1, ()) == "\\boxed{[4]}"
+        engine.load_adapter(2, str(tmp_path), {1})
+        assert engine.submit_prompt("a prompt", 1, ()) == "\\boxed{[4]}"
+        engine.load_adapter(3, str(tmp_path), {2})
+        with pytest.raises(RequestError, match="version 1 is not loaded"):
+            engine.submit_prompt("a prompt", 1, ())
