@@ -25,7 +25,7 @@ from unstable_lite.config import Config
 from unstable_lite.engines.engine import load_engine
 from unstable_lite.errors import RequestError
 from unstable_lite.transport.child import WorkerSpec
-from unstable_lite.transport.messages import Generate
+from unstable_lite.transport.messages import Failed, Generate
 
 TICK_S = 0.02
 
@@ -96,9 +96,13 @@ class TickingEngine:
                 started = time.monotonic()
                 self._take()
                 if self._engine.has_unfinished():
-                    for generated in self._engine.step():
-                        self._num_tokens += len(generated.generation.completion_ids)
-                        self._running.pop(generated.request_id).set_result(generated.generation.text)
+                    for reply in self._engine.step():
+                        answer = self._running.pop(reply.request_id)
+                        if isinstance(reply, Failed):
+                            answer.set_exception(RequestError(reply.error))
+                            continue
+                        self._num_tokens += len(reply.generation.completion_ids)
+                        answer.set_result(reply.generation.text)
                 time.sleep(max(0.0, self._tick_s - (time.monotonic() - started)))
         finally:
             for answer in self._running.values():
