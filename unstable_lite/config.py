@@ -133,7 +133,8 @@ class EngineConfig(Section):
 
 class LearnerConfig(Section):
     devices: tuple[int | Literal["cpu"], ...] | Literal["auto"] = "auto"
-    """As for engines. `auto`: the first GPU, or the CPU where there is none."""
+    """One rank for each: CUDA device numbers, or "cpu" as often as wanted. The ranks divide every batch among them,
+    by tokens, and make the update that one alone would make. `auto`: the first GPU, or the CPU where there is none."""
     batch_size: int = Field(384, ge=1)
     """Steps of one update."""
     mini_batch_size: int | None = Field(None, ge=1)

@@ -42,7 +42,8 @@ class Plan:
     """With `engine.kind` and all that depends on the algorithm decided."""
     engine_reason: str
     engine_devices: tuple[int | str, ...]
-    learner_device: int | str
+    learner_devices: tuple[int | str, ...]
+    """One rank for each."""
     engine_threads: int
     learner_threads: int
     adapter_slots_needed: int
@@ -50,6 +51,11 @@ class Plan:
     """How many can be played at once, the current one included."""
     adapter_bytes: int | None
     """float32 size of one adapter, where the model's config.json is at hand."""
+
+    @property
+    def learner_device(self) -> int | str:
+        """Of rank 0."""
+        return self.learner_devices[0]
 
     def opponents(self) -> str:
         """Who sits where the current policy does not."""
@@ -66,7 +72,11 @@ class Plan:
         for index, device in enumerate(self.engine_devices):
             rows.append((f"engine-{index}", f"{config.engine.kind} on {_device(device, self.engine_threads)}"))
         rows.append(("engine choice", self.engine_reason))
-        rows.append(("learner", f"{config.algorithm} on {_device(self.learner_device, self.learner_threads)}"))
+        for rank, device in enumerate(self.learner_devices):
+            place = _device(device, self.learner_threads)
+            rows.append((f"learner-{rank}", place) if rank else ("learner", f"{config.algorithm} on {place}"))
+        if len(self.learner_devices) > 1:
+            rows.append(("learner ranks", f"{len(self.learner_devices)}: each a part of every batch, cut by tokens"))
         rows.append(("base model", config.model_name))
         rows.append(("opponents", self.opponents()))
         if self.active_checkpoints > 1:
@@ -131,7 +141,7 @@ def make_plan(config: Config) -> Plan:
         config=config.model_copy(update={"engine": config.engine.model_copy(update={"kind": kind})}),
         engine_reason=reason,
         engine_devices=engine_devices,
-        learner_device=learner_devices[0],
+        learner_devices=learner_devices,
         engine_threads=config.engine.threads or share,
         learner_threads=config.learner.threads or share,
         adapter_slots_needed=adapter_slots_needed(config),
@@ -178,6 +188,7 @@ def find_problems(config: Config) -> list[str]:
     """Every impossible combination and every name that names nothing."""
     config = resolve_defaults(config)
     problems = [*_env_problems(config), *check_league(config), *_number_problems(config), *algorithm_problems(config)]
+    problems += _rank_problems(config)
     problems += [*template_problems(config.templates), *_spending_problems(config.opponents)]
     problems += alarm_problems(config.alarms)
     try:
@@ -227,6 +238,19 @@ def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterable[
     different = [f"{key} is {value} there, {ours[key]} here" for key, value in theirs.items() if value != ours[key]]
     if different:
         yield f"{where}: {directory} does not fit section lora: {'; '.join(different)}; set them alike"
+
+
+def _rank_problems(config: Config) -> Iterable[str]:
+    devices, batch_size = config.learner.devices, config.learner.batch_size
+    if devices == "auto":
+        return
+    if len(devices) > batch_size:
+        yield (
+            f"learner.devices = {list(devices)}: learner.batch_size = {batch_size} leaves some of {len(devices)} ranks "
+            "without a step to learn from"
+        )
+    if "cpu" in devices and set(devices) != {"cpu"}:
+        yield f"learner.devices = {list(devices)}: ranks are all on GPUs or all on the CPU"
 
 
 def _number_problems(config: Config) -> Iterable[str]:

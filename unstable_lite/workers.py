@@ -19,7 +19,7 @@ from unstable_lite.learners.client import LearnerClient
 from unstable_lite.plan import Plan
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import Message
-from unstable_lite.transport.processes import WorkerProcess
+from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
 from unstable_lite.transport.sockets import Peer, Router
 
 T = TypeVar("T")
@@ -61,9 +61,7 @@ async def started_workers(plan: Plan, logs: Path, say: Callable[[str], None]) ->
     async with _household(plan, logs) as household:
         engines = await household.start_engines()
         learner = LearnerClient(household.router, plan.config.learner)
-        await household.start(
-            "unstable_lite.learners.worker", learner.peer, plan.learner_device, plan.learner_threads, KEEP_MEMORY
-        )
+        await household.start_learner(learner.peer)
         facts = await household.wait_until_up(say)
         yield Workers(
             engines=engines,
@@ -117,7 +115,7 @@ async def _household(plan: Plan, logs: Path) -> AsyncIterator[_Household]:
     """Nobody yet; whoever is started is ended at the end."""
     sockets = Path(tempfile.mkdtemp(prefix="unstable_lite-"))  # 0700; short: an ipc path ends at 107 bytes
     router = Router(sockets)
-    household = _Household(plan, logs, router)
+    household = _Household(plan, logs, router, sockets)
     try:
         yield household
     finally:
@@ -129,8 +127,9 @@ async def _household(plan: Plan, logs: Path) -> AsyncIterator[_Household]:
 class _Household:
     """The processes that hang on one router."""
 
-    def __init__(self, plan: Plan, logs: Path, router: Router) -> None:
+    def __init__(self, plan: Plan, logs: Path, router: Router, sockets: Path) -> None:
         self.router = router
+        self._sockets = sockets
         self.processes: list[WorkerProcess] = []
         self._plan = plan
         self._logs = logs
@@ -144,20 +143,51 @@ class _Household:
             await self.start("unstable_lite.engines.worker", engine.peer, device, plan.engine_threads, keys)
         return EnginePool(engines)
 
-    async def start(
-        self, module: str, peer: Peer, device: int | str, threads: int, environment: Mapping[str, str] | None = None
-    ) -> None:
+    async def start_learner(self, peer: Peer) -> None:
+        """Its rank 0 answers as `peer`."""
+        plan, module = self._plan, "unstable_lite.learners.worker"
+        ranks = [
+            self._make(
+                module,
+                Peer(self.router, f"{peer.name}-{rank}") if rank else peer,
+                device,
+                plan.learner_threads,
+                KEEP_MEMORY,
+                rank=rank,
+                num_ranks=len(plan.learner_devices),
+            )
+            for rank, device in enumerate(plan.learner_devices)
+        ]
+        process = WorkerGroup(ranks, self._sockets) if len(ranks) > 1 else ranks[0]
+        self.processes.append(process)
+        await process.start()
+
+    async def start(self, module: str, peer: Peer, device: int | str, threads: int) -> None:
+        process = self._make(module, peer, device, threads, {})
+        self.processes.append(process)
+        await process.start()
+
+    def _make(
+        self,
+        module: str,
+        peer: Peer,
+        device: int | str,
+        threads: int,
+        environment: Mapping[str, str],
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> WorkerProcess:
         spec = WorkerSpec(
             name=peer.name,
             endpoint=self.router.endpoint,
             device=device if isinstance(device, str) else "cuda:0",
             threads=threads,
             config_json=self._plan.config.model_dump_json(),
+            rank=rank,
+            num_ranks=num_ranks,
         )
         log_path = self._logs / f"{peer.name}.log"
-        process = WorkerProcess(peer, log_path, module, spec, _environment(device, threads) | dict(environment or {}))
-        self.processes.append(process)
-        await process.start()
+        return WorkerProcess(peer, log_path, module, spec, _environment(device, threads) | dict(environment))
 
     async def wait_until_up(self, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
         """The facts of each, by name."""

@@ -69,7 +69,7 @@ def test_auto_gives_the_learner_the_first_gpu_and_the_engines_the_rest(
 )
 def test_devices_that_are_not_there_are_refused(gpus: Any, engine: Any, learner: Any) -> None:
     gpus(1)
-    with pytest.raises(ConfigError, match=r"1 CUDA device|each device once"):
+    with pytest.raises(ConfigError, match=r"1 CUDA device|each GPU once"):
         resolve_devices(engine, learner)
 
 

@@ -6,11 +6,13 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import safetensors.torch
 import torch
@@ -23,8 +25,8 @@ from unstable_lite.supervision import Supervisor
 from unstable_lite.transport.adapters import AdapterArena
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import LoadLearner, Update, Updated
-from unstable_lite.transport.processes import WorkerProcess
-from unstable_lite.transport.sockets import Router
+from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
+from unstable_lite.transport.sockets import Peer, Router
 from unstable_lite.types import Generation, Step
 
 VOCAB = 300
@@ -91,21 +93,47 @@ class Learning:
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
 
-    async def killed_when(self, condition: Callable[[], bool]) -> None:
+    def kill_other_rank(self) -> None:
+        assert isinstance(self.process, WorkerGroup)
+        os.kill(self.process.others[0].pid, signal.SIGKILL)
+
+    async def killed_when(self, condition: Callable[[], bool], kill: Callable[[], None] | None = None) -> None:
         while not condition():
             await asyncio.sleep(0.0005)
-        self.kill()
+        (kill or self.kill)()
 
 
 @pytest.fixture
 async def learning(tmp_path: Path, config: Config) -> AsyncIterator[Learning]:
+    async with _learning(tmp_path, config, num_ranks=1) as started:
+        yield started
+
+
+@pytest.fixture
+async def learning_by_two(tmp_path: Path, config: Config) -> AsyncIterator[Learning]:
+    async with _learning(tmp_path, config, num_ranks=2) as started:
+        yield started
+
+
+@asynccontextmanager
+async def _learning(tmp_path: Path, config: Config, num_ranks: int) -> AsyncIterator[Learning]:
     (tmp_path / "bus").mkdir()
     router = Router(tmp_path / "bus")
     client = LearnerClient(router, config.learner)
-    spec = WorkerSpec(
-        name="learner", endpoint=router.endpoint, device="cpu", threads=1, config_json=config.model_dump_json()
-    )
-    process = WorkerProcess(client.peer, tmp_path / "learner.log", "unstable_lite.learners.worker", spec, {})
+    ranks = []
+    for rank, peer in enumerate([client.peer, *(Peer(router, f"learner-{rank}") for rank in range(1, num_ranks))]):
+        spec = WorkerSpec(
+            name=peer.name,
+            endpoint=router.endpoint,
+            device="cpu",
+            threads=1,
+            config_json=config.model_dump_json(),
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+        log_path = tmp_path / f"{peer.name}.log"
+        ranks.append(WorkerProcess(peer, log_path, "unstable_lite.learners.worker", spec, {}))
+    process = WorkerGroup(ranks, tmp_path) if num_ranks > 1 else ranks[0]
     await process.start()
     await process.ready(120)
     alarms: list[str] = []
@@ -150,6 +178,32 @@ async def test_no_update_is_lost_and_none_done_twice_whenever_the_learner_is_kil
         tensors, _ = undisturbed.policy.adapter_state()
         made = weights(arena.path(version))
         assert all(torch.equal(tensors[name], made[name]) for name in tensors), version
+
+
+async def test_the_death_of_one_rank_is_that_of_all_and_they_go_on_from_the_last_state(
+    learning_by_two: Learning, config: Config, tmp_path: Path
+) -> None:
+    learning = learning_by_two
+    async with asyncio.TaskGroup() as tasks:
+        supervised = tasks.create_task(learning.supervisor.run())
+        told, first = [await learning.update(1)], learning.process.pid
+        tasks.create_task(learning.killed_when(lambda: learning.client.peer.num_pending > 0, learning.kill_other_rank))
+        told.append(await learning.update(2))
+        supervised.cancel()
+    assert learning.supervisor.restarts == 1
+    assert learning.process.pid != first
+    assert any("learner-1 was killed by SIGKILL" in alarm for alarm in learning.alarms)
+    ranks = [learning.process.pid, learning.process.others[0].pid]  # type: ignore[attr-defined]
+    await learning.process.stop()
+    assert not any(psutil.pid_exists(pid) for pid in ranks)
+
+    torch.set_num_threads(1)
+    undisturbed = load_learner(config, "cpu")
+    for version, updated in enumerate(told, start=1):
+        metrics = undisturbed.update(train_items(batch(version)), version).metrics
+        assert updated.metrics["step"] == version
+        for name in ("loss", "policy_grad_norm", "num_tokens", "logp_mean"):
+            assert updated.metrics[name] == pytest.approx(metrics[name], rel=1e-3)
 
 
 async def test_the_state_of_one_version_is_kept_and_no_more(learning: Learning) -> None:

@@ -48,7 +48,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_config(model_path: Path) -> MakeConfig:
     def make(algorithm: str = "reinforce", **sections: dict[str, Any]) -> Config:
         return Config.model_validate(
@@ -82,7 +82,7 @@ def make_learner(make_config: MakeConfig) -> MakeLearner:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_items() -> MakeItems:
     def make(num: int = 7, seed: int = 0, adapter_version: int = 0, turns: int = 1) -> list[TrainItem]:
         """`turns`: of each trajectory, the last one aside."""

@@ -99,8 +99,9 @@ def _check_exist(name: str, devices: Devices, num_gpus: int) -> None:
     has = f"this machine has {num_gpus} CUDA device{'s' * (num_gpus != 1)}"
     if not devices:
         raise ConfigError(f"{name}.devices = []: name at least one; {has}")
-    if len(set(devices)) != len(devices) and name == "learner":
-        raise ConfigError(f"{name}.devices = {list(devices)}: each device once")
+    gpus = [device for device in devices if device != "cpu"]
+    if len(set(gpus)) != len(gpus) and name == "learner":
+        raise ConfigError(f"{name}.devices = {list(devices)}: each GPU once")
     missing = [device for device in devices if device != "cpu" and not 0 <= device < num_gpus]
     if missing:
         raise ConfigError(f"{name}.devices = {list(devices)}: {has}, no {', '.join(map(str, missing))}; 'cpu' works")

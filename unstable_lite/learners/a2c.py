@@ -15,7 +15,7 @@ from pathlib import Path
 from torch.nn.utils import clip_grad_norm_
 
 from unstable_lite.config import Config
-from unstable_lite.learners import UpdateResult, adapter_files, losses
+from unstable_lite.learners import UpdateResult, adapter_files, losses, ranks
 from unstable_lite.learners.advantages import estimate_advantages, normalized, value_figures, zero_share
 from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.critic import Critic
@@ -74,6 +74,9 @@ class A2CLearner:
             try:
                 trained = self.add_gradient(weighed)
                 value_loss = self.critic.add_gradient(fitted.items, target_I)
+                ranks.sum_gradients([*self._parameters, *self._critic_parameters])
+                trained.gather()
+                value_loss = ranks.sum_figure(value_loss)
                 # Returns the norm from before the clipping.
                 norm = clip_grad_norm_(self._parameters, self._config.gradient_clipping).item()
                 critic_norm = clip_grad_norm_(self._critic_parameters, self._config.gradient_clipping).item()
@@ -121,7 +124,7 @@ class A2CLearner:
         )
 
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
-        """Add the gradient of the policy's loss on all of `items`, whose rewards are the advantages."""
+        """Add the gradient of the policy's loss on `items`, of this rank's share; rewards are the advantages."""
         config = self._config
         divisor = self._max_generation_len * len(items)
         trained = Trained()

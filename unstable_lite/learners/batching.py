@@ -132,23 +132,61 @@ def fit(items: Sequence[TrainItem], max_train_len: int | None) -> Fitted:
     return Fitted(items=fitted, kept=kept, num_cut=num_cut, num_dropped=len(items) - len(fitted))
 
 
-def make_micro_batches(items: Sequence[TrainItem], max_tokens: int, max_rows: int | None) -> list[MicroBatch]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Which part of a batch is whose, where several ranks divide it."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    in_step: bool = False
+    """Every rank makes the same number of micro-batches, empty ones if need be: where the ranks meet in each."""
+
+
+WHOLE = Share()
+
+
+def make_micro_batches(
+    items: Sequence[TrainItem], max_tokens: int, max_rows: int | None, share: Share = WHOLE
+) -> list[MicroBatch]:
     """Prompts and completions; rows of similar length together."""
-    groups = _group([length(item) for item in items], max_tokens, max_rows)
-    return [replace(pad([items[row] for row in rows]), rows=tuple(rows)) for rows in groups]
+    groups = _groups([length(item) for item in items], max_tokens, max_rows, share)
+    return [replace(pad([items[row] for row in rows]), rows=tuple(rows)) if rows else _NOTHING for rows in groups]
 
 
-def make_prompt_batches(items: Sequence[TrainItem], max_tokens: int, max_rows: int | None) -> list[PromptBatch]:
+def make_prompt_batches(
+    items: Sequence[TrainItem], max_tokens: int, max_rows: int | None, share: Share = WHOLE
+) -> list[PromptBatch]:
     """Prompts alone; rows of similar length together."""
-    groups = _group([len(item.prompt_ids) for item in items], max_tokens, max_rows)
-    return [_pad_prompts(items, rows) for rows in groups]
+    groups = _groups([len(item.prompt_ids) for item in items], max_tokens, max_rows, share)
+    return [_pad_prompts(items, rows) if rows else _NO_PROMPT for rows in groups]
 
 
-def _group(lengths: Sequence[int], max_tokens: int, max_rows: int | None) -> list[list[int]]:
+def cut(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Rows for each of `num_parts`, with nearly as many tokens in each and the long ones dealt out alike."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    tokens = [0] * num_parts
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        part = tokens.index(min(tokens))
+        parts[part].append(row)
+        tokens[part] += lengths[row]
+    return parts
+
+
+def _groups(lengths: Sequence[int], max_tokens: int, max_rows: int | None, share: Share) -> list[list[int]]:
+    """The rows of each micro-batch of one rank."""
+    parts = cut(lengths, share.num_ranks) if share.num_ranks > 1 else [list(range(len(lengths)))]
+    if not share.in_step:
+        return _group(lengths, parts[share.rank], max_tokens, max_rows)
+    of_ranks = [_group(lengths, rows, max_tokens, max_rows) for rows in parts]
+    ours = of_ranks[share.rank]
+    return ours + [[]] * (max(map(len, of_ranks)) - len(ours))
+
+
+def _group(lengths: Sequence[int], all_rows: Sequence[int], max_tokens: int, max_rows: int | None) -> list[list[int]]:
     """Rows of similar length together, longest first, so that what does not fit the memory fails at once."""
     groups: list[list[int]] = []
     rows: list[int] = []
-    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+    for row in sorted(all_rows, key=lengths.__getitem__, reverse=True):
         if rows and ((len(rows) + 1) * lengths[rows[0]] > max_tokens or len(rows) == max_rows):
             groups.append(rows)
             rows = []
@@ -190,3 +228,19 @@ def pad(rows: Sequence[TrainItem]) -> MicroBatch:
         num_padding=tokens_BT.size - sum(map(length, rows)),
         rows=tuple(range(len(rows))),
     )
+
+
+_NOTHING = MicroBatch(
+    tokens_BT=torch.zeros(1, 1, dtype=torch.int64),
+    source_N=torch.zeros(0, dtype=torch.int64),
+    target_N=torch.zeros(0, dtype=torch.int64),
+    behaviour_logp_N=torch.zeros(0),
+    advantage_N=torch.zeros(0),
+    version_N=torch.zeros(0, dtype=torch.int64),
+    num_padding=1,
+    rows=(),
+)
+"""A pass over the model that trains nothing."""
+_NO_PROMPT = PromptBatch(
+    tokens_BT=torch.zeros(1, 1, dtype=torch.int64), last_B=torch.zeros(0, dtype=torch.int64), rows=()
+)

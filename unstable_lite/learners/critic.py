@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from unstable_lite.config import Config
 from unstable_lite.errors import ModelError
-from unstable_lite.learners import adapter_files
+from unstable_lite.learners import adapter_files, ranks
 from unstable_lite.learners.advantages import Figures
 from unstable_lite.learners.batching import PromptBatch, make_prompt_batches
 from unstable_lite.learners.model import Policy
@@ -44,15 +44,15 @@ class Critic:
 
     @torch.no_grad()
     def estimate(self, items: Sequence[TrainItem]) -> Figures:
-        """The value of each item's prompt, however long it is."""
+        """The value of each item's prompt, however long it is; the ranks divide them."""
         value_I = np.zeros(len(items))
         with self._policy.using(_ADAPTER), self._policy.evaluating():
             for batch in self._batches(items, self._config.infer_mini_batch_size):
                 value_I[list(batch.rows)] = self._values(batch).double().cpu().numpy()
-        return value_I
+        return ranks.sum_figures(value_I)
 
     def add_gradient(self, items: Sequence[TrainItem], target_I: Figures) -> float:
-        """Add the gradient of half the mean squared error to the parameters; returns that loss."""
+        """Add the gradient of half the mean squared error, of this rank's share, to the parameters; that loss."""
         loss = 0.0
         # The backward pass too must find the critic's adapter in place.
         with self._policy.using(_ADAPTER):
@@ -81,8 +81,9 @@ class Critic:
         self.head.load_state_dict(head)
 
     def _batches(self, items: Sequence[TrainItem], max_rows: int | None) -> list[PromptBatch]:
-        batches = make_prompt_batches(items, self._policy.max_tokens_per_micro_batch, max_rows)
-        return [batch.to(self._policy.device) for batch in batches]
+        policy = self._policy
+        batches = make_prompt_batches(items, policy.max_tokens_per_micro_batch, max_rows, policy.share)
+        return [batch.to(policy.device) for batch in batches]
 
     def _values(self, batch: PromptBatch) -> Tensor:
         hidden_BD = self._policy.last_hidden(batch)

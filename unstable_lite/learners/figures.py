@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unstable_lite.learners import losses
+from unstable_lite.learners import losses, ranks
 from unstable_lite.learners.batching import MicroBatch
 from unstable_lite.types import Logprobs, TrainItem
 
@@ -24,7 +24,7 @@ class Trained:
     _loss: Tensor | float = 0.0
     _tokens: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
     _kl: list[Tensor] = field(default_factory=list)
-    _rows: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     """Which items the tokens are of, in their order."""
     _num_padding: int = 0
     _num_positions: int = 0
@@ -37,9 +37,25 @@ class Trained:
         self._tokens.append((logp_N.detach(), batch.behaviour_logp_N, entropy_N.detach(), batch.version_N))
         if base_logp_N is not None:
             self._kl.append(losses.kl_estimates(logp_N.detach(), base_logp_N))
-        self._rows += batch.rows
+        self.rows += batch.rows
         self._num_padding += batch.num_padding
         self._num_positions += batch.tokens_BT.numel()
+
+    def gather(self) -> None:
+        """From this rank's share to the whole batch."""
+        if ranks.num_ranks() == 1:
+            return
+        columns = [torch.cat(parts).double() for parts in zip(*self._tokens, strict=True)] or [torch.zeros(0)] * 4
+        kl_N = torch.cat(self._kl).double() if self._kl else torch.zeros_like(columns[0])
+        *columns, kl_N = ranks.concat(torch.stack([*columns, kl_N]))
+        rows_1I = ranks.concat(torch.tensor([self.rows], dtype=torch.float64))
+        counted = [self.loss, self._num_padding, self._num_positions, len(self._kl)]
+        loss, num_padding, num_positions, num_kl = ranks.sum_figures(np.array(counted, np.float64)).tolist()
+        logp_N, behaviour_logp_N, entropy_N, version_N = columns
+        self._tokens = [(logp_N, behaviour_logp_N, entropy_N, version_N)]
+        self._kl = [kl_N] if num_kl else []
+        self.rows = rows_1I[0].int().tolist()
+        self._loss, self._num_padding, self._num_positions = loss, int(num_padding), int(num_positions)
 
     @property
     def loss(self) -> float:
@@ -54,8 +70,8 @@ class Trained:
     def logprobs(self, items: Sequence[TrainItem]) -> list[Logprobs]:
         """Of each item's tokens. `items`: those of the micro-batches."""
         logp_N = torch.cat([logp_N for logp_N, *_ in self._tokens]).float().cpu().numpy()
-        ends = np.cumsum([len(items[row].completion_ids) for row in self._rows])
-        of_row = dict(zip(self._rows, np.split(logp_N, ends[:-1]), strict=True))
+        ends = np.cumsum([len(items[row].completion_ids) for row in self.rows])
+        of_row = dict(zip(self.rows, np.split(logp_N, ends[:-1]), strict=True))
         return [of_row[row] for row in range(len(items))]
 
     @property
@@ -74,7 +90,7 @@ class Trained:
             "staleness_mean": staleness_N.mean().item(),
             "staleness_max": staleness_N.max().item(),
             "num_tokens": float(len(logp_N)),
-            "avg_train_len": (self._num_positions - self._num_padding) / len(self._rows),
+            "avg_train_len": (self._num_positions - self._num_padding) / len(self.rows),
             "padding_share": self.padding_share,
             **kl,
             **losses.importance_figures(logp_N, behaviour_logp_N, importance_weight_cap),
@@ -96,6 +112,15 @@ class Clipped:
     def extend(self, other: Clipped) -> None:
         """With another step's tokens."""
         self._tokens += other._tokens
+
+    def gather(self) -> None:
+        """From this rank's share to the whole batch."""
+        if ranks.num_ranks() == 1:
+            return
+        columns = [torch.cat(parts) for parts in zip(*self._tokens, strict=True)] or [torch.zeros(0)] * 2
+        logp_N, old_logp_N = ranks.concat(torch.stack(columns))
+        self._tokens = [(logp_N, old_logp_N)]
+        self._loss = ranks.sum_figure(self.loss)
 
     @property
     def loss(self) -> float:

@@ -15,7 +15,7 @@ from statistics import fmean
 from torch.nn.utils import clip_grad_norm_
 
 from unstable_lite.config import Config
-from unstable_lite.learners import UpdateResult, adapter_files, losses
+from unstable_lite.learners import UpdateResult, adapter_files, losses, ranks
 from unstable_lite.learners.advantages import zero_share
 from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.figures import Clipped
@@ -63,6 +63,8 @@ class GRPOLearner:
                 for is_last_epoch, rows in shuffled_minibatches(len(fitted.items), self._config):
                     minibatch = [fitted.items[row] for row in rows]
                     clipped = self.add_gradient(minibatch, proximal.of(rows))
+                    ranks.sum_gradients(self._parameters)
+                    clipped.gather()
                     # Returns the norm from before the clipping.
                     norm = clip_grad_norm_(self._parameters, self._config.gradient_clipping).item()
                     loss_of_steps.append(clipped.loss)
@@ -108,7 +110,7 @@ class GRPOLearner:
         )
 
     def add_gradient(self, items: Sequence[TrainItem], proximal: Proximal) -> Clipped:
-        """Add the gradient of the clipped loss on all of `items` to the parameters, micro-batch by micro-batch."""
+        """Add the gradient of the clipped loss on `items`, of this rank's share, to the parameters."""
         config = self._config
         divisor = self._max_generation_len * len(items)
         clipped = Clipped()

@@ -21,8 +21,9 @@ from transformers.masking_utils import sdpa_mask
 
 from unstable_lite.config import Config, LoraConfig
 from unstable_lite.errors import ModelError
-from unstable_lite.learners import adapter_files, batching
+from unstable_lite.learners import adapter_files, batching, ranks
 from unstable_lite.models import resolve_model
+from unstable_lite.rng import derive_seed
 from unstable_lite.types import Logprobs, TokenIds, TrainItem
 
 _ADAPTER = "default"
@@ -38,6 +39,7 @@ class Policy:
         self._temperature = config.engine.temperature
         self._chunk_tokens = config.learner.logits_chunk_tokens
         self._use_cache = config.learner.use_trainer_cache
+        self._seed, self._has_dropout = config.run.seed, config.lora.lora_dropout > 0
         self.max_tokens_per_micro_batch = config.learner.max_tokens_per_micro_batch
         """Less than configured once memory has run out."""
         self._max_rows = config.learner.mini_batch_size
@@ -56,6 +58,7 @@ class Policy:
         self._check_head()
         # transformers checkpoints only in training mode, and loads in evaluation mode.
         self.model.train()
+        ranks.copy_from_first(self.parameters)
 
     @property
     def vocab_size(self) -> int:
@@ -70,9 +73,19 @@ class Policy:
         return getattr(self._base.config.get_text_config(), "max_position_embeddings", None)
 
     def micro_batches(self, items: Sequence[TrainItem]) -> Iterator[batching.MicroBatch]:
-        """`items` in parts that fit the memory, on the device."""
-        for batch in batching.make_micro_batches(items, self.max_tokens_per_micro_batch, self._max_rows):
+        """This rank's share of `items` in parts that fit the memory, on the device."""
+        for batch in batching.make_micro_batches(items, self.max_tokens_per_micro_batch, self._max_rows, self.share):
             yield batch.to(self.device)
+
+    @property
+    def share(self) -> batching.Share:
+        """What this rank computes of a batch."""
+        return batching.Share(rank=ranks.rank(), num_ranks=ranks.num_ranks())
+
+    def draw_apart(self, version: int) -> None:
+        """Ranks that drop out draw each from a stream of its own; rank 0 goes on with what its state holds."""
+        if self._has_dropout and ranks.rank():
+            torch.manual_seed(derive_seed(self._seed, "dropout", version, ranks.rank()))
 
     def logprobs(self, batch: batching.MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability of each trained token, and (without gradient) the entropy of its distribution."""

@@ -16,7 +16,7 @@ from statistics import fmean
 from torch.nn.utils import clip_grad_norm_
 
 from unstable_lite.config import Config
-from unstable_lite.learners import UpdateResult, adapter_files, losses
+from unstable_lite.learners import UpdateResult, adapter_files, losses, ranks
 from unstable_lite.learners.advantages import estimate_advantages, normalized, value_figures, zero_share
 from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.critic import Critic
@@ -82,6 +82,9 @@ class PPOLearner:
                     minibatch = [weighed[row] for row in rows]
                     clipped = self.add_gradient(minibatch, proximal.of(rows))
                     value_loss = self.critic.add_gradient(minibatch, target_I[rows])
+                    ranks.sum_gradients([*self._parameters, *self._critic_parameters])
+                    clipped.gather()
+                    value_loss = ranks.sum_figure(value_loss)
                     # Returns the norm from before the clipping.
                     norm = clip_grad_norm_(self._parameters, self._config.gradient_clipping).item()
                     critic_norm = clip_grad_norm_(self._critic_parameters, self._config.gradient_clipping).item()
@@ -143,7 +146,7 @@ class PPOLearner:
         )
 
     def add_gradient(self, items: Sequence[TrainItem], proximal: Proximal) -> Clipped:
-        """Add the gradient of the clipped loss on all of `items`, whose rewards are the advantages."""
+        """Add the gradient of the clipped loss on `items`, of this rank's share; rewards are the advantages."""
         config = self._config
         divisor = self._max_generation_len * len(items)
         clipped = Clipped()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unstable_lite.config import LearnerConfig
+from unstable_lite.learners import ranks
 from unstable_lite.learners.figures import Trained
 from unstable_lite.learners.model import Policy
 from unstable_lite.types import TrainItem
@@ -47,6 +48,12 @@ def proximal_policy(policy: Policy, items: Sequence[TrainItem], config: LearnerC
             batch.scatter(base_logp_N, base_logp)
         batch.scatter(logp_N, logp)
         trained.add(batch, logp_N, entropy_N, base_logp_N, loss=torch.zeros(()))
+    # The steps draw other shares.
+    like = next(iter(policy.parameters.values()))
+    ranks.fill(trained.rows, logp, like)
+    if base_logp is not None:
+        ranks.fill(trained.rows, base_logp, like)
+    trained.gather()
     return Proximal(logp, base_logp, trained)
 
 

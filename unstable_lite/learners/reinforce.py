@@ -13,7 +13,7 @@ from pathlib import Path
 from torch.nn.utils import clip_grad_norm_
 
 from unstable_lite.config import Config
-from unstable_lite.learners import UpdateResult, adapter_files, losses
+from unstable_lite.learners import UpdateResult, adapter_files, losses, ranks
 from unstable_lite.learners.advantages import zero_share
 from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.figures import Trained
@@ -55,6 +55,8 @@ class REINFORCELearner:
         if fitted.items:
             try:
                 trained = self.add_gradient(fitted.items)
+                ranks.sum_gradients(self._parameters)
+                trained.gather()
                 # Returns the norm from before the clipping.
                 norm = clip_grad_norm_(self._parameters, self._config.gradient_clipping).item()
                 if math.isfinite(trained.loss) and math.isfinite(norm):
@@ -88,7 +90,7 @@ class REINFORCELearner:
         )
 
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
-        """Add the gradient of the loss on all of `items` to the parameters, micro-batch by micro-batch."""
+        """Add the gradient of the loss on `items`, of this rank's share, to the parameters."""
         config = self._config
         divisor = self._max_generation_len * len(items)
         trained = Trained()

@@ -1,6 +1,7 @@
 """The learner process: `python -m unstable_lite.transport unstable_lite.learners.worker`.
 
-Owns the loop and what each message leads to. Knows nothing of algorithms, rewards, games or text.
+Owns the loop and what each message leads to. Knows nothing of algorithms, rewards, games or text. Where there are
+several ranks, rank 0 hears the orchestrator, tells the others what concerns them, answers, and alone writes files.
 
 `Ready.facts`: `adapter_bytes` (of one published version), `lora_parameters`, `base_parameters`, `dtype` (of the
 base), `device`, `threads`, `vocab_size`, `max_position_embeddings` (None where the model has no limit), and the
@@ -9,6 +10,7 @@ versions of `torch`, `transformers` and `peft`.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import json
@@ -25,9 +27,9 @@ import peft
 import torch
 import transformers
 
-from unstable_lite.config import LearnerConfig
-from unstable_lite.errors import AdapterError, RequestError, is_out_of_memory
-from unstable_lite.learners import Learner, UpdateResult, adapter_files, load_learner
+from unstable_lite.config import Config, LearnerConfig
+from unstable_lite.errors import AdapterError, ConfigError, RequestError, is_out_of_memory
+from unstable_lite.learners import Learner, UpdateResult, adapter_files, load_learner, ranks
 from unstable_lite.learners.batching import length
 from unstable_lite.learners.histograms import histograms_of
 from unstable_lite.transport.child import WorkerSocket, WorkerSpec
@@ -49,6 +51,8 @@ from unstable_lite.types import TrainItem
 
 UPDATED = "updated.json"
 """In a learner's state: the reply to the update that it is of."""
+CHECK_EVERY = 10
+"""Updates from one look at whether all ranks hold the same adapter to the next."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 OOM_ADVICE = (
     "lower learner.max_train_len or learner.logits_chunk_tokens, set learner.activation_checkpointing = true, or leave "
@@ -60,15 +64,26 @@ log = logging.getLogger(__name__)
 
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     torch.set_num_threads(spec.threads)
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = spec.config
-    worker = _Worker(load_learner(config, spec.device), config.learner, config.tracker.keep_tokens)
+    if spec.num_ranks > 1:
+        store = ranks.on_this_machine(Path(spec.rendezvous), spec.num_ranks)
+        ranks.join(store, spec.rank, spec.num_ranks, spec.device, config.learner.update_timeout_s)
+    worker = make_worker(config, spec.device)
     socket.send(Ready(facts=_facts(worker.learner, spec)))
+    if spec.rank:
+        worker.follow()
+        return
     while True:
         for message in socket.receive(wait_s=1.0):
             if isinstance(message, Stop):
+                ranks.tell(message)
                 return
             socket.send(worker.answer(message))
+
+
+def make_worker(config: Config, device: str) -> _Worker:
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    return _Worker(load_learner(config, device), config.learner, config.tracker.keep_tokens)
 
 
 class _Worker:
@@ -95,12 +110,13 @@ class _Worker:
                 adapter, base = learner.policy.score(message.prompt_ids, message.completion_ids)
                 return Scored(request_id=message.request_id, adapter_logprobs=adapter, base_logprobs=base)
             if isinstance(message, Publish):
+                ranks.tell(message)
                 learner.version = message.version
                 if not Path(message.state_path).exists():
                     self._keep(message.state_path, None)
                 self._publish(message.path)
             elif isinstance(message, LoadLearner):
-                self._load(Path(message.path))
+                self._load(Path(message.path), message)
             else:
                 return _save(learner, message)
             return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
@@ -117,6 +133,22 @@ class _Worker:
         _free_memory()
         return Failed(request_id=message.request_id, error=reason)
 
+    def follow(self) -> None:
+        """Do what rank 0 tells, until it says to stop."""
+        while not isinstance(message := ranks.hear(), Stop):
+            if isinstance(message, Update):
+                # What is wrong with a batch is wrong with it on every rank, and rank 0 answers.
+                with contextlib.suppress(RequestError):
+                    self._update_within_memory(message.items, message.version)
+            elif isinstance(message, Publish):
+                self.learner.version = message.version
+            else:
+                assert isinstance(message, LoadLearner), message
+                with ranks.spread(None) as copy:
+                    assert copy is not None
+                    self.learner.load(copy)
+                    self._recall(copy)
+
     def _update(self, message: Update) -> Updated:
         if self._made is not None and message.version == self.learner.version:
             if not Path(message.state_path).exists():
@@ -125,6 +157,7 @@ class _Worker:
             return Updated(request_id=message.request_id, metrics=self._made, skipped=None)
         if self._state is None:
             self._keep(f"{message.state_path}.before", None)
+        ranks.tell(message)
         result = self._update_within_memory(message.items, message.version)
         if result.skipped is None:
             self._made = result.metrics
@@ -144,7 +177,8 @@ class _Worker:
         """Where memory runs out the update is done again, from where it began, in micro-batches of half the size."""
         while True:
             try:
-                result = self.learner.update(items, version)
+                with ranks.together():
+                    result = self._update_as_one(items, version)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -157,8 +191,25 @@ class _Worker:
                 return replace(result, metrics=result.metrics | figures)
             _free_memory()
             self._halve_micro_batches(items, reason)
-            assert self._state is not None
-            self.learner.load(self._state)
+            with ranks.spread(self._state) as copy:
+                before = copy or self._state
+                assert before is not None
+                self.learner.load(before)
+
+    def _update_as_one(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
+        """Raises ConfigError for an algorithm that leaves each rank with an adapter of its own."""
+        num_sums = ranks.num_sums()
+        self.learner.policy.draw_apart(version)
+        result = self.learner.update(items, version)
+        if ranks.num_ranks() > 1 and result.skipped is None:
+            if ranks.num_sums() == num_sums:
+                raise ConfigError(
+                    f"{type(self.learner).__name__} does not call ranks.sum_gradients before its step, so that several "
+                    "learner ranks would each learn something else; give it one entry in learner.devices"
+                )
+            if version % CHECK_EVERY == 1:
+                ranks.check_alike(self.learner.policy.parameters)
+        return result
 
     def _halve_micro_batches(self, items: Sequence[TrainItem], reason: str) -> None:
         """Raises RequestError if they are of one sequence already."""
@@ -200,14 +251,21 @@ class _Worker:
         if not Path(path).exists():  # it may have been written just before the process died
             adapter_files.publish(Path(path), *self.learner.policy.adapter_state())
 
-    def _load(self, directory: Path) -> None:
+    def _load(self, directory: Path, message: LoadLearner) -> None:
         self.learner.load(directory)
-        self._state = directory
+        ranks.tell(message)
+        with ranks.spread(directory):
+            self._state = directory
+            self._made = self._recall(directory)
+
+    def _recall(self, directory: Path) -> dict[str, float] | None:
+        """The metrics of the update that made this state, if one did."""
         updated = directory / UPDATED
-        self._made = json.loads(updated.read_text()) if updated.is_file() else None
-        if self._made is not None:  # what its predecessor learned about this machine's memory
-            self._oom_retries = int(self._made["oom_retries"])
-            self.learner.policy.max_tokens_per_micro_batch = int(self._made["max_tokens_per_micro_batch"])
+        made: dict[str, float] | None = json.loads(updated.read_text()) if updated.is_file() else None
+        if made is not None:  # what its predecessor learned about this machine's memory
+            self._oom_retries = int(made["oom_retries"])
+            self.learner.policy.max_tokens_per_micro_batch = int(made["max_tokens_per_micro_batch"])
+        return made
 
 
 def _free_memory() -> None:

@@ -42,6 +42,10 @@ class WorkerSpec:
     """`cpu`, or `cuda:0` within the worker's own CUDA_VISIBLE_DEVICES, or the URL of the server that it talks to."""
     threads: int
     config_json: str
+    rank: int = 0
+    num_ranks: int = 1
+    rendezvous: str = ""
+    """Where several ranks meet."""
 
     def to_line(self) -> str:
         return json.dumps(asdict(self)) + "\n"

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class WorkerProcess:
         self.peer = peer
         self.log_path = log_path
         self._module = module
-        self._spec = spec
+        self.spec = spec
         self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
@@ -44,6 +44,10 @@ class WorkerProcess:
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
         """Start a worker whose `main` is in the module; returns at once, `peer.ready` tells when the worker is up."""
@@ -66,24 +70,25 @@ class WorkerProcess:
                 start_new_session=True,  # a Ctrl-C at the terminal is the orchestrator's to handle
             )
         assert self._process.stdin is not None
-        self._process.stdin.write(replace(self._spec, identity=self.peer.identity.decode()).to_line().encode())
+        self._process.stdin.write(replace(self.spec, identity=self.peer.identity.decode()).to_line().encode())
         await self._process.stdin.drain()
 
     async def ready(self, timeout_s: float) -> dict[str, Any]:
         """The worker's facts. Raises WorkerDied if it ends first, UnstableError if it is not up in time."""
-        death = asyncio.create_task(self.watch())
-        either: set[asyncio.Future[Any]] = {death, self.peer.ready}
+        death, up = asyncio.create_task(self.watch()), asyncio.create_task(self._facts())
+        either: set[asyncio.Future[Any]] = {death, up}
         try:
             await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if death.done():
                 death.result()
-            if not self.peer.ready.done():
+            if not up.done():
                 raise UnstableError(
                     f"{self.peer.name} was not up after start_timeout_s = {timeout_s:g}; see {self.log_path}"
                 )
-            return self.peer.ready.result()
+            return up.result()
         finally:
             death.cancel()
+            up.cancel()
 
     async def watch(self) -> None:
         """Return when the worker ends after `stop`; raise WorkerDied if it ends by itself."""
@@ -121,6 +126,10 @@ class WorkerProcess:
         if self._process is not None and self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
+    async def _facts(self) -> dict[str, Any]:
+        """What it says of itself once it is up."""
+        return await asyncio.shield(self.peer.ready)
+
     def _death(self, code: int) -> WorkerDied:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         if (crash := self.peer.crash) is not None:
@@ -130,3 +139,68 @@ class WorkerProcess:
         if code == -signal.SIGKILL and not self._is_stuck:
             tail += f"\n(if nobody killed it, the system did, because memory ran out: {MEMORY_ADVICE}; `dmesg` tells)"
         return WorkerDied(f"{self.peer.name} {how}; the last lines of {self.log_path}:\n{tail}")
+
+
+class WorkerGroup(WorkerProcess):
+    """Ranks of one worker, in processes that live and die together.
+
+    Rank 0 is the one that is asked; its peer, process id and log stand for the group.
+    """
+
+    def __init__(self, ranks: Sequence[WorkerProcess], directory: Path) -> None:
+        """directory: of this user's alone; where the ranks meet, unless their specs name a place."""
+        first, *self.others = ranks
+        super().__init__(first.peer, first.log_path, first._module, first.spec, first._environment)
+        self._directory = directory
+        self._has_place = bool(first.spec.rendezvous)
+        self._num_starts = 0
+
+    async def start(self) -> None:
+        """All of them anew."""
+        self._num_starts += 1
+        if not self._has_place:
+            # A place that ranks have met in is never another group's.
+            rendezvous = str(self._directory / f"{self.peer.name}-{self._num_starts}")
+            for process in (self, *self.others):
+                process.spec = replace(process.spec, rendezvous=rendezvous)
+        await super().start()
+        for process in self.others:
+            await process.start()
+
+    async def _facts(self) -> dict[str, Any]:
+        facts, *_ = await asyncio.gather(*(asyncio.shield(each.peer.ready) for each in (self, *self.others)))
+        return facts
+
+    async def watch(self) -> None:
+        """As for one; when a rank ends by itself the others are killed, and its death is the group's."""
+        lives = [super().watch(), *(process.watch() for process in self.others)]
+        watches = [asyncio.ensure_future(life) for life in lives]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            deaths = [error for watch in done if isinstance(error := watch.exception(), WorkerDied)]
+            if deaths:
+                self._kill_all()
+            await asyncio.gather(*watches, return_exceptions=True)
+        finally:
+            for watch in watches:
+                watch.cancel()
+        if deaths:
+            # The others die of losing one that was killed, perhaps in the same moment.
+            raise next((death for death in deaths if "was killed" in str(death)), deaths[0])
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Rank 0 passes it on."""
+        await asyncio.gather(super().stop(grace_s), *(process.stop(grace_s) for process in self.others))
+
+    async def kill_stuck(self) -> None:
+        await asyncio.gather(super().kill_stuck(), *(process.kill_stuck() for process in self.others))
+
+    def kill(self) -> None:
+        super().kill()
+        for process in self.others:
+            process.kill()
+
+    def _kill_all(self) -> None:
+        for process in (self, *self.others):
+            if process.is_running:
+                os.killpg(process.pid, signal.SIGKILL)

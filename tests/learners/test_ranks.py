@@ -1,0 +1,172 @@
+"""Two ranks against one: the same update, whatever goes wrong on either. Real processes, gloo, float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import two_ranks
+from two_ranks import Job, Outcome
+from unrolled import is_equal, largest_difference
+from unstable_lite.config import Config
+from unstable_lite.learners.batching import Share, cut, length, make_micro_batches, make_prompt_batches
+from unstable_lite.transport.messages import LoadLearner, Update, Updated
+from unstable_lite.types import TrainItem
+
+MakeItems = Callable[..., list[TrainItem]]
+MakeConfig = Callable[..., Config]
+
+ALGORITHMS = ["reinforce", "a2c", "ppo", "grpo"]
+LEARNER: dict[str, Any] = {
+    "max_tokens_per_micro_batch": 60,
+    "kl_coefficient": 0.5,
+    "ppo_epochs": 2,
+    "ppo_minibatches": 2,
+    "critic_learning_rate": 2e-3,
+    "gamma": 0.9,
+    "gae_lambda": 0.7,
+    "max_train_len": 18,
+}
+OF_THE_WORK = {"seconds", "tokens_per_s", "padding_share", "oom_retries", "max_tokens_per_micro_batch"}
+"""Metrics of how the update was computed, not of what it is."""
+
+
+@pytest.fixture(scope="module")
+def outcome(
+    tmp_path_factory: pytest.TempPathFactory, make_config: MakeConfig, make_items: MakeItems
+) -> Callable[..., Outcome]:
+    """Of a job, by its name and the number of ranks. All are done by the same two processes."""
+    directory = tmp_path_factory.mktemp("ranks")
+
+    def update(version: int, items: Sequence[TrainItem]) -> Update:
+        place = f"{directory}/{{}}-RANKS-{version}"
+        return Update(
+            request_id=version,
+            items=tuple(items),
+            version=version,
+            path=place.format("adapter"),
+            state_path=place.format("state"),
+        )
+
+    first, second = make_items(9, turns=3), make_items(9, seed=1, turns=3)
+    poisoned = [replace(first[0], reward=float("nan")), *first[1:]]
+    alone = [replace(first[0], prompt_ids=np.arange(4, dtype=np.int32))]
+    several = [update(1, first), update(2, poisoned), update(2, second), update(3, alone)]
+    jobs: dict[str, tuple[Config, Job, Sequence[Any]]] = {}
+
+    def add(name: str, algorithm: str, messages: Sequence[Any], config: Any = None, **job: Any) -> None:
+        made = make_config(algorithm, **{"learner": LEARNER} | (config or {}))
+        two_ranks.write(directory, name, Job(config_json=made.model_dump_json(), **job), messages)
+        jobs[name] = made, job, messages
+
+    for algorithm in ALGORITHMS:
+        add(algorithm, algorithm, several)
+    roomy = {"learner": {"ppo_epochs": 2}}
+    for algorithm in ("reinforce", "ppo"):
+        add(
+            f"starved {algorithm}",
+            algorithm,
+            [update(1, first), update(2, second)],
+            roomy,
+            starved=1,
+            starved_tokens=40,
+        )
+    add("starved step", "ppo", [update(1, first)], roomy, starved_step=1)
+    dropout = {"lora": {"lora_dropout": 0.2}}
+    add("dropout", "reinforce", [update(1, first), update(2, second)], dropout)
+    add(
+        "resumed",
+        "reinforce",
+        [LoadLearner(request_id=9, path=f"{directory}/state-RANKS-1"), update(2, second)],
+        dropout,
+    )
+    add("broken", "reinforce", [update(1, first)], broken=1)
+    add("strayed", "reinforce", [update(1, first)], strayed=1)
+    add("ignorant", "two_ranks:Alone", [update(1, first)])
+    two_ranks.run(directory, list(jobs), num_ranks=2)
+    for name in (*ALGORITHMS, "starved reinforce", "starved ppo", "starved step"):
+        two_ranks.perform(directory, name)
+    return partial(two_ranks.outcome, directory)
+
+
+def figures(updated: Updated) -> dict[str, float]:
+    return {name: value for name, value in updated.metrics.items() if name not in OF_THE_WORK}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_two_ranks_make_the_update_of_one(outcome: Callable[..., Outcome], algorithm: str) -> None:
+    """Of a batch, of one that is skipped because of one item, of one that leaves a rank without work."""
+    one, two = outcome(algorithm, 1), outcome(algorithm, 2)
+    assert two.error == ""
+    assert largest_difference(one.tensors, two.tensors) < 1e-10
+    assert [update.skipped is None for update in two.updates] == [True, False, True, True]
+    assert one.updates[0].metrics["dropped_too_long"] > 0
+    assert one.updates[0].metrics["pct_truncated"] > 0
+    for ours, theirs in zip(two.updates, one.updates, strict=True):
+        assert figures(ours) == pytest.approx(figures(theirs), rel=1e-6, abs=1e-9, nan_ok=True)
+        for logprobs, expected in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert logprobs == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS, "starved ppo", "starved step", "dropout", "resumed"])
+def test_every_rank_holds_the_same_to_the_last_bit(outcome: Callable[..., Outcome], name: str) -> None:
+    assert is_equal(outcome(name, 2, 0).tensors, outcome(name, 2, 1).tensors)
+
+
+@pytest.mark.parametrize("name", ["starved reinforce", "starved ppo", "starved step"])
+def test_where_one_rank_runs_out_of_memory_all_begin_anew_with_smaller_micro_batches(
+    outcome: Callable[..., Outcome], name: str
+) -> None:
+    one, two = outcome(name, 1), outcome(name, 2)
+    assert two.error == ""
+    assert two.updates[-1].metrics["oom_retries"] >= 1
+    assert one.updates[-1].metrics["oom_retries"] == 0
+    assert largest_difference(one.tensors, two.tensors) < 1e-10
+
+
+def test_two_ranks_that_drop_out_go_on_from_a_state_bit_for_bit(outcome: Callable[..., Outcome]) -> None:
+    for rank in (0, 1):
+        assert is_equal(outcome("dropout", 2, rank).tensors, outcome("resumed", 2, rank).tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "of_rank_0", "of_rank_1"),
+    [
+        ("broken", "RankFailed: learner rank 1 is failing", "RuntimeError: shapes do not fit"),
+        ("strayed", "RankFailed: 1 of 2 learner ranks hold another adapter", "RankFailed"),
+        ("ignorant", "ConfigError: Alone does not call ranks.sum_gradients", "ConfigError"),
+    ],
+)
+def test_what_goes_wrong_on_one_rank_ends_both(
+    outcome: Callable[..., Outcome], name: str, of_rank_0: str, of_rank_1: str
+) -> None:
+    assert outcome(name, 2, 0).error.startswith(of_rank_0)
+    assert outcome(name, 2, 1).error.startswith(of_rank_1)
+
+
+@given(st.lists(st.integers(1, 500), max_size=60), st.integers(1, 8))
+def test_the_parts_of_a_batch_are_disjoint_whole_and_differ_by_one_sequence_at_most(
+    lengths: list[int], num_parts: int
+) -> None:
+    parts = cut(lengths, num_parts)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    tokens = [sum(lengths[row] for row in part) for part in parts]
+    assert max(tokens) - min(tokens) <= max(lengths, default=0)
+
+
+@pytest.mark.parametrize("num", [1, 9])
+def test_ranks_in_step_make_as_many_micro_batches_as_each_other(make_items: MakeItems, num: int) -> None:
+    items = make_items(num)
+    for make in (make_micro_batches, make_prompt_batches):
+        shares = [Share(rank=rank, num_ranks=3, in_step=True) for rank in range(3)]
+        of_ranks = [make(items, 40, None, share) for share in shares]
+        assert len(set(map(len, of_ranks))) == 1
+        assert sorted(row for batches in of_ranks for batch in batches for row in batch.rows) == list(range(num))
+    assert all(length(item) <= 40 for item in items)

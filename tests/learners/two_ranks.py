@@ -1,0 +1,164 @@
+"""Learner ranks in processes of their own: `python two_ranks.py RANK NUM_RANKS DIRECTORY JOB …`; and in this one.
+
+A job is a config, the messages for rank 0 and what goes wrong; its outcome is what the rank holds afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from unrolled import double, snapshot
+from unstable_lite.config import Config
+from unstable_lite.errors import ConfigError
+from unstable_lite.learners import UpdateResult, load_learner, ranks, worker
+from unstable_lite.learners.reinforce import REINFORCELearner
+from unstable_lite.transport.messages import LoadLearner, Message, Stop, Update, Updated, decode, encode
+from unstable_lite.types import TrainItem
+
+TOO_MUCH = 1 << 60
+"""Bytes that no allocator has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    config_json: str
+    is_double: bool = True
+    starved: int | None = None
+    """A rank without memory for passes over more than `starved_tokens` tokens."""
+    starved_tokens: int = 0
+    starved_step: int | None = None
+    """A rank whose first optimiser step runs out of memory when it is made."""
+    broken: int | None = None
+    """A rank whose forward pass raises."""
+    strayed: int | None = None
+    """A rank that begins with another adapter."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    tensors: dict[str, Tensor]
+    replies: list[Message]
+    """Of rank 0."""
+    error: str
+    """What ended it, if anything did."""
+
+    @property
+    def updates(self) -> list[Updated]:
+        return [reply for reply in self.replies if isinstance(reply, Updated)]
+
+
+class Alone(REINFORCELearner):
+    """Knows nothing of ranks."""
+
+    def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
+        self.add_gradient(items)
+        self._optimizer.step()
+        return UpdateResult(metrics={}, skipped=None)
+
+
+def write(directory: Path, name: str, job: Job, messages: Sequence[Message]) -> None:
+    (directory / f"{name}.json").write_text(json.dumps(asdict(job)))
+    (directory / f"{name}.messages").write_bytes(encode(messages))
+
+
+def run(directory: Path, names: Sequence[str], num_ranks: int) -> None:
+    """All jobs, one after the other, on `num_ranks` ranks."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    processes = [
+        subprocess.Popen([sys.executable, __file__, str(rank), str(num_ranks), directory, *names], env=environment)
+        for rank in range(num_ranks)
+    ]
+    assert [process.wait(timeout=200) for process in processes] == [0] * num_ranks
+
+
+def perform(directory: Path, name: str, rank: int = 0) -> None:
+    job = Job(**json.loads((directory / f"{name}.json").read_text()))
+    messages = decode((directory / f"{name}.messages").read_bytes())
+    torch.manual_seed(3)
+    config = Config.model_validate_json(job.config_json)
+    learner = load_learner(config, "cpu")
+    generator = torch.Generator().manual_seed(1)
+    critic = getattr(learner, "critic", None)
+    for key, parameter in (learner.policy.parameters | (critic.parameters if critic else {})).items():
+        if "lora_B" in key or "value_head" in key:
+            parameter.data.normal_(0.0, 0.1, generator=generator)
+    if job.is_double:
+        double(learner)
+    _spoil(learner, job, rank)
+    one = worker._Worker(learner, config.learner, keeps_tokens=True)
+    replies: list[Message] = []
+    error = ""
+    try:
+        if rank:
+            one.follow()
+        else:
+            for message in messages:
+                replies.append(one.answer(_placed(message)))
+            ranks.tell(Stop())
+    except (ConfigError, RuntimeError) as reason:
+        error = f"{type(reason).__name__}: {reason}"
+    place = directory / f"{name}.{ranks.num_ranks()}.{rank}"
+    safetensors.torch.save_file(snapshot(learner), place)
+    Path(f"{place}.replies").write_bytes(encode(replies))
+    Path(f"{place}.error").write_text(error)
+
+
+def _placed(message: Message) -> Message:
+    """Every number of ranks has files of its own."""
+    assert isinstance(message, (Update, LoadLearner))
+    paths = {
+        key: value.replace("RANKS", str(ranks.num_ranks()))
+        for key in ("path", "state_path")
+        if (value := getattr(message, key, None)) is not None
+    }
+    return replace(message, **paths)
+
+
+def outcome(directory: Path, name: str, num_ranks: int, rank: int = 0) -> Outcome:
+    place = directory / f"{name}.{num_ranks}.{rank}"
+    replies = decode(Path(f"{place}.replies").read_bytes())
+    return Outcome(safetensors.torch.load_file(place), replies, Path(f"{place}.error").read_text())
+
+
+def _spoil(learner: Any, job: Job, rank: int) -> None:
+    left = iter([True])
+
+    def in_a_pass(layer: Any, args: Any) -> None:
+        if layer.training and args[0].shape[:2].numel() > job.starved_tokens:
+            torch.empty(TOO_MUCH)
+
+    def in_a_step(*_: object) -> None:
+        if next(left, False):
+            torch.empty(TOO_MUCH)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("shapes do not fit")
+
+    if job.broken == rank:
+        learner.policy._base.model.register_forward_pre_hook(fail)
+    if job.strayed == rank:
+        next(iter(learner.policy.parameters.values())).data += 1e-6
+    if job.starved == rank:
+        learner.policy._base.model.layers[-1].register_forward_pre_hook(in_a_pass)
+    if job.starved_step == rank:
+        learner._optimizer.register_step_post_hook(in_a_step)
+
+
+if __name__ == "__main__":
+    own_rank, size, place = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    ranks.join(ranks.on_this_machine(place / "meeting", size), own_rank, size, "cpu", timeout_s=60)
+    for job_name in sys.argv[4:]:
+        perform(place, job_name, own_rank)
+    ranks.leave()
