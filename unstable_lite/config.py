@@ -135,6 +135,9 @@ class LearnerConfig(Section):
     devices: tuple[int | Literal["cpu"], ...] | Literal["auto"] = "auto"
     """One rank for each: CUDA device numbers, or "cpu" as often as wanted. The ranks divide every batch among them,
     by tokens, and make the update that one alone would make. `auto`: the first GPU, or the CPU where there is none."""
+    shard_base: bool = False
+    """Each rank holds its part of the frozen base and is lent the rest layer by layer: for a base that does not fit one
+    device. Slower; needs torch 2.7. Memory that runs out then ends the run: lower `max_tokens_per_micro_batch`."""
     batch_size: int = Field(384, ge=1)
     """Steps of one update."""
     mini_batch_size: int | None = Field(None, ge=1)

@@ -242,6 +242,8 @@ def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterable[
 
 def _rank_problems(config: Config) -> Iterable[str]:
     devices, batch_size = config.learner.devices, config.learner.batch_size
+    if config.learner.shard_base and (devices == "auto" or len(devices) < 2):
+        yield "learner.shard_base needs several ranks: name two or more in learner.devices"
     if devices == "auto":
         return
     if len(devices) > batch_size:

@@ -87,6 +87,10 @@ def outcome(
         [LoadLearner(request_id=9, path=f"{directory}/state-RANKS-1"), update(2, second)],
         dropout,
     )
+    for algorithm in ("a2c", "grpo"):
+        for name, is_sharded in (("whole", False), ("sharded", True)):
+            settings = {"learner": LEARNER | {"shard_base": is_sharded}}
+            add(f"{name} {algorithm}", algorithm, several, settings, is_double=False)
     add("broken", "reinforce", [update(1, first)], broken=1)
     add("strayed", "reinforce", [update(1, first)], strayed=1)
     add("ignorant", "two_ranks:Alone", [update(1, first)])
@@ -115,7 +119,20 @@ def test_two_ranks_make_the_update_of_one(outcome: Callable[..., Outcome], algor
             assert logprobs == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS, "starved ppo", "starved step", "dropout", "resumed"])
+@pytest.mark.parametrize("algorithm", ["a2c", "grpo"])
+def test_ranks_that_hold_half_of_the_base_each_make_the_update_of_those_that_hold_it_all(
+    outcome: Callable[..., Outcome], algorithm: str
+) -> None:
+    """To the last bit: the same shares, and an empty pass where the other rank has one micro-batch more."""
+    for rank in (0, 1):
+        whole, sharded = outcome(f"whole {algorithm}", 2, rank), outcome(f"sharded {algorithm}", 2, rank)
+        assert sharded.error == ""
+        assert is_equal(whole.tensors, sharded.tensors)
+        assert list(map(figures, whole.updates)) == pytest.approx(list(map(figures, sharded.updates)), nan_ok=True)
+        assert sharded.base_bytes <= 0.51 * whole.base_bytes
+
+
+@pytest.mark.parametrize("name", [*ALGORITHMS, "starved ppo", "starved step", "dropout", "resumed", "sharded a2c"])
 def test_every_rank_holds_the_same_to_the_last_bit(outcome: Callable[..., Outcome], name: str) -> None:
     assert is_equal(outcome(name, 2, 0).tensors, outcome(name, 2, 1).tensors)
 

@@ -52,6 +52,7 @@ class Outcome:
     """Of rank 0."""
     error: str
     """What ended it, if anything did."""
+    base_bytes: int
 
     @property
     def updates(self) -> list[Updated]:
@@ -79,7 +80,7 @@ def run(directory: Path, names: Sequence[str], num_ranks: int) -> None:
         subprocess.Popen([sys.executable, __file__, str(rank), str(num_ranks), directory, *names], env=environment)
         for rank in range(num_ranks)
     ]
-    assert [process.wait(timeout=200) for process in processes] == [0] * num_ranks
+    assert [process.wait(timeout=280) for process in processes] == [0] * num_ranks
 
 
 def perform(directory: Path, name: str, rank: int = 0) -> None:
@@ -111,7 +112,7 @@ def perform(directory: Path, name: str, rank: int = 0) -> None:
     place = directory / f"{name}.{ranks.num_ranks()}.{rank}"
     safetensors.torch.save_file(snapshot(learner), place)
     Path(f"{place}.replies").write_bytes(encode(replies))
-    Path(f"{place}.error").write_text(error)
+    Path(f"{place}.rest").write_text(f"{learner.policy.base_bytes} {error}")
 
 
 def _placed(message: Message) -> Message:
@@ -128,7 +129,8 @@ def _placed(message: Message) -> Message:
 def outcome(directory: Path, name: str, num_ranks: int, rank: int = 0) -> Outcome:
     place = directory / f"{name}.{num_ranks}.{rank}"
     replies = decode(Path(f"{place}.replies").read_bytes())
-    return Outcome(safetensors.torch.load_file(place), replies, Path(f"{place}.error").read_text())
+    base_bytes, error = Path(f"{place}.rest").read_text().split(" ", 1)
+    return Outcome(safetensors.torch.load_file(place), replies, error, int(base_bytes))
 
 
 def _spoil(learner: Any, job: Job, rank: int) -> None:

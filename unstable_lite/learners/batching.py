@@ -40,7 +40,7 @@ class MicroBatch:
 
     def gather(self, per_item: Sequence[Tensor]) -> Tensor:
         """`N` figures, from one tensor of an item's trained tokens for each of all items."""
-        return torch.cat([per_item[row] for row in self.rows])
+        return torch.cat([self.behaviour_logp_N[:0], *(per_item[row] for row in self.rows)])
 
     def scatter(self, figures_N: Tensor, per_item: list[Tensor]) -> None:
         """The way back: put this micro-batch's `N` figures where its items stand in `per_item`."""

@@ -7,7 +7,7 @@ or text. Works with any stock causal LM of transformers; one whose head it does 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,10 @@ class Policy:
         """Less than configured once memory has run out."""
         self._max_rows = config.learner.mini_batch_size
         path = resolve_model(config.model_name)
-        self._base = _load_base(path, self.dtype, self.device, config.trust_remote_code)
+        self.is_sharded = config.learner.shard_base and ranks.num_ranks() > 1
+        """Whether every rank holds a part of the base, and all of them must pass through it together."""
+        place = torch.device("cpu") if self.is_sharded else self.device
+        self._base = _load_base(path, self.dtype, place, config.trust_remote_code)
         self.num_base_parameters = sum(parameter.numel() for parameter in self._base.parameters())
         self.model = _add_lora(self._base, config.lora, path)
         self.parameters: dict[str, nn.Parameter] = {
@@ -54,6 +57,7 @@ class Policy:
             self.load_adapter(config.lora.initial_lora_path)
         if config.learner.gradient_checkpointing or config.learner.activation_checkpointing:
             self._base.gradient_checkpointing_enable({"use_reentrant": False})
+        self._through = _shard(self._base, self.device) if self.is_sharded else _straight
         self.model.eval()
         self._check_head()
         # transformers checkpoints only in training mode, and loads in evaluation mode.
@@ -69,6 +73,12 @@ class Policy:
         return int(self._base.config.get_text_config().hidden_size)
 
     @property
+    def base_bytes(self) -> int:
+        """Of the base's weights, as far as this rank holds them."""
+        frozen = [weight for name, weight in self._base.named_parameters() if "lora_" not in name]
+        return sum((weight.to_local() if hasattr(weight, "to_local") else weight).nbytes for weight in frozen)
+
+    @property
     def max_position_embeddings(self) -> int | None:
         return getattr(self._base.config.get_text_config(), "max_position_embeddings", None)
 
@@ -80,7 +90,7 @@ class Policy:
     @property
     def share(self) -> batching.Share:
         """What this rank computes of a batch."""
-        return batching.Share(rank=ranks.rank(), num_ranks=ranks.num_ranks())
+        return batching.Share(rank=ranks.rank(), num_ranks=ranks.num_ranks(), in_step=self.is_sharded)
 
     def draw_apart(self, version: int) -> None:
         """Ranks that drop out draw each from a stream of its own; rank 0 goes on with what its state holds."""
@@ -89,6 +99,10 @@ class Policy:
 
     def logprobs(self, batch: batching.MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability of each trained token, and (without gradient) the entropy of its distribution."""
+        logp_N, entropy_N = self._through(self._logprobs, batch)
+        return logp_N, entropy_N
+
+    def _logprobs(self, batch: batching.MicroBatch) -> tuple[Tensor, Tensor]:
         with self._autocast():
             hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1)[batch.source_N]
             logps, entropies = [], []
@@ -136,7 +150,7 @@ class Policy:
     def last_hidden(self, batch: batching.PromptBatch) -> Tensor:
         """`BD`: the decoder's output at each prompt's last token."""
         with self._autocast():
-            hidden_BTD = self._hidden(batch.tokens_BT)
+            hidden_BTD: Tensor = self._through(self._hidden, batch.tokens_BT)
         return hidden_BTD[torch.arange(len(batch.last_B), device=self.device), batch.last_B]
 
     @contextlib.contextmanager
@@ -241,9 +255,12 @@ class Policy:
     def _check_head(self) -> None:
         """Refuse an architecture with another head than `_logits`: it would train on wrong probabilities."""
         tokens_BT = torch.arange(8, device=self.device)[None] % self.vocab_size
+
+        def both() -> tuple[Tensor, Tensor]:
+            return self._base(input_ids=tokens_BT).logits.float(), self._logits(self._hidden(tokens_BT)).float()
+
         with self._autocast():
-            theirs = self._base(input_ids=tokens_BT).logits.float()
-            ours = self._logits(self._hidden(tokens_BT)).float()
+            theirs, ours = self._through(both)
         # bfloat16 models round once more than we do.
         tolerance = (0.02 if self.dtype == torch.bfloat16 else 1e-4) * theirs.abs().max().item()
         if not torch.allclose(ours, theirs, rtol=0, atol=tolerance):
@@ -280,6 +297,45 @@ def _load_base(
     if device.type == "cpu" and dtype == torch.bfloat16 and base.config._attn_implementation == "sdpa":
         base.set_attn_implementation(_FLOAT32_ATTENTION)
     return base.to(device)  # type: ignore[arg-type, no-any-return]
+
+
+class _Whole(nn.Module):
+    """The base, and whatever is computed with it: in here its embedding, last norm and head are whole."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, compute: Callable[..., Any], *arguments: Any) -> Any:
+        return compute(*arguments)
+
+
+def _shard(base: transformers.PreTrainedModel, device: torch.device) -> _Whole:
+    """Each rank keeps a part of every frozen weight; a layer is whole only while it computes. Adapters stay whole.
+
+    Takes the base layer by layer to the device, which need not have room for all of it.
+    """
+    # A second of imports that other learners do without.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    adapter = {parameter for parameter in base.parameters() if parameter.requires_grad}
+    settings: dict[str, Any] = {
+        "mesh": init_device_mesh(device.type, (ranks.num_ranks(),)),
+        "reshard_after_forward": True,
+        "ignored_params": adapter,
+    }
+    for layer in base.get_decoder().layers:  # type: ignore[no-untyped-call]
+        fully_shard(layer, **settings)
+    whole = _Whole(base)
+    fully_shard(whole, **settings)
+    for parameter in adapter:
+        parameter.data = parameter.data.to(device)
+    return whole
+
+
+def _straight(compute: Callable[..., Any], *arguments: Any) -> Any:
+    return compute(*arguments)
 
 
 def _sdpa_in_float32(

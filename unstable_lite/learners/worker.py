@@ -3,9 +3,9 @@
 Owns the loop and what each message leads to. Knows nothing of algorithms, rewards, games or text. Where there are
 several ranks, rank 0 hears the orchestrator, tells the others what concerns them, answers, and alone writes files.
 
-`Ready.facts`: `adapter_bytes` (of one published version), `lora_parameters`, `base_parameters`, `dtype` (of the
-base), `device`, `threads`, `vocab_size`, `max_position_embeddings` (None where the model has no limit), and the
-versions of `torch`, `transformers` and `peft`.
+`Ready.facts`: `adapter_bytes` (of one published version), `lora_parameters`, `base_parameters`, `base_bytes` (of the
+base, as far as this rank holds it), `dtype` (of the base), `device`, `threads`, `vocab_size`, `max_position_embeddings`
+(None where the model has no limit), and the versions of `torch`, `transformers` and `peft`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 import transformers
 
 from unstable_lite.config import Config, LearnerConfig
-from unstable_lite.errors import AdapterError, ConfigError, RequestError, is_out_of_memory
+from unstable_lite.errors import AdapterError, ConfigError, RequestError, UnstableError, is_out_of_memory
 from unstable_lite.learners import Learner, UpdateResult, adapter_files, load_learner, ranks
 from unstable_lite.learners.batching import length
 from unstable_lite.learners.histograms import histograms_of
@@ -107,6 +107,8 @@ class _Worker:
             if isinstance(message, Update):
                 return self._update(message)
             if isinstance(message, Score):
+                if learner.policy.is_sharded:
+                    ranks.tell(message)
                 adapter, base = learner.policy.score(message.prompt_ids, message.completion_ids)
                 return Scored(request_id=message.request_id, adapter_logprobs=adapter, base_logprobs=base)
             if isinstance(message, Publish):
@@ -130,16 +132,23 @@ class _Worker:
             if not is_out_of_memory(error):
                 raise
             reason = f"{learner.policy.device} is out of memory: {OOM_ADVICE} ({error})"
+            if learner.policy.is_sharded:
+                raise UnstableError(reason) from error
         _free_memory()
         return Failed(request_id=message.request_id, error=reason)
 
     def follow(self) -> None:
-        """Do what rank 0 tells, until it says to stop."""
+        """Do what rank 0 tells, until it says to stop.
+
+        What is wrong with a request is wrong with it on every rank, and rank 0 answers.
+        """
         while not isinstance(message := ranks.hear(), Stop):
             if isinstance(message, Update):
-                # What is wrong with a batch is wrong with it on every rank, and rank 0 answers.
                 with contextlib.suppress(RequestError):
                     self._update_within_memory(message.items, message.version)
+            elif isinstance(message, Score):
+                with contextlib.suppress(RequestError):
+                    self.learner.policy.score(message.prompt_ids, message.completion_ids)
             elif isinstance(message, Publish):
                 self.learner.version = message.version
             else:
@@ -174,15 +183,23 @@ class _Worker:
         )
 
     def _update_within_memory(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
-        """Where memory runs out the update is done again, from where it began, in micro-batches of half the size."""
+        """Where memory runs out the update is done again, from where it began, in micro-batches of half the size.
+
+        Raises UnstableError instead where the base is sharded: the others wait in the middle of a pass for this rank.
+        """
+        is_sharded = self.learner.policy.is_sharded
         while True:
             try:
-                with ranks.together():
+                with contextlib.nullcontext() if is_sharded else ranks.together():
                     result = self._update_as_one(items, version)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 reason = str(error)
+                if is_sharded:
+                    where = f"{self.learner.policy.device}, which holds a part of the base, is out of memory"
+                    advice = f"lower learner.max_tokens_per_micro_batch, or {OOM_ADVICE}"
+                    raise UnstableError(f"{where}: {advice} ({reason})") from error
             else:
                 figures = {
                     "oom_retries": float(self._oom_retries),
@@ -294,6 +311,7 @@ def _facts(learner: Learner, spec: WorkerSpec) -> dict[str, Any]:
         "adapter_bytes": _adapter_bytes(learner),
         "lora_parameters": sum(parameter.numel() for parameter in policy.parameters.values()),
         "base_parameters": policy.num_base_parameters,
+        "base_bytes": policy.base_bytes,
         "dtype": str(policy.dtype).removeprefix("torch."),
         "device": spec.device,
         "threads": spec.threads,
