@@ -162,8 +162,10 @@ class _Household:
         self.processes.append(process)
         await process.start()
 
-    async def start(self, module: str, peer: Peer, device: int | str, threads: int) -> None:
-        process = self._make(module, peer, device, threads, {})
+    async def start(
+        self, module: str, peer: Peer, device: int | str, threads: int, environment: Mapping[str, str] | None = None
+    ) -> None:
+        process = self._make(module, peer, device, threads, environment or {})
         self.processes.append(process)
         await process.start()
 
