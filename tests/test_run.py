@@ -55,7 +55,7 @@ def test_n_learning_steps_make_n_updates_and_n_dense_versions(finished: tuple[Pa
 
 def test_who_looks_on_at_the_end_sees_a_run_that_has_ended(finished: tuple[Path, str]) -> None:
     live = json.loads((finished[0] / "live.json").read_text())
-    assert (live["updates"], live["has_ended"]) == (3, True)
+    assert (live["learning_steps"], live["has_ended"]) == (3, True)
     assert {worker["name"] for worker in live["workers"]} == {"engine-0", "learner"}
     state = json.loads((finished[0] / "checkpoints" / "ckpt-3" / "league.json").read_text())
     steps = [json.loads(line) for line in (finished[0] / "league.jsonl").read_text().splitlines()]
@@ -275,10 +275,35 @@ def test_ctrl_c_finishes_the_update_saves_and_exits_well(tmp_path: Path) -> None
     assert "finishing the update at hand" in out
     directory = runs.run_directory(tmp_path)
     last = max(line["step"] for line in metrics(directory))
+    assert f"ckpt-{last} is saved; ending the workers" in out
     assert (directory / "checkpoints" / "latest").resolve().name == f"ckpt-{last}"
     assert re.search(rf"^updates +{last}$", out, re.M)
     runs.wait_for(lambda: runs.are_gone(children), 5)
     assert runs.arenas_named(directory.name) == []
+
+
+def test_ctrl_c_breaks_off_an_evaluation_that_is_not_over(tmp_path: Path) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), "run.eval_games=100000")
+    runs.wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("outputs/*/*/games.jsonl")))
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process, 60)
+    assert code == 0, out + err
+    assert re.search(r"broken off: evaluation before: Nim-v0-train, \d+ of 100000 games", out)
+    assert out.index("broken off") < out.index("nothing to save; ending the workers")
+    assert re.search(r"^updates +0$", out, re.M)
+    assert (runs.run_directory(tmp_path) / "eval.jsonl").read_text() == ""
+
+
+def test_ctrl_c_while_workers_start_ends_them_at_once(tmp_path: Path) -> None:
+    process = runs.start("run", runs.write_small(tmp_path))
+    runs.wait_for(lambda: len(runs.children_of(process)) == 2)
+    children = runs.children_of(process)
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process, 60)
+    assert (code, "Traceback" in err) == (130, False), out + err
+    assert "interrupted while the workers start" in out
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    assert runs.arenas_named(runs.run_directory(tmp_path).name) == []
 
 
 def test_ctrl_c_twice_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:

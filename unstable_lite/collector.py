@@ -82,11 +82,19 @@ class Collector:
                 self._release(self._rest_of_group.popleft())
 
     async def evaluate(
-        self, env: EvalEnvSpec, model: ModelRef, num_games: int, label: str, concurrency: int
+        self,
+        env: EvalEnvSpec,
+        model: ModelRef,
+        num_games: int,
+        label: str,
+        concurrency: int,
+        records: list[GameRecord] | None = None,
     ) -> list[GameRecord]:
-        """Play a quota of evaluation games of one model; returns the records, void ones included."""
+        """Play a quota of evaluation games of one model; returns the records, void ones included. `records`: an empty
+        list to put them in, one by one as the games end.
+        """
         jobs = [self._scheduler.next_eval_job(env, model, label) for _ in range(num_games)]
-        specs, records = iter(jobs), list[GameRecord]()
+        specs, records = iter(jobs), [] if records is None else records
 
         async def play() -> None:
             for spec in specs:  # shared by all workers

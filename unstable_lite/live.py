@@ -65,7 +65,6 @@ def _picture(training: Training) -> dict[str, Any]:
     return {
         "time": time.time(),
         "pid": os.getpid(),
-        "updates": training.updates,
         "learning_steps": config.run.learning_steps,
         "games": tracker.games_finished,
         "void_games": tracker.void_games,
@@ -74,6 +73,5 @@ def _picture(training: Training) -> dict[str, Any]:
         "buffer": training.buffer.size(),
         "buffer_size": config.buffer_size,
         "batch_size": config.learner.batch_size,
-        "tokens": training.workers.engines.generated_tokens,
         "workers": workers,
     }

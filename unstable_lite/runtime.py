@@ -120,6 +120,8 @@ class Run:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
+        self._is_up = False
+        """The workers are there: what is interrupted from now on may be worth saving."""
 
     def start(
         self,
@@ -201,6 +203,8 @@ class Run:
         if checkpoint is not None:
             tracker.resume(checkpoint.state["tracker"], list(read_records(directory / "eval.jsonl")))
         arena: AdapterArena | None = None
+        starting = contextlib.ExitStack()
+        starting.enter_context(self._terminal.doing(lambda: "starting the workers"))
         try:
             with (
                 log_file(directory / "logs" / "orchestrator.log"),
@@ -211,6 +215,8 @@ class Run:
                     opened_environments(directory / "logs", config.run.env_timeout_s) as environments,
                     started_workers(self.plan, directory / "logs", self._terminal.say) as workers,
                 ):
+                    self._is_up = True
+                    starting.close()
                     needed = workers.adapter_bytes * adapters_in_memory(config)
                     arena = AdapterArena(directory.name, fallback=directory, bytes_needed=needed)
                     templates, say = templates_for(config, workers.prompts), self._terminal.say
@@ -346,6 +352,10 @@ class Run:
 
         def interrupt() -> None:
             if self._stop.is_set():
+                self._terminal.say("interrupted again: ending now")
+                whole_run.cancel()
+            elif not self._is_up:
+                self._terminal.say("interrupted while the workers start: ending them; there is nothing to save")
                 whole_run.cancel()
             else:
                 self._terminal.say("interrupted: finishing the update at hand, then saving (Ctrl-C again: end now)")

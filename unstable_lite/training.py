@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+
+from rich.markup import escape
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.checkpoints import Checkpoint, save_checkpoint
@@ -29,7 +32,7 @@ from unstable_lite.supervision import Supervisor
 from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.trackers.tracker import Tracker, summarise_evaluation
 from unstable_lite.transport.adapters import AdapterArena
-from unstable_lite.types import Batch, Histogram
+from unstable_lite.types import Batch, GameRecord, Histogram
 from unstable_lite.workers import Workers
 
 T = TypeVar("T")
@@ -69,6 +72,9 @@ class Training:
     """The update that `checkpoint` is of."""
     _skipped_in_a_row: int = 0
     _started: float = field(default_factory=time.monotonic)
+    _games_before: int = 0
+    _tokens_before: int = 0
+    """Played and generated before it."""
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -76,15 +82,18 @@ class Training:
             background.append(tasks.create_task(self.publisher.retire_unreferenced()))
             background.append(tasks.create_task(self.pool.run()))
             background.append(tasks.create_task(self.guard.watch_for_steps()))
-            await self._start_policy()
+            with self.terminal.doing(lambda: "trying the adapter on every engine"):
+                await self._start_policy()
             if self.resume_from is None:
                 await self._evaluate("before")
             if self.plan.config.run.mode == "sync":
                 await self._learn_in_turns()
             else:
                 await self._learn(tasks)
-            await self._save_newest(is_last=True)
-            if not self.stop.is_set():
+            saved = await self._save_newest(is_last=True)
+            if self.stop.is_set():
+                self.terminal.say(f"{f'{saved.name} is saved' if saved else 'nothing to save'}; ending the workers")
+            else:
                 await self._evaluate("after")
             for task in background:
                 task.cancel()
@@ -120,11 +129,14 @@ class Training:
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         """The live line is there meanwhile."""
-        self._started = time.monotonic()
-        self.terminal.start(self.plan.config.run.learning_steps, self._batch_progress)
+        self._started, self._games_before = time.monotonic(), self.tracker.games_finished
+        self._tokens_before = self.workers.engines.generated_tokens
+        self.terminal.start(
+            self.plan.config.run.learning_steps, self._batch_progress, self.updates, figures=self._one_line
+        )
         yield
         self.seconds = time.monotonic() - self._started
-        self.terminal.stop()
+        self.terminal.stop_counting()
 
     def _is_evaluated(self) -> bool:
         """Whether this update is one of those to evaluate after; the last one is in any case."""
@@ -216,13 +228,19 @@ class Training:
 
     async def _evaluate(self, label: str) -> None:
         config = self.plan.config
-        if not config.run.eval_games:
+        if not config.run.eval_games or self.stop.is_set():
             return
-        model, step = self.registry.current, self.updates
+        model, step, num_games = self.registry.current, self.updates, config.run.eval_games
         for env in config.eval_envs:
-            records = await self.collector.evaluate(
-                env, model, config.run.eval_games, label, concurrency=config.run.num_collection_workers
+            records: list[GameRecord] = []
+            what = f"evaluation {label}: {env.env_id}"
+            playing = self.collector.evaluate(
+                env, model, num_games, label, concurrency=config.run.num_collection_workers, records=records
             )
+            with self.terminal.doing(partial(_so_far, what, records, num_games)):
+                if await _unless_set(playing, self.stop) is None:
+                    self.terminal.say(f"broken off: {_so_far(what, records, num_games)}")
+                    return
             opponent = env.fixed_opponent if env.num_players > 1 else "none"
             evaluation = summarise_evaluation(label, step, model, env.env_id, opponent, records)
             self.tracker.add_evaluation(evaluation)
@@ -255,7 +273,7 @@ class Training:
             "league/active_checkpoints": len(self.registry.checkpoints()),
             "league/returned_checkpoints": self.pool.num_returned,
             "league/waits_for_adapter_slot": self.publisher.num_waits,
-            "run/tokens_per_s": self.workers.engines.generated_tokens / (time.monotonic() - self._started),
+            "run/tokens_per_s": self._tokens_per_s(),
             "run/arena_bytes": self.arena.bytes_used(),
             "transport/dropped_frames": self.workers.router.dropped_frames,
             **self.collector.seats.figures(),
@@ -277,23 +295,41 @@ class Training:
         self.terminal.show_update(self.updates, self.plan.config.run.learning_steps, self._one_line())
 
     def _one_line(self) -> str:
-        latest, nan = self.tracker.latest, float("nan")
+        """Of this moment, but for what only an update tells."""
+        latest, seconds = self.tracker.latest, max(time.monotonic() - self._started, 1e-9)
         group = f"collection-{self.plan.config.train_envs[0].env_id}"
-        games, tokens_per_s = latest["run/games"], latest["run/tokens_per_s"]
-        return (
-            f"games {games:.0f} ({games / latest['run/seconds']:.1f}/s)  tokens/s {tokens_per_s:.0f}  "
-            f"reward {latest.get(f'{group}/reward', nan):+.2f} (n={latest.get(f'{group}/n', 0):.0f})  "
-            f"{self._against_fixed()}"
-            f"staleness {latest['learner/staleness_mean']:.1f}  entropy {latest['learner/entropy']:.2f}"
-            f"{self.guard.status()}"
-        )
+        games = self.tracker.games_finished
+        parts = [
+            f"games {games} ({(games - self._games_before) / seconds:.1f}/s)",
+            f"tokens/s {self._tokens_per_s():.0f}",
+        ]
+        if f"{group}/reward" in latest:
+            parts.append(f"reward {latest[f'{group}/reward']:+.2f} (n={latest[f'{group}/n']:.0f})")
+        parts += self._against_fixed()
+        if "learner/staleness_mean" in latest:
+            parts += [f"staleness {latest['learner/staleness_mean']:.1f}", f"entropy {latest['learner/entropy']:.2f}"]
+        return "  ".join(parts) + self.guard.status()
 
-    def _against_fixed(self) -> str:
-        """What the last evaluation told of the first eval env with a winner."""
-        for evaluation in reversed(self.tracker.evaluations):
-            if evaluation.env_id == self.plan.config.eval_envs[0].env_id and evaluation.win_rate >= 0:
-                return f"won {evaluation.win_rate:.0%} against {evaluation.opponent} (n={evaluation.n})  "
-        return ""
+    def _tokens_per_s(self) -> float:
+        """Since training began."""
+        generated = self.workers.engines.generated_tokens - self._tokens_before
+        return generated / max(time.monotonic() - self._started, 1e-9)
+
+    def _against_fixed(self) -> Iterator[str]:
+        """For each eval env that can be won: its last evaluation, or without one the newest games beside training."""
+        eval_envs = self.plan.config.eval_envs
+        told = {(e.env_id, e.opponent): e for e in self.tracker.evaluations if math.isfinite(e.win_rate)}
+        for env in eval_envs:
+            evaluation = told.get((env.env_id, env.fixed_opponent))
+            group = f"evaluation-{env.env_id} ({env.fixed_opponent})"
+            if evaluation is not None:
+                win_rate, n = evaluation.win_rate, evaluation.n
+            elif f"{group}/Win Rate" in self.tracker.latest:
+                win_rate, n = self.tracker.latest[f"{group}/Win Rate"], int(self.tracker.latest[f"{group}/n"])
+            else:
+                continue
+            where = f" in {env.env_id}" * (len(eval_envs) > 1)
+            yield escape(f"won {win_rate:.0%} against {env.fixed_opponent}{where} (n={n})")
 
     def _batch_progress(self) -> tuple[int, int]:
         return self.buffer.size(), self.plan.config.learner.batch_size
@@ -355,12 +391,20 @@ class Training:
 
     async def _unless_stopped(self, waiting: Coroutine[Any, Any, T]) -> T | None:
         """The result, or None if the run is asked to stop or to pause first."""
-        task, stop = asyncio.ensure_future(waiting), asyncio.ensure_future(self.stop.wait())
-        pause = asyncio.ensure_future(self.guard.asks_for_pause.wait())
-        try:
-            await asyncio.wait({task, stop, pause}, return_when=asyncio.FIRST_COMPLETED)
-            return task.result() if task.done() else None
-        finally:
-            task.cancel()
-            stop.cancel()
-            pause.cancel()
+        return await _unless_set(waiting, self.stop, self.guard.asks_for_pause)
+
+
+async def _unless_set(waiting: Coroutine[Any, Any, T], *events: asyncio.Event) -> T | None:
+    """The result, or None if one of `events` is set first."""
+    task = asyncio.ensure_future(waiting)
+    watching = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait({task, *watching}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, *watching):
+            one.cancel()
+
+
+def _so_far(what: str, records: Sequence[GameRecord], num_games: int) -> str:
+    return f"{what}, {len(records)} of {num_games} games"

@@ -15,6 +15,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyte
@@ -24,7 +25,7 @@ from rich.console import Console
 from unstable_lite.errors import UnstableError
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.trackers.league_log import LeagueLog
-from unstable_lite.trackers.run_view import RunView, newest_run
+from unstable_lite.trackers.run_view import Pace, RunView, newest_run
 from unstable_lite.trackers.top import MachineLoad, draw, sparkline
 
 UPDATES = 12
@@ -52,6 +53,7 @@ def directory(tmp_path: Path) -> Path:
             league.log(step, registry)
             line: dict[str, Any] = {
                 "step": step,
+                "time": 1000.0 + 2 * step,
                 "run/games": 10 * step,
                 "run/seconds": 2.0 * step,
                 "run/tokens_per_s": 1234.0,
@@ -82,7 +84,14 @@ def directory(tmp_path: Path) -> Path:
                 "pid": os.getpid(),
                 "has_ended": False,
                 "learning_steps": 20,
+                "time": time.time(),
                 "games": 121,
+                "void_games": 2,
+                "train_games_in_flight": 30,
+                "eval_games_in_flight": 4,
+                "buffer": 17,
+                "buffer_size": 96,
+                "batch_size": 48,
                 "workers": [
                     {
                         "name": "engine-0",
@@ -118,7 +127,9 @@ def test_a_frame_fills_the_terminal_and_tells_what_matters(directory: Path, widt
         "running",
         "0.25 ▁",
         "update 12/20",
-        "121 games",
+        "121 games 5.0/s",
+        "left 00:00:16",
+        "staleness",
         "+1.00",
         "-0.12",
         "ckpt-12",
@@ -129,8 +140,70 @@ def test_a_frame_fills_the_terminal_and_tells_what_matters(directory: Path, widt
         assert fact in text, fact
     assert "engine-0 (cpu)" in text and "99 tok/s" in text
     assert "learner (GPU 0)" in text and "is not up" in text
-    assert ("a [bold]hostile[/bold] alarm" in text) == (height >= 30)
+    assert "a [bold]hostile[/bold] alarm" in text
+    assert ("30 + 4 games in flight (train + eval), buffer 17/96, batch 48, void 2" in text) == (height >= 30)
+    assert ("greatest" in text) == (height >= 32)
+    assert ("collection: TicTacToe-v0-train" in text) == (height >= 45)
     assert ("games between them" in text) == (height >= 45)
+
+
+def test_a_run_whose_process_is_there_and_tells_nothing_is_said_to_be_silent(directory: Path) -> None:
+    live = json.loads((directory / "live.json").read_text())
+    (directory / "live.json").write_text(json.dumps(live | {"time": time.time() - 60}))
+    view = RunView(directory)
+    view.refresh()
+    assert "silent for 6" in frame(view, 80, 24)[1]
+
+
+def test_a_pace_is_that_of_the_newest_updates_and_none_where_the_clock_jumped(directory: Path) -> None:
+    path = directory / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [
+        {**lines[-1], "step": step, "time": 5000.0 + 3 * step, "run/games": 900 + 6 * step} for step in range(13, 43)
+    ]
+    with path.open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+    view = RunView(directory)
+    view.refresh()
+    assert view.pace() == Pace(seconds_per_update=3.0, games_per_s=2.0)
+    view.at = 1
+    assert view.pace() is None  # one update has none
+    with path.open("a") as file:
+        file.write(json.dumps({**lines[-1], "step": 43, "time": 1.0}) + "\n")
+    view.at = None
+    view.refresh()
+    assert view.pace() is None
+
+
+class NoMeter:
+    """NVML of a machine with two GPUs, the second of which has no power meter."""
+
+    class NVMLError(Exception):
+        pass
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index > 1:
+            raise self.NVMLError
+        return index
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        if handle == 1:
+            raise self.NVMLError
+        return 345_600
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(used=3 << 30, total=80 << 30)
+
+
+def test_a_gpu_shows_power_and_memory_as_far_as_it_tells_them() -> None:
+    load = MachineLoad()
+    load._nvml = NoMeter()
+    told = [load.of({"device": device, "pid": 2**22}) for device in (0, 1, 2)]
+    assert told == ["346 W  3.0/80 GiB", "3.0/80 GiB", ""]
+    assert load.of({"device": "cpu", "pid": 2**22}) == ""
+    assert "% CPU" in load.of({"device": "cpu", "pid": os.getpid()})
+    load._nvml = None
+    assert "MiB" in load.of({"device": 0, "pid": os.getpid()})
 
 
 def test_the_league_is_as_it_was_at_the_update_that_is_looked_at(directory: Path) -> None:

@@ -190,11 +190,11 @@ def test_who_can_show_more_than_numbers_gets_histograms_and_now_and_then_a_game(
 
 def test_a_transcript_is_bounded_whatever_was_said(tmp_path: Path) -> None:
     record = game()
-    shouted = dataclasses.replace(record.turns[0], text="a" * 100_000 + "end", observation="b" * 100_000)
+    shouted = dataclasses.replace(record.turns[0], text="a" * 100_000 + "\ud800end", observation="b" * 100_000)
     record.turns = [shouted] * 1000
     text = transcript(record)
     assert len(text) < 300_000
-    assert "(… 96003 characters …)" in text and "aend\n" in text and "(and 960 turns more)" in text
+    assert "(… 96004 characters …)" in text and "a?end\n" in text and "(and 960 turns more)" in text
 
 
 def test_means_run_over_the_newest_window_while_step_counts_on(tmp_path: Path) -> None:

@@ -6,12 +6,20 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unstable_lite.errors import UnstableError
 
 Metrics = dict[str, Any]
+PACE_UPDATES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    seconds_per_update: float
+    games_per_s: float
 
 
 class _Tail:
@@ -109,6 +117,15 @@ class RunView:
         """One metric over the updates, where it is a number, and of something: `n` names the metric that says so."""
         lines = [line for line in self.updates() if n is None or line.get(n)]
         return [line[name] for line in lines if line.get(name) is not None]
+
+    def pace(self) -> Pace | None:
+        """Over the newest updates; None before there are two of them."""
+        lines = self.updates()[-PACE_UPDATES:]
+        if len(lines) < 2 or lines[-1]["time"] <= lines[0]["time"]:  # the clock may jump
+            return None
+        seconds = lines[-1]["time"] - lines[0]["time"]
+        games = lines[-1]["run/games"] - lines[0]["run/games"]
+        return Pace(seconds_per_update=seconds / (lines[-1]["step"] - lines[0]["step"]), games_per_s=games / seconds)
 
     def latest(self) -> Metrics:
         lines = self.updates()

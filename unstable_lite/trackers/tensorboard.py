@@ -107,8 +107,7 @@ class TensorBoardSink:
 
 def as_code(text: str) -> str:
     """Markdown that shows `text` as it is: each line indented, and so a block of code, whatever stands in it."""
-    unicode = text.encode("utf-8", "replace").decode()  # without lone surrogates
-    return "\n".join(f"    {line}" for line in unicode.splitlines())
+    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def layout(config: Config) -> layout_pb2.Layout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -37,8 +37,12 @@ class TerminalInterface:
             TimeRemainingColumn(),
             console=self.console,
         )
-        self._figures = ""
+        self._figures: Callable[[], str] | None = None
+        self._last_figures = ""
         self._batch_progress: Callable[[], tuple[int, int]] | None = None
+        self._is_counting = False
+        self._doing: list[tuple[Callable[[], str], float]] = []
+        """What takes a while beside the counting, and since when."""
         self._live: Live | None = None
         self._task = self._progress.add_task("updates", total=None)
         self._last_line = 0.0
@@ -47,17 +51,51 @@ class TerminalInterface:
         """The same terminal, to show the progress of something else."""
         return TerminalInterface(self.console, self._quiet, unit)
 
-    def start(self, total_updates: int, batch_progress: Callable[[], tuple[int, int]] | None = None) -> None:
-        """`batch_progress`: steps that wait for the next update, and how many it takes."""
+    def start(
+        self,
+        total_updates: int,
+        batch_progress: Callable[[], tuple[int, int]] | None = None,
+        completed: int = 0,
+        figures: Callable[[], str] | None = None,
+    ) -> None:
+        """`batch_progress`: steps that wait for the next update, and how many it takes. `figures`: of this moment, for
+        the live line; default: those of the last update.
+        """
         self._batch_progress = batch_progress
-        self._progress.update(self._task, total=total_updates)
-        self._progress.reset(self._task)
-        if self.console.is_terminal and not self._quiet:
-            self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4)
-            self._live.start()
+        self._figures = figures
+        self._progress.reset(self._task, total=total_updates, completed=completed)
+        self._is_counting = True
+        self._show()
 
     def stop(self) -> None:
-        if self._live is not None:
+        self._is_counting = False
+        self._doing.clear()
+        self._show()
+
+    def stop_counting(self) -> None:
+        """What else takes a while is still shown."""
+        self._is_counting = False
+        self._show()
+
+    @contextlib.contextmanager
+    def doing(self, describe: Callable[[], str]) -> Iterator[None]:
+        """While the body runs a terminal shows what is going on, as it is at each moment, and for how long."""
+        entry = (describe, time.monotonic())
+        self._doing.append(entry)
+        self._show()
+        try:
+            yield
+        finally:
+            self._doing = [other for other in self._doing if other is not entry]
+            self._show()
+
+    def _show(self) -> None:
+        """The live lines are there while there is something to show in them."""
+        is_wanted = (self._is_counting or self._doing) and self.console.is_terminal and not self._quiet
+        if is_wanted and self._live is None:
+            self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
+            self._live.start()
+        elif not is_wanted and self._live is not None:
             self._live.stop()
             self._live = None
 
@@ -68,16 +106,21 @@ class TerminalInterface:
                 self.console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", soft_wrap=True)
 
     def _render(self) -> Group:
-        lines: list[RenderableType] = [self._progress, Text.from_markup(self._figures, overflow="ellipsis")]
-        if self._batch_progress is not None:
-            waiting, needed = self._batch_progress()
-            bar = ProgressBar(total=needed, completed=min(waiting, needed), width=24)
-            lines.insert(1, Columns(["batch  ", bar, f"{waiting}/{needed} steps"]))
+        lines: list[RenderableType] = []
+        if self._is_counting:
+            lines.append(self._progress)
+            if self._batch_progress is not None:
+                waiting, needed = self._batch_progress()
+                bar = ProgressBar(total=needed, completed=min(waiting, needed), width=24)
+                lines.append(Columns(["batch  ", bar, f"{waiting}/{needed} steps"]))
+            lines.append(Text.from_markup(self._figures() if self._figures is not None else self._last_figures))
+        for describe, since in self._doing:
+            lines.append(Text(f"{describe()}  ({time.monotonic() - since:.0f} s)", style="cyan"))
         return Group(*lines)
 
     def show_update(self, update: int, total: int, figures: str) -> None:
         self._progress.update(self._task, completed=update)
-        self._figures = figures
+        self._last_figures = figures
         is_due = time.monotonic() - self._last_line >= PLAIN_LINE_EVERY_S or update == total
         if self._live is None and is_due:
             self._last_line = time.monotonic()

@@ -22,10 +22,14 @@ from rich.text import Text
 from unstable_lite.trackers.run_view import RunView
 
 BARS = "▁▂▃▄▅▆▇█"
+SILENT_S = 10.0
+"""A run writes live.json every two seconds; with nothing for so long its event loop stands still."""
 SAMPLES = 128
 """Updates in a sparkline at most (reference: `terminal_interface.py`)."""
 GOOD, FAIR = 0.75, 0.40
 """Shares of a bar from which it is drawn as well, and as fair (reference)."""
+ROOMY = 30
+"""Lines from which there is a panel for alarms; with fewer the newest one stands under the header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,18 @@ LEARNER = (
     Row("entropy", "learner/entropy", short),
     Row("|Δ log p|", "learner/mismatch_mean", short, "learner/mismatch_tokens"),
     Row("grad norm", "learner/policy_grad_norm", short),
-    Row("staleness", "learner/staleness_mean", short),
-    Row("buffer", "buffer/size", plain),
     Row("waits (s)", "learner/wait_for_batch_s", short),
+    Row("0 advantage", "learner/zero_advantage", percent),
+    Row("weights cut", "learner/importance_weight_clipped", percent),
+    Row("tokens/s", "learner/tokens_per_s", plain),
 )
+STALENESS = (
+    Row("staleness", "learner/staleness_mean", short),
+    Row("greatest", "learner/staleness_max", plain),
+    Row("buffer", "buffer/size", plain),
+    Row("too old", "buffer/dropped_stale", plain),
+)
+"""In updates, and in steps: those that wait, and those that were dropped in all."""
 
 
 def collection_rows(env_id: str) -> list[Row]:
@@ -81,37 +93,44 @@ def draw(view: RunView, width: int, height: int, load: MachineLoad) -> Renderabl
     alarms = view.alarms()
     workers_a_row = 1 if len(workers) <= 3 and width < 120 else 2
     of_workers = 2 + max(1, math.ceil(len(workers) / workers_a_row))
-    of_alarms = min(2 + len(alarms), 5) if alarms else 0
+    has_alarms = height >= ROOMY
+    of_alarms = min(2 + max(1, len(alarms)), 5 if height < 45 else 8) if has_alarms else 0
     sections = [
-        Layout(_header(view, width), name="header", size=3),
+        Layout(_header(view, width, not has_alarms), name="header", size=3),
         Layout(name="middle", ratio=1),
         Layout(
             Panel(_workers(workers, workers_a_row, load, width), title="workers", title_align="left"), size=of_workers
         ),
     ]
-    if of_alarms and height >= 30:
-        text = Text("\n".join(alarms[-(of_alarms - 2) :]), style="red", no_wrap=True, overflow="ellipsis")
-        title = f"alarms: {len(alarms)}"
-        sections.append(Layout(Panel(text, title=title, title_align="left", border_style="red"), size=of_alarms))
+    if has_alarms:
+        sections.append(Layout(_alarms(alarms, of_alarms - 2), size=of_alarms))
     layout.split_column(*sections)
     left, right = Layout(ratio=1), Layout(ratio=1)
     layout["middle"].split_row(left, right)
-    room = height - 3 - of_workers - (of_alarms if height >= 30 else 0)
+    room = height - 3 - of_workers - of_alarms
     inner = width // 2 - 4
     env_ids = [env["env_id"] for env in view.config.get("train_envs", [])]
-    collection = Panel(
-        _figures(view, collection_rows(env_ids[0]) if env_ids else [], inner),
-        title=f"collection: {env_ids[0]}" + f" (+{len(env_ids) - 1} more)" * (len(env_ids) > 1) if env_ids else "",
-        title_align="left",
-    )
-    learner = Panel(_figures(view, LEARNER, inner), title="learner", title_align="left")
+    of_envs = [
+        Panel(_figures(view, collection_rows(env_id), inner), title=Text(f"collection: {env_id}"), title_align="left")
+        for env_id in env_ids
+    ]
     ladder = view.ladder()
     # Where there is little room, the figures and the ladder; then evaluations; then who met whom.
     if room < 15:
-        left.update(collection)
+        left.update(of_envs[0] if of_envs else Panel(""))
         right.update(Panel(_ladder(ladder, inner, room - 2), title=_ladder_title(ladder), title_align="left"))
         return layout
-    left.split_column(Layout(collection, size=8), Layout(learner, ratio=1, minimum_size=7))
+    of_staleness = 2 + len(STALENESS)
+    has_staleness = room >= 8 + 7 + of_staleness
+    rows = LEARNER if has_staleness else (*LEARNER[:4], *STALENESS[::2], LEARNER[4])
+    learner = Panel(_figures(view, rows, inner), title="learner", title_align="left")
+    of_learner = 2 + len(LEARNER)
+    column = [Layout(panel, size=8) for panel in of_envs[: max(1, (room - of_learner - of_staleness) // 8)]]
+    column.append(Layout(learner, ratio=1, minimum_size=7))
+    if has_staleness:
+        panel = Panel(_figures(view, STALENESS, inner), title="staleness", title_align="left")
+        column.append(Layout(panel, size=of_staleness))
+    left.split_column(*column)
     evaluations = view.evaluations()
     of_evaluations = min(2 + max(1, len(evaluations)), 7)
     of_ladder = room - of_evaluations
@@ -153,29 +172,59 @@ def bar(share: float, width: int) -> Text:
     return Text("█" * full, style=style) + Text("░" * (width - full), style="dim")
 
 
-def _header(view: RunView, width: int) -> Panel:
+def _header(view: RunView, width: int, has_no_alarms_panel: bool) -> Panel:
     live, latest = view.live, view.latest()
     made, planned = view.update, view.learning_steps
+    silent_s = time.time() - live.get("time", time.time())
     if view.at is not None:
         state = Text("replay", style="cyan")
+    elif view.is_running and silent_s > SILENT_S:
+        state = Text(f"silent for {silent_s:.0f} s", style="red")
     elif view.is_running:
         state = Text("running", style="green")
     else:
         state = Text("ended" if live.get("has_ended") else "not running", style="yellow")
-    seconds = latest.get("run/seconds", 0.0)
+    pace = view.pace()
     games = latest.get("run/games", 0) if view.at is not None else live.get("games", latest.get("run/games", 0))
     line = Text.assemble(
         state, "  update ", (f"{made}/{planned} ", "bold"), bar(made / max(planned, 1), max(4, width // 4 - 16))
     )
     line.append(f"  {games:,.0f} games")
-    if seconds:
-        line.append(f" {latest['run/games'] / seconds:.1f}/s  {latest.get('run/tokens_per_s', 0):,.0f} tok/s")
-    if view.is_running and seconds and made:
-        line.append(f"  left {_duration(seconds / made * (planned - made))}")
+    if pace is not None:
+        line.append(f" {pace.games_per_s:.1f}/s")
+    line.append(f"  {latest.get('run/tokens_per_s', 0):,.0f} tok/s")
+    if view.is_running and view.at is None and pace is not None:
+        line.append(f"  left {_duration(pace.seconds_per_update * (planned - made))}")
     if num_alarms := len(view.alarms()):
         line.append(f"  alarms {num_alarms}", style="red")
     line.no_wrap, line.overflow = True, "ellipsis"
-    return Panel(line, title=view.directory.name, title_align="left")
+    below = _now(view) if view.at is None else Text()
+    if has_no_alarms_panel and (alarms := view.alarms()):
+        below = Text(f"alarm, {alarms[-1]}", style="red")
+    below.truncate(width - 8, overflow="ellipsis")
+    return Panel(
+        line, title=Text(view.directory.name), title_align="left", subtitle=below or None, subtitle_align="left"
+    )
+
+
+def _now(view: RunView) -> Text:
+    """What changes between two updates."""
+    live = view.live
+    if not view.is_running or "buffer" not in live:
+        return Text()
+    return Text(
+        f"{live['train_games_in_flight']} + {live['eval_games_in_flight']} games in flight (train + eval), "
+        f"buffer {live['buffer']}/{live['buffer_size']}, batch {live['batch_size']}, void {live['void_games']}",
+        style="dim",
+    )
+
+
+def _alarms(alarms: Sequence[str], height: int) -> Panel:
+    """The newest."""
+    if not alarms:
+        return Panel(Text("none", style="dim"), title="alarms", title_align="left")
+    text = Text("\n".join(alarms[-height:]), style="red", no_wrap=True, overflow="ellipsis")
+    return Panel(text, title=f"alarms: {len(alarms)}", title_align="left", border_style="red")
 
 
 def _figures(view: RunView, rows: Sequence[Row], width: int) -> Table:
@@ -299,17 +348,30 @@ class MachineLoad:
                 self._nvml = pynvml
 
     def of(self, worker: dict[str, Any]) -> str:
+        """Empty where nobody can tell: the process is gone, or of another machine."""
         device = worker["device"]
         if isinstance(device, int) and self._nvml is not None:
-            handle = self._nvml.nvmlDeviceGetHandleByIndex(device)
-            memory, power = self._nvml.nvmlDeviceGetMemoryInfo(handle), self._nvml.nvmlDeviceGetPowerUsage(handle)
-            return f"{power / 1000:.0f} W  {memory.used / 2**30:.1f}/{memory.total / 2**30:.0f} GiB"
+            # One figure at a time: some GPUs have no power meter.
+            return "  ".join(filter(None, (self._power(device), self._memory(device))))
         try:
             process = self._processes.setdefault(worker["pid"], psutil.Process(worker["pid"]))
             return f"{process.cpu_percent():.0f} % CPU  {process.memory_info().rss / 2**20:,.0f} MiB"
         except psutil.Error:
             return ""
 
+    def _power(self, device: int) -> str:
+        with contextlib.suppress(self._nvml.NVMLError):
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(device)
+            return f"{self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000:.0f} W"
+        return ""
+
+    def _memory(self, device: int) -> str:
+        with contextlib.suppress(self._nvml.NVMLError):
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(self._nvml.nvmlDeviceGetHandleByIndex(device))
+            return f"{memory.used / 2**30:.1f}/{memory.total / 2**30:.0f} GiB"
+        return ""
+
 
 def _duration(seconds: float) -> str:
-    return time.strftime("%H:%M:%S", time.gmtime(seconds))
+    days, rest = divmod(seconds, 86_400)
+    return f"{days:.0f} d " * (days > 0) + time.strftime("%H:%M:%S", time.gmtime(rest))

@@ -29,7 +29,8 @@ def transcript(record: GameRecord) -> str:
         ]
     if (left_out := len(record.turns) - MAX_TURNS) > 0:
         lines += ["", f"(and {left_out} turns more)"]
-    return "\n".join(lines)
+    # A lone surrogate, which an API's JSON may hold, has no UTF-8.
+    return "\n".join(lines).encode("utf-8", "replace").decode()
 
 
 def _cut(text: str, length: int) -> str:

@@ -1,0 +1,82 @@
+"""What a run says while it goes on: live lines on a terminal, dated lines elsewhere. Whole runs: test_run.py."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pyte
+from rich.console import Console
+
+from unstable_lite.trackers.terminal import TerminalInterface
+
+
+def console(is_terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=is_terminal, width=90, height=24, highlight=False)
+
+
+def written(terminal: TerminalInterface) -> str:
+    return terminal.console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def screen(terminal: TerminalInterface) -> str:
+    """What a person sees in the end."""
+    shown = pyte.Screen(90, 24)
+    pyte.Stream(shown).feed(written(terminal).replace("\n", "\r\n"))
+    return "\n".join(line.rstrip() for line in shown.display if line.strip())
+
+
+def refresh(terminal: TerminalInterface) -> str:
+    assert terminal._live is not None
+    terminal._live.refresh()
+    return screen(terminal)
+
+
+def test_the_live_line_tells_of_this_moment_and_goes_when_counting_ends() -> None:
+    terminal, games, waiting = TerminalInterface(console(True)), [5], [12]
+    terminal.start(20, lambda: (waiting[0], 48), completed=3, figures=lambda: f"games {games[0]}")
+    assert all(fact in refresh(terminal) for fact in ("3/20", "12/48 steps", "games 5"))
+    games[0], waiting[0] = 7, 99
+    terminal.show_update(4, 20, "of the update")
+    assert all(fact in refresh(terminal) for fact in ("4/20", "99/48 steps", "games 7"))
+    assert "of the update" not in written(terminal)  # no plain line beside the live one
+    terminal.say("a line that stays")
+    terminal.stop()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d a line that stays", screen(terminal))
+
+
+def test_figures_of_the_last_update_are_shown_where_nobody_knows_newer_ones() -> None:
+    terminal = TerminalInterface(console(True), unit="pair")
+    terminal.start(20)
+    terminal.show_update(4, 20, "left out 3")
+    assert "4/20" in refresh(terminal) and "left out 3" in refresh(terminal)
+    terminal.stop()
+
+
+def test_what_takes_a_while_is_shown_with_how_far_it_is_as_long_as_it_takes() -> None:
+    terminal, done = TerminalInterface(console(True)), [1]
+    with terminal.doing(lambda: f"evaluation [before]: {done[0]} of 9 games"):
+        assert "evaluation [before]: 1 of 9 games  (0 s)" in refresh(terminal)
+        done[0] = 2
+        with terminal.doing(lambda: "another"):
+            terminal.start(20)
+            assert all(fact in refresh(terminal) for fact in ("2 of 9 games", "another", "0/20"))
+        terminal.stop_counting()
+        assert "2 of 9 games" in refresh(terminal)
+        assert "another" not in refresh(terminal) and "0/20" not in refresh(terminal)
+    assert terminal._live is None
+    assert screen(terminal) == ""
+
+
+def test_elsewhere_there_are_dated_lines_and_quietly_there_is_nothing() -> None:
+    for is_terminal, quiet in ((False, False), (False, True), (True, True)):
+        terminal = TerminalInterface(console(is_terminal), quiet=quiet)
+        terminal.start(20, lambda: (1, 2), figures=lambda: "now")
+        with terminal.doing(lambda: "something"):
+            terminal.say("said")
+            terminal.show_update(1, 20, "games 9")
+            terminal.show_update(2, 20, "games 10")  # too soon after the other
+            terminal.show_update(20, 20, "games 11")
+        terminal.stop()
+        lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in written(terminal).splitlines()]
+        assert lines == ([] if quiet else ["said", "update 1/20  games 9", "update 20/20  games 11"])
