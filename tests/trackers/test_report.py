@@ -503,6 +503,9 @@ def test_dark_light_and_a_phone(one_run: Path, opened: Opened) -> None:
     light, dark = opened(one_run), opened(one_run, color_scheme="dark")
     was = light.evaluate(background)
     assert dark.evaluate(background) != was
+    ARTEFACTS.mkdir(parents=True, exist_ok=True)
+    for page, name in ((light, "light"), (dark, "dark")):
+        page.screenshot(path=ARTEFACTS / f"{name}.png")
     for _ in range(2):
         light.locator("#theme").click()
     assert light.locator("#theme").inner_text() == "dark"
@@ -513,7 +516,6 @@ def test_dark_light_and_a_phone(one_run: Path, opened: Opened) -> None:
     choose(phone, 9)
     expect(phone.locator("#list")).to_be_hidden()
     assert phone.evaluate("document.documentElement.scrollWidth") <= 390
-    ARTEFACTS.mkdir(parents=True, exist_ok=True)
     phone.screenshot(path=ARTEFACTS / "phone.png")
     phone.get_by_role("button", name="All games").click()
     expect(phone.locator("#list")).to_be_visible()
