@@ -1,27 +1,30 @@
-"""How many turns a second go through the whole orchestrator, against the bare env loop?
+"""How many turns a second go through the whole orchestrator, against the bare env loop, and what do its parts cost?
 
 The engine is the scripted one: a real process over real ZeroMQ that answers at once, so that what is left is ours:
 scheduling, prompts, messages, records, ratings, reward transforms, buffer, transcripts. The other side is
-`ta.make / reset / get_observation / step` in a loop, with random answers from the same list. Beside it peers play
-against the same engine: other ways to keep games in flight (`bench/peers`).
+`ta.make / reset / get_observation / step` in a loop, one env at a time, with random answers from the same list. Beside
+it peers play against the same engine: other ways to keep games in flight (`bench/peers`). Processor time is that of the
+measured process alone: the engine's is on top, and may have a core of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import cProfile
 import io
+import math
 import pstats
 import random
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import textarena as ta
-import uvloop
-
 from bench.harness import (
+    Measure,
     Options,
     Questioner,
     Report,
@@ -33,6 +36,7 @@ from bench.harness import (
     memory_mb,
     started_engine,
 )
+from bench.parts import PARTS, Parts
 from bench.peers import collecting
 from unstable_lite.buffers import StepBuffer
 from unstable_lite.collector import Collector
@@ -44,6 +48,7 @@ from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.reward_transformations import build_reward_transformations
+from unstable_lite.runtime import run_in_loop
 from unstable_lite.trackers.jsonl import JsonlSink
 from unstable_lite.trackers.tracker import Tracker
 from unstable_lite.transport.adapters import AdapterArena
@@ -54,58 +59,79 @@ ENV_ID = "TicTacToe-v0-train"
 REPLIES = tuple(f"\\boxed{{[{cell}]}}" for cell in range(9))
 GAMES = 384
 BATCH_SIZE = 384
+WHOLE = {"games": GAMES, "keep_games": "all", "rated": True}
+"""Everything on: every game is rated, and written to games.jsonl; a second seat is an older adapter's."""
 
 
 def run(options: Options) -> Report:
     report = Report(bench="orchestrator", question="Turns a second through the orchestrator", options=options)
     report.sizes = {"env": ENV_ID, "games": GAMES, "batch_size": BATCH_SIZE, "replies": len(REPLIES)}
+    whole = f"{GAMES} games"
     variants: dict[str, dict[str, Any]] = {
-        f"{GAMES} games": {},
-        f"{GAMES} games, games.jsonl": {"keep_games": "all"},
-        f"{GAMES} games, every game rated": {"rated": True},
+        whole: {},
+        f"{GAMES} games, no games.jsonl": {"keep_games": "none"},
+        f"{GAMES} games, none rated": {"rated": False},
         "8 games": {"games": 8},
         "4096 games": {"games": 4096},
     }
+    targets = {whole: 0.4, "4096 games": 0.25}
     if options.small:
         del variants["4096 games"]
+    cpu_us: dict[str, list[float]] = defaultdict(list)
+
+    def measured(name: str, subject: Subject) -> Measure:
+        def measure() -> float:
+            told = subject.measure(seconds=options.seconds)
+            cpu_us[name].append(told.get("cpu_us", math.nan))
+            return float(told["turns_per_s"])
+
+        return measure
+
     with Subjects() as subjects:
         bare = subjects.start(MODULE, kind="bare", seed=options.seed)
         sides = {"bare env loop": bare}
         for name, changes in variants.items():
-            arguments = {"games": GAMES, "keep_games": "none", "rated": False, "seed": options.seed} | changes
-            sides[name] = subjects.start(MODULE, kind="orchestrator", **arguments)
+            sides[name] = subjects.start(MODULE, kind="orchestrator", seed=options.seed, **(WHOLE | changes))
         peers = collecting.idle_engine(options.small)
         installed = collecting.start(subjects, peers, seed=options.seed)
-        measures = {name: _turns(subject, options.seconds) for name, subject in (sides | installed).items()}
+        measures = {name: measured(name, subject) for name, subject in (sides | installed).items()}
         samples = alternate(measures, options)
         rows = {name: report.add(name, "turns/s", values) for name, values in samples.items()}
+        cpu = {name: report.add(f"processor time, {name}", "µs/turn", cpu_us[name][1:]) for name in sides}
+        for part, values in _parts(sides[whole], options).items():
+            report.add(f"  of these: {part}", "µs/turn", values)
         for name in variants:
-            target = Target(bound="≥", value=0.4) if name == f"{GAMES} games" else None
+            target = Target(bound="≥", value=targets[name]) if name in targets else None
             report.add_ratio(f"{name} ÷ bare", rows[name], rows["bare env loop"], target)
         collecting.add_missing(report, peers, installed, "turns/s")
         collecting.add_ratios(report, rows[f"{GAMES} games"], peers, rows)
         collecting.add_memory(report, installed)
         for name in variants:
-            facts, told = sides[name].facts, sides[name].measure(seconds=0.0)
-            told_mb = f"{facts['import_mb']:.0f} MB after import, {told['peak_mb']:.0f} MB at its peak"
-            report.add(f"memory, {name}", "MB", [told["memory_mb"]], told_mb)
+            report.add_ratio(f"processor time, bare ÷ {name}", cpu["bare env loop"], cpu[name])
+            told = sides[name].measure(seconds=0.0)
             report.notes.append(f"{name}: {told['turns_per_game']:.1f} turns a game, {told['void']} void")
-            if name == f"{GAMES} games":
-                report.add_figure(f"memory, {name}", "MB", [told["memory_mb"]], Target(bound="≤", value=100))
         if options.profile:
-            told = sides[f"{GAMES} games"].measure(seconds=max(options.seconds, 0.2), profile=True)
+            told = sides[whole].measure(seconds=max(options.seconds, 0.2), profile=True)
             report.notes.append(told["profile"])
     return report
 
 
-def _turns(subject: Subject, seconds: float) -> Any:
-    return lambda: subject.measure(seconds=seconds)["turns_per_s"]
+def _parts(subject: Subject, options: Options) -> dict[str, list[float]]:
+    """µs a turn, the dearest part first."""
+    samples: dict[str, list[float]] = defaultdict(list)
+    for _ in range(options.rounds):
+        told = subject.measure(seconds=options.seconds, parts=True)["parts_us"]
+        for part in PARTS:
+            samples[part].append(told.get(part, 0.0))
+    return dict(sorted(samples.items(), key=lambda item: -median(item[1])))
 
 
 # ------------------------------------------------------------------------------- the bare env loop
 
 
 def measure_bare(questioner: Questioner) -> None:
+    import textarena as ta  # by itself, without our care for what it loads
+
     rng = random.Random(questioner.arguments["seed"])
     actions = [EXTRACTIONS["default"](reply)[0] for reply in REPLIES]
     questioner.answer({"import_mb": memory_mb("now")})
@@ -219,10 +245,12 @@ async def _play(
             await asyncio.sleep(0.1 + 0.2 * request["seconds"])
             profiler = cProfile.Profile() if request.get("profile") else None
             turns, tokens, started = counted.turns, pool.generated_tokens, time.perf_counter()
+            parts = Parts()
             cpu_s, engine_cpu_s = time.process_time(), cpu_seconds(engine_pid)
             if profiler is not None:
                 profiler.enable()
-            await asyncio.sleep(request["seconds"])
+            with parts.sampled() if request.get("parts") else contextlib.nullcontext():
+                await asyncio.sleep(request["seconds"])
             if profiler is not None:
                 profiler.disable()
             seconds = time.perf_counter() - started
@@ -235,7 +263,9 @@ async def _play(
                 "memory_mb": memory_mb("now"),
                 "peak_mb": memory_mb("peak"),
                 "turns_per_game": counted.turns / max(counted.games, 1),
+                "games": counted.games,
                 "void": counted.void,
+                "parts_us": {part: 1e6 * part_s / played for part, part_s in parts.seconds.items()},
             }
             if profiler is not None:
                 answer["profile"] = _costliest(profiler, counted.turns - turns)
@@ -268,5 +298,4 @@ if __name__ == "__main__":
     if questioner.arguments["kind"] == "bare":
         measure_bare(questioner)
     else:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(measure_orchestrator(questioner))
+        run_in_loop(measure_orchestrator(questioner))

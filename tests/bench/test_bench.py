@@ -73,10 +73,10 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, float]:
 def test_orchestrator_bench_plays_games_beside_the_bare_loop(results: Results) -> None:
     result = results("orchestrator")
     rows, ratios = measured(result["rows"]), measured(result["ratios"])
-    sides = ("bare env loop", "384 games", "384 games, games.jsonl", "384 games, every game rated", "8 games")
-    assert all(rows[side] > 0 for side in sides)
+    sides = ("bare env loop", "384 games", "384 games, no games.jsonl", "384 games, none rated", "8 games")
+    assert all(rows[side] > 0 and rows[f"processor time, {side}"] > 0 for side in sides)
     assert ratios["384 games ÷ bare"] > 0
-    assert rows["memory, 384 games"] > 10
+    assert rows["  of these: env: its own code"] > 0
     assert any("run_game" in note for note in result["notes"]), "the profile names the game loop"
     assert all(", 0 void" in note for note in result["notes"] if "turns a game" in note)
 
@@ -93,6 +93,12 @@ def test_peers_are_measured_in_the_same_run_where_they_are_installed(
     assert missing == {peer for peer in told if any(word in peer and not there for word, there in needed.items())}
     assert all(told[peer]["median"] > 0 for peer in told if peer not in missing)
     assert {peer.partition(",")[0] for peer in told} >= {name.partition(",")[0] for name in peers}
+
+
+def test_memory_bench_measures_few_and_many_games(results: Results) -> None:
+    rows = measured(results("memory")["rows"])
+    assert rows["384 games"] > rows["after the imports"] > 10
+    assert rows["a process for each ÷ 384 games"] > 1
 
 
 def test_learner_bench_checks_that_both_sides_compute_one_gradient(results: Results) -> None:

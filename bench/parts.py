@@ -1,0 +1,93 @@
+"""What a turn costs in each part of the orchestrator: processor time, sampled, by whose code is running.
+
+A timer counts the processor time of this process and looks, every millisecond of it, at the stack of the main thread;
+what has been spent since the last look falls to the innermost function that belongs to a part. Unlike a profiler that
+is called at every call, this makes small functions no dearer than large ones. Knows files, and nothing of what is in
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from types import FrameType
+
+EVERY_S = 0.001
+
+GARBAGE, LOOP, THREADS = "garbage collection", "event loop", "other threads (ZeroMQ's own, nearly all)"
+FILES = {
+    "/textarena/": "env: its own code",
+    "/unstable_lite/games/environments.py": "env: streams of its own, guard, checks",
+    "/unstable_lite/games/isolation.py": "env: streams of its own, guard, checks",
+    "/unstable_lite/games/templates.py": "prompt and action: template, markup, extraction",
+    "/unstable_lite/games/": "game: loop, record, players, start and end",
+    "/unstable_lite/collector.py": "game: loop, record, players, start and end",
+    "/unstable_lite/transport/messages.py": "messages: pack and unpack",
+    "/unstable_lite/transport/": "requests: sockets, replies, deadlines",
+    "/unstable_lite/engines/client.py": "requests: sockets, replies, deadlines",
+    "/zmq/": "requests: sockets, replies, deadlines",
+    "/unstable_lite/league/": "league: scheduler, samplers, ratings",
+    "/unstable_lite/rng.py": "league: scheduler, samplers, ratings",
+    "/trueskill/": "league: scheduler, samplers, ratings",
+    "/unstable_lite/buffers.py": "rewards and buffer",
+    "/unstable_lite/reward_transformations/": "rewards and buffer",
+    "/unstable_lite/trackers/": "tracker: windows, transcripts, metrics",
+    "/asyncio/": LOOP,
+    "/bench/": LOOP,
+}
+"""By a piece of the file's path; the first that fits."""
+PARTS = tuple(dict.fromkeys([*FILES.values(), GARBAGE, THREADS]))
+
+
+class Parts:
+    """Of this process, sampled while it is entered; one at a time."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._known: dict[str, str | None] = {}
+        self._looked_at = 0.0
+
+    @contextlib.contextmanager
+    def sampled(self) -> Iterator[None]:
+        all_s, main_s = time.process_time(), time.thread_time()
+        self._looked_at = main_s
+        gc.callbacks.append(self._collect)
+        previous = signal.signal(signal.SIGPROF, self._look)
+        signal.setitimer(signal.ITIMER_PROF, EVERY_S, EVERY_S)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, previous)
+            gc.callbacks.remove(self._collect)
+        all_s, main_s = time.process_time() - all_s, time.thread_time() - main_s
+        self.seconds[THREADS] += max(0.0, all_s - main_s)
+
+    def _look(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self._count(self._part(frame))
+
+    def _collect(self, phase: str, info: dict[str, int]) -> None:  # noqa: ARG002
+        """A collection has no function of its own to be seen in."""
+        self._count(GARBAGE if phase == "stop" else self._part(sys._getframe(1)))
+
+    def _count(self, part: str) -> None:
+        now = time.thread_time()
+        self.seconds[part] += now - self._looked_at
+        self._looked_at = now
+
+    def _part(self, frame: FrameType | None) -> str:
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if path == __file__:  # in `_collect`: the first code that ran after a collection
+                return GARBAGE
+            if path not in self._known:
+                self._known[path] = next((part for piece, part in FILES.items() if piece in path), None)
+            if (part := self._known[path]) is not None:
+                return part
+            frame = frame.f_back
+        return LOOP
