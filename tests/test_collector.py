@@ -181,7 +181,7 @@ async def test_an_env_that_keeps_breaking_ends_the_run_and_is_named(tmp_path: Pa
     league = League(tmp_path, always_fails, max_void_games=6)
     with pytest.raises(ExceptionGroup) as caught:
         await league.collector.run(2, 0)
-    (error,) = {str(error) for error in caught.value.exceptions if isinstance(error, EnvError)}
+    error = next(str(error) for error in caught.value.exceptions if isinstance(error, EnvError))
     assert "TicTacToe-v0-train broke 6 times in a row" in error
     assert "out of order" in error
     league.arena.close()

@@ -68,6 +68,7 @@ class _Waiting:
         self._size = 0
         self._arrival = asyncio.Event()
         self._room = asyncio.Event()
+        """Who waits for either looks first, clears it, and looks again when it is set."""
 
     def size(self) -> int:
         """Steps that wait."""
@@ -88,11 +89,15 @@ class _Waiting:
 
     def has_batch(self, n: int, current_version: int) -> bool:
         """Whether a batch of `n` could be drawn now."""
+        enough = math.ceil(self.batch_delay * n)
+        if self._size < enough:  # nothing to look for: what is stale among them only makes them fewer
+            return False
         self._drop_stale(current_version)
-        return self._size >= math.ceil(self.batch_delay * n)
+        return self._size >= enough
 
     async def wait_for_room(self) -> None:
         while self.is_full:
+            self._room.clear()
             await self._room.wait()
 
     def drain(self) -> list[Step]:
@@ -101,7 +106,7 @@ class _Waiting:
         self._chunks = []
         self._size = 0
         self.drained += len(steps)
-        self._room = _wake(self._room)
+        self._room.set()
         return steps
 
     def clear(self) -> None:
@@ -185,7 +190,7 @@ class _Waiting:
         self._chunks.extend(chunks)
         self._size += new_steps
         self.added += new_steps
-        self._arrival = _wake(self._arrival)
+        self._arrival.set()
 
     async def _take(self, n: int, current_version: int) -> list[list[Step]]:
         """Wait for `n` steps, then draw chunks uniformly until they hold them; cancelled, take none."""
@@ -196,6 +201,7 @@ class _Waiting:
                 f"{self.max_buffer_size}: a full buffer starts no new game, so a larger batch would never come"
             )
         while not self.has_batch(n, current_version):
+            self._arrival.clear()
             await self._arrival.wait()
         chunks: list[list[Step]] = []
         num_steps = 0
@@ -204,7 +210,7 @@ class _Waiting:
             num_steps += len(chunks[-1])
         self._size -= num_steps
         self.taken += num_steps
-        self._room = _wake(self._room)
+        self._room.set()
         return chunks
 
     def _pop_random(self) -> list[Step]:
@@ -216,19 +222,14 @@ class _Waiting:
         limit = self.max_staleness
         if limit is None:
             return
-        fresh = [chunk for chunk in self._chunks if all(staleness(s, current_version) <= limit for s in chunk)]
+        oldest = current_version - limit
+        fresh = [chunk for chunk in self._chunks if min(s.generation.adapter_version for s in chunk) >= oldest]
         dropped = self._size - sum(map(len, fresh))
         if dropped:
             self._chunks = fresh
             self._size -= dropped
             self.dropped_stale += dropped
-            self._room = _wake(self._room)
-
-
-def _wake(event: asyncio.Event) -> asyncio.Event:
-    """Everyone who waits for it looks again; who finds nothing waits for the next one, which is returned."""
-    event.set()
-    return asyncio.Event()
+            self._room.set()
 
 
 @dataclass(slots=True)
@@ -303,7 +304,7 @@ class StepBuffer(_Waiting):
             for trajectories in group.trajectories.values():
                 self._size_of_groups -= sum(len(trajectory.steps) for trajectory in trajectories)
                 self._add_compared(trajectories, self._group_baseline)
-            self._room = _wake(self._room)
+            self._room.set()
 
     def group_counters(self) -> dict[str, int]:
         """Running totals since the start, in groups of one player's trajectories."""

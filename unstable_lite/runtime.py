@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import logging.handlers
@@ -67,6 +68,8 @@ T = TypeVar("T")
 
 LOG_BYTES, LOG_BACKUPS = 10_000_000, 5
 """Of orchestrator.log (reference: `tracker.py`)."""
+COLLECT_AFTER = 20_000
+"""New objects, beyond those that went."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,12 +374,26 @@ class Run:
 
 
 def run_in_loop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, on uvloop where it exists."""
+    """`asyncio.run`, on uvloop where it exists, with few garbage collections."""
     loop_factory: Any = asyncio.new_event_loop
     with contextlib.suppress(ImportError):
         from uvloop import new_event_loop as loop_factory
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
+    with _few_collections(), asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(coroutine)
+
+
+@contextlib.contextmanager
+def _few_collections() -> Iterator[None]:
+    """Nearly all that games leave behind goes by reference counts. To look for the rest every 700 objects, and through
+    everything that was ever imported, was a third of the cost of a turn (bench/LOG.md)."""
+    threshold = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, *threshold[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*threshold)
+        gc.unfreeze()
 
 
 def _supervisors(

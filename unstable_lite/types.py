@@ -1,6 +1,7 @@
 """The records that pass between the parts of a run.
 
-Plain dataclasses; numpy for token arrays; nothing of torch, engines or sockets.
+Plain dataclasses; numpy for token arrays; nothing of torch, engines or sockets. What is made anew in every turn is not
+frozen: a frozen one takes three times as long to make.
 Shape suffixes: `P` prompt tokens, `C` completion tokens, `T` their concatenation, `B` rows, `V` vocabulary.
 """
 
@@ -108,7 +109,7 @@ class GameSpec:
     """Games of one group share env, seed, seats and models; their players' rewards are compared seat by seat."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Generation:
     """One completion, exactly as the engine sampled it."""
 
@@ -124,7 +125,7 @@ class Generation:
     """The version that the engine really used."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Reply:
     """What a player answers to an observation."""
 
@@ -174,7 +175,7 @@ class PlayerTrajectory:
     game_info: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Turn:
     """One turn of a game, as a person would read it afterwards."""
 

@@ -31,6 +31,12 @@ def test_every_module_of_the_orchestrator_loads_without_torch() -> None:
     assert not {"torch", "transformers", "peft", "vllm"} & loaded
 
 
+def test_playing_a_game_loads_no_word_lists_and_a_game_of_words_does() -> None:
+    play = "from unstable_lite.games.environments import Environment; Environment('TicTacToe-v0-train', 2, 0).observe()"
+    assert "nltk" not in _loaded_after(f"import unstable_lite.runtime\n{play}")
+    assert "nltk" in _loaded_after(f"{play}\nfrom textarena.envs.utils.word_lists import EnglishDictionary")
+
+
 def test_the_references_names_are_public() -> None:
     assert REFERENCE_NAMES <= set(unstable_lite.__all__)
     for name in unstable_lite.__all__:

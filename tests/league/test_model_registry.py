@@ -2,6 +2,7 @@ import json
 import math
 
 import pytest
+import trueskill
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,6 +89,25 @@ def test_equal_scores_are_a_draw_whatever_their_sign(score):
     assert registry.get("base").rating.mu == pytest.approx(25)
     assert registry.get("base").rating.sigma < PRIOR_SIGMA
     assert results_of(registry, "base") == results_of(registry, "fixed-x") == (1, 0, 1, 0)
+
+
+ratings = st.builds(Rating, st.floats(-20, 70), st.floats(0.05, 9))
+
+
+@given(ratings, ratings, st.sampled_from([-1.0, 0.0, 1.0]))
+def test_two_models_are_rated_as_the_library_rates_them(one, other, score):
+    registry = a_registry("x")
+    registry.get("base").rating, registry.get("fixed-x").rating = one, other
+    library = trueskill.TrueSkill(beta=4.0)
+    teams = [(library.create_rating(*rating),) for rating in (one, other)]
+    try:
+        expected = [team[0] for team in library.rate(teams, ranks=[-score, score])]
+    except FloatingPointError:
+        expected = [one, other]  # too far apart for floats
+    registry.update_ratings({0: "base", 1: "fixed-x"}, {0: score, 1: -score}, "E")
+    for rating, by_library in zip(ratings_of(registry).values(), expected, strict=True):
+        assert rating.mu == pytest.approx(by_library.mu, abs=1e-6)
+        assert rating.sigma == pytest.approx(by_library.sigma, abs=1e-6)
 
 
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=5))

@@ -121,7 +121,7 @@ class EnginePool:
     ) -> Generation:
         """One completion by the worker with the fewest outstanding tokens; of equals by the first."""
         while True:
-            up = await self.wait_for_one()
+            up = self.up or await self.wait_for_one()
             engine = up[0] if len(up) == 1 else self.choose(up)
             try:
                 generation = await engine.generate(prompt, version, stop, seed)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import difflib
-import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import math
 import random
 import signal
@@ -18,7 +20,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
@@ -26,11 +28,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import textarena as ta
-from textarena.wrappers.ObservationWrappers.llm_observation_wrapper import FirstLastObservationWrapper
 
 from unstable_lite.errors import EnvError
 from unstable_lite.types import Observation, Outcome
+
+WORD_LISTS = "textarena.envs.utils.word_lists"
+
+
+class _LoadsLate(importlib.abc.MetaPathFinder):
+    """TextArena's word lists load nltk, which takes 17 MB and a second: only for the envs that ask for words."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if fullname == WORD_LISTS else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = importlib.util.LazyLoader(spec.loader)
+        return spec
+
+
+sys.meta_path.insert(0, _LoadsLate())
+
+import textarena as ta  # noqa: E402
+from textarena.wrappers.ObservationWrappers.llm_observation_wrapper import FirstLastObservationWrapper  # noqa: E402
 
 SLOW_RESET_S = 0.02
 """An env whose reset takes longer would hold up every other game."""
@@ -100,7 +120,8 @@ def _give_own_streams(package: str) -> None:
     """Replace `random` and `numpy` in every loaded module of `package`."""
     for name, module in list(sys.modules.items()):
         if name == package or name.startswith(package + "."):
-            for attribute, value in list(vars(module).items()):
+            # Not `vars`, which would load what loads late.
+            for attribute, value in list(object.__getattribute__(module, "__dict__").items()):
                 if isinstance(value, types.ModuleType) and id(value) in _STAND_INS:
                     setattr(module, attribute, _STAND_INS[id(value)])
 

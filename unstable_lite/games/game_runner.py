@@ -21,6 +21,20 @@ from unstable_lite.types import GameRecord, GameSpec
 log = logging.getLogger(__name__)
 
 
+class _Caught:
+    """What is raised within it, but for what ends the task or the process."""
+
+    error: Exception | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        if isinstance(error, Exception):
+            self.error = error
+        return self.error is not None
+
+
 class GameRunner:
     def __init__(self, seats: Seats, config: RunConfig, environments: Environments | None = None) -> None:
         """Without `environments` every env lives in this process."""
@@ -35,8 +49,11 @@ class GameRunner:
         Raises EnvError when an env breaks `max_void_games` times in a row, WorkerDied when no engine is left.
         """
         record = new_record(spec)
-        (error,) = await asyncio.gather(self._run_game(record, waits_for_opponents), return_exceptions=True)
-        self._settle(record, error)
+        await asyncio.sleep(0)  # others have their turn, even beside games in which nobody waits for anything
+        caught = _Caught()
+        with caught:
+            await self._run_game(record, waits_for_opponents)
+        self._settle(record, caught.error)
         return record
 
     async def _run_game(self, record: GameRecord, waits_for_opponents: bool) -> None:

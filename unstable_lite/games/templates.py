@@ -189,7 +189,7 @@ def extract_boxed(text: str) -> tuple[str, bool]:
     it; content with a `[` stays as it is.
     """
     content = _last_boxed(text)
-    if (wrapped := _TEXT.fullmatch(content)) is not None:
+    if content[:1] == "\\" and (wrapped := _TEXT.fullmatch(content)) is not None:
         content = wrapped.group(1).strip()
     if not content:
         return text, False
@@ -269,6 +269,9 @@ def _game(num_players: int, is_zero_sum: bool) -> str:
 
 def _last_boxed(text: str) -> str:
     """One pass over the braces, so that no input costs more than its length."""
+    _, found, rest = text.rpartition("\\boxed{")
+    if found and "{" not in rest and "}" in rest:  # as nearly all are
+        return rest.partition("}")[0].strip()
     starts: list[int | None] = []
     """Of the open braces: where a box's content starts; None for other braces."""
     last_start, last_end = -1, -1

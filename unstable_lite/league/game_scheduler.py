@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from statistics import fmean
 from typing import Any
 
 from unstable_lite.errors import OpponentError
@@ -128,7 +127,8 @@ class GameScheduler:
         if spec.kind == "train":
             actors = [record.rewards[agent.pid] for agent in spec.agent_specs if agent.collect_data]
             opponents = [record.rewards[agent.pid] for agent in spec.agent_specs if not agent.collect_data]
-            self._env_sampler.update(spec.env_id, fmean(actors), fmean(opponents) if opponents else None)
+            average = sum(opponents) / len(opponents) if opponents else None
+            self._env_sampler.update(spec.env_id, sum(actors) / len(actors), average)
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and random streams, the samplers' too; the registry keeps its own."""

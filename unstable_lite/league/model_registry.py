@@ -52,6 +52,7 @@ class ModelRegistry:
 
     def __init__(self, beta: float = 4.0) -> None:
         self._trueskill = trueskill.TrueSkill(beta=beta)
+        self._draw_margin = trueskill.calc_draw_margin(self._trueskill.draw_probability, 2, self._trueskill)
         self._models: dict[str, ModelMeta] = {}
         self._current_uid = "base"
         self.match_counts: dict[tuple[str, str], int] = defaultdict(int)
@@ -149,12 +150,13 @@ class ModelRegistry:
         and no more.
         """
         assert uids.keys() == scores.keys()
-        for uid in set(uids.values()):
+        models = set(uids.values())
+        for uid in models:
             self._models[uid].games += 1
         for pair in _pairs(list(uids.values())):
             self.match_counts[pair] += 1
-        places = mean_ranks(uids, scores)
-        if len(places) > 1:
+        if len(models) > 1:
+            places = mean_ranks(uids, scores)
             self._count_outcomes(places)
             self._rate(places)
 
@@ -189,13 +191,35 @@ class ModelRegistry:
                 meta.wins += 1
 
     def _rate(self, places: Mapping[str, float]) -> None:
-        before = [(self._trueskill.create_rating(*self._models[uid].rating),) for uid in places]
+        uids, ranks = sorted(places, key=places.__getitem__), sorted(places.values())
+        before = [self._models[uid].rating for uid in uids]
         try:
-            after = self._trueskill.rate(before, ranks=list(places.values()))
+            if len(before) == 2:
+                after = self._rate_two(before[0], before[1], is_draw=ranks[0] == ranks[1])
+            else:
+                rated = self._trueskill.rate([(self._trueskill.create_rating(*rating),) for rating in before], ranks)
+                after = [Rating(rating.mu, rating.sigma) for (rating,) in rated]
         except FloatingPointError:
             return  # so far apart that the result's likelihood underflows: no step that floats can express
-        for uid, (rating,) in zip(places, after, strict=True):
-            self._models[uid].rating = Rating(rating.mu, rating.sigma)
+        for uid, rating in zip(uids, after, strict=True):
+            self._models[uid].rating = rating
+
+    def _rate_two(self, better: Rating, worse: Rating, is_draw: bool) -> list[Rating]:
+        """What the library's message passing comes to for two players, in a fraction of its time.
+
+        Herbrich et al. 2006, "TrueSkill": with two players nothing is left to iterate. Raises FloatingPointError.
+        """
+        env = self._trueskill
+        better_variance, worse_variance = better.sigma**2 + env.tau**2, worse.sigma**2 + env.tau**2
+        variance = 2 * env.beta**2 + better_variance + worse_variance
+        spread = math.sqrt(variance)
+        difference, margin = (better.mu - worse.mu) / spread, self._draw_margin / spread
+        v, w = (env.v_draw, env.w_draw) if is_draw else (env.v_win, env.w_win)
+        step, shrink = v(difference, margin) / spread, w(difference, margin) / variance
+        return [
+            Rating(better.mu + better_variance * step, math.sqrt(better_variance * (1 - better_variance * shrink))),
+            Rating(worse.mu - worse_variance * step, math.sqrt(worse_variance * (1 - worse_variance * shrink))),
+        ]
 
 
 def mean_ranks(uids: Mapping[int, str], scores: Mapping[int, float]) -> dict[str, float]:

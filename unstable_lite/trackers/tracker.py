@@ -443,21 +443,17 @@ class Tracker:
         self._games_of[group] += 1
         self._add_outcome(group, record, pid, "Draw")
         of_turns = self._windows[group]["n (turns)"]
-        num_tokens = 0
-        for step in trajectory.steps:
-            num_tokens += len(step.generation.completion_ids)
-            of_turns["Respone Length (char)"].append(len(step.act))
-            of_turns["Response Length (token)"].append(len(step.generation.completion_ids))
-            of_turns["Observation Length (char)"].append(len(step.obs))
-            for name, value in step.format_feedback.items():
-                of_turns[f"Format Success Rate - {name}"].append(value)
-        turns = [turn for turn in record.turns if turn.pid == pid]
-        own_seconds = 0.0
-        for turn in turns:
-            own_seconds += turn.seconds
-            of_turns["Time per Turn (s)"].append(turn.seconds)
-        if num_tokens:
-            self._windows[group]["n (answered)"]["Time per Token (s)"].append(own_seconds / num_tokens)
+        steps, turns = trajectory.steps, [turn for turn in record.turns if turn.pid == pid]
+        tokens, seconds = [len(step.generation.completion_ids) for step in steps], [turn.seconds for turn in turns]
+        if steps:
+            of_turns["Respone Length (char)"].extend([len(step.act) for step in steps])
+            of_turns["Response Length (token)"].extend(tokens)
+            of_turns["Observation Length (char)"].extend([len(step.obs) for step in steps])
+            for name in steps[0].format_feedback:
+                of_turns[f"Format Success Rate - {name}"].extend([step.format_feedback[name] for step in steps])
+            of_turns["Time per Turn (s)"].extend(seconds)
+        if num_tokens := sum(tokens):
+            self._windows[group]["n (answered)"]["Time per Token (s)"].append(sum(seconds) / num_tokens)
         self._diversity[record.spec.env_id].add([t.observation for t in turns], [t.action for t in turns])
 
     def _add_evaluated(self, record: GameRecord) -> None:

@@ -1,8 +1,9 @@
 """The messages between the orchestrator and its workers, and their bytes.
 
-Frozen dataclasses, packed with msgpack as `[PROTOCOL, [[tag, field, …], …]]`: many messages in one frame, so that
-what queues up travels together. Token arrays are little-endian `bin`, not lists. Every request carries a
-`request_id` and gets exactly one reply with the same id: the reply that its docstring names, or `Failed`.
+Dataclasses, frozen but for the two of every turn (see types.py), packed with msgpack as
+`[PROTOCOL, [[tag, field, …], …]]`: many messages in one frame, so that what queues up travels together. Token arrays
+are little-endian `bin`, not lists. Every request carries a `request_id` and gets exactly one reply with the same id:
+the reply that its docstring names, or `Failed`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -31,7 +33,7 @@ MAX_LEVELS = 16
 INT64_MAX = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Generate:
     """Ask an engine for one completion. Reply: `Generated`."""
 
@@ -48,7 +50,7 @@ class Generate:
     """Seed of this request's own random stream; None draws from the engine's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Generated:
     request_id: int
     generation: Generation
@@ -298,6 +300,9 @@ SAME_LENGTH: dict[Any, tuple[str, str]] = {
 """Fields that speak of the same tokens."""
 
 
+_DTYPES: dict[Any, np.dtype[Any]] = {TokenIds: np.dtype("<i4"), Logprobs: np.dtype("<f4")}
+
+
 def _identity(value: Any) -> Any:
     return value
 
@@ -305,25 +310,36 @@ def _identity(value: Any) -> Any:
 def _packer(hint: Any) -> _Convert:
     """From a field's Python value to what msgpack takes."""
     if hint in (TokenIds, Logprobs):
-        little_endian = "<i4" if hint == TokenIds else "<f4"
+        little_endian = _DTYPES[hint]
         return lambda array: array.astype(little_endian, copy=False).tobytes()
     if is_dataclass(hint):
-        pack_fields = _field_packers(hint)
-        return lambda value: [pack(getattr(value, name)) for name, pack in pack_fields]
+        return _dataclass_packer(hint)
     if get_origin(hint) is tuple and (pack_item := _packer(get_args(hint)[0])) is not _identity:
         return lambda items: [pack_item(item) for item in items]
     return _identity
 
 
-def _field_packers(cls: Any) -> list[tuple[str, _Convert]]:
-    hints = get_type_hints(cls)
-    return [(f.name, _packer(hints[f.name])) for f in fields(cls)]
+def _dataclass_packer(cls: Any, *tag: str) -> _Convert:
+    """To `[tag, field, …]`."""
+    hints, names = get_type_hints(cls), [f.name for f in fields(cls)]
+    all_packers = [(at, _packer(hints[name])) for at, name in enumerate(names, len(tag))]
+    packers = [(at, pack_field) for at, pack_field in all_packers if pack_field is not _identity]
+    # Of less than two names `attrgetter` makes no tuple.
+    values_of = attrgetter(*names) if len(names) > 1 else lambda value: [getattr(value, name) for name in names]
+
+    def pack(value: Any) -> list[Any]:
+        packed = [*tag, *values_of(value)]
+        for at, pack_field in packers:
+            packed[at] = pack_field(packed[at])
+        return packed
+
+    return pack
 
 
 def _unpacker(hint: Any, where: str) -> tuple[tuple[type, ...], _Convert | None]:
     """What msgpack must give for a field of this type, and what makes the value of it (None: it is the value)."""
     if hint in (TokenIds, Logprobs):
-        return (bytes,), _array_unpacker("<i4" if hint == TokenIds else "<f4", where)
+        return (bytes,), _array_unpacker(_DTYPES[hint], where)
     if is_dataclass(hint):
         return (list,), _dataclass_unpacker(hint, where)
     origin, args = get_origin(hint), get_args(hint)
@@ -340,7 +356,7 @@ def _unpacker(hint: Any, where: str) -> tuple[tuple[type, ...], _Convert | None]
     return ((float, int), float) if hint is float else ((hint,), None)
 
 
-def _array_unpacker(dtype: str, where: str) -> _Convert:
+def _array_unpacker(dtype: np.dtype[Any], where: str) -> _Convert:
     def unpack(value: bytes) -> Any:
         if len(value) % 4:
             raise ProtocolError(f"{where}: {len(value)} bytes are not a whole number of 4-byte items")
@@ -427,7 +443,7 @@ def unpack_all(cls: type[T], content: bytes) -> list[T]:
 
 
 _CLASSES: tuple[Any, ...] = get_args(Message)
-_PACKERS = {cls: (cls.__name__, _field_packers(cls)) for cls in _CLASSES}
+_PACKERS = {cls: _dataclass_packer(cls, cls.__name__) for cls in _CLASSES}
 _UNPACKERS = {cls.__name__: _dataclass_unpacker(cls, cls.__name__) for cls in _CLASSES}
 
 
@@ -436,11 +452,7 @@ def encode(messages: Iterable[Message]) -> bytes:
 
     Raises ProtocolError for what no frame can hold: text that is not Unicode, too large a number, too many bytes.
     """
-    packed = []
-    for message in messages:
-        tag, pack_fields = _PACKERS[type(message)]
-        packed.append([tag, *[pack(getattr(message, name)) for name, pack in pack_fields]])
-    return _close(packed)
+    return _close([_PACKERS[type(message)](message) for message in messages])
 
 
 def decode(frame: bytes) -> list[Message]:

@@ -140,12 +140,9 @@ class Peer:
         self._dead: WorkerDied | None = None
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._busy_since = self._loop.time()
-        router.expect(self.identity, self)
-
-    @property
-    def identity(self) -> bytes:
+        self.identity = self._new_identity()
         """A worker's own: what one that died has sent or been sent is never another's."""
-        return f"{self.name}.{self.life}".encode()
+        router.expect(self.identity, self)
 
     @property
     def num_pending(self) -> int:
@@ -185,8 +182,12 @@ class Peer:
         self.crash = None
         self._router.forget(self.identity)
         self.life += 1
+        self.identity = self._new_identity()
         self._router.expect(self.identity, self)
         self._dead = None
+
+    def _new_identity(self) -> bytes:
+        return f"{self.name}.{self.life}".encode()
 
     def tell(self, message: Message) -> None:
         """Send something that has no reply."""
