@@ -99,6 +99,7 @@ def test_a_fixed_opponent_plays_without_asking_the_engine() -> None:
 
     record = play(a_game(BASE, RANDOM), submit)
     assert len(asked) == sum(turn.pid == 0 for turn in record.turns) < len(record.turns)
+    assert asked == [TEMPLATES["tiny"].prompt(turn.observation, 2) for turn in record.turns if turn.pid == 0]
 
 
 def scripted() -> Config:
