@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -145,6 +147,47 @@ def envs(
             names = [name for name, families in scripted.items() if family in families]
             table.add_row(env_id, players, remark or (f"opponents: {', '.join(names)}" if names else ""))
     Console(highlight=False).print(table)
+
+
+@app.command()
+def keys(
+    directory: Annotated[Path, typer.Argument(help="Where the keys are to be.")] = Path("keys"),
+    names: Annotated[list[str] | None, typer.Argument(help="A key for each worker; default: one, `worker`.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """Make the keys with which workers on other machines may come to a run (remote.keys)."""
+    with _ErrorsAsMessages(debug):
+        from unstable_lite.transport.keys import RUN, WORKER, make_keys
+
+        workers = names or [WORKER]
+        for path in make_keys(directory, workers):
+            typer.echo(f"wrote {path}")
+        theirs = ", ".join(f"{name}.key_secret" for name in workers)
+        typer.echo(f"to a worker's machine, by a safe way: {RUN}.key and its own of {theirs}; the rest stays here")
+
+
+@app.command()
+def worker(
+    connect: Annotated[str, typer.Option("--connect", metavar="tcp://HOST:PORT", help="The run's remote.bind.")],
+    keys: Annotated[Path, typer.Option("--keys", help="A directory with run.key and the worker's key.")] = Path("keys"),
+    name: Annotated[str, typer.Option("--name", help="Of the worker's key.")] = "worker",
+    device: Annotated[str, typer.Option("--device", help="A CUDA device's number, or cpu.")] = "0",
+    threads: Annotated[int | None, typer.Option("--threads", help="On a CPU; default: all cores.")] = None,
+    patience: Annotated[float, typer.Option("--patience", help="Seconds without a connection to give up after.")] = 600,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """Serve a run on another machine as one of its engines. It trusts that run: with its config comes what to load."""
+    with _ErrorsAsMessages(debug):
+        from unstable_lite.engines.remote import work
+        from unstable_lite.transport.keys import read_worker_keys
+        from unstable_lite.workers import environment
+
+        if device != "cpu" and not device.isdecimal():
+            raise ConfigError(f"--device {device}: a CUDA device's number, or cpu")
+        threads = threads or len(os.sched_getaffinity(0))
+        os.environ.update(environment(device, threads))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it holds in shared memory goes with it
+        work(connect, read_worker_keys(keys, name), device, threads, patience, say=typer.echo)
 
 
 @app.command("eval")

@@ -131,6 +131,21 @@ class EngineConfig(Section):
     """`scripted` only: the completions it draws from."""
 
 
+class RemoteConfig(Section):
+    """Workers on other machines, as engines beside those of `engine.devices`: `unstable-lite worker`."""
+
+    workers: int = Field(0, ge=0)
+    """Places for them. They come and go while the run goes on; it starts as soon as one engine, here or there, is up.
+    Those that come when all places are taken wait for one."""
+    bind: str = "tcp://0.0.0.0:7355"
+    """Where they connect to; nothing is bound without keys."""
+    keys: Path = Path("keys")
+    """A directory that `unstable-lite keys` made: who has a key that is admitted there may come in, nobody else."""
+    silence_s: float = Field(15.0, ge=1, le=600)
+    """A link over which nothing has come for so long is given up by both sides; what the worker owes is asked of
+    others, and it comes again when it can. A slow link must carry what is under way to one worker within this time."""
+
+
 class LearnerConfig(Section):
     devices: tuple[int | Literal["cpu"], ...] | Literal["auto"] = "auto"
     """One rank for each: CUDA device numbers, or "cpu" as often as wanted. The ranks divide every batch among them,
@@ -460,6 +475,7 @@ class Config(Section):
     """`reinforce`, `a2c`, `ppo`, `grpo`, `rloo`, or a class of your own as `module:Class`."""
     run: RunConfig = RunConfig()
     engine: EngineConfig = EngineConfig()
+    remote: RemoteConfig = RemoteConfig()
     learner: LearnerConfig = LearnerConfig()
     lora: LoraConfig = LoraConfig()
     buffer: BufferConfig = BufferConfig()

@@ -47,18 +47,21 @@ def _write(training: Training, has_ended: bool) -> None:
 def _picture(training: Training) -> dict[str, Any]:
     config, tracker, collector = training.plan.config, training.tracker, training.collector
     by_name = {engine.peer.name: engine for engine in training.workers.engines.engines}
-    devices = dict(zip(by_name, training.plan.engine_devices, strict=True))
+    devices = dict(zip(by_name, training.plan.engine_devices, strict=False))  # others' are told with them
     workers = []
-    for process in training.workers.processes:
-        name = process.peer.name
-        engine = by_name.get(name)
+    places = [
+        *((p.peer, p.pid, devices.get(p.peer.name, training.plan.learner_device)) for p in training.workers.processes),
+        *((w.peer, None, w.where) for w in training.workers.remote),
+    ]
+    for peer, pid, device in places:
+        engine = by_name.get(peer.name)
         workers.append(
             {
-                "name": name,
-                "pid": process.pid,
-                "device": devices.get(name, training.plan.learner_device),
-                "is_up": process.peer.is_up,
-                "waited_for": process.peer.num_pending,
+                "name": peer.name,
+                "pid": pid,
+                "device": device,
+                "is_up": peer.is_up,
+                "waited_for": peer.num_pending,
                 "stats": asdict(engine.stats) if engine is not None else None,
             }
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from unstable_lite.memory import shape_of
 from unstable_lite.models import has_chat_template, resolve_model
 from unstable_lite.outside_files import check_adapter
 from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
+from unstable_lite.transport.keys import read_run_keys
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 MIB = 1 << 20
@@ -71,6 +73,8 @@ class Plan:
         config, rows = self.config, []
         for index, device in enumerate(self.engine_devices):
             rows.append((f"engine-{index}", f"{config.engine.kind} on {_device(device, self.engine_threads)}"))
+        if config.remote.workers:
+            rows.append(("remote engines", f"up to {config.remote.workers}, which connect to {config.remote.bind}"))
         rows.append(("engine choice", self.engine_reason))
         for rank, device in enumerate(self.learner_devices):
             place = _device(device, self.learner_threads)
@@ -173,10 +177,9 @@ def adapter_slots_needed(config: Config) -> int:
 
 def adapters_in_memory(config: Config) -> int:
     """Shared memory that a run may need, in sizes of one adapter: those that are loaded, the next one, one that comes
-    back; and what the learner keeps of this version, of the next and of one that is being saved, with two moments and
-    as much again for a critic."""
+    back; and what the learner keeps of this version and the next, with two moments and as much again for a critic."""
     known = LEARNERS.get(config.algorithm)
-    return config.engine.max_loras + 2 + 3 * 3 * (2 if known is not None and known.has_critic else 1)
+    return config.engine.max_loras + 2 + 2 * 3 * (2 if known is not None and known.has_critic else 1)
 
 
 def _slots_besides_active(config: Config, has_pool: bool) -> int:
@@ -205,6 +208,7 @@ def find_problems(config: Config) -> list[str]:
     for key in ("initial_lora_path", "initial_critic_path"):
         if (path := getattr(config.lora, key)) is not None:
             problems += adapter_problems(f"lora.{key}", path, config.lora)
+    problems += _remote_problems(config)
     problems += _unknown("algorithm", config.algorithm, LEARNERS, may_be_import=True)
     engine_kinds = ("auto", "vllm", "transformers", VLLM_SERVER, "scripted")
     problems += _unknown("engine.kind", config.engine.kind, engine_kinds, may_be_import=True)
@@ -369,6 +373,24 @@ def _chat_problems(config: Config) -> Iterable[str]:
         )
 
 
+def _remote_problems(config: Config) -> Iterable[str]:
+    remote = config.remote
+    if not remote.workers:
+        return
+    if not re.fullmatch(r"tcp://(\*|[^\s:/]+|\[[0-9a-fA-F:]+\]):(\*|\d{1,5})", remote.bind):
+        yield f"remote.bind = {remote.bind!r} is no address; write tcp://HOST:PORT, with 0.0.0.0 for every network"
+    try:
+        read_run_keys(remote.keys)
+    except ConfigError as error:
+        yield from (f"remote.keys: {problem}" for problem in error.problems)
+    if config.run.mode == "sync":
+        yield "remote.workers: run.mode = 'sync' repeats to the last bit, and machines that come and go do not"
+    if config.engine.kind == VLLM_SERVER:
+        yield f"remote.workers: servers are engine.kind = {VLLM_SERVER!r}'s own way to other machines; choose one way"
+    if not config.engine.devices and config.engine.kind == "auto":
+        yield "engine.devices = []: name engine.kind, since auto looks at the devices of this machine"
+
+
 def _spending_problems(opponents: OpponentsConfig) -> Iterable[str]:
     if opponents.base_url is not None and (problem := url_problem(opponents.base_url)) is not None:
         yield f"opponents.base_url: {problem}"
@@ -417,7 +439,7 @@ def _devices(config: Config) -> tuple[tuple[int | str, ...], tuple[int | str, ..
     engine, learner = config.engine, config.learner
     if engine.kind == VLLM_SERVER:
         return engine.urls, resolve_devices(("cpu",), learner.devices)[1]
-    return resolve_devices(engine.devices, learner.devices)
+    return resolve_devices(engine.devices, learner.devices, are_engines_elsewhere=config.remote.workers > 0)
 
 
 def _device(device: int | str, threads: int) -> str:

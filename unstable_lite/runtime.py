@@ -51,7 +51,7 @@ from unstable_lite.plan import Plan, adapters_in_memory, make_plan
 from unstable_lite.publisher import Publisher
 from unstable_lite.reward_transformations import GROUP_BASELINES, build_reward_transformations
 from unstable_lite.rng import derive_seed
-from unstable_lite.supervision import Supervisor
+from unstable_lite.supervision import Attendant, Supervisor
 from unstable_lite.trackers.jsonl import JsonlSink
 from unstable_lite.trackers.records import read_records
 from unstable_lite.trackers.rewind import rewind
@@ -314,7 +314,10 @@ class Run:
             plan=self.plan,
             directory=directory,
             workers=workers,
-            supervisors=_supervisors(config, workers, publisher, alarm),
+            supervisors=[
+                *_supervisors(config, workers, publisher, alarm),
+                *_attendants(workers, publisher, alarm, self._terminal.say),
+            ],
             arena=arena,
             registry=scheduler.registry,
             scheduler=scheduler,
@@ -412,6 +415,16 @@ def _supervisors(
             alarm=alarm,
         )
         for process in workers.processes
+    ]
+
+
+def _attendants(
+    workers: Workers, publisher: Publisher, alarm: Callable[[str], None], say: Callable[[str], None]
+) -> list[Attendant]:
+    first = len(workers.engines.engines) - len(workers.remote)
+    return [
+        Attendant(worker, partial(publisher.restore, engine), alarm, say)
+        for worker, engine in zip(workers.remote, workers.engines.engines[first:], strict=True)
     ]
 
 

@@ -12,13 +12,54 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from unstable_lite.config import RunConfig
-from unstable_lite.errors import WorkerDied
+from unstable_lite.errors import AdapterError, RequestError, WorkerDied
+from unstable_lite.transport.door import RemoteWorker
 from unstable_lite.transport.processes import WorkerProcess
 
 log = logging.getLogger(__name__)
 
 WINDOW_S = 3600.0
 """Deaths longer ago do not count."""
+
+
+class Attendant:
+    """Of one place for workers from other machines: they come and go, and nobody counts."""
+
+    def __init__(
+        self,
+        worker: RemoteWorker,
+        restore: Callable[[], Awaitable[None]],
+        alarm: Callable[[str], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """`restore`: give a worker that has come what the others hold; from then on it may be asked."""
+        self._worker = worker
+        self._restore = restore
+        self._alarm = alarm
+        self._say = say
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            try:
+                if self._worker.peer.is_dead:
+                    await self._worker.take_one(self._alarm)
+                async with asyncio.TaskGroup() as life:
+                    if not self._worker.peer.is_up:
+                        life.create_task(self._give_back())
+                    life.create_task(self._worker.watch())
+            except* WorkerDied as deaths:
+                self._alarm(f"{deaths.exceptions[0]}; what it owed is asked of others, and its place is free")
+
+    async def _give_back(self) -> None:
+        try:
+            await self._restore()
+        except AdapterError as error:  # what it has for the base or an adapter is something else
+            self._worker.stop()
+            raise WorkerDied(f"{error}; it was sent away") from error
+        except RequestError as error:
+            self._worker.give_up(f"could not be given what the others hold: {error}")
+        self._say(f"{self._worker.peer.name} ({self._worker.where}) is up")
 
 
 class Supervisor:

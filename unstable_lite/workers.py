@@ -15,9 +15,12 @@ from typing import Any, TypeVar
 from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.engines.servers import KIND as VLLM_SERVER
 from unstable_lite.engines.servers import server_keys
+from unstable_lite.errors import ConfigError
 from unstable_lite.learners.client import LearnerClient
 from unstable_lite.plan import Plan
 from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.door import Door, RemoteWorker
+from unstable_lite.transport.keys import read_run_keys
 from unstable_lite.transport.messages import Message
 from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
 from unstable_lite.transport.sockets import Peer, Router
@@ -47,6 +50,8 @@ class EngineWorkers:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers(EngineWorkers):
     learner: LearnerClient
+    remote: list[RemoteWorker]
+    """Places for workers on other machines, whose clients are the last ones of `engines`."""
     adapter_bytes: int
     """Size of one adapter, as the learner writes it."""
     router: Router
@@ -59,7 +64,8 @@ async def started_workers(plan: Plan, logs: Path, say: Callable[[str], None]) ->
     Raises WorkerDied for a worker that ends by itself, UnstableError for one that is not up in time.
     """
     async with _household(plan, logs) as household:
-        engines = await household.start_engines()
+        far = household.open_door() if plan.config.remote.workers else []
+        engines = EnginePool([*await household.start_engines(), *far])
         learner = LearnerClient(household.router, plan.config.learner)
         await household.start_learner(learner.peer)
         facts = await household.wait_until_up(say)
@@ -67,6 +73,7 @@ async def started_workers(plan: Plan, logs: Path, say: Callable[[str], None]) ->
             engines=engines,
             learner=learner,
             processes=household.processes,
+            remote=household.remote,
             facts=facts["engine-0"],
             adapter_bytes=int(facts["learner"]["adapter_bytes"]),
             router=household.router,
@@ -76,8 +83,10 @@ async def started_workers(plan: Plan, logs: Path, say: Callable[[str], None]) ->
 @contextlib.asynccontextmanager
 async def started_engines(plan: Plan, logs: Path, say: Callable[[str], None]) -> AsyncIterator[EngineWorkers]:
     """The engines of `plan` alone, under the same rules as `started_workers`."""
+    if not plan.engine_devices:
+        raise ConfigError("engine.devices = []: workers on other machines serve `run` only; name a device of this one")
     async with _household(plan, logs) as household:
-        engines = await household.start_engines()
+        engines = EnginePool(await household.start_engines())
         facts = await household.wait_until_up(say)
         yield EngineWorkers(engines=engines, processes=household.processes, facts=facts["engine-0"])
 
@@ -120,28 +129,48 @@ async def _household(plan: Plan, logs: Path) -> AsyncIterator[_Household]:
         yield household
     finally:
         await asyncio.gather(*(process.stop() for process in household.processes))
+        household.close_door()
         router.close()
         shutil.rmtree(sockets, ignore_errors=True)
 
 
 class _Household:
-    """The processes that hang on one router."""
+    """The processes that hang on one router, and the places at its door for others."""
 
     def __init__(self, plan: Plan, logs: Path, router: Router, sockets: Path) -> None:
         self.router = router
         self._sockets = sockets
         self.processes: list[WorkerProcess] = []
+        self.remote: list[RemoteWorker] = []
+        self._door: Door | None = None
         self._plan = plan
         self._logs = logs
 
-    async def start_engines(self) -> EnginePool:
+    async def start_engines(self) -> list[EngineClient]:
         plan = self._plan
         names = [f"engine-{index}" for index in range(len(plan.engine_devices))]
         engines = [EngineClient(self.router, name, plan.config.engine) for name in names]
         keys = server_keys() if plan.config.engine.kind == VLLM_SERVER else None
         for engine, device in zip(engines, plan.engine_devices, strict=True):
             await self.start("unstable_lite.engines.worker", engine.peer, device, plan.engine_threads, keys)
-        return EnginePool(engines)
+        return engines
+
+    def open_door(self) -> list[EngineClient]:
+        """To workers on other machines, a place and a client for each that may come."""
+        config, first = self._plan.config, len(self._plan.engine_devices)
+        self._door = Door(config.remote.bind, read_run_keys(config.remote.keys), config.remote.silence_s)
+        engines = []
+        for index in range(first, first + config.remote.workers):
+            engine = EngineClient(self._door, f"engine-{index}", config.engine)
+            engines.append(engine)
+            self.remote.append(RemoteWorker(self._door, engine.peer, config, engine.holds_already))
+        return engines
+
+    def close_door(self) -> None:
+        for worker in self.remote:
+            worker.stop()
+        if self._door is not None:
+            self._door.close()
 
     async def start_learner(self, peer: Peer) -> None:
         """Its rank 0 answers as `peer`."""
@@ -163,9 +192,9 @@ class _Household:
         await process.start()
 
     async def start(
-        self, module: str, peer: Peer, device: int | str, threads: int, environment: Mapping[str, str] | None = None
+        self, module: str, peer: Peer, device: int | str, threads: int, more: Mapping[str, str] | None = None
     ) -> None:
-        process = self._make(module, peer, device, threads, environment or {})
+        process = self._make(module, peer, device, threads, more or {})
         self.processes.append(process)
         await process.start()
 
@@ -175,7 +204,7 @@ class _Household:
         peer: Peer,
         device: int | str,
         threads: int,
-        environment: Mapping[str, str],
+        more: Mapping[str, str],
         rank: int = 0,
         num_ranks: int = 1,
     ) -> WorkerProcess:
@@ -189,7 +218,7 @@ class _Household:
             num_ranks=num_ranks,
         )
         log_path = self._logs / f"{peer.name}.log"
-        return WorkerProcess(peer, log_path, module, spec, _environment(device, threads) | dict(environment))
+        return WorkerProcess(peer, log_path, module, spec, environment(device, threads) | dict(more))
 
     async def wait_until_up(self, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
         """The facts of each, by name."""
@@ -198,16 +227,29 @@ class _Household:
         has_engines = any(name.startswith("engine-") for name in names)
         engine = f" ({config.engine.kind}: {self._plan.engine_reason})" * has_engines
         say(f"waiting for {', '.join(names)}{engine}")
+        if self._door is not None:
+            say(f"{self._door.endpoint}: {len(self.remote)} places for workers on other machines")
         facts = {}
         for name, process in zip(names, self.processes, strict=True):
             section = config.engine if name.startswith("engine-") else config.learner
             facts[name] = await process.ready(section.start_timeout_s)
-            shown = {key: value for key, value in facts[name].items() if not isinstance(value, dict)}
-            say(f"{name} is up: {', '.join(f'{key} {value}' for key, value in shown.items())}")
+            say(f"{name} is up: {shown(facts[name])}")
+        if self.remote and not self._plan.engine_devices:
+            say("all engines are elsewhere: waiting for the first worker to connect")
+            first = self.remote[0]
+            facts[first.peer.name] = await while_alive(self.processes, first.take_one(say))
+            first.peer.take_back()
+            say(f"{first.peer.name} ({first.where}) is up: {shown(facts[first.peer.name])}")
         return facts
 
 
-def _environment(device: int | str, threads: int) -> dict[str, str]:
+def shown(facts: Mapping[str, Any]) -> str:
+    """A worker's facts on a line."""
+    return ", ".join(f"{key} {value}" for key, value in facts.items() if not isinstance(value, (dict, list)))
+
+
+def environment(device: int | str, threads: int) -> dict[str, str]:
+    """What a worker finds in its environment: its own device and no other, and as many threads as it is given."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     cuda = "" if isinstance(device, str) else (visible[int(device)] if visible != [""] else str(device))
     return {

@@ -210,6 +210,9 @@ def _unstable(arguments: list[str], needs_gpu: bool, where: str) -> None:
             load_plan(Path(config), _without_paths(overrides, on_cpu))
         case ["sft", config, *rest]:
             assert load_sft_plan(Path(config), tuple(word for word in rest if not word.startswith("-"))), where
+        case ["worker", *_]:
+            code, out, err = runs.run(*arguments, "--patience", "1")
+            assert (code, "could not be reached for 1 s" in err) == (1, True), where + out + err
         case ["play", *rest] if "--watch" not in rest:
             done = subprocess.run(runs.command("play", *rest), input="[0 1]\n" * 50, capture_output=True, text=True)
             assert done.returncode == 0, where + done.stdout + done.stderr

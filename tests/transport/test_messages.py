@@ -62,6 +62,7 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         int: st.integers(-(2**63), 2**63 - 1),
         float: st.floats(),
         str: st.text(),
+        bytes: st.binary(),
         str | None: st.none() | st.text(),
         int | None: st.none() | st.integers(0, 2**63 - 1),
     }

@@ -19,15 +19,18 @@ Devices = tuple[Device, ...]
 
 
 def resolve_devices(
-    engine_devices: Devices | Literal["auto"], learner_devices: Devices | Literal["auto"]
+    engine_devices: Devices | Literal["auto"],
+    learner_devices: Devices | Literal["auto"],
+    are_engines_elsewhere: bool = False,
 ) -> tuple[Devices, Devices]:
     """What `auto` means here: the learner takes the first GPU, the engines the rest; one GPU is shared.
 
-    Raises ConfigError for devices that this machine does not have.
+    `engine.devices = []` is for a run whose engines are all elsewhere. Raises ConfigError for devices that this machine
+    does not have.
     """
     num_gpus = count_gpus()
     for name, devices in (("engine", engine_devices), ("learner", learner_devices)):
-        if devices != "auto":
+        if devices != "auto" and not (name == "engine" and not devices and are_engines_elsewhere):
             _check_exist(name, devices, num_gpus)
     gpus: Devices = tuple(range(num_gpus))
     cpu: Devices = ("cpu",)
@@ -41,7 +44,7 @@ def resolve_devices(
 
 def choose_engine(kind: str, devices: Sequence[int | str]) -> tuple[str, str]:
     """The engine kind for `devices`, and the reason. Raises ConfigError if vLLM is asked for and cannot serve there."""
-    if kind not in ("auto", "vllm"):
+    if kind not in ("auto", "vllm") or not devices:
         return kind, "asked for by name"
     is_usable, why = vllm_usable(devices)
     if kind == "vllm":

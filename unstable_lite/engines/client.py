@@ -6,12 +6,21 @@ Turns prompts into Generations and adapters into loaded versions. Knows no games
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
 from unstable_lite.config import EngineConfig
 from unstable_lite.errors import AdapterError, WorkerDied
-from unstable_lite.transport.messages import EngineStats, Generate, Generated, LoadAdapter, Message, UnloadAdapter
+from unstable_lite.transport.adapters import adapter_part
+from unstable_lite.transport.messages import (
+    EngineStats,
+    FetchAdapter,
+    Generate,
+    Generated,
+    LoadAdapter,
+    Message,
+    UnloadAdapter,
+)
 from unstable_lite.transport.sockets import Peer, Router
 from unstable_lite.types import Generation
 
@@ -31,6 +40,8 @@ class EngineClient:
         """Asked for and not answered yet: prompts by their estimated length, completions at their longest."""
         self._holds: tuple[int, set[int]] = (0, set())
         """In which life which versions are loaded."""
+        self._paths: dict[int, Path] = {}
+        """Of the versions that it was told to load."""
         self._loading = asyncio.Lock()
         self._config = config
 
@@ -85,6 +96,7 @@ class EngineClient:
             adapters = self.adapters
             if version in adapters:
                 return
+            self._paths[version] = path
             await self.peer.ask(LoadAdapter, LOAD_TIMEOUT_S, version=version, path=str(path))
             adapters.add(version)
 
@@ -96,10 +108,17 @@ class EngineClient:
                 return
             await self.peer.ask(UnloadAdapter, LOAD_TIMEOUT_S, version=version)
             adapters.discard(version)
+            self._paths.pop(version, None)
+
+    def holds_already(self, versions: Iterable[int]) -> None:
+        """A worker on another machine came back with these."""
+        self.adapters.update(versions)
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, EngineStats):
             self.stats = message
+        elif isinstance(message, FetchAdapter):
+            self.peer.tell(adapter_part(self._paths.get(message.version), message))
 
 
 class EnginePool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import Protocol
 
 from unstable_lite.engines.engine import Engine, load_engine
 from unstable_lite.errors import MEMORY_ADVICE, AdapterError, RequestError, is_out_of_memory
@@ -31,6 +32,13 @@ SLOW_STEP_S = 5.0
 """A longer step is told in the worker's log (reference: `actor.py`)."""
 
 
+class Socket(Protocol):
+    def receive(self, wait_s: float) -> list[Message]:
+        """Everything that has arrived, after waiting up to `wait_s` for something to arrive."""
+
+    def send(self, *messages: Message) -> None: ...
+
+
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     engine = load_engine(spec)
     try:
@@ -42,17 +50,17 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
 
 def _serve(engine: Engine, socket: WorkerSocket) -> None:
     socket.send(Ready(facts=engine.facts))
+    serve(engine, socket)
+
+
+def serve(engine: Engine, socket: Socket) -> None:
+    """Until `Stop`."""
     stats_due = time.monotonic() + STATS_EVERY_S
     while True:
         replies: list[Message] = []
-        has_loaded = False
         for message in socket.receive(wait_s=0 if engine.has_unfinished() else STATS_EVERY_S):
             if isinstance(message, Stop):
                 return
-            if isinstance(message, LoadAdapter):
-                if has_loaded and engine.has_unfinished():  # nobody waits for more than one load and a step
-                    replies += engine.step()
-                has_loaded = True
             replies += _take(engine, message)
         if engine.has_unfinished():
             started = time.monotonic()

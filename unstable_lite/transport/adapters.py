@@ -17,8 +17,12 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+from unstable_lite.transport.messages import AdapterPart, FetchAdapter
+
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "unstable_lite-"
+PART_BYTES = 1 << 20
+"""Of an adapter on its way to another machine: small enough that what else there is to say soon has its turn."""
 
 
 class AdapterArena:
@@ -116,6 +120,30 @@ class AdapterArena:
         """Where it was written, or else is to be."""
         written = (directory / name for directory in self._directories if (directory / name).exists())
         return next(written, self.directory / name)
+
+
+def adapter_part(adapter: Path | None, asked: FetchAdapter) -> AdapterPart:
+    """What is asked for of the PEFT directory `adapter`; a part without a name where it is not there (any more)."""
+    name, data, is_end_of_file, is_end = "", b"", True, True
+    if adapter is not None:
+        with contextlib.suppress(FileNotFoundError, IndexError):  # retired meanwhile; or a worker that cannot count
+            files = sorted(path for path in adapter.iterdir() if path.is_file())
+            path = files[asked.file]
+            with path.open("rb") as file:
+                file.seek(asked.offset)
+                data = file.read(PART_BYTES)
+            name = path.name
+            is_end_of_file = asked.offset + len(data) >= path.stat().st_size
+            is_end = is_end_of_file and asked.file == len(files) - 1
+    return AdapterPart(
+        version=asked.version,
+        file=asked.file,
+        offset=asked.offset,
+        name=name,
+        data=data,
+        is_end_of_file=is_end_of_file,
+        is_end=is_end,
+    )
 
 
 def reap_stale_arenas(parent: Path = SHARED_MEMORY) -> list[Path]:

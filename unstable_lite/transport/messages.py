@@ -259,6 +259,59 @@ class Crashed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A worker on another machine offers itself. Reply, as soon as a place is free: `Welcome`."""
+
+    host: str
+    device: str
+    run_token: str
+    """Of the run that its engine was made for; empty: it has none yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """A place for a worker on another machine. Reply: `Ready`, when its engine is made."""
+
+    name: str
+    run_token: str
+    """Of the process that runs the run: another one may give the same adapter versions to other weights."""
+    config_json: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchAdapter:
+    """A worker on another machine asks for the next bytes of an adapter that it is to load. Reply: `AdapterPart`."""
+
+    version: int
+    file: int
+    """Index among the adapter's files in the order of their names."""
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPart:
+    version: int
+    file: int
+    offset: int
+    name: str
+    """Of the file; empty: there is no such adapter any more."""
+    data: bytes
+    is_end_of_file: bool
+    is_end: bool
+    """It was the last file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """To a worker on another machine, again and again: where it cannot be sent, the worker is gone. No reply."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejoin:
+    """To a worker on another machine: it was given up; it may say `Hello` again. No reply."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
     """Ask a worker to end. No reply: its exit is the answer."""
 
@@ -287,6 +340,12 @@ Message = (
     | Ready
     | EngineStats
     | Crashed
+    | Hello
+    | Welcome
+    | FetchAdapter
+    | AdapterPart
+    | Alive
+    | Rejoin
     | Stop
 )
 

@@ -32,7 +32,10 @@ class Router:
     """Binds an ipc endpoint inside a private directory and hands each worker's messages to its `Peer`."""
 
     def __init__(self, directory: Path) -> None:
-        self.endpoint = f"ipc://{directory / 'bus'}"
+        self._open(f"ipc://{directory / 'bus'}")
+
+    def _open(self, endpoint: str) -> None:
+        self.endpoint = endpoint
         self.dropped_frames = 0
         """Frames from peers nobody expects, malformed, or of another protocol version.
 
@@ -47,9 +50,13 @@ class Router:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, WAITING_FRAMES)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._secure()
         self._socket.bind(self.endpoint)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.FD, self.receive_waiting)
+
+    def _secure(self) -> None:
+        """Before the socket is bound. Only its owner reaches an ipc endpoint in a private directory."""
 
     def expect(self, identity: bytes, peer: Peer) -> None:
         """Messages of a worker with this identity are the peer's."""
@@ -73,17 +80,20 @@ class Router:
         outgoing, self._outgoing = self._outgoing, {}
         for identity, messages in outgoing.items():
             try:
-                self._socket.send_multipart([identity, encode(messages)])
+                self._put(identity, encode(messages))
             except ProtocolError:
                 self._send_singly(identity, messages)
         # ZeroMQ's descriptor is edge-triggered: a send may have swallowed the edge of something that arrived.
         self.receive_waiting()
 
+    def _put(self, identity: bytes, frame: bytes) -> None:
+        self._socket.send_multipart([identity, frame])
+
     def _send_singly(self, identity: bytes, messages: list[Message]) -> None:
         """What no frame can hold fails alone."""
         for message in messages:
             try:
-                self._socket.send_multipart([identity, encode([message])])
+                self._put(identity, encode([message]))
             except ProtocolError as error:
                 log.warning("%s to %r %s", type(message).__name__, identity, error)
                 if (peer := self._peers.get(identity)) is not None:
@@ -101,9 +111,11 @@ class Router:
             if peer is None and identity in self._peers:
                 continue
             try:
-                if peer is None or len(frames) != 1:
-                    expected = "whom nobody expects" if peer is None else "where one is a message"
-                    raise ProtocolError(f"{len(frames)} frames from {identity[:40]!r}, {expected}")
+                if len(frames) != 1:
+                    raise ProtocolError(f"{len(frames)} frames from {identity[:40]!r}, where one is a message")
+                if peer is None:
+                    self._take_from_stranger(identity, frames[0])
+                    continue
                 messages = decode(frames[0])
             except ProtocolError as error:
                 self._drop(peer, error)
@@ -111,6 +123,9 @@ class Router:
             for message in messages:
                 peer.receive(message)
         self._loop.call_soon(self.receive_waiting)
+
+    def _take_from_stranger(self, identity: bytes, frame: bytes) -> None:
+        raise ProtocolError(f"a frame of {len(frame)} bytes from {identity[:40]!r}, whom nobody expects")
 
     def _drop(self, peer: Peer | None, error: ProtocolError) -> None:
         self.dropped_frames += 1
@@ -127,6 +142,10 @@ class Peer:
         self.name = name
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.crash: Crashed | None = None
+        self.identity = f"{name}.0".encode()
+        """A worker's own: what one that died has sent or been sent is never another's."""
+        self.unreachable = asyncio.Event()
+        """What is sent to it no longer arrives; only a worker on another machine comes to that alive."""
         self._restored_life = 0
         """The last life in which it was given what it should hold."""
         self.life = 0
@@ -140,8 +159,6 @@ class Peer:
         self._dead: WorkerDied | None = None
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._busy_since = self._loop.time()
-        self.identity = self._new_identity()
-        """A worker's own: what one that died has sent or been sent is never another's."""
         router.expect(self.identity, self)
 
     @property
@@ -176,18 +193,19 @@ class Peer:
             silent_s = min(self.silent_for(), silent_s + 2 * look_every_s)
         return silent_s
 
-    def revive(self) -> None:
-        """A new worker is about to start under the name of one that died; it will be `ready` in its turn."""
+    def revive(self, identity: bytes | None = None) -> None:
+        """A new worker is about to start under the name of one that died; it will be `ready` in its turn.
+
+        One from another machine comes with an `identity`.
+        """
         self.ready = self._loop.create_future()
         self.crash = None
         self._router.forget(self.identity)
         self.life += 1
-        self.identity = self._new_identity()
+        self.identity = identity or f"{self.name}.{self.life}".encode()
+        self.unreachable.clear()
         self._router.expect(self.identity, self)
         self._dead = None
-
-    def _new_identity(self) -> bytes:
-        return f"{self.name}.{self.life}".encode()
 
     def tell(self, message: Message) -> None:
         """Send something that has no reply."""

@@ -1,0 +1,347 @@
+"""Workers on other machines: real ones, started as a user starts them, over real links. The scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import links
+import pytest
+import zmq
+
+from unstable_lite.config import Config
+from unstable_lite.engines.client import EngineClient, EnginePool
+from unstable_lite.errors import ConfigError
+from unstable_lite.plan import find_problems
+from unstable_lite.supervision import Attendant
+from unstable_lite.transport.adapters import PART_BYTES, SHARED_MEMORY
+from unstable_lite.transport.door import Door, RemoteWorker
+from unstable_lite.transport.keys import make_keys, read_run_keys, read_worker_keys
+from unstable_lite.transport.messages import Stop, encode
+
+needs_namespaces = pytest.mark.skipif(links.why_not() is not None, reason=f"no network namespace: {links.why_not()}")
+PATIENCE_S = 60.0
+LOOPBACK = "tcp://127.0.0.1:*"
+
+
+class Run:
+    """The orchestrator's side of a run with places for workers on other machines, without games."""
+
+    def __init__(self, directory: Path, endpoint: str = LOOPBACK, places: int = 1) -> None:
+        self.directory = directory
+        self.config = Config.model_validate(
+            {
+                "engine": {"kind": "scripted", "replies": ["\\boxed{[1]}"], "devices": []},
+                "remote": {"workers": places, "keys": directory / "keys", "silence_s": 4.0},
+                "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
+            }
+        )
+        self.alarms: list[str] = []
+        self.processes: list[subprocess.Popen[str]] = []
+        self.door = Door(endpoint, read_run_keys(directory / "keys"), self.config.remote.silence_s)
+        self.engines = [EngineClient(self.door, f"engine-{index}", self.config.engine) for index in range(places)]
+        self.pool = EnginePool(self.engines)
+        self.workers = [RemoteWorker(self.door, e.peer, self.config, e.holds_already) for e in self.engines]
+        self.held: dict[int, Path] = {}
+        """What every engine is to hold."""
+        self._is_closed = False
+        self._attendants = [
+            asyncio.create_task(Attendant(worker, self._restorer(engine), self.alarms.append, self._say).run())
+            for worker, engine in zip(self.workers, self.engines, strict=True)
+        ]
+
+    def start_worker(self, *before: str, keys: Path | None = None, options: tuple[str, ...] = ()) -> Worker:
+        worker = Worker(self.door.endpoint, keys or self.directory / "keys", before, options)
+        self.processes.append(worker.process)
+        return worker
+
+    async def load(self, version: int, size: int) -> Path:
+        path = self.directory / f"v{version}"
+        path.mkdir()
+        (path / "adapter_config.json").write_text("{}")
+        (path / "adapter_model.safetensors").write_bytes(os.urandom(size))
+        self.held[version] = path
+        await self.pool.load_adapter(version, path)
+        return path
+
+    async def generate(self, num_requests: int, version: int = 0) -> None:
+        prompts = [f"{index} ".ljust(2000, "x") for index in range(num_requests)]
+        asked = asyncio.gather(*(self.pool.generate(prompt, version) for prompt in prompts))
+        await asyncio.wait({asked, *self._attendants}, return_when=asyncio.FIRST_COMPLETED)
+        for attendant in self._attendants:
+            assert not attendant.done(), attendant.exception()
+        generations = asked.result()
+        for prompt, generation in zip(prompts, generations, strict=True):
+            assert bytes(generation.prompt_ids.astype("u1")).decode() == prompt
+            assert generation.adapter_version == version
+
+    async def close(self) -> None:
+        if not self._is_closed:
+            for worker in self.workers:
+                worker.stop()
+            await self.vanish()
+
+    async def vanish(self) -> None:
+        """As if it were killed: nobody is told."""
+        self._is_closed = True
+        for attendant in self._attendants:
+            attendant.cancel()
+        await asyncio.gather(*self._attendants, return_exceptions=True)
+        self.door.close()
+
+    def _restorer(self, engine: EngineClient) -> Callable[[], Awaitable[None]]:
+        async def restore() -> None:
+            for version, path in self.held.items():
+                await engine.load_adapter(version, path)
+            self.pool.take_back(engine)
+
+        return restore
+
+    def _say(self, text: str) -> None:
+        pass
+
+
+class Worker:
+    def __init__(self, endpoint: str, keys: Path, before: tuple[str, ...], options: tuple[str, ...]) -> None:
+        command = [*before, sys.executable, "-m", "unstable_lite", "worker", "--connect", endpoint]
+        command += ["--keys", str(keys), "--device", "cpu", "--threads", "1", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    async def ended(self) -> tuple[int, str]:
+        out, _ = await asyncio.to_thread(self.process.communicate, timeout=PATIENCE_S)
+        return self.process.returncode, out
+
+    @property
+    def adapters(self) -> dict[str, bytes]:
+        """Every file of the adapters that it holds, by version and name."""
+        mine = [path for path in SHARED_MEMORY.glob("unstable_lite-worker-*") if _is_open_in(path, self.process.pid)]
+        files = (file for path in mine for file in path.glob("v*/*"))
+        return {f"{file.parent.name}/{file.name}": file.read_bytes() for file in files}
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("remote")
+    make_keys(directory / "keys")
+    return directory / "keys"
+
+
+@pytest.fixture
+async def run(tmp_path: Path, keys: Path) -> AsyncIterator[Run]:
+    (tmp_path / "keys").symlink_to(keys)
+    async with _a_run(tmp_path) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def _a_run(directory: Path, endpoint: str = LOOPBACK, places: int = 1) -> AsyncIterator[Run]:
+    made = Run(directory, endpoint, places)
+    try:
+        yield made
+    finally:
+        await made.close()
+        for process in made.processes:
+            await asyncio.to_thread(process.communicate, timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def link() -> Iterator[links.Link]:
+    with links.other_host() as made:
+        yield made
+
+
+async def test_a_worker_fetches_adapters_serves_them_and_goes_when_the_run_is_over(run: Run) -> None:
+    worker = run.start_worker()
+    await run.generate(50)
+    path = await run.load(1, size=3 * PART_BYTES + 17)
+    await run.generate(50, version=1)
+    assert worker.adapters["v1/adapter_model.safetensors"] == (path / "adapter_model.safetensors").read_bytes()
+    await run.load(2, size=2 * PART_BYTES)  # to the last byte a whole number of parts
+    await run.pool.unload_adapter(1)
+    assert {name.partition("/")[0] for name in worker.adapters} == {"v2"}
+    await run.close()
+    code, out = await worker.ended()
+    assert code == 0, out
+    assert "serving as engine-0" in out
+    assert not worker.adapters
+
+
+async def test_an_adapter_that_the_run_has_no_more_is_not_loaded(run: Run, tmp_path: Path) -> None:
+    run.start_worker()
+    await run.generate(1)
+    with pytest.raises(ExceptionGroup) as failures:
+        await run.pool.load_adapter(3, tmp_path / "gone")
+    assert "adapter version 3: tcp" in str(failures.value.exceptions[0])
+    await run.generate(1)
+
+
+async def test_a_worker_with_a_wrong_key_gets_nothing_and_is_counted(run: Run, tmp_path: Path, keys: Path) -> None:
+    make_keys(tmp_path / "wrong")
+    (tmp_path / "wrong" / "run.key").write_bytes((keys / "run.key").read_bytes())
+    code, out = await run.start_worker(keys=tmp_path / "wrong").ended()
+    assert code == 1
+    assert "refuses this worker's key" in out
+    assert "connected" not in out
+    assert run.door.refused > 0
+    assert run.workers[0].peer.is_dead
+
+
+async def test_a_worker_that_takes_another_for_its_run_tells_it_nothing(run: Run, tmp_path: Path, keys: Path) -> None:
+    make_keys(tmp_path / "other")
+    (tmp_path / "other" / "worker.key_secret").write_bytes((keys / "worker.key_secret").read_bytes())
+    code, out = await run.start_worker(keys=tmp_path / "other", options=("--patience", "3")).ended()
+    assert code == 1
+    assert "could not be reached for 3 s" in out or "refuses this worker's key" in out
+    assert run.workers[0].peer.is_dead
+
+
+async def test_who_has_a_key_and_sends_rubbish_is_dropped_and_counted(run: Run, keys: Path) -> None:
+    mine = read_worker_keys(keys)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = (
+            mine.run_public,
+            mine.public,
+            mine.secret,
+        )
+        socket.connect(run.door.endpoint)
+        for frame in (b"", b"rubbish", encode([Stop()]), encode([])):
+            socket.send(frame)
+        async with asyncio.timeout(PATIENCE_S):
+            while run.door.dropped_frames < 4:
+                await asyncio.sleep(0.02)
+    run.start_worker()
+    await run.generate(5)
+
+
+async def test_when_one_of_two_workers_is_killed_the_other_answers_and_its_place_is_taken_again(
+    tmp_path: Path, keys: Path
+) -> None:
+    (tmp_path / "keys").symlink_to(keys)
+    async with _a_run(tmp_path, places=2) as run:
+        first, second = run.start_worker(), run.start_worker()
+        await run.generate(1)
+        await run.load(1, size=1000)
+        async with asyncio.timeout(PATIENCE_S):
+            while len(run.pool.up) < 2:
+                await asyncio.sleep(0.05)
+        first.process.send_signal(signal.SIGSTOP)
+        asked = asyncio.create_task(run.generate(40, version=1))
+        await asyncio.sleep(0.1)
+        first.process.kill()
+        await asked
+        assert run.pool.resent > 0
+        assert "cannot be reached any more" in run.alarms[0]
+        third = run.start_worker()
+        async with asyncio.timeout(PATIENCE_S):
+            while len(run.pool.up) < 2:
+                await asyncio.sleep(0.05)
+        second.process.kill()
+        await run.generate(10, version=1)
+        assert "v1/adapter_model.safetensors" in third.adapters
+
+
+async def test_a_run_that_is_started_again_finds_the_worker_made_afresh(tmp_path: Path, keys: Path) -> None:
+    (tmp_path / "keys").symlink_to(keys)
+    async with _a_run(tmp_path) as run:
+        worker = run.start_worker()
+        await run.generate(1)
+        await run.load(1, size=1000)
+        await run.vanish()
+        run.processes.clear()  # the next one's
+    (tmp_path / "v1").rename(tmp_path / "old")
+    async with _a_run(tmp_path, run.door.endpoint) as again:
+        again.processes.append(worker.process)
+        await again.generate(1)
+        path = await again.load(1, size=2000)
+        assert worker.adapters["v1/adapter_model.safetensors"] == (path / "adapter_model.safetensors").read_bytes()
+    code, out = await worker.ended()
+    assert code == 0, out
+    assert "starting afresh" in out
+
+
+@needs_namespaces
+async def test_a_link_that_is_slow_and_loses_packets_costs_time_and_nothing_else(
+    link: links.Link, tmp_path: Path, keys: Path
+) -> None:
+    link.loss, link.delay_s, link.bytes_per_s = 0.02, 0.01, 2e6
+    (tmp_path / "keys").symlink_to(keys)
+    async with _a_run(tmp_path, f"tcp://{links.HERE}:*") as run:
+        worker = run.start_worker(*link.on_host)
+        await run.generate(100)
+        path = await run.load(1, size=PART_BYTES)
+        await run.generate(100, version=1)
+        assert worker.adapters["v1/adapter_model.safetensors"] == (path / "adapter_model.safetensors").read_bytes()
+        assert link.lost > 0
+        assert link.carried > PART_BYTES
+
+
+@needs_namespaces
+async def test_over_a_link_that_was_cut_the_worker_comes_back_with_what_it_held(
+    link: links.Link, tmp_path: Path, keys: Path
+) -> None:
+    (tmp_path / "keys").symlink_to(keys)
+    async with _a_run(tmp_path, f"tcp://{links.HERE}:*") as run:
+        run.start_worker(*link.on_host)
+        await run.generate(1)
+        await run.load(1, size=1000)
+        link.is_cut = True
+        asked = asyncio.create_task(run.generate(30, version=1))
+        async with asyncio.timeout(PATIENCE_S):
+            while run.pool.up:
+                await asyncio.sleep(0.05)
+        carried = link.carried
+        link.is_cut = False
+        await asked
+        assert run.pool.resent == 30
+        assert len(run.alarms) == 1
+        assert "cannot be reached any more" in run.alarms[0]
+        assert run.engines[0].adapters == {1}
+        await run.load(2, size=1000)
+        await run.generate(3, version=2)
+        assert link.carried > carried
+
+
+def test_what_is_wrong_with_section_remote_is_told_before_anything_starts(tmp_path: Path) -> None:
+    raw = {
+        "run": {"mode": "sync"},
+        "engine": {"devices": []},
+        "remote": {"workers": 2, "bind": "7355", "keys": tmp_path / "keys"},
+        "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
+    }
+    text = "\n".join(find_problems(Config.model_validate(raw)))
+    for expected in ("remote.bind = '7355'", "unstable-lite keys", "run.mode = 'sync'", "name engine.kind"):
+        assert expected in text
+    no_places = {**raw, "run": {}, "remote": {}}
+    assert "engine.devices = []: name at least one" in "\n".join(find_problems(Config.model_validate(no_places)))
+
+
+def test_keys_are_private_and_never_overwritten(tmp_path: Path) -> None:
+    written = make_keys(tmp_path / "keys", ["a", "b"])
+    secrets = [path for path in written if path.suffix == ".key_secret"]
+    assert len(secrets) == 3
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in secrets)
+    content = (tmp_path / "keys" / "run.key_secret").read_bytes()
+    make_keys(tmp_path / "keys", ["c"])
+    assert (tmp_path / "keys" / "run.key_secret").read_bytes() == content
+    with pytest.raises(ConfigError, match="a key 'a' already"):
+        make_keys(tmp_path / "keys", ["a"])
+    for name in ("run", "../x"):
+        with pytest.raises(ConfigError, match="cannot be the name"):
+            make_keys(tmp_path / "keys", [name])
+    (tmp_path / "keys" / "run.key_secret").write_text("no key")
+    with pytest.raises(ConfigError, match=r"run\.key_secret: .*; `unstable-lite keys"):
+        read_run_keys(tmp_path / "keys")
+
+
+def _is_open_in(directory: Path, pid: int) -> bool:
+    """Whether the process holds the directory's lock."""
+    with contextlib.suppress(OSError):
+        return any(entry.resolve() == directory / "lock" for entry in Path(f"/proc/{pid}/fd").iterdir())
+    return False

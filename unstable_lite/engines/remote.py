@@ -1,0 +1,272 @@
+"""The worker on another machine: `unstable-lite worker`. It comes to a run, serves as an engine, and comes again.
+
+Owns the link and the adapters that were fetched over it. The engine is that of any worker; it is made when the run has
+said what for, and kept over a link that is cut. A run that is another one, or was started again, finds a fresh process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket as hosts
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from unstable_lite.config import Config
+from unstable_lite.engines.engine import Engine, load_engine
+from unstable_lite.engines.worker import serve
+from unstable_lite.errors import MEMORY_ADVICE, ProtocolError, UnstableError, is_out_of_memory
+from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas
+from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.door import REFUSALS
+from unstable_lite.transport.keys import WorkerKeys
+from unstable_lite.transport.messages import (
+    MAX_FRAME_BYTES,
+    AdapterPart,
+    Alive,
+    Crashed,
+    Done,
+    Failed,
+    FetchAdapter,
+    Hello,
+    LoadAdapter,
+    Message,
+    Ready,
+    Rejoin,
+    Stop,
+    UnloadAdapter,
+    Welcome,
+    decode,
+    encode,
+)
+
+LOOK_EVERY_S = 1.0
+SILENT_MS = 15_000
+"""Until the run has said what it takes for silence."""
+
+
+class LinkLost(Exception):
+    """Nothing more comes or goes over this connection; why is in the message."""
+
+
+class Link:
+    """One connection to the run, from its making to the moment when it is lost."""
+
+    def __init__(self, endpoint: str, keys: WorkerKeys) -> None:
+        self.endpoint = endpoint
+        self.is_connected = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, SILENT_MS // 5)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+        self._socket.curve_serverkey = keys.run_public
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | REFUSALS
+        )
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._socket.connect(endpoint)
+
+    def receive(self, wait_s: float) -> list[Message]:
+        """Everything that has arrived, after waiting up to `wait_s` for something to arrive.
+
+        Raises LinkLost; UnstableError where the run does not admit this worker.
+        """
+        self._poller.poll(int(wait_s * 1000))
+        messages: list[Message] = []
+        while True:
+            try:
+                messages += decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+            except ProtocolError as error:
+                raise UnstableError(f"{self.endpoint}: {error}; worker and run must be of one unstable_lite") from error
+        self._look_at_events()
+        if any(isinstance(message, Rejoin) for message in messages):
+            raise LinkLost("the run had given this worker up")
+        return [message for message in messages if not isinstance(message, Alive)]
+
+    def send(self, *messages: Message) -> None:
+        """All of `messages` in one frame; does not block."""
+        if messages:
+            self._socket.send(encode(messages))
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._context.destroy(linger=1000 if self.is_connected else 0)
+
+    def _look_at_events(self) -> None:
+        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.is_connected = True
+            elif event & REFUSALS:
+                raise UnstableError(
+                    f"{self.endpoint} refuses this worker's key: `run.key` must be that of the run, and this worker's "
+                    "public key must be among the run's admitted ones when it starts"
+                )
+            elif self.is_connected:
+                self.is_connected = False
+                raise LinkLost("the link is cut")
+
+
+class FetchingSocket:
+    """The link as the engine's loop sees it: when an adapter is to be loaded, it is here already."""
+
+    def __init__(self, link: Link, arena: AdapterArena, loaded: set[int]) -> None:
+        """`loaded`: the versions that the engine holds, kept up to date."""
+        self._link = link
+        self._arena = arena
+        self._loaded = loaded
+        self._fetching: dict[int, LoadAdapter] = {}
+        self._handed_on: dict[int, LoadAdapter | UnloadAdapter] = {}
+        """By request, until the engine's reply."""
+
+    def receive(self, wait_s: float) -> list[Message]:
+        messages: list[Message] = []
+        for message in self._link.receive(wait_s):
+            if isinstance(message, LoadAdapter):
+                self._begin(message)
+            elif isinstance(message, AdapterPart):
+                messages += self._take(message)
+            else:
+                messages.append(message)
+        handed_on = (message for message in messages if isinstance(message, (LoadAdapter, UnloadAdapter)))
+        self._handed_on |= {message.request_id: message for message in handed_on}
+        return messages
+
+    def send(self, *messages: Message) -> None:
+        for message in messages:
+            asked = self._handed_on.pop(message.request_id, None) if isinstance(message, (Done, Failed)) else None
+            if isinstance(message, Done) and isinstance(asked, LoadAdapter):
+                self._loaded.add(asked.version)
+            elif isinstance(message, Done) and isinstance(asked, UnloadAdapter):
+                self._loaded.discard(asked.version)
+                self._arena.unlink(asked.version)
+        self._link.send(*messages)
+
+    def _begin(self, load: LoadAdapter) -> None:
+        self._arena.unlink(load.version)  # what came of it over a link that was cut
+        self._arena.path(load.version).mkdir()
+        self._fetching[load.version] = load
+        self._link.send(FetchAdapter(version=load.version, file=0, offset=0))
+
+    def _take(self, part: AdapterPart) -> list[Message]:
+        """Write it and ask for the next one; with the last one, the request to load it from here."""
+        load = self._fetching.get(part.version)
+        if load is None:
+            return []
+        directory = self._arena.path(part.version)
+        try:
+            if not part.name or Path(part.name).name != part.name:
+                raise FileNotFoundError(f"{self._link.endpoint} has it no more")
+            with (directory / part.name).open("ab") as file:
+                file.write(part.data)
+        except OSError as error:
+            del self._fetching[part.version]
+            self._arena.unlink(part.version)
+            self._link.send(Failed(request_id=load.request_id, error=f"adapter version {part.version}: {error}"))
+            return []
+        if part.is_end:
+            del self._fetching[part.version]
+            return [replace(load, path=str(directory))]
+        index, offset = (part.file + 1, 0) if part.is_end_of_file else (part.file, part.offset + len(part.data))
+        self._link.send(FetchAdapter(version=part.version, file=index, offset=offset))
+        return []
+
+
+def work(
+    endpoint: str, keys: WorkerKeys, device: str, threads: int, patience_s: float, say: Callable[[str], None]
+) -> None:
+    """Serve the run at `endpoint` until it is over.
+
+    Raises UnstableError where it is not admitted, cannot reach the run for `patience_s`, or cannot serve.
+    """
+    for path in reap_stale_arenas():
+        say(f"removed {path}, left behind by a process that was killed")
+    with contextlib.ExitStack() as kept:
+        fallback = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="unstable_lite-worker-")))
+        arena = AdapterArena(f"worker-{uuid.uuid4().hex[:12]}", fallback, bytes_needed=0)
+        kept.callback(arena.close)
+        hello = Hello(host=hosts.gethostname(), device=device, run_token="")
+        engine: Engine | None = None
+        loaded: set[int] = set()
+        while True:
+            link = Link(endpoint, keys)
+            try:
+                welcome = _wait_for_place(link, hello, patience_s, say)
+                if welcome is None:
+                    return
+                if engine is None:
+                    engine = _make_engine(link, welcome, device, threads, say)
+                    hello = replace(hello, run_token=welcome.run_token)
+                elif welcome.run_token != hello.run_token:
+                    say("this is another run, or the same one started again: starting afresh")
+                    link.close()
+                    kept.close()
+                    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+                link.send(Ready(facts={**engine.facts, "adapters": sorted(loaded)}))
+                say(f"serving as {welcome.name}")
+                serve(engine, FetchingSocket(link, arena, loaded))
+                return
+            except LinkLost as lost:
+                say(f"{lost}; connecting again")
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                if is_out_of_memory(error):
+                    reason += f"\n(out of memory: {MEMORY_ADVICE})"
+                link.send(Crashed(error=reason, is_final=False))
+                raise
+            finally:
+                link.close()
+
+
+def _wait_for_place(link: Link, hello: Hello, patience_s: float, say: Callable[[str], None]) -> Welcome | None:
+    """None: the run is over, and there will be none."""
+    say(f"connecting to {link.endpoint}")
+    link.send(hello)
+    deadline, was_connected = time.monotonic() + patience_s, False
+    while link.is_connected or time.monotonic() < deadline:
+        for message in link.receive(LOOK_EVERY_S):
+            if isinstance(message, Welcome):
+                return message
+            if isinstance(message, Stop):
+                return None
+        if link.is_connected and not was_connected:
+            was_connected = True
+            say("connected; waiting for a place")
+    raise UnstableError(
+        f"{link.endpoint} could not be reached for {patience_s:g} s: is the run there, is the port open?"
+    )
+
+
+def _make_engine(link: Link, welcome: Welcome, device: str, threads: int, say: Callable[[str], None]) -> Engine:
+    try:
+        config = Config.model_validate_json(welcome.config_json)
+    except ValueError as error:
+        raise UnstableError(f"{link.endpoint}: its config is not one of this unstable_lite: {error}") from error
+    say(f"making the engine: {config.engine.kind}, {config.model_name}")
+    return load_engine(
+        WorkerSpec(
+            name=welcome.name,
+            endpoint=link.endpoint,
+            device="cpu" if device == "cpu" else "cuda:0",
+            threads=config.engine.threads or threads,
+            config_json=welcome.config_json,
+        )
+    )
