@@ -22,7 +22,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -51,6 +51,7 @@ class Options:
     """Sizes for a smoke test: the figures mean nothing."""
     profile: bool
     simulate: bool = False
+    device: str = "cpu"
 
 
 class Failure(Exception):
@@ -414,11 +415,12 @@ def _number(value: float) -> str:
 
 
 Measure = Callable[[], float]
+T = TypeVar("T")
 
 
-def alternate(cases: Mapping[str, Measure], options: Options) -> dict[str, list[float]]:
+def alternate(cases: Mapping[str, Callable[[], T]], options: Options) -> dict[str, list[T]]:
     """Samples of every case: one round warms up, then each round measures all, every other one backwards."""
-    samples: dict[str, list[float]] = {name: [] for name in cases}
+    samples: dict[str, list[T]] = {name: [] for name in cases}
     names = list(cases)
     for name in names:
         cases[name]()

@@ -110,18 +110,25 @@ def test_learner_bench_checks_that_both_sides_compute_one_gradient(results: Resu
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="the test with vLLM covers this one too")
-def test_engine_bench_says_what_is_not_installed(results: Results) -> None:
-    result = results("engine")
+def test_embedded_bench_says_what_is_not_installed(results: Results) -> None:
+    result = results("embedded")
     remarks = {row["name"]: row["remark"] for row in result["rows"]}
-    assert remarks["vLLM without LoRA, base only"] == "not installed"
-    assert measured(result["ratios"])["embedded ÷ plain generate, base only"] > 0
+    assert remarks["100 + 32: vLLM without LoRA, base only"] == "not installed"
+    assert measured(result["ratios"])["100 + 32: embedded ÷ plain generate, base only"] > 0
 
 
 @pytest.mark.vllm
-def test_engine_bench_measures_the_embedded_engine_and_vllm(results: Results) -> None:
-    result = results("engine")
+def test_embedded_bench_measures_the_embedded_engine_and_vllm(results: Results) -> None:
+    result = results("embedded")
     assert all(row["median"] > 0 for row in result["rows"])
     assert all(row["median"] > 0 for row in result["ratios"])
+    assert [ratio["target"] for ratio in result["ratios"] if ratio["target"]] == ["≥ 5", "≥ 1"]
+
+
+def test_engine_bench_measures_every_kind_that_is_installed(results: Results) -> None:
+    rows = measured(results("engine")["rows"])
+    for kind in ("transformers", "scripted", *(["vllm"] if HAS_VLLM else [])):
+        assert all(rows[f"{kind}, {adapters}"] > 0 for adapters in ("base only", "1 adapter", "3 adapters"))
 
 
 def test_handoff_bench_times_every_step(results: Results) -> None:

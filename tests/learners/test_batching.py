@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unstable_lite.errors import RequestError
-from unstable_lite.learners.batching import check, fit, length, make_micro_batches, pad
+from unstable_lite.learners import batching
+from unstable_lite.learners.batching import check, fit, length, make_micro_batches, make_prompt_batches, pad
 from unstable_lite.types import TrainItem
 
 
@@ -75,6 +77,47 @@ def test_micro_batches_hold_every_item_once_and_keep_their_limits(
 def test_items_of_one_length_are_not_padded_at_all() -> None:
     items = [item(5, 3), item(2, 2), item(5, 3), item(2, 2)]
     assert sum(batch.num_padding for batch in make_micro_batches(items, max_tokens=16, max_rows=None)) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_items", "median_completion"), [(32, 200), (384, 8), (384, 200), (384, 1000)], ids=lambda n: f"{n}"
+)
+def test_less_than_5_percent_of_a_games_batch_is_padding(num_items: int, median_completion: int) -> None:
+    """Prompts grow turn by turn; answers vary as sampled ones do, most of them short and a few very long."""
+    rng = np.random.default_rng(0)
+    prompts = 150 + 40 * rng.integers(0, 12, num_items)
+    completions = rng.lognormal(np.log(median_completion), 0.8, num_items).clip(1, 4096).astype(int)
+    items = [item(int(p), int(c)) for p, c in zip(prompts, completions, strict=True)]
+    batches = make_micro_batches(items, max_tokens=16_384, max_rows=None)
+    padding = sum(batch.num_padding for batch in batches)
+    assert padding / sum(batch.tokens_BT.numel() for batch in batches) < 0.05
+    sizes = [batch.tokens_BT.numel() for batch in batches]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 400), min_size=1, max_size=7),
+    max_tokens=st.integers(1, 900),
+    max_rows=st.none() | st.integers(1, 4),
+)
+def test_no_other_cut_costs_less(lengths: list[int], max_tokens: int, max_rows: int | None) -> None:
+    """All ways to cut the sorted rows, one by one."""
+
+    def cost(groups: list[list[int]]) -> int:
+        return sum(len(group) * max(group) + batching.BATCH_COST for group in groups)
+
+    def is_allowed(group: list[int]) -> bool:
+        return len(group) == 1 or (len(group) <= (max_rows or 9) and len(group) * max(group) <= max_tokens)
+
+    ordered = sorted(lengths, reverse=True)
+    every = []
+    for cuts in itertools.product([False, True], repeat=len(ordered) - 1):
+        ends = [i + 1 for i, is_cut in enumerate(cuts) if is_cut] + [len(ordered)]
+        groups = [ordered[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        if all(map(is_allowed, groups)):
+            every.append(cost(groups))
+    batches = make_prompt_batches([item(n, 1) for n in lengths], max_tokens, max_rows)
+    assert cost([[lengths[row] for row in batch.rows] for batch in batches]) == min(every)
 
 
 @pytest.mark.parametrize(

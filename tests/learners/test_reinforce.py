@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unstable_lite.errors import ConfigError
-from unstable_lite.learners import LEARNERS, load_learner
+from unstable_lite.learners import LEARNERS, batching, load_learner
 from unstable_lite.learners.reinforce import REINFORCELearner
 from unstable_lite.types import TrainItem
 
@@ -116,8 +116,11 @@ def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(
     assert largest_difference(gradient(whole, items), gradient(cut, items)) < 1e-9
 
 
-def test_padding_is_never_trained(make_learner: MakeLearner, make_items: MakeItems) -> None:
+def test_padding_is_never_trained(
+    make_learner: MakeLearner, make_items: MakeItems, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A neighbour without advantage pads every other row; how long it is must not matter."""
+    monkeypatch.setattr(batching, "BATCH_COST", 10_000)  # everything in one micro-batch
     learner = make_learner()
     learner.policy.model.double()
     items = make_items(4)

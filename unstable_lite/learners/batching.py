@@ -18,6 +18,9 @@ from torch import Tensor
 from unstable_lite.errors import RequestError
 from unstable_lite.types import Logprobs, TrainItem
 
+BATCH_COST = 128
+"""What one more micro-batch costs, in tokens: its passes are begun anew, however few tokens they are of."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
@@ -183,15 +186,28 @@ def _groups(lengths: Sequence[int], max_tokens: int, max_rows: int | None, share
 
 
 def _group(lengths: Sequence[int], all_rows: Sequence[int], max_tokens: int, max_rows: int | None) -> list[list[int]]:
-    """Rows of similar length together, longest first, so that what does not fit the memory fails at once."""
+    """Rows of similar length together, the largest group first, so that what does not fit the memory fails at once.
+
+    Of all ways to cut the rows, sorted by length, the one that costs least: a token of padding costs a token, and a
+    group as much as BATCH_COST tokens.
+    """
+    order = sorted(all_rows, key=lengths.__getitem__, reverse=True)
+    cost = np.full(len(order) + 1, np.inf)  # of the best way to cut the first so many rows
+    cost[0] = 0.0
+    begin = np.zeros(len(order) + 1, np.int64)  # where its last group begins
+    for first, row in enumerate(order):
+        most = min(max(1, max_tokens // lengths[row]), max_rows or len(order), len(order) - first)
+        sizes = np.arange(1, most + 1)
+        with_group = cost[first] + BATCH_COST + sizes * lengths[row]
+        is_better = with_group < cost[first + sizes]
+        cost[first + sizes[is_better]] = with_group[is_better]
+        begin[first + sizes[is_better]] = first
     groups: list[list[int]] = []
-    rows: list[int] = []
-    for row in sorted(all_rows, key=lengths.__getitem__, reverse=True):
-        if rows and ((len(rows) + 1) * lengths[rows[0]] > max_tokens or len(rows) == max_rows):
-            groups.append(rows)
-            rows = []
-        rows.append(row)
-    return [*groups, rows] if rows else groups
+    end = len(order)
+    while end:
+        groups.append(order[begin[end] : end])
+        end = int(begin[end])
+    return sorted(groups[::-1], key=lambda rows: len(rows) * lengths[rows[0]], reverse=True)
 
 
 def _pad_prompts(items: Sequence[TrainItem], rows: list[int]) -> PromptBatch:

@@ -1,0 +1,220 @@
+"""How many tokens a second does the embedded engine make, against the other ways on the same cores?
+
+The embedded engine runs as in a run: its worker process, text in and Generations out. vLLM's CPU build is driven
+directly, at its best (`LLM`, one batch, token ids in, nothing detokenised, prefix cache on, compiled); plain
+transformers is `generate` on one static batch, and has neither adapters nor a prefix cache here.
+
+64 requests at once: prompts of 100 tokens, no two alike, with answers of 32 tokens, and of 8 (as games of this size
+have them: most of the work is prompts); and prompts of 400 tokens of which 360 are the same for all 64.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.engine import (
+    ABSENT,
+    MAX_LORAS,
+    RANK,
+    Told,
+    make,
+    measure_worker,
+    prompts,
+    side_name,
+    told_by,
+    version_of,
+)
+from bench.harness import Options, Questioner, Report, Row, Subjects, Target, alternate, cores
+
+MODULE = "bench.embedded"
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+EMBEDDED, ONE_THREAD, VLLM, VLLM_LORA, PLAIN = (
+    "embedded",
+    "embedded with one thread",
+    "vLLM without LoRA",
+    "vLLM with LoRA",
+    "plain generate",
+)
+SIDES = (
+    *((EMBEDDED, adapters) for adapters in (0, 1, 3)),
+    (ONE_THREAD, 1),
+    (VLLM, 0),
+    (VLLM_LORA, 1),
+    (VLLM_LORA, 3),
+    (PLAIN, 0),
+)
+WORK: dict[str, dict[str, int]] = {
+    "100 + 32": {"requests": 64, "prompt": 100, "new": 32},
+    "100 + 8": {"requests": 64, "prompt": 100, "new": 8},
+    "400 + 8": {"requests": 64, "prompt": 400, "new": 8},
+    "400, 360 shared + 8": {"requests": 64, "prompt": 400, "new": 8, "shared": 360},
+}
+FIRST, _, LONG, SHARED = WORK
+
+
+def run(options: Options) -> Report:
+    report = Report(bench="embedded", question="Tokens a second of the embedded engine", options=options)
+    works = {name: {**work, "requests": 8} if options.small else work for name, work in WORK.items()}
+    threads = 1 if options.small else cores()
+    report.sizes = {**works, "model": "shape of builtin:tiny, random weights", "lora_rank": RANK, "threads": threads}
+    with tempfile.TemporaryDirectory() as directory, Subjects() as subjects:
+        arguments = {"directory": directory, "seed": options.seed, "threads": threads, "eager": options.small}
+        subjects.start(MODULE, kind="make", **arguments).close()
+        embedded = subjects.start(MODULE, kind=EMBEDDED, **arguments)
+        report.sizes["dtype"] = arguments["dtype"] = embedded.facts["dtype"]
+        started = {
+            EMBEDDED: embedded,
+            ONE_THREAD: subjects.start(MODULE, kind=EMBEDDED, **{**arguments, "threads": 1}),
+            PLAIN: subjects.start(MODULE, kind=PLAIN, **arguments),
+        }
+        if HAS_VLLM:
+            binding = "nobind" if options.small else "auto"
+            of_cores = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": binding}
+            for side in (VLLM, VLLM_LORA):
+                started[side] = subjects.start_in(of_cores, MODULE, kind=side, **arguments)
+        measures: dict[str, Callable[[], dict[str, Any]]] = {
+            f"{name}: {side_name(side, adapters)}": told_by(started[side], options.seconds, adapters=adapters, **work)
+            for name, work in works.items()
+            for side, adapters in SIDES
+            if side in started
+        }
+        samples = alternate(measures, options)
+    for name in works:
+        keys = {"tokens/s": "tokens_per_s"} | ({"tokens/CPU s": "tokens_per_cpu_s"} if name == FIRST else {})
+        for unit, key in keys.items():
+            rows: dict[tuple[str, int], Row] = {}
+            for side, adapters in SIDES:
+                full = f"{name}: {side_name(side, adapters)}"
+                told = [told[key] for told in samples.get(full, [])]
+                # The same name for both would hide one of them from --compare.
+                title = full if unit == "tokens/s" else f"{full}, of processor time"
+                rows[side, adapters] = report.add(title, unit, told, "" if told else ABSENT)
+            _add_ratios(report, name, unit, rows)
+    long, shared = (_row(report, f"{name}: {side_name(EMBEDDED, 1)}") for name in (LONG, SHARED))
+    report.add_ratio("embedded, 1 adapter: 360 of 400 prompt tokens shared ÷ none", shared, long)
+    return report
+
+
+def _add_ratios(report: Report, name: str, unit: str, rows: dict[tuple[str, int], Row]) -> None:
+    """The targets are of the first kind of work, in time as a clock tells it."""
+    has_target = name == FIRST and unit == "tokens/s"
+    of = "" if unit == "tokens/s" else ", of processor time"
+    for what, a, b, least in (
+        ("embedded ÷ vLLM with LoRA, 3 adapters", (EMBEDDED, 3), (VLLM_LORA, 3), 5),
+        ("embedded with 1 adapter ÷ vLLM without LoRA", (EMBEDDED, 1), (VLLM, 0), 1),
+        ("embedded ÷ vLLM without LoRA, base only", (EMBEDDED, 0), (VLLM, 0), None),
+        ("embedded ÷ plain generate, base only", (EMBEDDED, 0), (PLAIN, 0), None),
+        ("embedded, 3 adapters ÷ base only", (EMBEDDED, 3), (EMBEDDED, 0), None),
+        ("embedded with 1 adapter, all threads ÷ one", (EMBEDDED, 1), (ONE_THREAD, 1), None),
+    ):
+        target = Target(bound="≥", value=least) if has_target and least else None
+        report.add_ratio(f"{name}: {what}{of}", rows[a], rows[b], target)
+
+
+def _row(report: Report, name: str) -> Row:
+    return next(row for row in report.rows if row.name == name)
+
+
+# --------------------------------------------------------------------------------------- subjects
+
+
+def measure_vllm(questioner: Questioner, has_lora: bool) -> None:
+    os.environ |= {
+        "CUDA_VISIBLE_DEVICES": "",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.lora.request import LoRARequest
+
+    arguments = questioner.arguments
+    directory = Path(arguments["directory"])
+    lora = {"enable_lora": True, "max_loras": MAX_LORAS, "max_lora_rank": RANK} if has_lora else {}
+    llm = LLM(
+        model=str(directory / "model"),
+        dtype=arguments["dtype"],
+        max_model_len=512,
+        max_num_seqs=64,
+        enforce_eager=arguments["eager"],
+        disable_log_stats=True,
+        seed=arguments["seed"],
+        logprobs_mode="processed_logprobs",
+        **lora,
+    )
+    encode = _encoder(directory)
+    rng = random.Random(arguments["seed"])
+    questioner.answer({"dtype": arguments["dtype"]})
+    for request in questioner.requests():
+        params = SamplingParams(
+            temperature=1.0, max_tokens=request["new"], ignore_eos=True, logprobs=0, detokenize=False
+        )
+        told = Told(request["seconds"])
+        while not told.is_over:
+            batch = [encode(text) for text in prompts(rng, request)]
+            versions = [version_of(index, request["adapters"]) for index in range(len(batch))]
+            adapters = [LoRARequest(f"v{v}", v, str(directory / f"v{v}")) if v else None for v in versions]
+            tokens = [TokensPrompt(prompt_token_ids=ids) for ids in batch]
+            outputs = llm.generate(tokens, params, lora_request=adapters if has_lora else None, use_tqdm=False)
+            for output in outputs:
+                told.add(len(output.prompt_token_ids), len(output.outputs[0].token_ids))
+        questioner.answer(told.answer())
+
+
+def measure_plain(questioner: Questioner) -> None:
+    import torch
+    import transformers
+
+    arguments = questioner.arguments
+    directory = Path(arguments["directory"])
+    torch.set_num_threads(arguments["threads"])
+    dtype = getattr(torch, arguments["dtype"])
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory / "model", dtype=dtype)
+    encode = _encoder(directory)
+    rng = random.Random(arguments["seed"])
+    questioner.answer({"dtype": arguments["dtype"]})
+    for request in questioner.requests():
+        told = Told(request["seconds"])
+        while not told.is_over:
+            tokens_BT = torch.tensor([encode(text) for text in prompts(rng, request)])
+            with torch.inference_mode():
+                output_BT = model.generate(
+                    tokens_BT,
+                    attention_mask=torch.ones_like(tokens_BT),
+                    do_sample=True,
+                    temperature=1.0,
+                    top_k=0,
+                    max_new_tokens=request["new"],
+                    min_new_tokens=request["new"],
+                )
+            for row in output_BT:
+                told.add(request["prompt"], len(row) - request["prompt"])
+        questioner.answer(told.answer())
+
+
+def _encoder(directory: Path) -> Callable[[str], list[int]]:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "model")
+    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+if __name__ == "__main__":
+    questioner = Questioner()
+    match questioner.arguments["kind"]:
+        case "make":
+            make(questioner.arguments)
+            questioner.answer({})
+        case "embedded":
+            asyncio.run(measure_worker(questioner, "transformers"))
+        case "plain generate":
+            measure_plain(questioner)
+        case side:
+            measure_vllm(questioner, has_lora=side == VLLM_LORA)
