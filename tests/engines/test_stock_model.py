@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from random_models import make_adapter, make_model, make_tokenizer
 from remote_engine import engine_spec, generate
 from unstable_lite.engines.transformers import TransformersEngine
 from unstable_lite.errors import ModelError
+from unstable_lite.plan import make_plan
 
 
 def load(path: Path, **engine: Any) -> TransformersEngine:
@@ -98,6 +101,30 @@ def test_with_memory_for_one_sequence_requests_are_served_one_after_the_other(mo
     engine = load(model_dir, max_model_len=1024, kv_cache_gb=0.0011, dtype="float32")
     assert engine.facts["parallel_seq"] == 1
     assert len(generate(engine, 0, 0, 0)) == 3
+
+
+@pytest.mark.parametrize(("kv_cache_gb", "fewest"), [(0.0011, 1), (0.01, 8), (0.05, 40)])
+def test_keys_and_values_take_what_the_config_allows_and_no_more(
+    model_dir: Path, kv_cache_gb: float, fewest: int
+) -> None:
+    engine = load(model_dir, max_model_len=1024, kv_cache_gb=kv_cache_gb, dtype="float32", max_parallel_seq=16)
+    cache = engine._cache
+    assert cache.key_LSTHD.nbytes + cache.value_LSTHD.nbytes <= kv_cache_gb * 2**30
+    assert engine.facts["parallel_seq"] + engine.facts["kept_seq"] >= fewest
+    assert engine.facts["parallel_seq"] <= 16
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_engine_computes_in_as_many_threads_as_configured(model_dir: Path, threads: int) -> None:
+    before = torch.get_num_threads()
+    sizes = {"max_model_len": 128, "max_generation_len": 16}
+    spec = engine_spec(model=str(model_dir), kind="transformers", threads=threads, **sizes)
+    planned = make_plan(spec.config).engine_threads
+    try:
+        engine = TransformersEngine(replace(spec, threads=planned))
+        assert torch.get_num_threads() == engine.facts["threads"] == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("mode", "is_reused"), [("async", True), ("sync", False)])
