@@ -104,7 +104,8 @@ class VLLMServerEngine:
         self._throughput = Throughput()
         self._tasks: set[asyncio.Task[None]] = set()
         self._finished: list[Generated | Failed] = []
-        self._lost: ConnectionError | None = None
+        self._lost: BaseException | None = None
+        """What no reply can tell: the worker ends of it."""
         self._busy_since = 0.0
         self._loop = asyncio.new_event_loop()
         self._has_news = asyncio.Event()
@@ -149,7 +150,7 @@ class VLLMServerEngine:
             self._busy_since = time.monotonic()
         task = self._loop.create_task(self._serve(request, prompt_ids, body))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._is_over)
 
     def step(self) -> list[Generated | Failed]:
         """What finished. Raises ConnectionError where the server is gone, stuck, or not the one that it was."""
@@ -242,13 +243,15 @@ class VLLMServerEngine:
             reply = Failed(request_id=request.request_id, error=error)
         except RequestError as refusal:
             reply = Failed(request_id=request.request_id, error=str(refusal))
-        except ConnectionError as loss:
-            self._lost = self._lost or loss
-            return
         finally:
             self._adapters.release(request.adapter_version)
-            self._has_news.set()
         self._finished.append(reply)
+
+    def _is_over(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._lost = self._lost or error
+        self._has_news.set()
 
     async def _complete(self, body: dict[str, Any]) -> Any:
         try:
