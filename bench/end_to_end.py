@@ -58,7 +58,7 @@ class Sizes:
     """Of training, for one run."""
 
 
-SIZES = Sizes(win_rate=0.75, every=2, eval_games=400, limit_s=300.0)
+SIZES = Sizes(win_rate=0.75, every=2, eval_games=300, limit_s=240.0)
 SMALL = Sizes(win_rate=0.0, every=1, eval_games=4, limit_s=120.0)
 
 
