@@ -12,6 +12,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
+
 START_TIMEOUT_S = 400.0
 
 LORA = ("--enable-lora", "--max-loras", "5", "--max-lora-rank", "16", "--logprobs-mode", "processed_logprobs")
@@ -60,8 +62,22 @@ class VLLMServer:
                 time.sleep(0.5)
 
     def kill(self) -> None:
+        """As a node that fails would; but what vLLM keeps in shared memory goes, too, which it would leave behind."""
+        shared = self._shared_memory()
         try:
             os.killpg(self._process.pid, signal.SIGKILL)  # its engine is a process of its own
         except ProcessLookupError:
             pass
         self._process.wait()
+        for path in shared:
+            path.unlink(missing_ok=True)
+
+    def _shared_memory(self) -> set[Path]:
+        found: set[Path] = set()
+        try:
+            server = psutil.Process(self._process.pid)
+            for process in (server, *server.children(recursive=True)):
+                found |= {Path(one.path) for one in process.memory_maps() if one.path.startswith("/dev/shm/")}
+        except psutil.NoSuchProcess:
+            pass
+        return found
