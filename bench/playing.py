@@ -7,7 +7,7 @@ import contextlib
 import random
 import tempfile
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unstable_lite.buffers import StepBuffer
@@ -15,6 +15,7 @@ from unstable_lite.collector import Collector
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EnginePool
 from unstable_lite.games.seats import Seats
+from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
@@ -30,8 +31,6 @@ MANY = 1000
 @dataclass(slots=True, kw_only=True)
 class Playing:
     pool: EnginePool
-    registry: ModelRegistry
-    arena: AdapterArena
     turns: int = 0
     """Of finished games."""
     games: int = 0
@@ -49,18 +48,30 @@ class Playing:
 
 
 @contextlib.asynccontextmanager
-async def playing(config: Config, pool: EnginePool, num_games: int) -> AsyncIterator[Playing]:
-    """So many games in flight until the end of the block. The registry has the base alone; adapters may be added."""
+async def playing(
+    config: Config, pool: EnginePool, num_games: int, padding: str = "", adapters: int = 0
+) -> AsyncIterator[Playing]:
+    """So many games in flight until the end of the block.
+
+    padding: what every prompt begins with; adapters: so many checkpoints are in the league, beside the base.
+    """
+    templates = {name: replace(known, text=padding + known.text) for name, known in TEMPLATES.items()}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         arena = AdapterArena(f"bench-{directory.name}", directory, bytes_needed=0)
         tracker = Tracker(directory, [JsonlSink(directory / "metrics.jsonl")], config.tracker)
         registry = ModelRegistry(beta=config.league.trueskill_beta)
+        for version in range(1, adapters + 1):
+            arena.path(version).mkdir()
+            (arena.path(version) / "adapter_config.json").write_text("{}")
+            await pool.load_adapter(version, arena.path(version))
+            arena.retain(version)
+            registry.add_checkpoint(f"ckpt-{version}", adapter_version=version, iteration=version)
         opponents = build_model_sampler(config.league, registry, random.Random(config.run.seed))
         scheduler = GameScheduler(opponents, build_env_sampler(config), config.run.seed)
         transforms = build_reward_transformations(config.rewards)
         buffer = StepBuffer(config.buffer_size, *transforms, config.buffer.max_staleness, config.run.seed)
-        told = Playing(pool=pool, registry=registry, arena=arena)
+        told = Playing(pool=pool)
 
         def count(record: GameRecord) -> None:
             told.add_record(record)
@@ -75,7 +86,7 @@ async def playing(config: Config, pool: EnginePool, num_games: int) -> AsyncIter
                 await asyncio.sleep(1.0)
                 tracker.log_update(0, {})
 
-        collector = Collector(scheduler, buffer, Seats(pool.generate), arena, config.run, count)
+        collector = Collector(scheduler, buffer, Seats(pool.generate, templates), arena, config.run, count)
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [

@@ -148,7 +148,9 @@ PROMPT_TOKENS = 400
 MEAN_NEW = {SHORT: 100, LONG: 1000}
 TURNS_PER_GAME = 8
 GAMES_PER_SLOT = 1.25
-ONE, GROWING, NONE = "one learner", "a learner rank for 8 engines", "no learner"
+STEPS_PER_ENGINE = 160
+"""Of a batch, where that is more than LEARNER has: a quarter of what an engine's games hold, so that few grow stale."""
+ONE, ENOUGH, NONE = "one learner rank", "a learner that keeps up", "no learner"
 
 
 def _simulate(
@@ -188,45 +190,51 @@ def _simulate(
 
     sizes = SIMULATED[:3] if options.small else SIMULATED
     curves: dict[str, dict[int, Outcome]] = {}
-    own = replace(LEARNER, token_s=LEARNER.token_s)
     for answers in (LONG, SHORT):
-        for ranks in (ONE, GROWING, NONE):
-            outcomes = {
-                number: _outcome(number, answers, ranks, own, turn_us.median / 1e6, options) for number in sizes
-            }
-            curves[f"{answers}, {ranks}"] = outcomes
-            report.tables.append(_grid(f"{answers}, {ranks}", outcomes))
+        of_one = _outcome(1, answers, None, turn_us.median / 1e6, options)
+        trained_s = of_one.turns_per_s * (PROMPT_TOKENS + MEAN_NEW[answers]) * LEARNER.token_s
+        """Seconds of one rank for what an engine makes in a second."""
+        for kind in (ONE, ENOUGH, NONE):
+            name, outcomes = f"{answers}, {kind}", {}
+            for number in sizes:
+                ranks = {ONE: 1, ENOUGH: math.ceil(1.1 * number * trained_s), NONE: None}[kind]
+                outcomes[number] = _outcome(number, answers, ranks, turn_us.median / 1e6, options)
+            curves[name] = outcomes
+            report.tables.append(_grid(name, outcomes))
+        report.notes.append(f"{answers}: one learner rank trains what {1 / trained_s:.1f} engines make (computed)")
     report.notes += [ASSUMED, f"fitted to the embedded engine on this machine, for comparison: {fitted}"]
     report.notes.append(
-        f"simulated games: {TURNS_PER_GAME} turns of {PROMPT_TOKENS} prompt tokens, {GAMES_PER_SLOT} for each slot; "
-        "utilisation is the share of all engines' slots that are taken"
+        f"simulated games: {TURNS_PER_GAME} turns of {PROMPT_TOKENS} prompt tokens, {GAMES_PER_SLOT} for each slot; a "
+        f"batch has {LEARNER.batch_size} steps, or {STEPS_PER_ENGINE} for each engine if that is more, the buffer two "
+        "batches; utilisation is the share of all engines' slots that are taken"
     )
     report.figure = to_svg(_charts(curves))
 
 
-def _outcome(number: int, answers: str, ranks: str, learner: LearnerCosts, turn_s: float, options: Options) -> Outcome:
+def _outcome(number: int, answers: str, ranks: int | None, turn_s: float, options: Options) -> Outcome:
+    """`ranks` of the learner; None: no learner, and whoever takes the batches takes no time."""
     rng = random.Random(options.seed)
     mean = MEAN_NEW[answers]
     turns = [(PROMPT_TOKENS, rng.randint(mean // 4, 2 * mean - mean // 4)) for _ in range(500)]
-    games = math.ceil(GAMES_PER_SLOT * GPU.slots * number)
-    costs: LearnerCosts | None = None
-    if ranks != NONE:
-        num_ranks = 1 if ranks == ONE else max(1, number // 8)
-        # As many steps to an update as keep it from being mostly publishing, and room for those of the games at hand.
-        costs = replace(
-            learner,
-            batch_size=learner.batch_size * num_ranks,
-            token_s=learner.token_s / num_ranks,
-            buffer_size=2 * learner.batch_size * num_ranks,
-        )
-    setup = Setup(
-        engines=number, latency=GPU, games=games, turns=turns, turns_per_game=TURNS_PER_GAME, turn_s=turn_s,
-        learner=costs,
-    )  # fmt: skip
     game_s = TURNS_PER_GAME * mean * GPU.step_seconds(GPU.slots, 0) * GAMES_PER_SLOT
-    warm_up_s, seconds = (game_s, game_s) if ranks == NONE else (2 * game_s, 2 * game_s)
+    warm_up_s, seconds = game_s / 2, game_s / 2
+    learner: LearnerCosts | None = None
+    if ranks is not None:
+        batch_size = max(LEARNER.batch_size, STEPS_PER_ENGINE * number)
+        learner = replace(LEARNER, batch_size=batch_size, token_s=LEARNER.token_s / ranks, buffer_size=2 * batch_size)
+        cycle_s = batch_size * (PROMPT_TOKENS + mean) * learner.token_s + learner.publish_seconds(number)
+        warm_up_s, seconds = max(game_s, 3 * cycle_s), max(game_s, 6 * cycle_s)
     if options.small:
         warm_up_s, seconds = 1.0, 5.0
+    setup = Setup(
+        engines=number,
+        latency=GPU,
+        games=math.ceil(GAMES_PER_SLOT * GPU.slots * number),
+        turns=turns,
+        turns_per_game=TURNS_PER_GAME,
+        turn_s=turn_s,
+        learner=learner,
+    )
     return Simulation(setup, options.seed).run(warm_up_s, seconds)
 
 

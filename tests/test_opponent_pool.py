@@ -394,9 +394,16 @@ async def test_what_the_last_two_saved_states_may_need_stays_on_disk(tmp_path: P
     stored: list[set[str]] = []
     for _ in range(3):
         needed = set(league.pool.state_dict()["published_as"])
+        league.pool.tell_saving()
+        for _ in range(2):  # while it is being written
+            await league.update()
+            await league.settle()
+        assert {path.name for path in league.disk.iterdir()} >= needed
         await league.pool.tell_saved()
         stored.append(needed)
-        assert {path.name for path in league.disk.iterdir()} <= needed.union(*stored[-2:])
+        assert {path.name for path in league.disk.iterdir()} <= set(league.pool.state_dict()["published_as"]).union(
+            *stored[-2:]
+        )
         for _ in range(2):
             await league.update()
             await league.settle()

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,16 +86,17 @@ def versions() -> dict[str, Any]:
     return {"commit": commit, "packages": packages, "machine": machine}
 
 
-async def save_checkpoint(
+def save_checkpoint(
     checkpoints: Path,
     update: int,
     state: dict[str, Any],
     waiting: Sequence[list[Step]],
     save_learner: Callable[[Path], Awaitable[None]],
-) -> Path:
-    """`ckpt-<update>/` with the learner's files, `league.json` and the buffer's steps; returns where it is.
+) -> Coroutine[Any, Any, Path]:
+    """`ckpt-<update>/` with the learner's files, `league.json` and the buffer's steps; the result is where it is.
 
-    Raises UnstableError if it cannot be written; then nothing of it is left.
+    `state` and `waiting` are kept as they are now, whatever becomes of them before the result is awaited; awaiting it
+    raises UnstableError if it cannot be written; then nothing of it is left.
     """
     final = checkpoints / f"ckpt-{update}"
     partial = checkpoints / f".ckpt-{update}.partial"
@@ -118,16 +119,19 @@ async def save_checkpoint(
             link.rename(checkpoints / "latest")
             _sync(checkpoints)
 
-    try:
-        partial.mkdir()
-        await save_learner(partial)
-        await asyncio.to_thread(finish)
-    except (OSError, UnstableError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise UnstableError(f"cannot write {final}: {error.strerror}") from error
-        raise
-    return final
+    async def write() -> Path:
+        try:
+            partial.mkdir()
+            await save_learner(partial)
+            await asyncio.to_thread(finish)
+        except (OSError, UnstableError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise UnstableError(f"cannot write {final}: {error.strerror}") from error
+            raise
+        return final
+
+    return write()
 
 
 def newest_checkpoint(checkpoints: Path, say: Callable[[str], None]) -> Path:

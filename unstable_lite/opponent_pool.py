@@ -54,6 +54,8 @@ class OpponentPool:
         """Those on disk that are too old to come back."""
         self._needed: deque[set[str]] = deque(maxlen=2)
         """Who was on disk at the last two checkpoints: a run may go back to one of them."""
+        self._saving: set[str] = set()
+        """Who was on disk when the checkpoint was begun that is being written."""
         self._to_store: deque[tuple[str, int]] = deque()
         self._is_due = False
         self._next_version = FIRST_RETURNED_VERSION
@@ -131,9 +133,13 @@ class OpponentPool:
                 self._alarm(f"{meta.uid} was an opponent, and its adapter was not stored: it does not come back")
         self.num_returned = state["num_returned"]
 
+    def tell_saving(self) -> None:
+        """A checkpoint is begun: what is on disk now is needed if it is written."""
+        self._saving = set(self._published_as)
+
     async def tell_saved(self) -> None:
-        """A checkpoint was written: what only those before the last two needed is removed from disk."""
-        self._needed.append(set(self._published_as))
+        """It was written: what only those before the last two needed is removed from disk."""
+        self._needed.append(self._saving)
         await self._remove_unneeded()
 
     async def settled(self) -> None:
@@ -244,7 +250,7 @@ class OpponentPool:
         await self._remove_unneeded()
 
     async def _remove_unneeded(self) -> None:
-        for uid in self._left.difference(*self._needed):
+        for uid in self._left.difference(self._saving, *self._needed):
             self._left.discard(uid)
             await _in_thread(shutil.rmtree, self._directory / uid, True)
 

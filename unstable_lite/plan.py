@@ -177,9 +177,10 @@ def adapter_slots_needed(config: Config) -> int:
 
 def adapters_in_memory(config: Config) -> int:
     """Shared memory that a run may need, in sizes of one adapter: those that are loaded, the next one, one that comes
-    back; and what the learner keeps of this version and the next, with two moments and as much again for a critic."""
+    back; and what the learner keeps of this version, of the next and of one that is being saved, with two moments and
+    as much again for a critic."""
     known = LEARNERS.get(config.algorithm)
-    return config.engine.max_loras + 2 + 2 * 3 * (2 if known is not None and known.has_critic else 1)
+    return config.engine.max_loras + 2 + 3 * 3 * (2 if known is not None and known.has_critic else 1)
 
 
 def _slots_besides_active(config: Config, has_pool: bool) -> int:

@@ -67,7 +67,10 @@ class Training:
     checkpoint: Path | None = None
     """The newest one."""
     _is_save_due: bool = False
-    """The last try to write a checkpoint failed."""
+    _has_save_failed: bool = False
+    """The last try to write a checkpoint."""
+    _saving: asyncio.Task[None] | None = None
+    """A checkpoint that is written beside the updates, the newest one of those."""
     _saved: int = 0
     """The update that `checkpoint` is of."""
     _skipped_in_a_row: int = 0
@@ -106,8 +109,11 @@ class Training:
         evaluations: list[asyncio.Task[None]] = []
         with self._timed():
             while self.updates < config.learning_steps and not self.stop.is_set():
-                if await self._update() and self._is_evaluated():
-                    evaluations.append(tasks.create_task(self._evaluate(f"update {self.updates}")))
+                if await self._update():
+                    if self._is_save_due and (self._saving is None or self._saving.done()):
+                        self._saving = tasks.create_task(self._write(self.updates, self._checkpoint()))
+                    if self._is_evaluated():
+                        evaluations.append(tasks.create_task(self._evaluate(f"update {self.updates}")))
                 await self.guard.pause_if_asked(self._save_newest)
         collecting.cancel()
         for evaluation in evaluations:
@@ -122,8 +128,11 @@ class Training:
                 await self.publisher.retired()
                 if not self.buffer.has_batch(batch_size, self.version):
                     await self.collector.play_round(config.num_collection_workers)
-                elif await self._update() and self._is_evaluated():
-                    await self._evaluate(f"update {self.updates}")
+                elif await self._update():
+                    if self._is_save_due:
+                        await self._save()
+                    if self._is_evaluated():
+                        await self._evaluate(f"update {self.updates}")
                 await self.guard.pause_if_asked(self._save_newest)
 
     @contextlib.contextmanager
@@ -172,8 +181,7 @@ class Training:
         await self.tracker.add_train_data(self.updates, version - 1, batch, updated.logprobs)
         self._report(figures, updated.histograms)
         is_due = self._is_save_due or self.updates % config.run.checkpoint_every == 0
-        if is_due and self.updates < config.run.learning_steps:
-            await self._save()
+        self._is_save_due = is_due and self.updates < config.run.learning_steps
         return True
 
     async def _write_version(self, version: int, write: Callable[[Path, Path], Awaitable[T]]) -> T:
@@ -338,13 +346,8 @@ class Training:
         self.tracker.alarm(self.updates, text)
         self.terminal.say(f"[red]alarm[/red] after update {self.updates}: {text}")
 
-    async def _save(self, is_last: bool = False) -> None:
-        """A checkpoint of everything that has to survive.
-
-        Where it cannot be written the one before it stays, and the next update tries again. Raises UnstableError if
-        there is no next one.
-        """
-        await self.pool.settled()
+    def _checkpoint(self) -> Coroutine[Any, Any, Path]:
+        """Everything that has to survive, as it is at this moment; it is written while the result is awaited."""
         state = {
             "updates": self.updates,
             "version": self.version,
@@ -358,33 +361,46 @@ class Training:
             "seats": self.collector.seats.state_dict(),
             "guard": self.guard.state_dict(),
         }
-        checkpoints = self.directory / "checkpoints"
-        newest = f"the newest is {self.checkpoint.name}" if self.checkpoint else "there is none yet"
+        self.pool.tell_saving()
+        self._is_save_due = False
+        contents, learner = self.buffer.contents(), self.workers.learner
+        return save_checkpoint(self.directory / "checkpoints", self.updates, state, contents, learner.save)
+
+    async def _write(self, update: int, checkpoint: Coroutine[Any, Any, Path], is_last: bool = False) -> None:
+        """The checkpoint of `update`. Where it cannot be written the one before it stays, and the next update tries
+        again. Raises UnstableError if there is no next one.
+        """
         try:
-            self.checkpoint = await save_checkpoint(
-                checkpoints, self.updates, state, self.buffer.contents(), self.workers.learner.save
-            )
+            path = await checkpoint
         except UnstableError as error:
+            newest = f"the newest is {self.checkpoint.name}" if self.checkpoint else "there is none yet"
             if is_last:
                 raise UnstableError(
-                    f"the last checkpoint, of update {self.updates}, could not be written, and {newest}: {error}\n"
+                    f"the last checkpoint, of update {update}, could not be written, and {newest}: {error}\n"
                     f"(with some room it goes on: run --resume {self.directory})"
                 ) from error
-            if not self._is_save_due:
+            if not self._has_save_failed:
                 self._alarm(
                     f"a checkpoint could not be written, and {newest}; each update will try again until one can: "
                     f"{error}"
                 )
-            self._is_save_due = True
+            self._has_save_failed = self._is_save_due = True
             return
-        if self._is_save_due:
-            self._alarm(f"checkpoints are written again: {self.checkpoint.name}")
-        self._is_save_due = False
-        self._saved = self.updates
+        if self._has_save_failed:
+            self._alarm(f"checkpoints are written again: {path.name}")
+        self._has_save_failed = False
+        self.checkpoint, self._saved = path, update
         await self.pool.tell_saved()
+
+    async def _save(self, is_last: bool = False) -> None:
+        """A checkpoint of now, with all that followed from the last update."""
+        await self.pool.settled()
+        await self._write(self.updates, self._checkpoint(), is_last)
 
     async def _save_newest(self, is_last: bool = False) -> Path | None:
         """A checkpoint of the last update, if there is none yet; the newest one, if there is any."""
+        if self._saving is not None:
+            await self._saving
         if self.updates != self._saved:
             await self._save(is_last)
         return self.checkpoint

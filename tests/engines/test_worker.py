@@ -10,7 +10,7 @@ import pytest
 
 from remote_engine import RemoteEngine
 from unstable_lite.transport.child import ORPHANED
-from unstable_lite.transport.messages import Crashed, Done, EngineStats, Failed, Ready, Stop
+from unstable_lite.transport.messages import Crashed, Done, EngineStats, Failed, Generated, LoadAdapter, Ready, Stop
 
 Start = Callable[..., RemoteEngine]
 
@@ -102,3 +102,16 @@ def test_a_busy_worker_tells_how_busy_it_is(start_engine: Start, model_dir: Path
     assert stats.tokens_per_s > 0
     assert stats.running <= 4 and stats.queued > 0
     assert 0 <= stats.cached_share <= 1
+
+
+def test_requests_wait_for_one_load_at_a_time(start_engine: Start, tmp_path: Path) -> None:
+    """However many adapters arrive at once: between two of them a step is made."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    engine = start_engine(kind="stepwise_engines:OneAStep", replies=["yes"], max_loras=4)
+    engine.wait_for_type(Ready, 60)
+    asked = [engine.request("p") for _ in range(4)]
+    loads = [LoadAdapter(request_id=100 + version, version=version, path=str(tmp_path)) for version in (1, 2, 3)]
+    engine.send(*asked, *loads)
+    order = [engine.wait_for(lambda message: isinstance(message, (Generated, Done))).request_id for _ in range(7)]  # type: ignore[attr-defined]
+    first, second, third, fourth = (request.request_id for request in asked)
+    assert order == [101, first, 102, second, 103, third, fourth]

@@ -58,9 +58,14 @@ def serve(engine: Engine, socket: Socket) -> None:
     stats_due = time.monotonic() + STATS_EVERY_S
     while True:
         replies: list[Message] = []
+        has_loaded = False
         for message in socket.receive(wait_s=0 if engine.has_unfinished() else STATS_EVERY_S):
             if isinstance(message, Stop):
                 return
+            if isinstance(message, LoadAdapter):
+                if has_loaded and engine.has_unfinished():  # nobody waits for more than one load and a step
+                    replies += engine.step()
+                has_loaded = True
             replies += _take(engine, message)
         if engine.has_unfinished():
             started = time.monotonic()

@@ -54,6 +54,15 @@ class ModelRegistry:
         self._trueskill = trueskill.TrueSkill(beta=beta)
         self._draw_margin = trueskill.calc_draw_margin(self._trueskill.draw_probability, 2, self._trueskill)
         self._models: dict[str, ModelMeta] = {}
+        self._numbers: dict[str, int] = {}
+        """By uid: how many were registered before."""
+        self._checkpoints: list[ModelMeta] = []
+        """Active ones, oldest first: a long run has thousands of others, and every game draws from these."""
+        self._fixed: list[ModelMeta] = []
+        self.touched: dict[str, None] = {}
+        """Models of which something may have changed since whoever logs them took note, in this order."""
+        self.touched_pairs: dict[tuple[str, str], None] = {}
+        """The same of `match_counts`."""
         self._current_uid = "base"
         self.match_counts: dict[tuple[str, str], int] = defaultdict(int)
         """Games in which two models met, by sorted uids; `(uid, uid)` where a model met itself."""
@@ -79,7 +88,7 @@ class ModelRegistry:
         if inherit and self._models:
             predecessor = self._models[self._current_uid].rating
             rating = Rating(predecessor.mu, min(2 * predecessor.sigma, rating.sigma))
-        self._models[uid] = ModelMeta(
+        meta = ModelMeta(
             uid=uid,
             kind="checkpoint",
             adapter_version=adapter_version,
@@ -87,6 +96,8 @@ class ModelRegistry:
             rating=rating,
             iteration=iteration,
         )
+        self.touched[self._current_uid] = None  # which is so no more
+        self._register(meta)
         self._current_uid = uid
         return self.current
 
@@ -94,35 +105,45 @@ class ModelRegistry:
         """Register once, as `fixed-{name}`. `active=False`: rated in evaluations, never sampled."""
         uid = f"fixed-{name}"
         if uid not in self._models:
-            self._models[uid] = ModelMeta(
-                uid=uid,
-                kind="fixed",
-                adapter_version=None,
-                name=name,
-                rating=Rating(prior_mu, self._trueskill.sigma),
-                iteration=None,
-                active=False,
+            self._register(
+                ModelMeta(
+                    uid=uid,
+                    kind="fixed",
+                    adapter_version=None,
+                    name=name,
+                    rating=Rating(prior_mu, self._trueskill.sigma),
+                    iteration=None,
+                    active=False,
+                )
             )
         meta = self._models[uid]
-        meta.active = meta.active or active
+        self.set_active(uid, meta.active or active)
         return meta.ref
 
     def set_active(self, uid: str, active: bool) -> None:
-        self._models[uid].active = active
+        meta = self._models[uid]
+        meta.active = active
+        self.touched[uid] = None
+        if meta.kind == "checkpoint":
+            self._checkpoints = [other for other in self._checkpoints if other is not meta]
+            if active:
+                self._checkpoints.append(meta)
+                self._checkpoints.sort(key=lambda meta: self._numbers[meta.uid])
 
     def bring_back(self, uid: str, adapter_version: int) -> None:
         """Active again, with its rating of old, under a version that its adapter never had."""
         meta = self._models[uid]
         assert meta.kind == "checkpoint" and not meta.active, f"{uid} is no inactive checkpoint"
-        meta.adapter_version, meta.active = adapter_version, True
+        meta.adapter_version = adapter_version
+        self.set_active(uid, True)
 
     def checkpoints(self) -> list[ModelMeta]:
         """Active ones, oldest first."""
-        return [m for m in self._models.values() if m.kind == "checkpoint" and m.active]
+        return list(self._checkpoints)
 
     def fixed(self) -> list[ModelMeta]:
         """Active ones, in the order of their registration."""
-        return [m for m in self._models.values() if m.kind == "fixed" and m.active]
+        return [meta for meta in self._fixed if meta.active]
 
     def others(self) -> list[ModelMeta]:
         """Every active model but the current policy: checkpoints first, then fixed ones."""
@@ -150,11 +171,13 @@ class ModelRegistry:
         and no more.
         """
         assert uids.keys() == scores.keys()
-        models = set(uids.values())
+        models = dict.fromkeys(uids.values())
         for uid in models:
             self._models[uid].games += 1
+            self.touched[uid] = None
         for pair in _pairs(list(uids.values())):
             self.match_counts[pair] += 1
+            self.touched_pairs[pair] = None
         if len(models) > 1:
             places = mean_ranks(uids, scores)
             self._count_outcomes(places)
@@ -170,13 +193,25 @@ class ModelRegistry:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         models = [ModelMeta(**(fields | {"rating": Rating(*fields["rating"])})) for fields in state["models"]]
-        self._models = {meta.uid: meta for meta in models}
+        self._models, self._numbers, self._checkpoints, self._fixed = {}, {}, [], []
+        for meta in models:
+            self._register(meta)
         self._current_uid = state["current"]
         self.match_counts = defaultdict(int, {(a, b): count for a, b, count in state["match_counts"]})
+        self.touched_pairs = dict.fromkeys(self.match_counts)
 
     def snapshot(self) -> dict[str, Any]:
         """For trackers: current uid, every model's meta, match counts as `[uid, uid, games]`."""
         return self.state_dict()
+
+    def _register(self, meta: ModelMeta) -> None:
+        self._numbers[meta.uid] = len(self._models)
+        self._models[meta.uid] = meta
+        self.touched[meta.uid] = None
+        if meta.kind == "fixed":
+            self._fixed.append(meta)
+        elif meta.active:
+            self._checkpoints.append(meta)
 
     def _count_outcomes(self, places: Mapping[str, float]) -> None:
         best = min(places.values())
@@ -230,6 +265,6 @@ def mean_ranks(uids: Mapping[int, str], scores: Mapping[int, float]) -> dict[str
     return {uid: fmean(seat_ranks) for uid, seat_ranks in ranks.items()}
 
 
-def _pairs(uids: list[str]) -> set[tuple[str, str]]:
-    """Sorted pairs of models that met in one game."""
-    return {(min(a, b), max(a, b)) for i, a in enumerate(uids) for b in uids[i + 1 :]}
+def _pairs(uids: list[str]) -> dict[tuple[str, str], None]:
+    """Sorted pairs of models that met in one game, each once."""
+    return {(min(a, b), max(a, b)): None for i, a in enumerate(uids) for b in uids[i + 1 :]}

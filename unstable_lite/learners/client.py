@@ -16,6 +16,8 @@ from unstable_lite.transport.sockets import Peer, Router
 from unstable_lite.types import Batch, Generation, TrainItem
 
 SAVE_TIMEOUT_S = 600.0
+UPDATED = "updated.json"
+"""In a learner's state: the reply to the update that it is of. For the process that takes its place, and no other."""
 DEADLINE_FACTOR = 2
 """A learner that is silent for its time-out is killed and its successor asked again: the request outlives it."""
 
@@ -28,6 +30,10 @@ class LearnerClient:
         self._config = config
         self._state: Path | None = None
         """Of the newest version."""
+        self._is_state_current = False
+        """A batch that is skipped may change what is kept of no version: random states."""
+        self._being_saved: set[Path] = set()
+        """States that are to stay until they are copied."""
         self._next_state: Path | None = None
         """Of the one that is being made."""
         self._origin: Path | None = None
@@ -43,6 +49,7 @@ class LearnerClient:
         updated: Updated = await self._ask(
             Update, timeout_s, items=train_items(batch), version=version, path=str(path), state_path=str(state_path)
         )
+        self._is_state_current = False
         if updated.skipped is None:
             self._go_on_from(state_path)
         return updated
@@ -64,8 +71,22 @@ class LearnerClient:
         return scored
 
     async def save(self, directory: Path) -> None:
-        """Write adapter and optimiser state into `directory`."""
-        await self._ask(SaveLearner, SAVE_TIMEOUT_S, path=str(directory))
+        """Write adapter and optimiser state as they are now into `directory`.
+
+        They are copied from what it keeps of its newest version, while it goes on with the next: it never waits for a
+        disk. Raises OSError, or RequestError, if they cannot be written.
+        """
+        state = self._state
+        if state is None or not self._is_state_current:
+            await self._ask(SaveLearner, SAVE_TIMEOUT_S, path=str(directory))
+            return
+        self._being_saved.add(state)
+        try:
+            await asyncio.to_thread(_copy_state, state, directory)
+        finally:
+            self._being_saved.discard(state)
+            if state != self._state:
+                shutil.rmtree(state, ignore_errors=True)
 
     async def load(self, checkpoint: Path) -> None:
         """Go on from what `save` wrote."""
@@ -91,9 +112,18 @@ class LearnerClient:
                 return await self.peer.ask(message_type, DEADLINE_FACTOR * timeout_s, **fields)
 
     def _go_on_from(self, state_path: Path) -> None:
-        if self._state is not None:
+        if self._state is not None and self._state not in self._being_saved:
             shutil.rmtree(self._state, ignore_errors=True)
-        self._state = state_path
+        self._state, self._is_state_current = state_path, True
+
+
+def _copy_state(state: Path, directory: Path) -> None:
+    for path in sorted(state.rglob("*")):
+        copy = directory / path.relative_to(state)
+        if path.is_dir():
+            copy.mkdir(exist_ok=True)
+        elif path.name != UPDATED:
+            shutil.copyfile(path, copy)
 
 
 def train_items(batch: Batch) -> tuple[TrainItem, ...]:

@@ -31,6 +31,7 @@ from unstable_lite.config import Config, LearnerConfig
 from unstable_lite.errors import AdapterError, ConfigError, RequestError, UnstableError, is_out_of_memory
 from unstable_lite.learners import Learner, UpdateResult, adapter_files, load_learner, ranks
 from unstable_lite.learners.batching import length
+from unstable_lite.learners.client import UPDATED
 from unstable_lite.learners.histograms import histograms_of
 from unstable_lite.transport.child import WorkerSocket, WorkerSpec
 from unstable_lite.transport.messages import (
@@ -49,8 +50,6 @@ from unstable_lite.transport.messages import (
 )
 from unstable_lite.types import TrainItem
 
-UPDATED = "updated.json"
-"""In a learner's state: the reply to the update that it is of."""
 CHECK_EVERY = 10
 """Updates from one look at whether all ranks hold the same adapter to the next."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

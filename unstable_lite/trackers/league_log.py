@@ -26,15 +26,19 @@ class LeagueLog:
         """
         self._step = max(step, self._step)
         current = registry.get_current_ckpt()
-        models = {
-            uid: [round(meta.rating.mu, 4), round(meta.rating.sigma, 4), meta.games, meta.active, uid == current]
-            for uid, meta in registry.get_all_models().items()
-        }
-        matches = dict(registry.match_counts)
-        changed = {uid: row for uid, row in models.items() if self._models.get(uid) != row}
-        met = [[*pair, games] for pair, games in matches.items() if self._matches.get(pair) != games]
-        self._file.write(to_line({"step": self._step, "models": changed, "matches": met}))
-        self._models, self._matches = models, matches  # of a line that finds no room the next one tells
+        changed = {}
+        for uid in registry.touched:
+            meta = registry.get(uid)
+            row = [round(meta.rating.mu, 4), round(meta.rating.sigma, 4), meta.games, meta.active, uid == current]
+            if self._models.get(uid) != row:
+                changed[uid] = row
+        met = {pair: registry.match_counts[pair] for pair in registry.touched_pairs}
+        matches = [[*pair, games] for pair, games in met.items() if self._matches.get(pair) != games]
+        self._file.write(to_line({"step": self._step, "models": changed, "matches": matches}))
+        self._models |= changed  # of a line that finds no room the next one tells
+        self._matches |= met
+        registry.touched.clear()
+        registry.touched_pairs.clear()
 
     def close(self) -> None:
         self._file.close()

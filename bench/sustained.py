@@ -1,0 +1,254 @@
+"""How much of what an engine can do does a training run get out of it?
+
+One engine process, driven in turns by a whole training run (games, ratings, records, a learner that learns, adapters
+handed over, checkpoints written) and by nothing but the prompts of that run, asked again with as many requests at once
+and the newest adapter. Once with the embedded engine and the small model, once with an engine at a GPU's pace. Where
+there are two cores or more the engine has one and the learner another, with the orchestrator beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from bench.harness import (
+    Options,
+    Questioner,
+    Report,
+    Subject,
+    Subjects,
+    Target,
+    alternate,
+    bench_config,
+    cores,
+    cpu_seconds,
+)
+from bench.latency import Latency
+from unstable_lite import workers
+from unstable_lite.config import AlarmsConfig, Config
+from unstable_lite.engines.client import EngineClient, EnginePool
+from unstable_lite.plan import make_plan
+from unstable_lite.runtime import Run
+from unstable_lite.trackers.terminal import TerminalInterface
+from unstable_lite.training import Training
+from unstable_lite.types import Generation
+
+MODULE = "bench.sustained"
+SLOTS = 32
+PACE = Latency(step_s=0.010, row_s=0.0001, prompt_token_s=0.00001, slots=SLOTS)
+KINDS = {"embedded": "transformers", "paced": "bench.latency:BatchingEngine"}
+IN_RUN, ALONE = "in a run", "alone"
+WARM_UP_S = 2.0
+QUIET_S = 0.3
+KEPT_PROMPTS = 4096
+
+
+def run(options: Options) -> Report:
+    report = Report(bench="sustained", question="Tokens a second of an engine in a run and alone", options=options)
+    games = 8 if options.small else 2 * SLOTS
+    report.sizes = {"games": games, "slots": SLOTS, "cores": cores(), "pinned": cores() > 1, "model": "builtin:tiny"}
+    for kind in KINDS:
+        with Subjects() as subjects:
+            arguments = {"kind": kind, "games": games, "seed": options.seed, "small": options.small}
+            subject = subjects.start_in(PACE.environment(), MODULE, **arguments)
+            told: dict[str, list[dict[str, Any]]] = {IN_RUN: [], ALONE: []}
+            samples = alternate({side: _measure(subject, told[side], side, options) for side in told}, options)
+        rows = {side: report.add(f"{kind}, {side}", "tokens/s", samples[side]) for side in told}
+        report.add_ratio(f"{kind}: {IN_RUN} ÷ {ALONE}", rows[IN_RUN], rows[ALONE], Target(bound="≥", value=0.95))
+        busy = {
+            side: report.add(f"{kind}, {side}: engine's processor time a token", "µs", _values(told[side], "cpu_us"))
+            for side in told
+        }
+        report.add_ratio(f"{kind}: {ALONE} ÷ {IN_RUN}, engine's processor time a token", busy[ALONE], busy[IN_RUN])
+        last = told[IN_RUN][-1]
+        report.notes.append(
+            f"{kind}, {IN_RUN}: {last['updates']} updates, {last['checkpoints']} checkpoints and {last['games']} games "
+            f"in the last sample; mean prompt {last['prompt']:.0f} tokens, mean reply {last['reply']:.1f}; alone "
+            f"{told[ALONE][-1]['prompt']:.0f} and {told[ALONE][-1]['reply']:.1f}"
+        )
+    return report
+
+
+def _values(told: list[dict[str, Any]], key: str) -> list[float]:
+    return [answer[key] for answer in told[1:]]  # the first one warmed up
+
+
+def _measure(subject: Subject, told: list[dict[str, Any]], side: str, options: Options) -> Callable[[], float]:
+    def measure() -> float:
+        told.append(subject.measure(side=side, seconds=options.seconds))
+        return float(told[-1]["tokens_per_s"])
+
+    return measure
+
+
+# ------------------------------------------------------------------------------------- subject
+
+
+class RecordingPool(EnginePool):
+    """What goes through it, the newest."""
+
+    def __init__(self, engines: Sequence[EngineClient]) -> None:
+        super().__init__(engines)
+        self.prompts: deque[str] = deque(maxlen=KEPT_PROMPTS)
+        self.prompt_tokens = self.completion_tokens = self.replies = 0
+
+    async def generate(
+        self, prompt: str, version: int, stop: tuple[str, ...] = (), seed: int | None = None
+    ) -> Generation:
+        self.prompts.append(prompt)
+        generation = await super().generate(prompt, version, stop, seed)
+        self.count(generation)
+        return generation
+
+    def count(self, generation: Generation) -> None:
+        self.prompt_tokens += len(generation.prompt_ids)
+        self.completion_tokens += len(generation.completion_ids)
+        self.replies += 1
+
+
+class WatchedRun(Run):
+    training: Training | None = None
+
+    def _wire(self, *parts: Any) -> Training:
+        self.training = super()._wire(*parts)
+        return self.training
+
+
+def config_of(arguments: dict[str, Any], directory: Path) -> Config:
+    return bench_config(
+        run={
+            "learning_steps": 10**6,
+            "num_collection_workers": arguments["games"],
+            "num_eval_workers": 0,
+            "eval_games": 0,
+            "checkpoint_every": 5,
+            "output_dir": str(directory),
+            "seed": arguments["seed"],
+        },
+        engine={
+            "kind": KINDS[arguments["kind"]],
+            "devices": ["cpu"],
+            "threads": 1,
+            "replies": tuple("." * length + f"\\boxed{{[{cell}]}}" for cell in range(9) for length in (0, 10, 30)),
+            "temperature": 1.0,
+            "max_generation_len": 48,
+            "max_model_len": 1024,
+            "max_parallel_seq": SLOTS,
+            "max_loras": 4,
+        },
+        # A scripted engine's figures are made up: no learner would agree with them.
+        learner={
+            "batch_size": 16 if arguments["small"] else 128,
+            "devices": ["cpu"],
+            "threads": 1,
+            "canary_tolerance": 0.1 if arguments["kind"] == "embedded" else 1e9,
+        },
+        alarms={name: {"action": "off"} for name in AlarmsConfig.model_fields},
+        # Full, the buffer would hold up the games; what is stale leaves it.
+        buffer={"buffer_size": 10**6, "max_staleness": 2},
+        lora={"lora_rank": 16},
+        tracker={"keep_games": "all"},
+    )
+
+
+class Measured:
+    def __init__(self, training: Training, pool: RecordingPool, num_games: int, seed: int) -> None:
+        self._training = training
+        self._pool = pool
+        self._num_games = num_games
+        self._rng = random.Random(seed)
+        processes = {process.peer.name: process for process in training.workers.processes}
+        self._engine_pid, self._learner = processes["engine-0"].pid, processes["learner"]
+        if cores() > 1:
+            first, second, *_ = sorted(os.sched_getaffinity(0))
+            _pin(self._engine_pid, first)
+            _pin(self._learner.pid, second)
+            _pin(os.getpid(), second)
+
+    async def sample(self, side: str, seconds: float) -> dict[str, Any]:
+        going = self._training.collector.going
+        if side == IN_RUN:
+            going.set()
+            return await self._watch(seconds)
+        going.clear()
+        quiet_since = time.monotonic()
+        while time.monotonic() < quiet_since + QUIET_S:  # between two turns of a game nothing is asked either
+            await asyncio.sleep(0.01)
+            if self._pool.engines[0].peer.num_pending or self._learner.peer.num_pending:
+                quiet_since = time.monotonic()
+        prompts = list(self._pool.prompts)
+        self._rng.shuffle(prompts)
+        asking = [asyncio.create_task(self._ask_for_ever(prompts)) for _ in range(self._num_games)]
+        try:
+            return await self._watch(seconds)
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    async def _ask_for_ever(self, prompts: list[str]) -> None:
+        version, engine = self._training.version, self._pool.engines[0]
+        while True:
+            self._pool.count(await engine.generate(self._rng.choice(prompts), version))
+
+    async def _watch(self, seconds: float) -> dict[str, Any]:
+        await asyncio.sleep(WARM_UP_S)
+        training, pool, started = self._training, self._pool, time.perf_counter()
+        cpu_s, tokens, prompts, replies = self._cpu_s(), pool.completion_tokens, pool.prompt_tokens, pool.replies
+        updates, games, saved = training.updates, training.tracker.games_finished, training._saved
+        await asyncio.sleep(seconds)
+        took_s, tokens = time.perf_counter() - started, pool.completion_tokens - tokens
+        replies = max(pool.replies - replies, 1)
+        return {
+            "tokens_per_s": tokens / took_s,
+            "cpu_us": 1e6 * (self._cpu_s() - cpu_s) / max(tokens, 1),
+            "prompt": (pool.prompt_tokens - prompts) / replies,
+            "reply": tokens / replies,
+            "updates": training.updates - updates,
+            "games": training.tracker.games_finished - games,
+            "checkpoints": (training._saved - saved) // training.plan.config.run.checkpoint_every,
+        }
+
+    def _cpu_s(self) -> float:
+        return cpu_seconds(self._engine_pid)
+
+
+def _pin(pid: int, core: int) -> None:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+            os.sched_setaffinity(int(task.name), {core})
+
+
+async def measure(questioner: Questioner) -> None:
+    arguments = questioner.arguments
+    vars(workers)["EnginePool"] = RecordingPool  # what a run makes of its engines
+    with tempfile.TemporaryDirectory() as name:
+        run = WatchedRun(make_plan(config_of(arguments, Path(name))), terminal=TerminalInterface(quiet=True))
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(run.execute())
+            while run.training is None or run.training.updates < 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            pool = run.training.workers.engines
+            assert isinstance(pool, RecordingPool)
+            measured = Measured(run.training, pool, arguments["games"], arguments["seed"])
+            questioner.answer({})
+            for request in questioner.requests():
+                questioner.answer(await measured.sample(request["side"], request["seconds"]))
+            run.training.collector.going.set()
+            run.stop()
+            await running
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(measure(Questioner()))

@@ -1,0 +1,105 @@
+"""Generation does not wait for the learner, nor the learner for the disk, nor an engine for more than one load."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unstable_lite.checkpoints import find_damage
+from unstable_lite.config import AlarmsConfig, Config
+from unstable_lite.plan import make_plan
+from unstable_lite.runtime import Run
+from unstable_lite.trackers.terminal import TerminalInterface
+from unstable_lite.training import Training
+
+
+class WatchedRun(Run):
+    training: Training | None = None
+
+    def _wire(self, *parts: Any) -> Training:
+        self.training = super()._wire(*parts)
+        return self.training
+
+
+def config_for(directory: Path) -> Config:
+    env = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
+    return Config.model_validate(
+        {
+            "run": {
+                "learning_steps": 10**6,
+                "num_collection_workers": 8,
+                "eval_games": 0,
+                "num_eval_workers": 0,
+                "checkpoint_every": 1,
+                "output_dir": directory,
+            },
+            "engine": {"kind": "scripted", "replies": [f"\\boxed{{[{cell}]}}" for cell in range(9)]},
+            # A scripted engine's figures are made up: no learner would agree with them.
+            "learner": {"batch_size": 8, "canary_tolerance": 1e9, "threads": 1},
+            "alarms": {name: {"action": "off"} for name in AlarmsConfig.model_fields},
+            "buffer": {"buffer_size": 10**6, "max_staleness": 10**6},
+            "lora": {"lora_rank": 4},
+            "train_envs": [env],
+        }
+    )
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 100) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_games_go_on_while_the_learner_is_busy_and_updates_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = WatchedRun(make_plan(config_for(tmp_path)), terminal=TerminalInterface(quiet=True))
+    disk_is_ready, sync = threading.Event(), os.fsync
+
+    def sync_when_the_disk_is_ready(descriptor: int) -> None:
+        assert disk_is_ready.wait(200)
+        sync(descriptor)
+
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(run.execute())
+        await until(lambda: run.training is not None and run.training.updates > 1)
+        training = run.training
+        assert training is not None
+        learner = next(process for process in training.workers.processes if process.peer.name == "learner")
+
+        os.kill(learner.pid, signal.SIGSTOP)
+        await until(lambda: learner.peer.num_pending)
+        updates, games = training.updates, training.tracker.games_finished
+        await until(lambda: training.tracker.games_finished > games + 200)
+        assert training.updates == updates
+        assert learner.peer.num_pending
+        os.kill(learner.pid, signal.SIGCONT)
+
+        monkeypatch.setattr(os, "fsync", sync_when_the_disk_is_ready)
+        try:
+            begun = training.updates
+            await until(lambda: training.updates >= begun + 2)
+            saving, before = training._saving, training.checkpoint
+            assert saving is not None
+            await until(lambda: training.updates >= begun + 5)
+            assert training._saving is saving
+            assert not saving.done()
+            assert training.checkpoint == before
+            arena = training.arena.directory
+            assert len(list(arena.glob("learner-*"))) <= 3, "of the newest version, the next one, and the one in hand"
+        finally:
+            disk_is_ready.set()
+        await until(lambda: training.checkpoint != before)
+        run.stop()
+        summary = await running
+    checkpoints = sorted((summary.directory / "checkpoints").glob("ckpt-*"), key=lambda path: int(path.name[5:]))
+    assert all(find_damage(path) is None for path in checkpoints)
+    assert checkpoints[-1].name == f"ckpt-{summary.updates}"
+    assert len(checkpoints) < summary.updates, "while one was written some were passed over"
