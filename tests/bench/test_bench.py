@@ -244,3 +244,24 @@ def test_every_accepted_result_can_be_read_and_states_its_tolerance() -> None:
         baseline = read_baseline(file, file.stem, small=False)
         assert 0 < baseline["tolerance"] < 1
         assert any(row["target"] for row in baseline["ratios"])
+
+
+def test_growth_bench_has_a_row_for_every_size_of_everything_that_may_grow(results: Results) -> None:
+    tables = {table["title"]: table["rows"] for table in results("growth")["tables"]}
+    assert {title: [row[0] for row in rows] for title, rows in tables.items()} == {
+        "a turn, by games": [8, 64],
+        "a turn, by characters before each prompt": [0, 1000],
+        "a turn, by adapters alive": [1, 2],
+        "buffer": [384, 1536],
+        "a run of many updates": [10, 100],
+    }
+    assert all(value > 0 for rows in tables.values() for row in rows for value in row[1:])
+
+
+def test_sustained_bench_asks_a_runs_prompts_again_of_the_same_engine(results: Results) -> None:
+    result = results("sustained")
+    rows = measured(result["rows"])
+    for kind in ("embedded", "paced"):
+        assert rows[f"{kind}, in a run"] > 0
+        assert rows[f"{kind}, alone"] > 0
+        assert f"{kind}: in a run ÷ alone" in measured(result["ratios"])
