@@ -150,6 +150,11 @@ class LearnerConfig(Section):
     devices: tuple[int | Literal["cpu"], ...] | Literal["auto"] = "auto"
     """One rank for each: CUDA device numbers, or "cpu" as often as wanted. The ranks divide every batch among them,
     by tokens, and make the update that one alone would make. `auto`: the first GPU, or the CPU where there is none."""
+    remote_ranks: int = Field(0, ge=0)
+    """Further ranks that join from other machines, by `torchrun … -m unstable_lite.learners.join HOST:PORT`."""
+    rendezvous: str | None = None
+    """`HOST:PORT` of this machine, where they join. What goes through it is neither encrypted nor checked, as with
+    torch.distributed everywhere: for a network that nobody else can reach."""
     shard_base: bool = False
     """Each rank holds its part of the frozen base and is lent the rest layer by layer: for a base that does not fit one
     device. Slower; needs torch 2.7. Memory that runs out then ends the run: lower `max_tokens_per_micro_batch`."""

@@ -79,8 +79,12 @@ class Plan:
         for rank, device in enumerate(self.learner_devices):
             place = _device(device, self.learner_threads)
             rows.append((f"learner-{rank}", place) if rank else ("learner", f"{config.algorithm} on {place}"))
-        if len(self.learner_devices) > 1:
-            rows.append(("learner ranks", f"{len(self.learner_devices)}: each a part of every batch, cut by tokens"))
+        if remote := config.learner.remote_ranks:
+            join = f"torchrun … -m unstable_lite.learners.join {config.learner.rendezvous}"
+            rows.append(("elsewhere", f"{remote} more of the learner's ranks: {join}"))
+        if (num_ranks := len(self.learner_devices) + remote) > 1:
+            base = ", and of the frozen base" * config.learner.shard_base
+            rows.append(("learner ranks", f"{num_ranks}: each a part of every batch, cut by tokens{base}"))
         rows.append(("base model", config.model_name))
         rows.append(("opponents", self.opponents()))
         if self.active_checkpoints > 1:
@@ -247,18 +251,23 @@ def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterable[
 
 
 def _rank_problems(config: Config) -> Iterable[str]:
-    devices, batch_size = config.learner.devices, config.learner.batch_size
-    if config.learner.shard_base and (devices == "auto" or len(devices) < 2):
+    learner = config.learner
+    devices = () if learner.devices == "auto" else learner.devices
+    num_ranks = max(1, len(devices)) + learner.remote_ranks
+    if learner.shard_base and num_ranks < 2:
         yield "learner.shard_base needs several ranks: name two or more in learner.devices"
-    if devices == "auto":
-        return
-    if len(devices) > batch_size:
+    if num_ranks > learner.batch_size:
         yield (
-            f"learner.devices = {list(devices)}: learner.batch_size = {batch_size} leaves some of {len(devices)} ranks "
-            "without a step to learn from"
+            f"learner.batch_size = {learner.batch_size} leaves some of {num_ranks} ranks (learner.devices, "
+            "learner.remote_ranks) without a step to learn from"
         )
     if "cpu" in devices and set(devices) != {"cpu"}:
         yield f"learner.devices = {list(devices)}: ranks are all on GPUs or all on the CPU"
+    if bool(learner.remote_ranks) != bool(learner.rendezvous):
+        yield "learner.remote_ranks and learner.rendezvous need each other: how many ranks join, and where"
+    host, _, port = (learner.rendezvous or "localhost:1").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        yield f"learner.rendezvous = {learner.rendezvous!r}: write it as HOST:PORT, as other machines see this one"
 
 
 def _number_problems(config: Config) -> Iterable[str]:

@@ -183,7 +183,7 @@ class _Household:
                 plan.learner_threads,
                 KEEP_MEMORY,
                 rank=rank,
-                num_ranks=len(plan.learner_devices),
+                num_ranks=len(plan.learner_devices) + plan.config.learner.remote_ranks,
             )
             for rank, device in enumerate(plan.learner_devices)
         ]

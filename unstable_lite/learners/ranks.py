@@ -25,13 +25,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from unstable_lite.errors import is_out_of_memory
 from unstable_lite.learners.advantages import Figures
 from unstable_lite.transport.messages import Message, decode, encode
 
 NEVER = timedelta(days=365)
+WELCOME = "unstable_lite/rank 0"
+"""Under this name rank 0's spec stands at the rendezvous, for ranks of other machines."""
 
 _WELL, _NO_MEMORY, _FAILED = range(3)
 
@@ -67,6 +69,13 @@ def on_this_machine(path: Path, num_ranks: int) -> Store:
     if loopback is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback
     return FileStore(str(path), num_ranks)
+
+
+def across_machines(address: str, timeout_s: float, is_first: bool = False) -> Store:
+    """Ranks that meet where rank 0 listens. address: `HOST:PORT`; timeout_s: how long to wait until it does."""
+    host, _, port = address.rpartition(":")
+    patience = timedelta(seconds=timeout_s)
+    return TCPStore(host, int(port), is_master=is_first, timeout=patience, wait_for_workers=False)
 
 
 def rank() -> int:

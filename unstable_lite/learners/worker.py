@@ -65,8 +65,7 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     torch.set_num_threads(spec.threads)
     config = spec.config
     if spec.num_ranks > 1:
-        store = ranks.on_this_machine(Path(spec.rendezvous), spec.num_ranks)
-        ranks.join(store, spec.rank, spec.num_ranks, spec.device, config.learner.update_timeout_s)
+        _join(spec)
     worker = make_worker(config, spec.device)
     socket.send(Ready(facts=_facts(worker.learner, spec)))
     if spec.rank:
@@ -78,6 +77,17 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
                 ranks.tell(message)
                 return
             socket.send(worker.answer(message))
+
+
+def _join(spec: WorkerSpec) -> None:
+    config = spec.config.learner
+    if config.rendezvous is None:
+        store = ranks.on_this_machine(Path(spec.rendezvous), spec.num_ranks)
+    else:
+        store = ranks.across_machines(config.rendezvous, config.start_timeout_s, is_first=spec.rank == 0)
+        if spec.rank == 0:
+            store.set(ranks.WELCOME, spec.to_line())
+    ranks.join(store, spec.rank, spec.num_ranks, spec.device, config.update_timeout_s)
 
 
 def make_worker(config: Config, device: str) -> _Worker:

@@ -45,7 +45,7 @@ class WorkerSpec:
     rank: int = 0
     num_ranks: int = 1
     rendezvous: str = ""
-    """Where several ranks meet."""
+    """A file that ranks of one machine meet through."""
 
     def to_line(self) -> str:
         return json.dumps(asdict(self)) + "\n"

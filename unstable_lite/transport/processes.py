@@ -148,21 +148,19 @@ class WorkerGroup(WorkerProcess):
     """
 
     def __init__(self, ranks: Sequence[WorkerProcess], directory: Path) -> None:
-        """directory: of this user's alone; where the ranks meet, unless their specs name a place."""
+        """directory: of this user's alone; where the ranks meet."""
         first, *self.others = ranks
         super().__init__(first.peer, first.log_path, first._module, first.spec, first._environment)
         self._directory = directory
-        self._has_place = bool(first.spec.rendezvous)
         self._num_starts = 0
 
     async def start(self) -> None:
         """All of them anew."""
         self._num_starts += 1
-        if not self._has_place:
-            # A place that ranks have met in is never another group's.
-            rendezvous = str(self._directory / f"{self.peer.name}-{self._num_starts}")
-            for process in (self, *self.others):
-                process.spec = replace(process.spec, rendezvous=rendezvous)
+        # A place that ranks have met in is never another group's.
+        rendezvous = str(self._directory / f"{self.peer.name}-{self._num_starts}")
+        for process in (self, *self.others):
+            process.spec = replace(process.spec, rendezvous=rendezvous)
         await super().start()
         for process in self.others:
             await process.start()
