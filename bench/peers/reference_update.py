@@ -41,14 +41,14 @@ def update(
     """One optimiser step; the gradient's norm before clipping. `divisor`: the constant one, `max_generation_len`."""
     num_tokens = 0
     for step in steps:
-        ids_T = torch.tensor(tokenizer(step.prompt + step.completion)["input_ids"])
+        ids_T = torch.tensor(tokenizer(step.prompt + step.completion)["input_ids"], device=policy.device)
         num_prompt = len(tokenizer(step.prompt, add_special_tokens=False)["input_ids"])
         num_tokens += len(tokenizer(step.prompt + step.completion)["input_ids"])
-        with torch.autocast("cpu", torch.bfloat16, enabled=policy.dtype == torch.bfloat16):
+        with torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.dtype == torch.bfloat16):
             logits_TV = policy.model(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
         logp_TV = F.log_softmax(logits_TV.float(), dim=-1)
         logp_T = logp_TV.gather(-1, ids_T[1:, None]).squeeze(-1)
-        is_completion_T = torch.arange(1, len(ids_T)) >= num_prompt
+        is_completion_T = torch.arange(1, len(ids_T), device=policy.device) >= num_prompt
         loss = -step.advantage * (logp_T * is_completion_T).sum() / divisor / len(steps)
         loss.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.clip_grad_norm_(list(policy.parameters.values()), gradient_clipping)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
-from bench.harness import bench_config
+from bench import models
+from bench.harness import bench_config, letters
+from bench.peers import padded_update, reference_update
 from bench.peers.blocking import play
 from bench.peers.ticking_engine import TickingEngine, in_a_process
 from unstable_lite.config import Config
@@ -19,7 +24,9 @@ from unstable_lite.games.isolation import make_in_process
 from unstable_lite.games.players.policy import PolicyPlayer
 from unstable_lite.games.run_game import new_record, run_game
 from unstable_lite.games.templates import TEMPLATES
-from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef
+from unstable_lite.learners.model import Policy
+from unstable_lite.learners.reinforce import REINFORCELearner
+from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, TrainItem
 
 BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
@@ -92,6 +99,7 @@ def test_a_fixed_opponent_plays_without_asking_the_engine() -> None:
 
     record = play(a_game(BASE, RANDOM), submit)
     assert len(asked) == sum(turn.pid == 0 for turn in record.turns) < len(record.turns)
+    assert asked == [TEMPLATES["tiny"].prompt(turn.observation, 2) for turn in record.turns if turn.pid == 0]
 
 
 def scripted() -> Config:
@@ -120,3 +128,45 @@ def test_a_ticking_engine_in_a_process_loads_adapters_and_lets_go_of_those_that_
         engine.load_adapter(3, str(tmp_path), {2})
         with pytest.raises(RequestError, match="version 1 is not loaded"):
             engine.submit_prompt("a prompt", 1, ())
+
+
+def a_model(directory: Path) -> Config:
+    """With an adapter that changes what it says, and a step that moves nothing."""
+    models.make_tiny(directory / "model", seed=0)
+    settings = {
+        "model_name": str(directory / "model"),
+        "engine": {"temperature": 1.0, "max_generation_len": 64},
+        "learner": {"learning_rate": 1e-30, "weight_decay": 0.0, "dtype": "float32"},
+    }
+    models.make_adapters(bench_config(**settings), directory, [1], seed=0)
+    return bench_config(**settings, lora={"initial_lora_path": str(directory / "v1")})
+
+
+def test_the_peers_updates_have_the_gradient_of_ours(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    config, rng = a_model(tmp_path), random.Random(0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    ours = REINFORCELearner(config, "cpu")
+    items, steps = [], []
+    for index in range(padded_update.ROWS + 3):
+        prompt, completion = letters(rng, rng.randint(20, 40)), letters(rng, rng.randint(4, 9))
+        prompt_ids, completion_ids = (np.array(tokenizer(text)["input_ids"], np.int32) for text in (prompt, completion))
+        item = TrainItem(
+            prompt_ids=prompt_ids,
+            completion_ids=completion_ids,
+            logprobs=ours.policy.score(prompt_ids, completion_ids)[0],
+            reward=rng.choice((-1.0, 0.5, 1.0)),
+            adapter_version=0,
+            trajectory=index,
+        )
+        items.append(item)
+        steps.append(reference_update.TextStep(prompt=prompt, completion=completion, advantage=item.reward))
+    policy = Policy(config, "cpu")
+    optimizer = torch.optim.AdamW(policy.parameters.values(), lr=1e-30)
+    settings = {"divisor": config.engine.max_generation_len, "gradient_clipping": 0.2}
+    padded = padded_update.update(policy, items, optimizer, **settings)
+    policy.model.eval()
+    reference = reference_update.update(policy, tokenizer, steps, optimizer, **settings)
+    norm = ours.update(items, version=1).metrics["policy_grad_norm"]
+    assert norm > 0
+    assert (padded, reference) == pytest.approx((norm, norm), rel=1e-3)

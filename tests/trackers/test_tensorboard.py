@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -121,27 +120,27 @@ def test_a_run_is_a_row_of_its_main_keys_with_what_it_won(tmp_path: Path) -> Non
     ]
 
 
-def test_charts_that_belong_together_find_the_names_that_a_run_logs() -> None:
-    charts = {chart.title: list(chart.multiline.tag) for part in layout(CONFIG).category for chart in part.chart}
-    assert isinstance(layout(CONFIG), layout_pb2.Layout)
-    logged = [WON, f"{WON} low", f"{WON} high", "evaluation-Nim-v0-train (scripted:random)/Win Rate"]
-    logged += [
-        "learner/loss",
-        "learner/policy_loss",
-        "learner/lossy",
-        "learner/staleness_mean",
-        "learner/staleness_max",
-    ]
+def test_charts_that_belong_together_find_the_names_that_a_run_logs(tmp_path: Path) -> None:
+    charts = {chart.title: chart for part in layout(CONFIG).category for chart in part.chart}
+    logged = ["learner/loss", "learner/policy_loss", "learner/lossy", "learner/staleness_mean", "learner/staleness_max"]
     logged += ["learner/mismatch_mean", "learner/mismatch_max", "learner/mismatch_tokens", "canary/mismatch"]
     found = {
-        title: [tag for tag in logged if any(re.match(pattern, tag) for pattern in patterns)]
-        for title, patterns in charts.items()
+        title: [tag for tag in logged if any(re.match(pattern, tag) for pattern in chart.multiline.tag)]
+        for title, chart in charts.items()
     }
-    assert found["Nim-v0-train, won against scripted:random, 95 %"] == logged[:3]
     assert found["loss"] == ["learner/loss", "learner/policy_loss"]
     assert found["staleness (updates)"] == ["learner/staleness_mean", "learner/staleness_max"]
     assert len(found["mismatch: |Δ log p| of engine and learner"]) == 3
     assert not any("Blackjack" in title for title in charts)  # nobody wins there
+    sink = TensorBoardSink(tmp_path)
+    sink.log(1, {WON: 0.5, f"{WON} low": 0.25, f"{WON} high": 0.75, WON.replace("checkpoint ", ""): 0.625})
+    sink.close()
+    (won,) = charts["Nim-v0-train, won against scripted:random, 95 %"].margin.series
+    tags = [won.value, won.lower, won.upper]
+    seen = events(tmp_path)
+    assert [float(make_ndarray(seen.Tensors(tag)[0].tensor_proto)) for tag in tags] == [0.5, 0.25, 0.75]
+    assert not any("(" in tag for tag in tags)  # TensorBoard draws no line for such a tag
+    assert len(seen.Tags()["tensors"]) == 4 + 3
 
 
 def item(length: int, logprob: float, reward: float) -> TrainItem:

@@ -53,6 +53,10 @@ HPARAMS = (
 """What the table of hyperparameters has a column for, besides the envs."""
 
 
+CHARTED = re.compile(r"evaluation-.* \(.*\)/(concurrent )?checkpoint Win Rate( low| high)?")
+"""Logged under a second name, too: see `charted`."""
+
+
 class TensorBoardSink:
     """Written at once and whole, not by a thread that a full disk ends."""
 
@@ -68,6 +72,8 @@ class TensorBoardSink:
         event = Event(wall_time=time.time(), step=step)
         for name, value in metrics.items():
             event.summary.MergeFrom(scalar_pb(name, value))
+            if CHARTED.fullmatch(name):
+                event.summary.MergeFrom(scalar_pb(charted(name), value))
         self._write(event)
 
     def log_histograms(self, step: int, histograms: Sequence[Histogram]) -> None:
@@ -110,11 +116,26 @@ def as_code(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
+def charted(name: str) -> str:
+    """A name for the custom scalars page, which draws no line for a tag with parentheses (TensorBoard 2.21)."""
+    return name.replace("(", "against ", 1).replace("(", "").replace(")", "")
+
+
 def layout(config: Config) -> layout_pb2.Layout:
     """Charts of the custom scalars page; tags are regular expressions there."""
-    # Three lines: the plugin's margin charts, which have a band for the interval, stay empty in TensorBoard 2.21.
     won = [
-        _lines(f"{env_id}, won against {opponent}, 95 %{meanwhile}", f"{re.escape(tag)} Win Rate( low| high)?")
+        layout_pb2.Chart(
+            title=f"{env_id}, won against {opponent}, 95 %{meanwhile}",
+            margin=layout_pb2.MarginChartContent(
+                series=[
+                    layout_pb2.MarginChartContent.Series(
+                        value=charted(f"{tag} Win Rate"),
+                        lower=charted(f"{tag} Win Rate low"),
+                        upper=charted(f"{tag} Win Rate high"),
+                    )
+                ]
+            ),
+        )
         for env_id, opponent, tag, meanwhile in _evaluations(config)
     ]
     won.append(_lines("training games won", "collection-.*/Win Rate"))
@@ -135,7 +156,7 @@ def layout(config: Config) -> layout_pb2.Layout:
         _lines("tokens/s", "run/tokens_per_s", "inference/.*/tok_s", "learner/tokens_per_s"),
         _lines("seconds an update waits, learns, publishes", "learner/(wait_for_batch_s|seconds|publish_s)"),
         _lines("requests", "inference/.*/(running|queued)"),
-        _lines("completion tokens a turn", "collection-.*/Response Length \\(token\\)"),
+        _lines("turns a game", "collection-.*/Game Length"),
     ]
     return layout_pb2.Layout(
         category=[

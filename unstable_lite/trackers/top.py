@@ -116,7 +116,7 @@ def draw(view: RunView, width: int, height: int, load: MachineLoad) -> Renderabl
     ]
     ladder = view.ladder()
     # Where there is little room, the figures and the ladder; then evaluations; then who met whom.
-    if room < 15:
+    if room < 13:
         left.update(of_envs[0] if of_envs else Panel(""))
         right.update(Panel(_ladder(ladder, inner, room - 2), title=_ladder_title(ladder), title_align="left"))
         return layout
@@ -126,7 +126,7 @@ def draw(view: RunView, width: int, height: int, load: MachineLoad) -> Renderabl
     learner = Panel(_figures(view, rows, inner), title="learner", title_align="left")
     of_learner = 2 + len(LEARNER)
     column = [Layout(panel, size=8) for panel in of_envs[: max(1, (room - of_learner - of_staleness) // 8)]]
-    column.append(Layout(learner, ratio=1, minimum_size=7))
+    column.append(Layout(learner, ratio=1, minimum_size=5))
     if has_staleness:
         panel = Panel(_figures(view, STALENESS, inner), title="staleness", title_align="left")
         column.append(Layout(panel, size=of_staleness))
