@@ -263,6 +263,7 @@ class Training:
 
     def _report(self, figures: dict[str, float], histograms: Sequence[Histogram]) -> None:
         """One line of metrics, and the alarms that follow from them."""
+        door = self.workers.door
         for engine in self.workers.engines.engines:
             group = f"inference/{engine.peer.name}"
             figures[f"{group}/queued"] = engine.stats.queued
@@ -283,7 +284,8 @@ class Training:
             "league/waits_for_adapter_slot": self.publisher.num_waits,
             "run/tokens_per_s": self._tokens_per_s(),
             "run/arena_bytes": self.arena.bytes_used(),
-            "transport/dropped_frames": self.workers.router.dropped_frames,
+            "transport/dropped_frames": self.workers.router.dropped_frames + (door.dropped_frames if door else 0),
+            "transport/refused_connections": door.refused if door else 0,
             **self.collector.seats.figures(),
             **self.loop_watch.figures(),
             "trueskill/current mu": rating.mu,

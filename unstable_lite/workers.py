@@ -55,6 +55,8 @@ class Workers(EngineWorkers):
     adapter_bytes: int
     """Size of one adapter, as the learner writes it."""
     router: Router
+    door: Door | None
+    """The router of workers on other machines."""
 
 
 @contextlib.asynccontextmanager
@@ -77,6 +79,7 @@ async def started_workers(plan: Plan, logs: Path, say: Callable[[str], None]) ->
             facts=facts["engine-0"],
             adapter_bytes=int(facts["learner"]["adapter_bytes"]),
             router=household.router,
+            door=household.door,
         )
 
 
@@ -142,7 +145,7 @@ class _Household:
         self._sockets = sockets
         self.processes: list[WorkerProcess] = []
         self.remote: list[RemoteWorker] = []
-        self._door: Door | None = None
+        self.door: Door | None = None
         self._plan = plan
         self._logs = logs
 
@@ -158,19 +161,19 @@ class _Household:
     def open_door(self) -> list[EngineClient]:
         """To workers on other machines, a place and a client for each that may come."""
         config, first = self._plan.config, len(self._plan.engine_devices)
-        self._door = Door(config.remote.bind, read_run_keys(config.remote.keys), config.remote.silence_s)
+        self.door = Door(config.remote.bind, read_run_keys(config.remote.keys), config.remote.silence_s)
         engines = []
         for index in range(first, first + config.remote.workers):
-            engine = EngineClient(self._door, f"engine-{index}", config.engine)
+            engine = EngineClient(self.door, f"engine-{index}", config.engine)
             engines.append(engine)
-            self.remote.append(RemoteWorker(self._door, engine.peer, config, engine.holds_already))
+            self.remote.append(RemoteWorker(self.door, engine.peer, config, engine.holds_already))
         return engines
 
     def close_door(self) -> None:
         for worker in self.remote:
             worker.stop()
-        if self._door is not None:
-            self._door.close()
+        if self.door is not None:
+            self.door.close()
 
     async def start_learner(self, peer: Peer) -> None:
         """Its rank 0 answers as `peer`."""
@@ -227,8 +230,8 @@ class _Household:
         has_engines = any(name.startswith("engine-") for name in names)
         engine = f" ({config.engine.kind}: {self._plan.engine_reason})" * has_engines
         say(f"waiting for {', '.join(names)}{engine}")
-        if self._door is not None:
-            say(f"{self._door.endpoint}: {len(self.remote)} places for workers on other machines")
+        if self.door is not None:
+            say(f"{self.door.endpoint}: {len(self.remote)} places for workers on other machines")
         facts = {}
         for name, process in zip(names, self.processes, strict=True):
             section = config.engine if name.startswith("engine-") else config.learner
