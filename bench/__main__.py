@@ -53,6 +53,7 @@ def main(
     small: Annotated[bool, typer.Option(help="Sizes of a smoke test.")] = False,
     profile: Annotated[bool, typer.Option(help="orchestrator: print what costs most.")] = False,
     simulate: Annotated[bool, typer.Option(help="scale: compute 1 to 1,024 engines, held against real ones.")] = False,
+    device: Annotated[str, typer.Option(help="learner: cpu or cuda.")] = "cpu",
 ) -> None:
     """Answer one question: how fast is it, against what it should be compared with?"""
     if name not in bench_names():
@@ -60,6 +61,8 @@ def main(
     for flag, is_given, owner in (("--profile", profile, "orchestrator"), ("--simulate", simulate, "scale")):
         if is_given and name != owner:
             raise typer.BadParameter(f"{flag} is for {owner}")
+    if device != "cpu" and name != "learner":
+        raise typer.BadParameter("--device is for learner")
     if accept and small:
         raise typer.BadParameter("--small measures nothing worth accepting")
     kind = f"{name}-simulated" if simulate else name
@@ -73,7 +76,14 @@ def main(
     if tolerance is None:
         tolerance = TOLERANCE if baseline is None else float(baseline.get("tolerance", TOLERANCE))
     options = Options(
-        seconds=seconds, rounds=rounds, minutes=minutes, seed=seed, small=small, profile=profile, simulate=simulate
+        seconds=seconds,
+        rounds=rounds,
+        minutes=minutes,
+        seed=seed,
+        small=small,
+        profile=profile,
+        simulate=simulate,
+        device=device,
     )
     console = Console(width=None if Console().is_terminal else 150)
     try:

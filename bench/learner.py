@@ -4,13 +4,17 @@ The other side is written from the reference's published design, given its token
 log-softmax over the full vocabulary at every position of the sequence, backward for each sample, and a model in
 evaluation mode, where gradient checkpointing does nothing. Same base, same adapter, same batch, same loss: both report
 the norm of their gradient, and the norms must agree.
+
+Beside it: the longest sequence that fits, the share of padding, what each option costs, and the share of the machine's
+arithmetic that is put to use.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +23,9 @@ import torch
 from torch.nn import functional as F
 
 from bench import models
+from bench.allocations import peak_bytes
 from bench.harness import (
+    MB,
     Failure,
     Options,
     Questioner,
@@ -33,10 +39,11 @@ from bench.harness import (
     forget_peak_memory,
     memory_mb,
 )
+from unstable_lite import memory
 from unstable_lite.config import Config
+from unstable_lite.learners import Learner, batching, load_learner
 from unstable_lite.learners.model import Policy
-from unstable_lite.learners.reinforce import REINFORCELearner
-from unstable_lite.types import TrainItem
+from unstable_lite.types import Logprobs, TokenIds, TrainItem
 from unstable_lite.workers import KEEP_MEMORY
 
 MODULE = "bench.learner"
@@ -51,15 +58,34 @@ SMALL: dict[str, dict[str, Any]] = {
     "tiny": {"items": 8, "prompt": (60, 80), "completion": (6, 10), "vocab_size": None},
     "151k vocabulary": {"items": 2, "prompt": (20, 30), "completion": (20, 30), "vocab_size": 20_000},
 }
+ON_A_GPU: dict[str, dict[str, Any]] = {
+    "0.6 billion parameters": {
+        "items": 32, "prompt": (300, 700), "completion": (100, 700), "vocab_size": 151_936, "body": "0.6B",
+    },
+}  # fmt: skip
+WIDE = "151k vocabulary"
+DEFAULT = "defaults"
+OPTIONS: dict[str, dict[str, Any]] = {
+    DEFAULT: {},
+    "no checkpointing": {"learner": {"activation_checkpointing": False, "gradient_checkpointing": False}},
+    **{f"logits of {n} tokens": {"learner": {"logits_chunk_tokens": n}} for n in (64, 256, 512, 1024)},
+    "float32 base": {"learner": {"dtype": "float32"}},
+    "bfloat16 base": {"learner": {"dtype": "bfloat16"}},
+    "KL to the base": {"learner": {"kl_coefficient": 0.1}},
+    "a2c": {"algorithm": "a2c"},
+    "ppo, 1 epoch": {"algorithm": "ppo", "learner": {"ppo_epochs": 1}},
+    "grpo, 1 epoch": {"algorithm": "grpo", "learner": {"ppo_epochs": 1}},
+}
+BUDGETS_GB = (2, 4)
 
 
 def run(options: Options) -> Report:
     report = Report(bench="learner", question="Tokens a second and memory of an update", options=options)
-    cases = SMALL if options.small else CASES
-    report.sizes = {**cases, "threads": cores()}
+    cases = (SMALL if options.small else CASES) | (ON_A_GPU if options.device != "cpu" and not options.small else {})
+    report.sizes = {**cases, "threads": cores(), "device": options.device}
     for case, sizes in cases.items():
         with tempfile.TemporaryDirectory() as name, Subjects() as subjects:
-            arguments = {"directory": name, "seed": options.seed, **sizes}
+            arguments = {"directory": name, "seed": options.seed, "device": options.device, **sizes}
             subjects.start(MODULE, kind="make", **arguments).close()
             sides = {
                 OURS: subjects.start_in(KEEP_MEMORY, MODULE, kind="ours", **arguments),
@@ -69,23 +95,93 @@ def run(options: Options) -> Report:
             report.sizes["dtype"] = sides[OURS].facts["dtype"]
             measures = {side: _tokens_per_s(subject, options.seconds) for side, subject in sides.items()}
             samples = alternate(measures, options)
-            told = {side: subject.measure(seconds=0.0) for side, subject in sides.items()}
-        is_wide = sizes["vocab_size"] is not None
-        speed = {side: report.add(f"{case}: {side}", "tokens/s", samples[side]) for side in sides}
-        report.add_ratio(
-            f"{case}: tokens/s, ours ÷ reference", speed[OURS], speed[REFERENCE], Target(bound="≥", value=3)
-        )
-        for what, key in (("update's peak memory", "update_mb"), ("peak memory of the process", "peak_mb")):
-            rows = {side: report.add(f"{case}: {side}, {what}", "MB", [told[side][key]]) for side in sides}
-            has_target = is_wide and key == "update_mb"
-            target = Target(bound="≤", value=1 / 3) if has_target else None
-            report.add_ratio(f"{case}: {what}, ours ÷ reference", rows[OURS], rows[REFERENCE], target)
+            told = {side: subject.measure(seconds=0.0, count=True) for side, subject in sides.items()}
+            _tell_sides(report, case, samples, told)
+            if case == WIDE:
+                longest = {side: subject.measure(longest=True, small=options.small) for side, subject in sides.items()}
+                _tell_longest(report, case, longest)
+            for side in sides.values():
+                side.close()
+            optional = subjects.start_in(KEEP_MEMORY, MODULE, kind="options", **arguments)
+            _tell_options(report, case, optional, options)
+    _tell_padding(report, options.seed)
     report.notes.append("ours keeps freed memory, as the learner of a run does (workers.KEEP_MEMORY)")
     report.notes.append(
-        "update's peak memory: resident memory at its highest, less what it was before the first update "
-        "(interpreter, libraries, weights); one fresh process each"
+        "update's peak memory: tensors at their most, counted by the allocator, less what there was before the update "
+        "(weights, moments); peak memory of the process: resident, interpreter and libraries included"
+    )
+    report.notes.append(
+        "share of peak: 4 operations a token for each weight of the decoder's layers, and for each of the head's where "
+        "a token is trained (forward, and backward through a frozen base; nothing for what is computed again), over "
+        "what a large product of matrices in the base's type reaches in the same process"
     )
     return report
+
+
+def _tell_sides(
+    report: Report, case: str, samples: Mapping[str, list[float]], told: Mapping[str, dict[str, Any]]
+) -> None:
+    speed = {side: report.add(f"{case}: {side}", "tokens/s", samples[side]) for side in told}
+    report.add_ratio(f"{case}: tokens/s, ours ÷ reference", speed[OURS], speed[REFERENCE], Target(bound="≥", value=3))
+    cpu = {
+        side: report.add(f"{case}: {side}, of processor time", "tokens/CPU s", [told[side]["tokens_per_cpu_s"]])
+        for side in told
+    }
+    report.add_ratio(f"{case}: tokens/CPU s, ours ÷ reference", cpu[OURS], cpu[REFERENCE])
+    for what, key in (("update's peak memory", "update_mb"), ("peak memory of the process", "peak_mb")):
+        rows = {side: report.add(f"{case}: {side}, {what}", "MB", [told[side][key]]) for side in told}
+        target = Target(bound="≤", value=1 / 3) if case == WIDE and key == "update_mb" else None
+        report.add_ratio(f"{case}: {what}, ours ÷ reference", rows[OURS], rows[REFERENCE], target)
+    for side in told:
+        report.add(f"{case}: {side}, share of peak", "", [told[side]["share_of_peak"]])
+
+
+def _tell_longest(report: Report, case: str, told: Mapping[str, dict[str, Any]]) -> None:
+    for budget_gb in BUDGETS_GB:
+        rows = {}
+        for side, fitting in told.items():
+            tokens = float(fitting[str(budget_gb)])
+            rows[side] = report.add(
+                f"{case}: {side}, longest sequence in {budget_gb} GB", "tokens", [tokens], fitting["how"]
+            )
+        report.add_ratio(f"{case}: longest sequence in {budget_gb} GB, ours ÷ reference", rows[OURS], rows[REFERENCE])
+
+
+def _tell_options(report: Report, case: str, subject: Subject, options: Options) -> None:
+    measures = {option: _tokens_per_s(subject, options.seconds, option=option) for option in OPTIONS}
+    samples = alternate(measures, options)
+    speed = {option: report.add(f"{case}, {option}", "tokens/s", samples[option]) for option in OPTIONS}
+    counted = {
+        option: report.add(
+            f"{case}, {option}: update's peak memory",
+            "MB",
+            [subject.measure(seconds=0.0, option=option, count=True)["update_mb"]],
+        )
+        for option in OPTIONS
+    }
+    for option in OPTIONS:
+        if option != DEFAULT:
+            report.add_ratio(f"{case}: tokens/s, {option} ÷ {DEFAULT}", speed[option], speed[DEFAULT])
+            report.add_ratio(f"{case}: update's peak memory, {option} ÷ {DEFAULT}", counted[option], counted[DEFAULT])
+
+
+def _tell_padding(report: Report, seed: int) -> None:
+    """Of batches as games make them: prompts grow turn by turn, answers are log-normal."""
+    rng = np.random.default_rng(seed)
+    limit = bench_config().learner.max_tokens_per_micro_batch
+    for num_items, median in ((384, 8), (384, 200), (384, 1000), (32, 200)):
+        lengths = (
+            150 + 40 * rng.integers(0, 12, num_items) + rng.lognormal(np.log(median), 0.8, num_items).clip(1, 4096)
+        )
+        items = [_item(np.zeros(int(n) - 1, np.int32), np.zeros(1, np.int32)) for n in lengths]
+        batches = batching.make_micro_batches(items, limit, None)
+        share = sum(batch.num_padding for batch in batches) / sum(batch.tokens_BT.numel() for batch in batches)
+        report.add_figure(
+            f"share of padding, {num_items} steps, answers of about {median} tokens, {len(batches)} micro-batches",
+            "",
+            [share],
+            Target(bound="≤", value=0.05),
+        )
 
 
 def _check_agreement(sides: dict[str, Subject]) -> None:
@@ -95,19 +191,21 @@ def _check_agreement(sides: dict[str, Subject]) -> None:
         raise Failure(f"the two sides do not compute the same update: gradient norms {ours:g} and {theirs:g}")
 
 
-def _tokens_per_s(subject: Subject, seconds: float) -> Callable[[], float]:
-    return lambda: float(subject.measure(seconds=seconds)["tokens_per_s"])
+def _tokens_per_s(subject: Subject, seconds: float, **request: Any) -> Callable[[], float]:
+    return lambda: float(subject.measure(seconds=seconds, **request)["tokens_per_s"])
 
 
 # --------------------------------------------------------------------------------------- subjects
 
 
-def config_of(directory: Path) -> Config:
+def config_of(directory: Path, algorithm: str = "reinforce", learner: Mapping[str, Any] | None = None) -> Config:
+    # No step moves the weights, so that every update of either side is the same one.
+    still = {"learning_rate": 1e-30, "critic_learning_rate": 1e-30, "weight_decay": 0.0, "importance_weight_cap": 2.0}
     return bench_config(
         model_name=str(directory / "model"),
+        algorithm=algorithm,
         engine={"temperature": 1.0, "max_generation_len": MAX_GENERATION_LEN},
-        # No step moves the weights, so that every update of either side is the same one.
-        learner={"learning_rate": 1e-30, "weight_decay": 0.0, "importance_weight_cap": 2.0},
+        learner={**still, **(learner or {})},
         lora={"initial_lora_path": str(directory / "v1") if (directory / "v1").is_dir() else None},
     )
 
@@ -117,7 +215,8 @@ def make(arguments: dict[str, Any]) -> None:
     if arguments["vocab_size"] is None:
         models.make_tiny(directory / "model", arguments["seed"])
     else:
-        models.make_wide_vocabulary(directory / "model", arguments["vocab_size"], arguments["seed"])
+        body = models.BODIES[arguments.get("body", "small")]
+        models.make_wide_vocabulary(directory / "model", arguments["vocab_size"], arguments["seed"], body)
     config = config_of(directory)
     models.make_adapters(config, directory, [1], arguments["seed"])
     np.savez(directory / "batch.npz", **_batch(arguments))
@@ -140,28 +239,37 @@ def items_of(arguments: dict[str, Any], policy: Policy) -> list[TrainItem]:
     for index, advantage in enumerate(columns["advantages"]):
         prompt_ids, completion_ids = columns[f"prompt{index}"], columns[f"completion{index}"]
         logprobs, _ = policy.score(prompt_ids, completion_ids)
-        items.append(
-            TrainItem(
-                prompt_ids=prompt_ids,
-                completion_ids=completion_ids,
-                logprobs=logprobs,
-                reward=float(advantage),
-                adapter_version=0,
-                trajectory=index,
-            )
-        )
+        items.append(_item(prompt_ids, completion_ids, logprobs, float(advantage), index))
     return items
+
+
+def _item(
+    prompt_ids: TokenIds,
+    completion_ids: TokenIds,
+    logprobs: Logprobs | None = None,
+    reward: float = 1.0,
+    trajectory: int = 0,
+) -> TrainItem:
+    return TrainItem(
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        logprobs=np.zeros(len(completion_ids), np.float32) if logprobs is None else logprobs,
+        reward=reward,
+        adapter_version=0,
+        trajectory=trajectory,
+    )
 
 
 def update_as_the_reference(policy: Policy, items: Sequence[TrainItem], optimizer: torch.optim.Optimizer) -> float:
     """One optimiser step; returns the gradient's norm before clipping."""
     for item in items:
         ids_T = torch.from_numpy(np.concatenate([item.prompt_ids, item.completion_ids]).astype(np.int64))
-        with torch.autocast("cpu", torch.bfloat16, enabled=policy.dtype == torch.bfloat16):
+        ids_T = ids_T.to(policy.device)
+        with torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.dtype == torch.bfloat16):
             logits_TV = policy.model(input_ids=ids_T[None], use_cache=False).logits[0, :-1]
         logp_TV = F.log_softmax(logits_TV.float(), dim=-1)
         logp_T = logp_TV.gather(-1, ids_T[1:, None]).squeeze(-1)
-        is_completion_T = torch.arange(1, len(ids_T)) >= len(item.prompt_ids)
+        is_completion_T = torch.arange(1, len(ids_T), device=policy.device) >= len(item.prompt_ids)
         loss = -item.reward * (logp_T * is_completion_T).sum() / MAX_GENERATION_LEN / len(items)
         loss.backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.clip_grad_norm_(list(policy.parameters.values()), 0.2)
@@ -170,45 +278,112 @@ def update_as_the_reference(policy: Policy, items: Sequence[TrainItem], optimize
     return norm.item()
 
 
+Update = Callable[[Sequence[TrainItem]], float]
+"""Returns the gradient's norm."""
+
+
 def measure(questioner: Questioner) -> None:
     torch.set_num_threads(cores())
     arguments = questioner.arguments
-    config = config_of(Path(arguments["directory"]))
-    if arguments["kind"] == "ours":
-        learner = REINFORCELearner(config, "cpu")
-        policy = learner.policy
+    directory, device = Path(arguments["directory"]), arguments["device"]
+    learners: dict[str, Learner] = {}
 
-        def update(items: Sequence[TrainItem]) -> float:
-            return learner.update(items, version=learner.version + 1).metrics["policy_grad_norm"]
-    else:
-        policy = Policy(config, "cpu")
-        policy.model.eval()
+    def learner_with(option: str) -> Learner:
+        if option not in learners:
+            learners[option] = load_learner(config_of(directory, **OPTIONS[option]), device)
+        return learners[option]
+
+    if arguments["kind"] == "reference":
+        policy = Policy(config_of(directory), device)
         optimizer = torch.optim.AdamW(policy.parameters.values(), lr=1e-30, weight_decay=0.0)
+    else:
+        policy = learner_with(DEFAULT).policy
 
-        def update(items: Sequence[TrainItem]) -> float:
-            return update_as_the_reference(policy, items, optimizer)
+    def update_with(option: str) -> Update:
+        if arguments["kind"] == "reference":
+            return lambda items: update_as_the_reference(policy, items, optimizer)
+        learner = learner_with(option)
+        return lambda items: learner.update(items, version=learner.version + 1).metrics["policy_grad_norm"]
 
     items = items_of(arguments, policy)
     if arguments["kind"] == "reference":
         policy.model.eval()  # scoring leaves it in training mode
-    num_tokens = sum(len(item.prompt_ids) + len(item.completion_ids) for item in items)
-    before_mb = memory_mb("now")
+    num_tokens = sum(map(batching.length, items))
+    peak_flops = _flops_per_s_of_a_large_product(policy)
     forget_peak_memory()
-    questioner.answer({"tokens": num_tokens, "before_mb": before_mb, "dtype": str(policy.dtype).removeprefix("torch.")})
+    questioner.answer({"tokens": num_tokens, "dtype": str(policy.dtype).removeprefix("torch.")})
     for request in questioner.requests():
-        updates, started, norm = 0, time.perf_counter(), 0.0
+        if request.get("longest"):
+            questioner.answer(longest_sequences(arguments, policy, update_with(DEFAULT), request["small"]))
+            continue
+        update = update_with(request.get("option", DEFAULT))
+        updates, started, cpu_started, norm = 0, time.perf_counter(), time.process_time(), 0.0
         while updates == 0 or time.perf_counter() - started < request["seconds"]:
             norm = update(items)
             updates += 1
-        peak_mb = memory_mb("peak")
+            if device != "cpu":
+                torch.cuda.synchronize(device)
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+        is_counted = request.get("count")
+        counted = {"update_mb": peak_bytes(partial(update, items), device) / MB} if is_counted else {}
         questioner.answer(
             {
-                "tokens_per_s": updates * num_tokens / (time.perf_counter() - started),
+                "tokens_per_s": updates * num_tokens / seconds,
+                "tokens_per_cpu_s": updates * num_tokens / cpu_seconds,
                 "grad_norm": norm,
-                "peak_mb": peak_mb,
-                "update_mb": peak_mb - before_mb,
+                "peak_mb": memory_mb("peak"),
+                "share_of_peak": updates * _flops_of(items, directory) / seconds / peak_flops,
+                **counted,
             }
         )
+
+
+def longest_sequences(arguments: dict[str, Any], policy: Policy, update: Update, is_small: bool) -> dict[str, Any]:
+    """Tokens of the longest sequence, half of it prompt, by gigabytes beside weights and moments."""
+
+    def counted(num_tokens: int) -> int:
+        half = np.arange(num_tokens // 2, dtype=np.int32) % policy.vocab_size
+        return peak_bytes(lambda: update([_item(half, half)]), arguments["device"])
+
+    config = config_of(Path(arguments["directory"]))
+    shape = memory.shape_of(config.model_name)
+    assert shape is not None
+    if arguments["kind"] == "ours":
+        needs = memory.learner_memory(shape, config.learner, config.lora, policy.dtype == torch.bfloat16)
+        still, size = needs.base + needs.adapter, 1024 if is_small else 8192
+        how = f"computed; of {size} tokens {(needs.total(size) - still) / MB:.0f} MB, counted {counted(size) / MB:.0f}"
+        return {"how": how} | {str(gb): needs.longest(still + int(gb * 1e9)) for gb in BUDGETS_GB}
+    sizes = (32, 64, 96) if is_small else (128, 256, 384)
+    peaks = [counted(size) for size in sizes]
+    slope = (peaks[2] - peaks[1]) / (sizes[2] - sizes[1])
+    start = peaks[2] - slope * sizes[2]
+    off = abs(start + slope * sizes[0] - peaks[0]) / peaks[0]
+    how = f"counted at {sizes} tokens, on a line ({off:.1%} off)"
+    return {"how": how} | {str(gb): int((gb * 1e9 - start) / slope) for gb in BUDGETS_GB}
+
+
+def _flops_of(items: Sequence[TrainItem], directory: Path) -> float:
+    """Of an update: see the note in `run`."""
+    shape = memory.shape_of(str(directory / "model"))
+    assert shape is not None
+    head = shape.vocab_size * shape.hidden
+    layers = shape.base_parameters - head * (1 if shape.is_tied else 2)
+    trained = sum(len(item.completion_ids) for item in items)
+    return 4.0 * (layers * sum(map(batching.length, items)) + head * trained)
+
+
+def _flops_per_s_of_a_large_product(policy: Policy) -> float:
+    size, times = (8192, 20) if policy.device.type == "cuda" else (1024, 4)
+    matrix = torch.randn(size, size, device=policy.device).to(policy.dtype)
+    for number in range(times + 1):
+        if number == 1:  # the first one warms up
+            if policy.device.type == "cuda":
+                torch.cuda.synchronize(policy.device)
+            started = time.perf_counter()
+        matrix @ matrix
+    if policy.device.type == "cuda":
+        torch.cuda.synchronize(policy.device)
+    return times * 2 * size**3 / (time.perf_counter() - started)
 
 
 if __name__ == "__main__":

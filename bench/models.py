@@ -6,7 +6,9 @@ With random weights a completion practically never ends early, so that every eng
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -44,19 +46,29 @@ def make_tiny(directory: Path, seed: int) -> Path:
     return _save_random(shape, directory, seed)
 
 
-def make_wide_vocabulary(directory: Path, vocab_size: int, seed: int) -> Path:
-    """A small body under a head as wide as Qwen3's: what a loss costs there is the logits."""
-    shape = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
+BODIES: dict[str, dict[str, Any]] = {
+    "small": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    },
+    "0.6B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
+
+
+def make_wide_vocabulary(directory: Path, vocab_size: int, seed: int, body: Mapping[str, Any]) -> Path:
+    """A body under a head as wide as Qwen3's: where the body is small, what a loss costs is the logits."""
+    shape = Qwen3Config(vocab_size=vocab_size, max_position_embeddings=8192, tie_word_embeddings=True, **body)
     return _save_random(shape, directory, seed)
 
 

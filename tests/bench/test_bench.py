@@ -106,7 +106,12 @@ def test_learner_bench_checks_that_both_sides_compute_one_gradient(results: Resu
     ratios = measured(result["ratios"])
     for case in ("tiny", "151k vocabulary"):
         assert ratios[f"{case}: tokens/s, ours ÷ reference"] > 0
-        assert f"{case}: update's peak memory, ours ÷ reference" in ratios
+        assert ratios[f"{case}: update's peak memory, a2c ÷ defaults"] > 0
+    assert ratios["151k vocabulary: update's peak memory, ours ÷ reference"] < 1
+    assert ratios["151k vocabulary: longest sequence in 2 GB, ours ÷ reference"] > 1
+    padding = [value for name, value in ratios.items() if name.startswith("share of padding")]
+    assert padding
+    assert all(share < 0.05 for share in padding)
 
 
 @pytest.mark.skipif(HAS_VLLM, reason="the test with vLLM covers this one too")
