@@ -69,6 +69,7 @@ BODIES: dict[str, dict[str, Any]] = {
 def make_wide_vocabulary(directory: Path, vocab_size: int, seed: int, body: Mapping[str, Any]) -> Path:
     """A body under a head as wide as Qwen3's: where the body is small, what a loss costs is the logits."""
     shape = Qwen3Config(vocab_size=vocab_size, max_position_embeddings=8192, tie_word_embeddings=True, **body)
+    _byte_tokenizer().save_pretrained(directory)
     return _save_random(shape, directory, seed)
 
 

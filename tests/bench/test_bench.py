@@ -104,9 +104,8 @@ def test_memory_bench_measures_few_and_many_games(results: Results) -> None:
 def test_learner_bench_checks_that_both_sides_compute_one_gradient(results: Results) -> None:
     result = results("learner")
     ratios = measured(result["ratios"])
-    for case in ("tiny", "151k vocabulary"):
-        assert ratios[f"{case}: tokens/s, ours ÷ reference"] > 0
-        assert ratios[f"{case}: update's peak memory, a2c ÷ defaults"] > 0
+    assert ratios["151k vocabulary: tokens/s, ours ÷ reference"] > 0
+    assert ratios["151k vocabulary: update's peak memory, a2c ÷ defaults"] > 0
     assert ratios["151k vocabulary: update's peak memory, ours ÷ reference"] < 1
     assert ratios["151k vocabulary: longest sequence in 2 GB, ours ÷ reference"] > 1
     padding = [value for name, value in ratios.items() if name.startswith("share of padding")]
