@@ -89,7 +89,10 @@ class RemoteEngine:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | visible,
+                env=os.environ
+                | {"PYTHONPATH": os.pathsep.join(sys.path)}
+                | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+                | visible,
             )
         assert self.process.stdin is not None
         self.process.stdin.write(engine_spec(endpoint, device, **engine).to_line().encode())

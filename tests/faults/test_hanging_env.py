@@ -85,7 +85,7 @@ def test_what_breaks_a_call_off_falls_into_that_call_and_nowhere_else(in_a_threa
         with hang_guard(0.008):
             for _ in range(150):
                 try:
-                    environment.step(str(chance.uniform(0.008, 0.012)))
+                    environment.step(str(chance.uniform(0.008, 0.02)))
                     ended.add(True)
                 except EnvError:
                     ended.add(False)

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +230,7 @@ def test_an_update_that_was_made_but_not_told_is_told_and_not_made_again(config:
     (tmp_path / "v1" / "adapter_model.safetensors").rename(tmp_path / "aside")
     (tmp_path / "v1" / "adapter_config.json").unlink()
     (tmp_path / "v1").rmdir()
-    assert second.answer(update(1)) == told
+    assert second.answer(update(1)) == replace(told, histograms=())
     assert all(torch.equal(tensor, weights(tmp_path / "v1")[name]) for name, tensor in made.items())
     after: Any = second.answer(update(2))
     assert after.metrics["step"] == 2

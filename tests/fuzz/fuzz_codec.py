@@ -53,7 +53,15 @@ def seeds() -> list[bytes]:
 
 
 def _example(hint: Any) -> Any:
-    plain: dict[Any, Any] = {int: 7, float: 0.5, str: "text", bool: True, str | None: None, int | None: 3}
+    plain: dict[Any, Any] = {
+        int: 7,
+        float: 0.5,
+        str: "text",
+        bytes: b"bytes",
+        bool: True,
+        str | None: None,
+        int | None: 3,
+    }
     if hint == TokenIds:
         return np.array([1, 2], np.int32)
     if hint == Logprobs:

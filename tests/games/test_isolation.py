@@ -49,14 +49,23 @@ async def play(environment: GameEnvironment, seed: int, pause_s: float = 0.0) ->
     return seen
 
 
+def own_children() -> list[psutil.Process]:
+    """Processes that envs live in; other tests' servers may be children of the same process."""
+    return [child for child in psutil.Process().children() if child.pid not in _others]
+
+
+_others: set[int] = set()
+
+
 @pytest.fixture
 async def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Environments]:
     """Two processes, in which Nim knows three odd moves."""
+    _others.update(child.pid for child in psutil.Process().children())
     monkeypatch.setattr(isolation, "MODULE", "odd_env_process")
     monkeypatch.setattr(isolation, "MOST_PROCESSES", 2)
     async with opened_environments(tmp_path, LIMIT_S) as opened:
         yield opened
-    assert not psutil.Process().children(recursive=True)
+    assert not own_children()
 
 
 async def test_a_game_is_the_same_in_a_process_of_its_own(environments: Environments) -> None:
@@ -73,7 +82,7 @@ async def test_games_whose_process_dies_are_played_again_to_where_they_were(envi
     playing = [asyncio.create_task(play(env, seed, pause_s=0.05)) for seed, env in enumerate(made)]
     for _ in range(2):
         await asyncio.sleep(0.12)
-        for child in psutil.Process().children():
+        for child in own_children():
             os.kill(child.pid, signal.SIGKILL)
     ended = await asyncio.gather(*playing, return_exceptions=True)
     broken = [one for one in ended if isinstance(one, EnvError)]  # in whose call a process was killed
@@ -120,6 +129,6 @@ async def test_envs_live_here_unless_they_are_known_to_loop_or_slow_to_reset(env
     ]
     assert is_isolated("Sokoban-v0-train", 1)
     await environments.make(game("Nim-v0-train", 2, 0, isolated=None))
-    assert not psutil.Process().children()
+    assert not own_children()
     await environments.make(game("PublicGoodsGame-v0-train", 3, 0, isolated=None))
-    assert len(psutil.Process().children()) == 2
+    assert len(own_children()) == 2

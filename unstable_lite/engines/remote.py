@@ -63,6 +63,7 @@ class Link:
     def __init__(self, endpoint: str, keys: WorkerKeys) -> None:
         self.endpoint = endpoint
         self.is_connected = False
+        self._is_cut = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
@@ -85,9 +86,10 @@ class Link:
     def receive(self, wait_s: float) -> list[Message]:
         """Everything that has arrived, after waiting up to `wait_s` for something to arrive.
 
-        Raises LinkLost; UnstableError where the run does not admit this worker.
+        Raises LinkLost once there is nothing more; UnstableError where the run does not admit this worker.
         """
-        self._poller.poll(int(wait_s * 1000))
+        if not self._is_cut:
+            self._poller.poll(int(wait_s * 1000))
         messages: list[Message] = []
         while True:
             try:
@@ -97,6 +99,8 @@ class Link:
             except ProtocolError as error:
                 raise UnstableError(f"{self.endpoint}: {error}; worker and run must be of one unstable_lite") from error
         self._look_at_events()
+        if self._is_cut and not messages:
+            raise LinkLost("the link is cut")
         if any(isinstance(message, Rejoin) for message in messages):
             raise LinkLost("the run had given this worker up")
         return [message for message in messages if not isinstance(message, Alive)]
@@ -121,8 +125,7 @@ class Link:
                     "public key must be among the run's admitted ones when it starts"
                 )
             elif self.is_connected:
-                self.is_connected = False
-                raise LinkLost("the link is cut")
+                self.is_connected, self._is_cut = False, True
 
 
 class FetchingSocket:

@@ -362,7 +362,7 @@ def probe(env_id: str, num_players: int) -> EnvFacts:
     try:
         if module:
             importlib.import_module(module)
-    except (ImportError, ValueError, SyntaxError) as failure:
+    except (ImportError, ValueError, TypeError, SyntaxError) as failure:
         return EnvFacts(f"cannot import {module!r}: {failure}")
     known = env_ids()
     if registered_id not in known:
