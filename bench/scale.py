@@ -225,7 +225,7 @@ def _outcome(number: int, answers: str, ranks: int | None, turn_s: float, option
         cycle_s = batch_size * (PROMPT_TOKENS + mean) * learner.token_s + learner.publish_seconds(number)
         warm_up_s, seconds = max(game_s, 3 * cycle_s), max(game_s, 6 * cycle_s)
     if options.small:
-        warm_up_s, seconds = 1.0, 5.0
+        warm_up_s, seconds = 1.0, game_s / 2  # some turns of the longest answers
     setup = Setup(
         engines=number,
         latency=GPU,

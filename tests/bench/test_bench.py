@@ -152,7 +152,8 @@ def test_faults_bench_strikes_with_every_kind_and_loses_no_game(results: Results
     assert len(kinds) == 8
     assert rows["faults injected"] == rows["faults survived"] == 8
     assert rows["games played"] > 100
-    assert set(figures.values()) == {0.0}, result["notes"]
+    # Below nothing: at the beginning something was there that ended by itself.
+    assert max(figures.values()) <= 0, (figures, result["notes"])
 
 
 def test_a_result_is_compared_with_an_earlier_one_of_the_same_bench(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_a_stop_string_ends_a_completion_and_is_cut_from_its_text(engine: Engine
 
 def test_a_stop_string_that_is_a_special_token_ends_a_completion_and_is_kept_as_its_last_token(engine: Engine) -> None:
     pad_id, remote = 0, engine.remote
-    requests = [remote.request(p, temperature=1.5, max_tokens=40, stop=("<|pad|>", "never met")) for p in prompts(60)]
+    requests = [remote.request(p, temperature=1.5, max_tokens=40, stop=("<|pad|>", "never met")) for p in prompts(160)]
     generations = remote.generate(*requests)
     ended = [g for g in generations if g.completion_ids[-1] == pad_id]
     assert ended and all(g.finish_reason == "stop" and "<|pad|>" not in g.text for g in ended)
