@@ -17,8 +17,8 @@ import psutil
 START_TIMEOUT_S = 400.0
 
 LORA = ("--enable-lora", "--max-loras", "64", "--max-lora-rank", "16", "--logprobs-mode", "processed_logprobs")
-"""More slots than our tests load adapters: on the CPU vLLM 0.32 computes rows without an adapter with the last slot, and
-a slot keeps what was unloaded until another adapter takes it."""
+"""More slots than our tests load adapters: on the CPU vLLM 0.32 computes rows without an adapter with the last slot,
+and a slot keeps what was unloaded until another adapter takes it."""
 WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
 """vLLM 0.32 on the CPU dies of a request with a seed whose prompt is cut."""
 
