@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import runs
+from bench.allocations import peak_bytes
 from unstable_lite import memory
 from unstable_lite.config import Config, EngineConfig, LearnerConfig, LoraConfig
 from unstable_lite.learners import batching
@@ -21,19 +20,6 @@ from unstable_lite.types import TrainItem
 GPUS = Path(__file__).parents[2] / "docs" / "gpus.md"
 WIDE = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 DEEP = {"hidden_size": 96, "intermediate_size": 384, "num_attention_heads": 6, "num_key_value_heads": 3}
-
-
-def peak_bytes(function: Callable[[], None]) -> int:
-    """The most that is allocated at once while `function` runs, on top of what was there."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
-    assert profile.profiler is not None
-    now = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
 
 
 def make_policy(directory: Path, shape: dict[str, int], layers: int, vocab_size: int, **learner: Any) -> Policy:

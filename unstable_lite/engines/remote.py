@@ -23,16 +23,14 @@ from zmq.utils.monitor import parse_monitor_message
 from unstable_lite.config import Config
 from unstable_lite.engines.engine import Engine, load_engine
 from unstable_lite.engines.worker import serve
-from unstable_lite.errors import MEMORY_ADVICE, ProtocolError, UnstableError, is_out_of_memory
+from unstable_lite.errors import ProtocolError, UnstableError
 from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas
-from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.child import WorkerSocket, WorkerSpec, last_words
 from unstable_lite.transport.door import REFUSALS
 from unstable_lite.transport.keys import WorkerKeys
 from unstable_lite.transport.messages import (
-    MAX_FRAME_BYTES,
     AdapterPart,
     Alive,
-    Crashed,
     Done,
     Failed,
     FetchAdapter,
@@ -44,8 +42,6 @@ from unstable_lite.transport.messages import (
     Stop,
     UnloadAdapter,
     Welcome,
-    decode,
-    encode,
 )
 
 LOOK_EVERY_S = 1.0
@@ -57,20 +53,18 @@ class LinkLost(Exception):
     """Nothing more comes or goes over this connection; why is in the message."""
 
 
-class Link:
+class Link(WorkerSocket):
     """One connection to the run, from its making to the moment when it is lost."""
 
     def __init__(self, endpoint: str, keys: WorkerKeys) -> None:
         self.endpoint = endpoint
         self.is_connected = False
         self._is_cut = False
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._keys = keys
+        super().__init__(endpoint, identity=uuid.uuid4().hex)
+
+    def _secure(self) -> None:
+        keys = self._keys
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, SILENT_MS // 5)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
         self._socket.curve_serverkey = keys.run_public
@@ -81,7 +75,6 @@ class Link:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self._socket.connect(endpoint)
 
     def receive(self, wait_s: float) -> list[Message]:
         """Everything that has arrived, after waiting up to `wait_s` for something to arrive.
@@ -90,25 +83,16 @@ class Link:
         """
         if not self._is_cut:
             self._poller.poll(int(wait_s * 1000))
-        messages: list[Message] = []
-        while True:
-            try:
-                messages += decode(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                break
-            except ProtocolError as error:
-                raise UnstableError(f"{self.endpoint}: {error}; worker and run must be of one unstable_lite") from error
+        try:
+            messages = self._arrived()
+        except ProtocolError as error:
+            raise UnstableError(f"{self.endpoint}: {error}; worker and run must be of one unstable_lite") from error
         self._look_at_events()
         if self._is_cut and not messages:
             raise LinkLost("the link is cut")
         if any(isinstance(message, Rejoin) for message in messages):
             raise LinkLost("the run had given this worker up")
         return [message for message in messages if not isinstance(message, Alive)]
-
-    def send(self, *messages: Message) -> None:
-        """All of `messages` in one frame; does not block."""
-        if messages:
-            self._socket.send(encode(messages))
 
     def close(self) -> None:
         self._socket.disable_monitor()
@@ -230,10 +214,8 @@ def work(
             except LinkLost as lost:
                 say(f"{lost}; connecting again")
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                if is_out_of_memory(error):
-                    reason += f"\n(out of memory: {MEMORY_ADVICE})"
-                link.send(Crashed(error=reason, is_final=False))
+                if link.is_connected:  # to a run that refuses it nothing can be sent, and trying would block
+                    link.send(last_words(error))
                 raise
             finally:
                 link.close()

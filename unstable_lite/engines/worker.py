@@ -42,15 +42,11 @@ class Socket(Protocol):
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     engine = load_engine(spec)
     try:
-        _serve(engine, socket)
+        socket.send(Ready(facts=engine.facts))
+        serve(engine, socket)
     finally:
         # Only an engine that holds something outside of its process has it.
         getattr(engine, "close", lambda: None)()
-
-
-def _serve(engine: Engine, socket: WorkerSocket) -> None:
-    socket.send(Ready(facts=engine.facts))
-    serve(engine, socket)
 
 
 def serve(engine: Engine, socket: Socket) -> None:

@@ -58,26 +58,31 @@ class WorkerSpec:
 class WorkerSocket:
     """A DEALER that speaks messages instead of bytes."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, endpoint: str, identity: str) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, (spec.identity or spec.name).encode())
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.connect(spec.endpoint)
+        self._secure()
+        self._socket.connect(endpoint)
+
+    def _secure(self) -> None:
+        """Before the socket is connected. Only its owner reaches an ipc endpoint in a private directory."""
 
     def receive(self, wait_s: float) -> list[Message]:
         """Everything that has arrived, after waiting up to `wait_s` for something to arrive."""
+        return self._arrived() if self._socket.poll(int(wait_s * 1000)) else []
+
+    def _arrived(self) -> list[Message]:
         messages: list[Message] = []
-        if self._socket.poll(int(wait_s * 1000)):
-            while True:
-                try:
-                    messages += decode(self._socket.recv(zmq.NOBLOCK))
-                except zmq.Again:
-                    break
-        return messages
+        while True:
+            try:
+                messages += decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return messages
 
     def send(self, *messages: Message) -> None:
         """All of `messages` in one frame; does not block."""
@@ -96,19 +101,24 @@ def run_worker(module: str) -> None:
     spec = WorkerSpec(**json.loads(sys.stdin.readline()))
     faulthandler.register(DUMP_STACKS, all_threads=True)
     threading.Thread(target=_exit_when_orphaned, daemon=True).start()
-    socket = WorkerSocket(spec)
+    socket = WorkerSocket(spec.endpoint, spec.identity or spec.name)
     try:
         importlib.import_module(module).main(spec, socket)
     except Exception as error:
         with contextlib.suppress(OSError):  # its log may be on a full disk
             traceback.print_exc()
-        reason = f"{type(error).__name__}: {error}"
-        if is_out_of_memory(error):
-            reason += f"\n(out of memory: {MEMORY_ADVICE})"
-        socket.send(Crashed(error=reason, is_final=isinstance(error, UnstableError)))
+        socket.send(last_words(error))
         socket.close()
         sys.exit(1)
     socket.close()
+
+
+def last_words(error: Exception) -> Crashed:
+    """Of a worker that ends with `error`."""
+    reason = f"{type(error).__name__}: {error}"
+    if is_out_of_memory(error):
+        reason += f"\n(out of memory: {MEMORY_ADVICE})"
+    return Crashed(error=reason, is_final=isinstance(error, UnstableError))
 
 
 def _exit_when_orphaned() -> None:
