@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unstable_lite.errors import UnstableError
-from unstable_lite.trackers.records import RecordLog, read_part, read_records, write_whole
+from unstable_lite.trackers.records import RecordLog, read_part, read_records, to_line, write_whole
 
 
 def numbers(path: Path) -> list[int]:
@@ -82,9 +82,16 @@ def test_a_broken_line_in_the_middle_is_an_error_that_says_where(tmp_path: Path)
         numbers(path)
 
 
-def test_what_json_does_not_know_is_written_all_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "written"), [("all well", "all well"), ("half \ud83d a pair", "half ? a pair")])
+def test_what_json_does_not_know_is_written_all_the_same(tmp_path: Path, text: str, written: str) -> None:
     path = tmp_path / "step.jsonl.gz"
-    write_whole(path, [{"a": np.float32(0.5), "b": {1: np.int64(2)}, "c": {3}, "d": "half \ud83d a pair"}])
-    assert list(read_part(path)) == [{"a": 0.5, "b": {"1": 2}, "c": "{3}", "d": "half ? a pair"}]
+    notes = {"a": np.float32(0.5), "b": {1: np.int64(2), 2: np.float64(3)}, "c": {4}, "d": range(2), "e": 1 << 70}
+    write_whole(path, [notes | {"text": text}])
+    read = {"a": 0.5, "b": {"1": 2, "2": 3.0}, "c": [4], "d": "range(0, 2)", "e": 1 << 70}
+    assert list(read_part(path)) == [read | {"text": written}]
     assert [file.name for file in tmp_path.iterdir()] == ["step.jsonl.gz"]
     assert json.loads(gzip.decompress(path.read_bytes()))
+
+
+def test_a_number_that_is_not_finite_is_null() -> None:
+    assert to_line({"x": float("nan"), "y": float("-inf")}) == b'{"x":null,"y":null}\n'

@@ -547,7 +547,7 @@ def test_ten_thousand_games_are_paged_and_found(tmp_path: Path, opened: Opened) 
     template = (write_run(tmp_path / "one", [GAMES[9]]) / "games.jsonl").read_text()
     with (run / "games.jsonl").open("w") as file:
         file.writelines(
-            template.replace('"game_idx": 9,', f'"game_idx": {number},').replace("board of game 9", f"board {number}")
+            template.replace('"game_idx":9,', f'"game_idx":{number},').replace("board of game 9", f"board {number}")
             for number in range(10_000)
         )
     sampled = write_report([run], tmp_path / "sampled.html")
