@@ -150,7 +150,7 @@ class Handoff:
         clock.append(time.perf_counter())
         canary = await self._engine.generate(self._prompt(), version, seed=CANARY_SEED, max_tokens=CANARY_TOKENS)
         clock.append(time.perf_counter())
-        await self._learner.score(canary)
+        await self._learner.score([canary])
         clock.append(time.perf_counter())
         await self._engine.generate(self._prompt(), version, max_tokens=1)
         clock.append(time.perf_counter())

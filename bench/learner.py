@@ -15,6 +15,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from unstable_lite import memory
 from unstable_lite.config import Config
 from unstable_lite.learners import Learner, batching, load_learner
 from unstable_lite.learners.model import Policy
-from unstable_lite.types import Logprobs, TokenIds, TrainItem
+from unstable_lite.types import TokenIds, TrainItem
 from unstable_lite.workers import KEEP_MEMORY
 
 MODULE = "bench.learner"
@@ -258,22 +259,21 @@ def items_of(arguments: dict[str, Any], policy: Policy) -> list[TrainItem]:
     items = []
     for index, advantage in enumerate(columns["advantages"]):
         prompt_ids, completion_ids = columns[f"prompt{index}"], columns[f"completion{index}"]
-        logprobs, _ = policy.score(prompt_ids, completion_ids)
-        items.append(_item(prompt_ids, completion_ids, logprobs, float(advantage), index))
+        item = _item(prompt_ids, completion_ids, float(advantage), index)
+        items.append(replace(item, logprobs=policy.score([item])[0].adapter))
     return items
 
 
 def _item(
     prompt_ids: TokenIds,
     completion_ids: TokenIds,
-    logprobs: Logprobs | None = None,
     reward: float = 1.0,
     trajectory: int = 0,
 ) -> TrainItem:
     return TrainItem(
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
-        logprobs=np.zeros(len(completion_ids), np.float32) if logprobs is None else logprobs,
+        logprobs=np.zeros(len(completion_ids), np.float32),
         reward=reward,
         adapter_version=0,
         trajectory=trajectory,

@@ -48,7 +48,7 @@ from bench.plot import Chart, to_svg
 from bench.simulation import LearnerCosts, Outcome, Setup, Simulation
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
-from unstable_lite.publisher import CANARIES
+from unstable_lite.publisher import CANARIES, CANARY_TOKENS
 from unstable_lite.transport.messages import Generate, Generated, encode
 from unstable_lite.types import Generation
 
@@ -130,21 +130,24 @@ SIMULATED = tuple(2**power for power in range(11))
 GPU = Latency(step_s=0.015, row_s=0.0001, prompt_token_s=0.00002, slots=64)
 ASSUMED = (
     "assumed, nobody measured it: engines that take 15 ms a step + 0.1 ms a running request + 0.02 ms a prompt token, "
-    "64 at once; a learner of 40,000 tokens/s a rank, an adapter loaded in 50 ms, a canary in 0.3 s, scored in 20 ms; "
-    "change them in bench/scale.py (GPU, LEARNER) to what yours take"
+    "64 at once; a learner of 40,000 tokens/s a rank, an adapter loaded in 50 ms, a canary in 0.3 s, all of them "
+    "scored in 20 ms + 2/3 of what training their tokens takes one rank; change them in bench/scale.py (GPU, LEARNER) "
+    "to what yours take"
 )
+PROMPT_TOKENS = 400
 LEARNER = LearnerCosts(
     batch_size=384,
     token_s=1 / 40_000,
     load_s=0.05,
     canary_s=0.3,
     score_s=0.02,
+    scored_token_s=2 / 3 / 40_000,  # two passes forward; training makes one, and one backward, which takes two
     canaries=CANARIES,
+    canary_tokens=PROMPT_TOKENS + CANARY_TOKENS,
     buffer_size=768,
     max_staleness=8,
 )
 SHORT, LONG = "answers of 100 tokens", "answers of 1,000 tokens"
-PROMPT_TOKENS = 400
 MEAN_NEW = {SHORT: 100, LONG: 1000}
 TURNS_PER_GAME = 8
 GAMES_PER_SLOT = 1.25

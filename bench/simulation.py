@@ -36,13 +36,19 @@ class LearnerCosts:
     canary_s: float
     """From a loaded adapter to the canary's last token."""
     score_s: float
-    """The learner's time for one canary; each engine has `CANARIES`, and the learner scores them one by one."""
+    """The learner's time for a request to score, however little it is."""
+    scored_token_s: float
+    """And for each token of the canaries, of which every engine has `CANARIES`: one rank scores them all, in one go.
+    What several engines say alike is scored once, which is left out: that no two do is the worst there is."""
     canaries: int
+    canary_tokens: int
+    """Of one canary, prompt and answer."""
     buffer_size: int
     max_staleness: int
 
     def publish_seconds(self, engines: int) -> float:
-        return self.load_s + self.canary_s + engines * self.canaries * self.score_s
+        scored = engines * self.canaries * self.canary_tokens
+        return self.load_s + self.canary_s + self.score_s + scored * self.scored_token_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

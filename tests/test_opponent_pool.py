@@ -6,6 +6,7 @@ import asyncio
 import random
 import shutil
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,13 @@ from unstable_lite.engines.scripted import LOGPROB, ScriptedEngine
 from unstable_lite.errors import AdapterError, RequestError
 from unstable_lite.league.model_registry import ModelRegistry, Rating
 from unstable_lite.opponent_pool import FIRST_RETURNED_VERSION, OpponentPool
-from unstable_lite.publisher import Publisher
+from unstable_lite.publisher import CANARIES, CANARY_SEED, Publisher
 from unstable_lite.transport.adapters import AdapterArena
 from unstable_lite.transport.child import WorkerSpec
-from unstable_lite.transport.messages import Generate, Scored
-from unstable_lite.types import Generation
+from unstable_lite.transport.messages import Generate
+from unstable_lite.types import Generation, LearnerLogprobs
 
+CANARY_SEEDS = range(CANARY_SEED, CANARY_SEED + CANARIES)
 CONFIG = {
     "engine": {"kind": "scripted", "replies": ["a", "bb", "ccc"], "max_model_len": 64},
     "train_envs": [{"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 1}],
@@ -38,15 +40,19 @@ class LocalEngine:
     def __init__(self, name: str, max_loras: int) -> None:
         config = Config.model_validate({**CONFIG, "engine": {**CONFIG["engine"], "max_loras": max_loras}})  # type: ignore[dict-item]
         spec = WorkerSpec(name=name, endpoint="", device="cpu", threads=1, config_json=config.model_dump_json())
-        self.peer = SimpleNamespace(name=name)
+        self.peer = SimpleNamespace(name=name, take_back=lambda: None)
+        self.at_once = self.most_at_once = 0
+        """Requests."""
         self.loaded: dict[int, bytes] = {}
         self.most_loaded = 0
         self.loading = asyncio.Event()
         self.loading.set()
         self.lie: float = 0.0
         """Added to the log-probabilities of what came back."""
+        self.lies_about = FIRST_RETURNED_VERSION
+        """And of every adapter that is later."""
         self.is_up = True
-        self._engine = ScriptedEngine(spec)
+        self._spec, self._engine = spec, ScriptedEngine(spec)
 
     @property
     def adapters(self) -> set[int]:
@@ -67,8 +73,15 @@ class LocalEngine:
             self._engine.unload_adapter(version)
             del self.loaded[version]
 
+    def start_again(self) -> None:
+        self._engine = ScriptedEngine(self._spec)
+        self.loaded, self.most_at_once = {}, 0
+
     async def generate(self, prompt: str, version: int, *, seed: int, max_tokens: int) -> Generation:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(0)
+        self.at_once -= 1
         request = Generate(
             request_id=0,
             prompt=prompt,
@@ -81,17 +94,22 @@ class LocalEngine:
         )
         self._engine.add_request(request)
         (done,) = self._engine.step()
-        lie = np.float32(self.lie if version >= FIRST_RETURNED_VERSION else 0.0)
+        lie = np.float32(self.lie if version >= self.lies_about else 0.0)
         return replace(done.generation, logprobs=done.generation.logprobs + lie)
 
 
 class LocalLearner:
     """Agrees with the scripted engine, and finds the base as far off as it is told."""
 
-    async def score(self, generation: Generation) -> Scored:
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        """How many completions each time."""
+
+    async def score(self, generations: Sequence[Generation]) -> list[LearnerLogprobs]:
         await asyncio.sleep(0)
-        same = np.full(len(generation.completion_ids), LOGPROB, np.float32)
-        return Scored(request_id=0, adapter_logprobs=same, base_logprobs=same - np.float32(0.05))
+        self.asked.append(len(generations))
+        same = [np.full(len(generation.completion_ids), LOGPROB, np.float32) for generation in generations]
+        return [LearnerLogprobs(adapter=one, base=one - np.float32(0.05)) for one in same]
 
 
 class League:
@@ -103,9 +121,10 @@ class League:
         self.engines: Any = EnginePool(local)  # type: ignore[arg-type]
         self.arena = AdapterArena("pool", tmp_path, bytes_needed=1 << 60)
         self.registry = ModelRegistry()
+        self.learner = LocalLearner()
         self.publisher = Publisher(
             self.engines,
-            LocalLearner(),  # type: ignore[arg-type]
+            self.learner,  # type: ignore[arg-type]
             self.arena,
             "p",
             self.max_loras,
@@ -188,6 +207,33 @@ async def a_league_of(tmp_path: Path, updates: int, size: int, **options: Any) -
         await league.update()
         await league.settle()
     return league
+
+
+async def test_the_learner_is_asked_once_for_the_canaries_of_all_engines_and_once_for_each_answer(
+    tmp_path: Path,
+) -> None:
+    league = League(tmp_path, 3, engines=5)
+    said = [await league.engines.engines[0].generate("p", 0, seed=s, max_tokens=16) for s in CANARY_SEEDS]
+    distinct = len({generation.text for generation in said})
+    await league.update()
+    await league.update()
+    assert league.learner.asked == [distinct, distinct]
+    assert [engine.most_at_once for engine in league.engines.engines] == [CANARIES] * 5
+    await league.close()
+
+
+async def test_an_engine_that_is_there_again_is_asked_everything_at_once(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 3, size=3, engines=2)
+    engine = league.engines.engines[1]
+    engine.start_again()
+    await league.publisher.restore(engine)
+    assert set(engine.loaded) == {1, 2, 3}
+    assert engine.most_at_once == 3 * CANARIES
+    engine.start_again()
+    engine.lie, engine.lies_about = 0.5, 3
+    with pytest.raises(AdapterError, match="engine-1 does not answer as it once did"):
+        await league.publisher.restore(engine)
+    await league.close()
 
 
 async def test_the_newest_are_active_and_no_more_than_the_pool_holds(tmp_path: Path) -> None:

@@ -1,20 +1,20 @@
 """From a written adapter to one that games may ask for: load on every engine, canary, offer; and back again.
 
 The canary: each engine samples a few tokens of a fixed prompt with the new adapter, and the learner scores those very
-tokens. They must agree, and be nearer to the adapter than to the base wherever the learner can tell the two apart.
-The learner holds only the newest adapter. One that comes back, or that an engine is given which died and is there
-again, is held against what engines said with it, to the same prompt and seeds, when it was the newest.
+tokens, of all engines in one go. They must agree, and be nearer to the adapter than to the base wherever the learner
+can tell the two apart. The learner holds only the newest adapter. One that comes back, or that an engine is given which
+died and is there again, is held against what engines said with it, to the same prompt and seeds, when it was the
+newest.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,9 @@ from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.errors import AdapterError, RequestError, WorkerDied
 from unstable_lite.learners.client import LearnerClient
 from unstable_lite.transport.adapters import AdapterArena
-from unstable_lite.types import Logprobs, TokenIds
+from unstable_lite.types import Generation, LearnerLogprobs, Logprobs, TokenIds
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -121,23 +123,22 @@ class Publisher:
         """
         tried: set[int] = set()
         while new := sorted({0, *self._held} - tried):  # what the others hold changes meanwhile
-            for version in new:
-                tried.add(version)
-                try:
-                    await self._give_back(engine, version)
-                except RequestError:
-                    if version in self._held:  # else it was retired meanwhile
-                        raise
+            tried.update(new)
+            await _all_of(self._give_back(engine, version) for version in new)
             for version in engine.adapters - self._held.keys():
                 await engine.unload_adapter(version)
         self._engines.take_back(engine)
 
     async def _give_back(self, engine: EngineClient, version: int) -> None:
         published_as = self._held.get(version, 0)
-        if version:
-            await engine.load_adapter(version, self._arena.path(version))
-        if remembered := self._remembered.get(published_as):
-            await self._check_returned(engine, version, remembered)
+        try:
+            if version:
+                await engine.load_adapter(version, self._arena.path(version))
+            if remembered := self._remembered.get(published_as):
+                await self._check_returned(engine, version, remembered)
+        except RequestError:
+            if not version or version in self._held:  # else it was retired meanwhile
+                raise
 
     @property
     def has_slot(self) -> bool:
@@ -175,9 +176,9 @@ class Publisher:
             if any(version in engine.adapters for engine in self._engines.engines):
                 raise AdapterError(f"adapter {version} is loaded by some engines, not by others: {failure}")
             raise failure
-        for engine in self._engines.up:
-            with contextlib.suppress(WorkerDied):  # it is tried when it is back
-                await self._check_returned(engine, version, self._remembered[published_as])
+        remembered = self._remembered[published_as]
+        # One that dies is tried when it is back.
+        await _all_of((self._check_returned(e, version, remembered) for e in self._engines.up), but=WorkerDied)
 
     def state_dict(self) -> dict[str, Any]:
         """What is remembered of versions that may come back, JSON-able."""
@@ -253,41 +254,45 @@ class Publisher:
 
     async def _ask_canaries(self, version: int, count: int) -> list[Canary]:
         """The answers to `count` seeds, asked for at once, of every engine that is up when the last one is there."""
-        canaries: list[Canary] = []
-        while True:
-            up = await self._engines.wait_for_one()
-            answered = {canary.engine for canary in canaries}
-            silent = [engine for engine in up if engine.peer.name not in answered]
-            if not silent:
-                return canaries
-            seeds = range(CANARY_SEED, CANARY_SEED + count)
-            asked = (self._ask_canary(engine, version, seed) for engine in silent for seed in seeds)
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-            for answer in answers:
-                if isinstance(answer, Canary):
-                    canaries.append(answer)
-                elif not isinstance(answer, WorkerDied):
-                    raise answer
+        answers: dict[str, list[tuple[int, Generation]]] = {}
+        while silent := [e for e in await self._engines.wait_for_one() if e.peer.name not in answers]:
+            asked = [(engine, seed) for engine in silent for seed in range(CANARY_SEED, CANARY_SEED + count)]
+            asking = (self._ask_canary(engine, version, seed) for engine, seed in asked)
+            for (engine, seed), answer in zip(asked, await _all_of(asking, but=WorkerDied), strict=True):
+                if answer is not None:
+                    answers.setdefault(engine.peer.name, []).append((seed, answer))
+        scored = await self._score([generation for known in answers.values() for _, generation in known])
+        return [
+            self._compare(engine, version, seed, generation, scored[_tokens(generation)])
+            for engine, known in answers.items()
+            for seed, generation in known
+        ]
 
-    async def _ask_canary(self, engine: EngineClient, version: int, seed: int) -> Canary:
-        generation = await engine.generate(self._prompt, version, seed=seed, max_tokens=CANARY_TOKENS)
-        scored = await self._learner.score(generation)
+    async def _ask_canary(self, engine: EngineClient, version: int, seed: int) -> Generation:
+        return await engine.generate(self._prompt, version, seed=seed, max_tokens=CANARY_TOKENS)
+
+    async def _score(self, generations: Iterable[Generation]) -> dict[tuple[bytes, bytes], LearnerLogprobs]:
+        """By the tokens: many engines say the same."""
+        distinct = {_tokens(generation): generation for generation in generations}
+        return dict(zip(distinct, await self._learner.score(list(distinct.values())), strict=True))
+
+    def _compare(self, engine: str, version: int, seed: int, generation: Generation, scored: LearnerLogprobs) -> Canary:
         if seed < CANARY_SEED + CANARIES:
-            self._remembered.setdefault(version, {}).setdefault(engine.peer.name, []).append(
+            self._remembered.setdefault(version, {}).setdefault(engine, []).append(
                 _Remembered(
                     seed=seed,
                     completion_ids=generation.completion_ids,
                     logprobs=generation.logprobs,
-                    base_logprobs=scored.base_logprobs,
+                    base_logprobs=scored.base,
                 )
             )
-        expected = scored.adapter_logprobs if version else scored.base_logprobs
+        expected = scored.adapter if version else scored.base
         return Canary(
-            engine=engine.peer.name,
+            engine=engine,
             n=len(generation.completion_ids),
             mismatch=_mean_gap(generation.logprobs, expected),
-            base_gap=_mean_gap(expected, scored.base_logprobs),
-            engine_to_base=_mean_gap(generation.logprobs, scored.base_logprobs),
+            base_gap=_mean_gap(expected, scored.base),
+            engine_to_base=_mean_gap(generation.logprobs, scored.base),
         )
 
     async def _check_returned(
@@ -296,8 +301,9 @@ class Publisher:
         """The same seeds must give the same tokens, up to where rounding parts them, as likely as they were then."""
         then, now, base = [], [], []
         canaries = remembered.get(engine.peer.name) or next(iter(remembered.values()))
-        for canary in canaries:
-            generation = await engine.generate(self._prompt, version, seed=canary.seed, max_tokens=CANARY_TOKENS)
+        answers = await _all_of(self._ask_canary(engine, version, canary.seed) for canary in canaries)
+        for canary, generation in zip(canaries, answers, strict=True):
+            assert generation is not None
             n = _num_common(canary.completion_ids, generation.completion_ids)
             then.append(canary.logprobs[:n])
             now.append(generation.logprobs[:n])
@@ -339,6 +345,19 @@ class Publisher:
             "canary/base_gap": worst.base_gap,
             "canary/n": worst.n,
         }
+
+
+async def _all_of(asked: Iterable[Coroutine[Any, Any, T]], but: type[Exception] | tuple[()] = ()) -> list[T | None]:
+    """Ask at once and wait for all; None for one that ended by `but`. Raises the first error of another kind."""
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, but):
+            raise result
+    return [None if isinstance(result, BaseException) else result for result in results]
+
+
+def _tokens(generation: Generation) -> tuple[bytes, bytes]:
+    return generation.prompt_ids.tobytes(), generation.completion_ids.tobytes()
 
 
 def _num_common(a: np.ndarray, b: np.ndarray) -> int:

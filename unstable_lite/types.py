@@ -234,3 +234,12 @@ class TrainItem:
     adapter_version: int
     trajectory: int
     """Steps of one player's game share it and stand next to each other, in turn order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerLogprobs:
+    """What the learner makes of one completion's tokens, at the run's temperature; both of the same length."""
+
+    adapter: Logprobs
+    base: Logprobs
+    """Without the adapter."""

@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -154,12 +155,12 @@ def test_the_peers_updates_have_the_gradient_of_ours(tmp_path: Path) -> None:
         item = TrainItem(
             prompt_ids=prompt_ids,
             completion_ids=completion_ids,
-            logprobs=ours.policy.score(prompt_ids, completion_ids)[0],
+            logprobs=np.zeros(len(completion_ids), np.float32),
             reward=rng.choice((-1.0, 0.5, 1.0)),
             adapter_version=0,
             trajectory=index,
         )
-        items.append(item)
+        items.append(replace(item, logprobs=ours.policy.score([item])[0].adapter))
         steps.append(reference_update.TextStep(prompt=prompt, completion=completion, advantage=item.reward))
     policy = Policy(config, "cpu")
     optimizer = torch.optim.AdamW(policy.parameters.values(), lr=1e-30)

@@ -19,7 +19,9 @@ LEARNER = LearnerCosts(
     load_s=0.1,
     canary_s=0.2,
     score_s=0.05,
+    scored_token_s=0.0005,
     canaries=2,
+    canary_tokens=75,
     buffer_size=80,
     max_staleness=3,
 )
@@ -72,7 +74,7 @@ def test_an_orchestrator_makes_no_more_turns_than_it_has_time_for() -> None:
 def test_a_slow_learner_holds_everything_up_and_every_step_is_accounted_for() -> None:
     setup = replace(ALONE, engines=2, games=20, learner=LEARNER)
     told = simulate(setup, seconds=400.0)
-    update_s, publish_s = 40 * 70 * 0.001, 0.1 + 0.2 + 2 * 2 * 0.05
+    update_s, publish_s = 40 * 70 * 0.001, 0.1 + 0.2 + 0.05 + 2 * 2 * 75 * 0.0005
     assert told.updates == pytest.approx(400 / (update_s + publish_s), abs=2)
     assert told.learner_busy == pytest.approx(update_s / (update_s + publish_s), rel=0.02)
     assert told.publishing == pytest.approx(publish_s / (update_s + publish_s), rel=0.02)
@@ -82,7 +84,7 @@ def test_a_slow_learner_holds_everything_up_and_every_step_is_accounted_for() ->
 
 
 def test_a_fast_learner_waits_for_its_batch_and_its_loads_stall_the_engines() -> None:
-    learner = replace(LEARNER, token_s=0.0, canary_s=0.0, score_s=0.0)
+    learner = replace(LEARNER, token_s=0.0, canary_s=0.0, score_s=0.0, scored_token_s=0.0)
     told = simulate(replace(ALONE, learner=learner), seconds=400.0)
     batch_s = 40 / (alone(10) / 20)
     assert told.tokens_per_s == pytest.approx(alone(10) * batch_s / (batch_s + 0.1), rel=0.02)

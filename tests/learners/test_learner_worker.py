@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -17,7 +17,7 @@ from unstable_lite.errors import RequestError, WorkerDied
 from unstable_lite.learners import worker
 from unstable_lite.learners.reinforce import REINFORCELearner
 from unstable_lite.transport.child import WorkerSpec
-from unstable_lite.transport.messages import Failed, SaveLearner, Score, Update
+from unstable_lite.transport.messages import Failed, SaveLearner, Score, Scored, Update
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.sockets import Peer, Router
 
@@ -88,11 +88,10 @@ async def test_a_learner_updates_publishes_scores_saves_and_stops(
     assert "not finite" in skipped.skipped
     assert not (tmp_path / "v3").exists()
 
-    prompt, completion = np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)
-    scored = await peer.ask(Score, TIMEOUT_S, prompt_ids=prompt, completion_ids=completion)
-    assert len(scored.adapter_logprobs) == len(scored.base_logprobs) == 3
-    with pytest.raises(RequestError, match="token id 300 is outside"):
-        await peer.ask(Score, TIMEOUT_S, prompt_ids=prompt + 296, completion_ids=completion)
+    asked = tuple(make_items(3))
+    scored = await peer.ask(Score, TIMEOUT_S, items=asked)
+    with pytest.raises(RequestError, match=r"item 0: token id \d+ is outside"):
+        await peer.ask(Score, TIMEOUT_S, items=(replace(asked[0], prompt_ids=asked[0].prompt_ids + 300),))
     with pytest.raises(RequestError, match=r"cannot write .*nowhere"):
         await peer.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "nowhere"))
 
@@ -104,20 +103,42 @@ async def test_a_learner_updates_publishes_scores_saves_and_stops(
     here = REINFORCELearner(make_config(), "cpu")
     here.load(tmp_path / "saved")
     assert (here.step, here.version, here.samples_seen) == (2, 2, 14)
-    adapter, base = here.policy.score(prompt, completion)
-    assert adapter == pytest.approx(scored.adapter_logprobs, abs=1e-5)
-    assert base == pytest.approx(scored.base_logprobs, abs=1e-5)
+    for ours, theirs in zip(here.policy.score(asked), scored.logprobs, strict=True):
+        assert ours.adapter == pytest.approx(theirs.adapter, abs=1e-5)
+        assert ours.base == pytest.approx(theirs.base, abs=1e-5)
 
 
-def test_out_of_memory_elsewhere_fails_the_request_with_what_to_do(make_learner: Callable[..., Any]) -> None:
+def test_what_is_too_much_to_score_at_once_is_scored_in_parts(
+    make_learner: Callable[..., Any], make_items: Callable[..., Any]
+) -> None:
+    learner = make_learner()
+    items = tuple(make_items(8))
+    expected = learner.policy.score(items)
+    sizes: list[int] = []
+
+    def allocate(_: object, args: Any) -> None:
+        sizes.append(args[0].shape[:2].numel())
+        if sizes[-1] > 60:
+            torch.empty(1 << 60)
+
+    learner.policy._base.model.layers[0].register_forward_pre_hook(allocate)
+    reply = worker._Worker(learner, learner._config).answer(Score(request_id=5, items=items))
+    assert isinstance(reply, Scored)
+    assert max(sizes) > 60 >= sizes[-1]
+    for told, scored in zip(reply.logprobs, expected, strict=True):
+        assert told.adapter == pytest.approx(scored.adapter, abs=1e-5)
+
+
+def test_out_of_memory_elsewhere_fails_the_request_with_what_to_do(
+    make_learner: Callable[..., Any], make_items: Callable[..., Any]
+) -> None:
     learner = make_learner()
 
     def allocate(*_: object) -> None:
         torch.empty(1 << 60)
 
     learner.policy._base.model.register_forward_pre_hook(allocate)
-    ids = np.arange(3, dtype=np.int32)
-    reply = worker._Worker(learner, learner._config).answer(Score(request_id=5, prompt_ids=ids, completion_ids=ids))
+    reply = worker._Worker(learner, learner._config).answer(Score(request_id=5, items=tuple(make_items(3))))
     assert isinstance(reply, Failed)
     assert reply.request_id == 5
     assert "cpu is out of memory: lower learner.max_train_len" in reply.error

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,22 @@ from unstable_lite.errors import AdapterError, ModelError, RequestError
 from unstable_lite.learners import adapter_files
 from unstable_lite.learners.model import Policy
 from unstable_lite.learners.reinforce import REINFORCELearner
+from unstable_lite.types import TrainItem
 
 MakeConfig = Callable[..., Config]
 MakeLearner = Callable[..., REINFORCELearner]
+MakeItems = Callable[..., list[TrainItem]]
 
 PROMPT = np.array([5, 17, 3, 250], np.int32)
 COMPLETION = np.array([7, 7, 299], np.int32)
+ITEM = TrainItem(
+    prompt_ids=PROMPT,
+    completion_ids=COMPLETION,
+    logprobs=np.zeros(3, np.float32),
+    reward=0.0,
+    adapter_version=0,
+    trajectory=0,
+)
 
 
 def logprobs_by_transformers(model: Any, temperature: float) -> list[float]:
@@ -40,17 +51,31 @@ def logprobs_by_transformers(model: Any, temperature: float) -> list[float]:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_temperature_divides_the_logits(make_learner: MakeLearner, temperature: float) -> None:
     policy = make_learner(engine={"temperature": temperature}).policy
-    adapter, base = policy.score(PROMPT, COMPLETION)
-    assert adapter.dtype == base.dtype == np.float32
-    assert adapter == pytest.approx(logprobs_by_transformers(policy.model, temperature), abs=1e-4)
+    (scored,) = policy.score([ITEM])
+    assert scored.adapter.dtype == scored.base.dtype == np.float32
+    assert scored.adapter == pytest.approx(logprobs_by_transformers(policy.model, temperature), abs=1e-4)
     with policy.model.disable_adapter():
-        assert base == pytest.approx(logprobs_by_transformers(policy.model, temperature), abs=1e-4)
-    assert np.abs(adapter - base).max() > 0.01
+        assert scored.base == pytest.approx(logprobs_by_transformers(policy.model, temperature), abs=1e-4)
+    assert np.abs(scored.adapter - scored.base).max() > 0.01
 
 
 def test_a_token_that_the_model_does_not_have_is_refused(make_learner: MakeLearner) -> None:
     with pytest.raises(RequestError, match="token id 300"):
-        make_learner().policy.score(PROMPT, np.array([300], np.int32))
+        make_learner().policy.score([replace(ITEM, completion_ids=np.array([1, 300, 1], np.int32))])
+
+
+def test_many_are_scored_in_few_passes_as_each_one_alone(make_learner: MakeLearner, make_items: MakeItems) -> None:
+    policy = make_learner(learner={"max_tokens_per_micro_batch": 60}).policy
+    items = make_items(9)
+    passes: list[int] = []
+    policy._base.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    together = policy.score(items)
+    assert 2 < len(passes) < 2 * len(items), "one with the adapter and one without for each micro-batch"
+    for item, scored in zip(items, together, strict=True):
+        (alone,) = policy.score([item])
+        assert scored.adapter == pytest.approx(alone.adapter, abs=1e-5)
+        assert scored.base == pytest.approx(alone.base, abs=1e-5)
+        assert len(scored.adapter) == len(item.completion_ids)
 
 
 SMALL = {
@@ -78,8 +103,8 @@ def test_heads_of_other_architectures_are_reproduced(make_config: MakeConfig, tm
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(tmp_path)
     policy = Policy(make_config().model_copy(update={"model_name": str(tmp_path)}), "cpu")
-    adapter, _ = policy.score(PROMPT, COMPLETION)
-    assert adapter == pytest.approx(logprobs_by_transformers(policy.model, 0.7), abs=1e-4)
+    (scored,) = policy.score([ITEM])
+    assert scored.adapter == pytest.approx(logprobs_by_transformers(policy.model, 0.7), abs=1e-4)
 
 
 def test_an_unknown_head_is_refused_and_not_trained_wrongly(

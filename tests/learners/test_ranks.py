@@ -17,7 +17,7 @@ from two_ranks import Job, Outcome
 from unrolled import is_equal, largest_difference
 from unstable_lite.config import Config
 from unstable_lite.learners.batching import Share, cut, length, make_micro_batches, make_prompt_batches
-from unstable_lite.transport.messages import LoadLearner, Update, Updated
+from unstable_lite.transport.messages import LoadLearner, Score, Update, Updated
 from unstable_lite.types import TrainItem
 
 MakeItems = Callable[..., list[TrainItem]]
@@ -90,7 +90,9 @@ def outcome(
     for algorithm in ("a2c", "grpo"):
         for name, is_sharded in (("whole", False), ("sharded", True)):
             settings = {"learner": LEARNER | {"shard_base": is_sharded}}
-            add(f"{name} {algorithm}", algorithm, several, settings, is_double=False)
+            score = Score(request_id=8, items=tuple(first))
+            one = Score(request_id=8, items=tuple(first[:1]))  # one rank has nothing to do
+            add(f"{name} {algorithm}", algorithm, [score, *several, score, one], settings, is_double=False)
     add("broken", "reinforce", [update(1, first)], broken=1)
     add("strayed", "reinforce", [update(1, first)], strayed=1)
     add("ignorant", "two_ranks:Alone", [update(1, first)])
@@ -131,6 +133,19 @@ def test_ranks_that_hold_half_of_the_base_each_make_the_update_of_those_that_hol
         for ours, theirs in zip(sharded.updates, whole.updates, strict=True):
             assert figures(ours) == pytest.approx(figures(theirs), nan_ok=True)
         assert sharded.base_bytes <= 0.51 * whole.base_bytes
+
+
+@pytest.mark.parametrize("algorithm", ["a2c", "grpo"])
+def test_ranks_that_hold_half_of_the_base_each_score_as_one_that_holds_it_all(
+    outcome: Callable[..., Outcome], algorithm: str
+) -> None:
+    whole, sharded = outcome(f"whole {algorithm}", 2).scores, outcome(f"sharded {algorithm}", 2).scores
+    assert [len(scored.logprobs) for scored in sharded] == [9, 9, 1]
+    for ours, theirs in zip(sharded, whole, strict=True):
+        for logprobs, expected in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert logprobs.adapter == pytest.approx(expected.adapter, abs=1e-5)
+            assert logprobs.base == pytest.approx(expected.base, abs=1e-5)
+            assert logprobs.adapter != pytest.approx(logprobs.base, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, "starved ppo", "starved step", "dropout", "resumed", "sharded a2c"])

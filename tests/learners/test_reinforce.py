@@ -156,12 +156,12 @@ def test_a_positive_advantage_makes_the_completion_more_likely_and_a_negative_on
     for advantage in (1.0, -1.0):
         learner = make_learner(has_signal=False)
         (item,) = make_items(1)
-        before, base = learner.policy.score(item.prompt_ids, item.completion_ids)
-        assert np.array_equal(before, base)  # a fresh adapter changes nothing
-        learner.update([replace(item, reward=advantage, logprobs=before)], version=1)
-        after, base_after = learner.policy.score(item.prompt_ids, item.completion_ids)
-        assert (after.sum() - before.sum()) * advantage > 0.01
-        assert np.array_equal(base_after, base)
+        (before,) = learner.policy.score([item])
+        assert np.array_equal(before.adapter, before.base)  # a fresh adapter changes nothing
+        learner.update([replace(item, reward=advantage, logprobs=before.adapter)], version=1)
+        (after,) = learner.policy.score([item])
+        assert (after.adapter.sum() - before.adapter.sum()) * advantage > 0.01
+        assert np.array_equal(after.base, before.base)
 
 
 def test_n_updates_make_n_steps_and_n_versions(make_learner: MakeLearner, make_items: MakeItems) -> None:
@@ -280,7 +280,7 @@ def test_mismatch_is_measured_on_the_present_adapters_tokens_and_staleness_on_al
     for version in (1, 2, 3):
         learner.update(make_items(seed=version), version)
     fresh, stale = make_items(2, adapter_version=3), make_items(1, seed=9, adapter_version=1)
-    exact = [replace(i, logprobs=learner.policy.score(i.prompt_ids, i.completion_ids)[0] + 0.25) for i in fresh]
+    exact = [replace(i, logprobs=learner.policy.score([i])[0].adapter + 0.25) for i in fresh]
     metrics = learner.update([*exact, *stale], 4).metrics
     assert metrics["mismatch_mean"] == pytest.approx(0.25, abs=1e-4)
     assert metrics["mismatch_max"] == pytest.approx(0.25, abs=1e-4)

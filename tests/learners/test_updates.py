@@ -193,7 +193,7 @@ def test_an_update_tells_what_the_policy_thought_of_each_token_before_it(
 ) -> None:
     learner = make_learner(algorithm, learner={"max_train_len": 18, "max_tokens_per_micro_batch": 40})
     items = make_items(8, turns=2)
-    before = [learner.policy.score(item.prompt_ids, item.completion_ids)[0] for item in items]
+    before = [scored.adapter for scored in learner.policy.score(items)]
     told = learner.update(items, 1).logprobs
     lengths = [min(len(item.completion_ids), max(0, 18 - len(item.prompt_ids))) for item in items]
     assert [len(logprobs) for logprobs in told] == lengths

@@ -23,7 +23,7 @@ from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.learners import UpdateResult, load_learner, ranks, worker
 from unstable_lite.learners.reinforce import REINFORCELearner
-from unstable_lite.transport.messages import LoadLearner, Message, Stop, Update, Updated, decode, encode
+from unstable_lite.transport.messages import LoadLearner, Message, Score, Scored, Stop, Update, Updated, decode, encode
 from unstable_lite.types import TrainItem
 
 TOO_MUCH = 1 << 60
@@ -57,6 +57,10 @@ class Outcome:
     @property
     def updates(self) -> list[Updated]:
         return [reply for reply in self.replies if isinstance(reply, Updated)]
+
+    @property
+    def scores(self) -> list[Scored]:
+        return [reply for reply in self.replies if isinstance(reply, Scored)]
 
 
 class Alone(REINFORCELearner):
@@ -117,7 +121,7 @@ def perform(directory: Path, name: str, rank: int = 0) -> None:
 
 def _placed(message: Message) -> Message:
     """Every number of ranks has files of its own."""
-    assert isinstance(message, (Update, LoadLearner))
+    assert isinstance(message, (Update, LoadLearner, Score))
     paths = {
         key: value.replace("RANKS", str(ranks.num_ranks()))
         for key in ("path", "state_path")

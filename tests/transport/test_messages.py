@@ -187,7 +187,7 @@ def test_one_field_of_another_kind_gives_a_protocol_error_or_a_well_typed_messag
         ([PROTOCOL, [["Generated", 1, [b"", bytes(8), bytes(4), "", "stop", 0]]]], "1 logprobs, 2 completion_ids"),
         ([PROTOCOL, [["Generated", 1, [b"", b"", b"", "", "tired", 0]]]], "'tired' is none of"),
         ([PROTOCOL, [["Generated", 1, [b"123", b"", b"", "", "stop", 0]]]], "3 bytes are not a whole number"),
-        ([PROTOCOL, [["Scored", 1, bytes(8), bytes(4)]]], "2 adapter_logprobs, 1 base_logprobs"),
+        ([PROTOCOL, [["Scored", 1, [[bytes(8), bytes(4)]]]]], "Scored.logprobs: 2 adapter, 1 base"),
         ([float(PROTOCOL), []], f"peer speaks protocol {PROTOCOL}.0, this side speaks {PROTOCOL}"),
         ({"a": 1}, "not \\[protocol, messages\\]"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from unstable_lite.config import LearnerConfig
 from unstable_lite.errors import WorkerDied
 from unstable_lite.transport.messages import LoadLearner, Message, Publish, SaveLearner, Score, Scored, Update, Updated
 from unstable_lite.transport.sockets import Peer, Router
-from unstable_lite.types import Batch, Generation, TrainItem
+from unstable_lite.types import Batch, Generation, LearnerLogprobs, TrainItem
 
 SAVE_TIMEOUT_S = 600.0
 UPDATED = "updated.json"
@@ -60,15 +60,13 @@ class LearnerClient:
         await self._ask(Publish, SAVE_TIMEOUT_S, version=version, path=str(path), state_path=str(state_path))
         self._go_on_from(state_path)
 
-    async def score(self, generation: Generation) -> Scored:
-        """The learner's own log-probabilities of the tokens that an engine sampled."""
-        scored: Scored = await self._ask(
-            Score,
-            self._config.update_timeout_s,
-            prompt_ids=generation.prompt_ids,
-            completion_ids=generation.completion_ids,
+    async def score(self, generations: Sequence[Generation]) -> tuple[LearnerLogprobs, ...]:
+        """The learner's own log-probabilities of the tokens that engines sampled, in the same order."""
+        items = tuple(
+            _train_item(generation, reward=0.0, trajectory=index) for index, generation in enumerate(generations)
         )
-        return scored
+        scored: Scored = await self._ask(Score, self._config.update_timeout_s, items=items)
+        return scored.logprobs
 
     async def save(self, directory: Path) -> None:
         """Write adapter and optimiser state as they are now into `directory`.
@@ -130,14 +128,18 @@ def train_items(batch: Batch) -> tuple[TrainItem, ...]:
     """What the learner needs of each step; a step that comes alone is a trajectory of its own."""
     trajectories = [entry if isinstance(entry, list) else [entry] for entry in batch]
     return tuple(
-        TrainItem(
-            prompt_ids=step.generation.prompt_ids,
-            completion_ids=step.generation.completion_ids,
-            logprobs=step.generation.logprobs,
-            reward=step.reward,
-            adapter_version=step.generation.adapter_version,
-            trajectory=index,
-        )
+        _train_item(step.generation, step.reward, trajectory=index)
         for index, steps in enumerate(trajectories)
         for step in steps
+    )
+
+
+def _train_item(generation: Generation, reward: float, trajectory: int) -> TrainItem:
+    return TrainItem(
+        prompt_ids=generation.prompt_ids,
+        completion_ids=generation.completion_ids,
+        logprobs=generation.logprobs,
+        reward=reward,
+        adapter_version=generation.adapter_version,
+        trajectory=trajectory,
     )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peft
 import torch
 import transformers
@@ -24,7 +23,7 @@ from unstable_lite.errors import ModelError
 from unstable_lite.learners import adapter_files, batching, ranks
 from unstable_lite.models import resolve_model
 from unstable_lite.rng import derive_seed
-from unstable_lite.types import Logprobs, TokenIds, TrainItem
+from unstable_lite.types import LearnerLogprobs, TrainItem
 
 _ADAPTER = "default"
 
@@ -84,7 +83,12 @@ class Policy:
 
     def micro_batches(self, items: Sequence[TrainItem]) -> Iterator[batching.MicroBatch]:
         """This rank's share of `items` in parts that fit the memory, on the device."""
-        for batch in batching.make_micro_batches(items, self.max_tokens_per_micro_batch, self._max_rows, self.share):
+        return self._micro_batches(items, self.max_tokens_per_micro_batch, self.share)
+
+    def _micro_batches(
+        self, items: Sequence[TrainItem], max_tokens: int, share: batching.Share
+    ) -> Iterator[batching.MicroBatch]:
+        for batch in batching.make_micro_batches(items, max_tokens, self._max_rows, share):
             yield batch.to(self.device)
 
     @property
@@ -122,23 +126,29 @@ class Policy:
         return torch.cat(chunks) == batch.target_N
 
     @torch.no_grad()
-    def score(self, prompt_ids: TokenIds, completion_ids: TokenIds) -> tuple[Logprobs, Logprobs]:
-        """Log-probabilities of given completion tokens under the adapter, and under the base alone."""
-        unused = np.zeros(len(completion_ids), np.float32)
-        item = TrainItem(
-            prompt_ids=prompt_ids,
-            completion_ids=completion_ids,
-            logprobs=unused,
-            reward=0.0,
-            adapter_version=0,
-            trajectory=0,
-        )
-        batching.check([item], self.vocab_size)
-        batch = batching.pad([item]).to(self.device)
-        with self.evaluating():
-            adapter_logp_N, _ = self.logprobs(batch)
-        base_logp_N = self.base_logprobs(batch)
-        return adapter_logp_N.float().cpu().numpy(), base_logp_N.float().cpu().numpy()
+    def score(self, items: Sequence[TrainItem], max_tokens: int | None = None) -> list[LearnerLogprobs]:
+        """Log-probabilities of each item's completion tokens under the adapter, and under the base alone.
+
+        max_tokens: of a micro-batch, if not those of training. Every rank is asked where the base is sharded, and
+        takes its share; else this one alone. Raises RequestError for an item that no engine can have sampled.
+        """
+        batching.check(items, self.vocab_size)
+        share = self.share if self.is_sharded else batching.WHOLE
+        adapter_logp, base_logp = ([torch.empty(0)] * len(items) for _ in range(2))
+        rows: list[int] = []
+        for batch in self._micro_batches(items, max_tokens or self.max_tokens_per_micro_batch, share):
+            rows += batch.rows
+            with self.evaluating():
+                logp_N, _ = self.logprobs(batch)
+            batch.scatter(logp_N.float().cpu(), adapter_logp)
+            batch.scatter(self.base_logprobs(batch).float().cpu(), base_logp)
+        if self.is_sharded:
+            for logp in (adapter_logp, base_logp):
+                ranks.fill(rows, logp, like=torch.empty(0))
+        return [
+            LearnerLogprobs(adapter=adapter.numpy(), base=base.numpy())
+            for adapter, base in zip(adapter_logp, base_logp, strict=True)
+        ]
 
     @torch.no_grad()
     def base_logprobs(self, batch: batching.MicroBatch) -> Tensor:

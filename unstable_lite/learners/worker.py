@@ -48,7 +48,7 @@ from unstable_lite.transport.messages import (
     Update,
     Updated,
 )
-from unstable_lite.types import TrainItem
+from unstable_lite.types import LearnerLogprobs, TrainItem
 
 CHECK_EVERY = 10
 """Updates from one look at whether all ranks hold the same adapter to the next."""
@@ -118,8 +118,7 @@ class _Worker:
             if isinstance(message, Score):
                 if learner.policy.is_sharded:
                     ranks.tell(message)
-                adapter, base = learner.policy.score(message.prompt_ids, message.completion_ids)
-                return Scored(request_id=message.request_id, adapter_logprobs=adapter, base_logprobs=base)
+                return Scored(request_id=message.request_id, logprobs=tuple(self._score(message.items)))
             if isinstance(message, Publish):
                 ranks.tell(message)
                 learner.version = message.version
@@ -157,7 +156,7 @@ class _Worker:
                     self._update_within_memory(message.items, message.version)
             elif isinstance(message, Score):
                 with contextlib.suppress(RequestError):
-                    self.learner.policy.score(message.prompt_ids, message.completion_ids)
+                    self._score(message.items)
             elif isinstance(message, Publish):
                 self.learner.version = message.version
             else:
@@ -166,6 +165,20 @@ class _Worker:
                     assert copy is not None
                     self.learner.load(copy)
                     self._recall(copy)
+
+    def _score(self, items: Sequence[TrainItem]) -> list[LearnerLogprobs]:
+        """In smaller micro-batches where memory runs out: it may, before the first update has found what fits."""
+        policy, longest = self.learner.policy, max(map(length, items), default=0)
+        max_tokens = min(policy.max_tokens_per_micro_batch, longest * len(items))
+        while True:
+            try:
+                scored: list[LearnerLogprobs] = policy.score(items, max_tokens)
+                return scored
+            except (RuntimeError, MemoryError) as error:
+                if policy.is_sharded or max_tokens <= longest or not is_out_of_memory(error):
+                    raise
+            _free_memory()
+            max_tokens = max(longest, max_tokens // 2)
 
     def _update(self, message: Update) -> Updated:
         if self._made is not None and message.version == self.learner.version:

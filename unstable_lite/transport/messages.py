@@ -20,11 +20,11 @@ import msgpack
 import numpy as np
 
 from unstable_lite.errors import ProtocolError
-from unstable_lite.types import Generation, Histogram, Logprobs, TokenIds, TrainItem
+from unstable_lite.types import Generation, Histogram, LearnerLogprobs, Logprobs, TokenIds, TrainItem
 
 T = TypeVar("T")
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_FRAME_BYTES = 1 << 30
 MAX_ITEMS = 1 << 20
 """Of one list or table. What a frame claims to hold is not believed before it is read: room is made for so many."""
@@ -110,18 +110,17 @@ class Publish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Log-probabilities of given completion tokens, divided by the run's temperature. Reply: `Scored`."""
+    """The learner's own log-probabilities of the items' completion tokens. Reply: `Scored`."""
 
     request_id: int
-    prompt_ids: TokenIds
-    completion_ids: TokenIds
+    items: tuple[TrainItem, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
     request_id: int
-    adapter_logprobs: Logprobs
-    base_logprobs: Logprobs
+    logprobs: tuple[LearnerLogprobs, ...]
+    """In the order of the items."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,7 +353,7 @@ _Convert = Callable[[Any], Any]
 SAME_LENGTH: dict[Any, tuple[str, str]] = {
     Generation: ("logprobs", "completion_ids"),
     TrainItem: ("logprobs", "completion_ids"),
-    Scored: ("adapter_logprobs", "base_logprobs"),
+    LearnerLogprobs: ("adapter", "base"),
 }
 """Fields that speak of the same tokens."""
 
