@@ -22,8 +22,8 @@ def compute(cache: KVCache, slot: int, text: str, seed: float) -> None:
     start = int(cache.length_S[slot])
     new = tokens(text)[start:]
     position = np.arange(start, start + len(new))
-    for kind in (cache.key_LSTHD, cache.value_LSTHD):
-        kind[:, slot, position] = (torch.from_numpy(new).float() + seed)[None, :, None, None]
+    for kind in (cache.key_LSHTD, cache.value_LSHTD):
+        kind[:, slot, :, position] = (torch.from_numpy(new).float() + seed)[None, None, :, None]
     cache.extend(np.array([slot]), np.array([len(new)]), position, new)
 
 
@@ -34,8 +34,8 @@ def run(cache: KVCache, text: str, version: int = 0) -> int:
     slot = cache.take(tokens(text), version, prefix.slot, shared)
     compute(cache, slot, text, seed=version)
     expected = torch.from_numpy(tokens(text)).float() + version
-    assert torch.equal(cache.key_LSTHD[1, slot, : len(text), 0, 0], expected)
-    assert torch.equal(cache.value_LSTHD[0, slot, : len(text), 0, 2], expected)
+    assert torch.equal(cache.key_LSHTD[1, slot, 0, : len(text), 0], expected)
+    assert torch.equal(cache.value_LSHTD[0, slot, 0, : len(text), 2], expected)
     cache.give_back(slot, len(text))
     return shared
 

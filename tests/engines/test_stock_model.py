@@ -109,7 +109,7 @@ def test_keys_and_values_take_what_the_config_allows_and_no_more(
 ) -> None:
     engine = load(model_dir, max_model_len=1024, kv_cache_gb=kv_cache_gb, dtype="float32", max_parallel_seq=16)
     cache = engine._cache
-    assert cache.key_LSTHD.nbytes + cache.value_LSTHD.nbytes <= kv_cache_gb * 2**30
+    assert cache.key_LSHTD.nbytes + cache.value_LSHTD.nbytes <= kv_cache_gb * 2**30
     assert engine.facts["parallel_seq"] + engine.facts["kept_seq"] >= fewest
     assert engine.facts["parallel_seq"] <= 16
 

@@ -33,13 +33,9 @@ class Bucket:
 
     slots: slice | Tensor
     """Of the R rows; a slice needs no copy of keys and values."""
-    take_RQ: Tensor
-    """Where in the N tokens each query is; padding points anywhere."""
+    take: Tensor
+    """Where in the N tokens each of the R × Q queries is; padding points anywhere."""
     num_rows: int
-    put_from: Tensor
-    """Which of the R × Q results are real …"""
-    put_to: Tensor
-    """… and where they go."""
     span: int
     mask_R1QT: Tensor
 
@@ -51,24 +47,37 @@ class CachedAttention:
         self.name = f"unstable_lite_{next(_names)}"
         self.buckets: list[Bucket] = []
         self.write_at: Tensor
-        """Flat cache positions of the N tokens."""
+        """Where in a layer's cache, all but the width flat, each head of each of the N tokens is kept."""
+        self.put_N: Tensor
+        """Where among the results of all buckets that of each token is."""
         self._cache = cache
         transformers.AttentionInterface.register(self.name, self._attend)
 
     def plan(self, slot_R: IntArray, count_R: IntArray, position_N: IntArray) -> None:
         """Prepare a pass: row i has `count_R[i]` new tokens, which stand one row after the other."""
-        device, max_len = self._cache.key_LSTHD.device, self._cache.max_len
+        device = self._cache.key_LSHTD.device
+        _, _, num_heads, max_len, _ = self._cache.key_LSHTD.shape
         start_R = count_R.cumsum() - count_R
-        self.write_at = torch.from_numpy(slot_R.repeat(count_R) * max_len + position_N).to(device)
+        head_NH = slot_R.repeat(count_R)[:, None] * num_heads + np.arange(num_heads)
+        self.write_at = torch.from_numpy((head_NH * max_len + position_N[:, None]).ravel()).to(device)
         self.buckets = []
+        put_N = np.empty(len(position_N), np.int64)
+        num_results = 0
         # Factors of four bound the padding; one new token (decoding) is a bucket of its own.
         size_R = np.ceil(np.log2(count_R) / 2)
         for size in np.unique(size_R):
             rows = np.flatnonzero(size_R == size)
-            self.buckets.append(self._bucket(slot_R[rows], start_R[rows], count_R[rows], position_N))
+            bucket, is_real = self._bucket(slot_R[rows], start_R[rows], count_R[rows], position_N)
+            self.buckets.append(bucket)
+            put_N[bucket.take.numpy(force=True)[is_real]] = num_results + np.flatnonzero(is_real)
+            num_results += len(is_real)
+        self.put_N = torch.from_numpy(put_N).to(device)
 
-    def _bucket(self, slot_R: IntArray, start_R: IntArray, count_R: IntArray, position_N: IntArray) -> Bucket:
-        device, dtype = self._cache.key_LSTHD.device, self._cache.key_LSTHD.dtype
+    def _bucket(
+        self, slot_R: IntArray, start_R: IntArray, count_R: IntArray, position_N: IntArray
+    ) -> tuple[Bucket, npt.NDArray[np.bool_]]:
+        """And which of its R × Q queries are real."""
+        device, dtype = self._cache.key_LSHTD.device, self._cache.key_LSHTD.dtype
         low, high = int(slot_R.min()), int(slot_R.max()) + 1
         slots: slice | Tensor
         if 2 * len(slot_R) > high - low:
@@ -86,15 +95,14 @@ class CachedAttention:
         span = int(position_RQ.max()) + 1
         mask_RQT = torch.arange(span) > torch.from_numpy(position_RQ)[..., None]
         zeros = torch.zeros(mask_RQT.shape, dtype=dtype)
-        return Bucket(
+        bucket = Bucket(
             slots=slots,
-            take_RQ=torch.from_numpy(take_RQ.ravel()).to(device),
+            take=torch.from_numpy(take_RQ.ravel()).to(device),
             num_rows=num_rows,
-            put_from=torch.from_numpy(np.flatnonzero(is_real_RQ)).to(device),
-            put_to=torch.from_numpy(take_RQ[is_real_RQ]).to(device),
             span=span,
             mask_R1QT=zeros.masked_fill_(mask_RQT, -torch.inf)[:, None].to(device),
         )
+        return bucket, is_real_RQ.ravel()
 
     def _attend(
         self,
@@ -114,29 +122,41 @@ class CachedAttention:
                 f"({softcap}), which the embedded engine does not compute; lower engine.max_model_len to the window, "
                 "take another model, or engine.kind = 'vllm'"
             )
-        keys_STHD = self._cache.key_LSTHD[module.layer_idx]
-        values_STHD = self._cache.value_LSTHD[module.layer_idx]
-        keys_STHD.flatten(0, 1).index_copy_(0, self.write_at, key_1HND[0].transpose(0, 1))
-        values_STHD.flatten(0, 1).index_copy_(0, self.write_at, value_1HND[0].transpose(0, 1))
-        query_NHD = query_1HND[0].transpose(0, 1)
-        out_NHD = query_NHD.new_empty(*query_NHD.shape[:2], values_STHD.shape[-1])
-        for bucket in self.buckets:
-            query_RQHD = query_NHD[bucket.take_RQ].view(bucket.num_rows, -1, *query_NHD.shape[1:])
-            out_RHQD = scaled_dot_product_attention(
-                query_RQHD.transpose(1, 2),
-                _select(keys_STHD, bucket).transpose(1, 2),
-                _select(values_STHD, bucket).transpose(1, 2),
-                attn_mask=bucket.mask_R1QT,
-                scale=scaling,
-                enable_gqa=True,
-            )
-            real_NHD = out_RHQD.transpose(1, 2).flatten(0, 1)[bucket.put_from]
-            out_NHD.index_copy_(0, bucket.put_to, real_NHD)
-        return out_NHD[None], None
+        keys_SHTD = self._cache.key_LSHTD[module.layer_idx]
+        values_SHTD = self._cache.value_LSHTD[module.layer_idx]
+        for cached_SHTD, new_1HND in ((keys_SHTD, key_1HND), (values_SHTD, value_1HND)):
+            cached_SHTD.flatten(0, 2).index_copy_(0, self.write_at, new_1HND[0].transpose(0, 1).flatten(0, 1))
+        query_NHD = query_1HND[0].transpose(0, 1).contiguous()
+        results = [
+            self._attend_bucket(query_NHD.index_select(0, bucket.take), keys_SHTD, values_SHTD, bucket, scaling)
+            for bucket in self.buckets
+        ]
+        return torch.cat(results).index_select(0, self.put_N)[None], None
+
+    def _attend_bucket(
+        self, query_NHD: Tensor, keys_SHTD: Tensor, values_SHTD: Tensor, bucket: Bucket, scaling: float | None
+    ) -> Tensor:
+        """Of R × Q queries, one after the other."""
+        num_queries, num_heads, width = query_NHD.shape
+        is_decoding = num_queries == bucket.num_rows
+        # The queries of heads that share a key head attend as the rows of one matrix, where each has one.
+        query_RHQD = (
+            query_NHD.view(bucket.num_rows, keys_SHTD.shape[1], -1, width)
+            if is_decoding
+            else query_NHD.view(bucket.num_rows, -1, num_heads, width).transpose(1, 2)
+        )
+        out_RHQD = scaled_dot_product_attention(
+            query_RHQD,
+            _select(keys_SHTD, bucket),
+            _select(values_SHTD, bucket),
+            attn_mask=bucket.mask_R1QT,
+            scale=scaling,
+            enable_gqa=not is_decoding,
+        )
+        return (out_RHQD if is_decoding else out_RHQD.transpose(1, 2)).reshape(num_queries, num_heads, -1)
 
 
-def _select(cached_STHD: Tensor, bucket: Bucket) -> Tensor:
-    spanned_STHD = cached_STHD[:, : bucket.span]
+def _select(cached_SHTD: Tensor, bucket: Bucket) -> Tensor:
     if isinstance(bucket.slots, slice):
-        return spanned_STHD[bucket.slots]
-    return spanned_STHD.index_select(0, bucket.slots)
+        return cached_SHTD[bucket.slots, :, : bucket.span]
+    return cached_SHTD[:, :, : bucket.span].index_select(0, bucket.slots)

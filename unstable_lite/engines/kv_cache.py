@@ -4,7 +4,7 @@ The first slots are those of running requests; behind them finished sequences ar
 turns of one game, open alike. A prefix is reused by copying it, exact to the token, and within one adapter version
 only. Knows no model and no requests.
 
-Shapes: `L` layers, `S` slots, `T` token positions, `H` key/value heads, `D` head width.
+Shapes: `L` layers, `S` slots, `H` key/value heads, `T` token positions, `D` head width.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ class Prefix:
 class KVCache:
     def __init__(self, shape: CacheShape, max_len: int, num_running: int, num_kept: int) -> None:
         num_slots = num_running + num_kept
-        sizes = (shape.num_layers, num_slots, max_len, shape.num_heads)
+        # Heads before positions: what one head attends to is one piece of memory.
+        sizes = (shape.num_layers, num_slots, shape.num_heads, max_len)
         # Zeros, not empty: what is masked out must be finite too. The system hands out pages as they are written.
-        self.key_LSTHD = torch.zeros(*sizes, shape.key_width, dtype=shape.dtype, device=shape.device)
-        self.value_LSTHD = torch.zeros(*sizes, shape.value_width, dtype=shape.dtype, device=shape.device)
+        self.key_LSHTD = torch.zeros(*sizes, shape.key_width, dtype=shape.dtype, device=shape.device)
+        self.value_LSHTD = torch.zeros(*sizes, shape.value_width, dtype=shape.dtype, device=shape.device)
         self.length_S = np.zeros(num_slots, np.int64)
         """How many tokens have keys and values."""
         self.max_len = max_len
@@ -142,8 +143,8 @@ class KVCache:
         return np.where(differs_ST[np.arange(len(slots)), first_S], first_S, len(ids))
 
     def _copy(self, source: int, target: int, start: int, stop: int) -> None:
-        for kind in (self.key_LSTHD, self.value_LSTHD):
-            kind[:, target, start:stop] = kind[:, source, start:stop]
+        for kind in (self.key_LSHTD, self.value_LSHTD):
+            kind[:, target, :, start:stop] = kind[:, source, :, start:stop]
 
     def _touch(self, slot: int) -> None:
         self._now += 1
