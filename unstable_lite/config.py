@@ -33,10 +33,15 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
-    mode: Literal["async", "sync"] = "async"
-    """`sync`: play a round of games to its end, then learn, in turns, so that a run follows from its seed alone: on one
-    machine with the embedded engine to the last bit. Slower, and for finding out what changed a result. There are no
-    games of `num_eval_workers` then; `eval_games` and `eval_every` evaluate."""
+    mode: Literal["auto", "async", "share", "sleep", "sync"] = "auto"
+    """When games are played, and when the learner learns.
+
+    `async`: both at the same time, on devices of their own. `share`: the same on one device, whose memory is divided:
+    `gpu_memory_utilization` of both sections. `sleep`: in turns on one device; while the learner learns, engines give
+    its memory back and games wait, and each engine is tried before it plays again. `sync`: in turns, a round of games
+    to its end and then an update, so that a run follows from its seed alone: on one machine with the embedded engine to
+    the last bit. Slower, and for finding out what changed a result; there are no games of `num_eval_workers` then.
+    `auto`: `share` where a device is both engine's and learner's, else `async`."""
     name: str | None = None
     """Name of the run directory; default: `unstable-lite-<model>-<envs>`."""
     learning_steps: int = Field(200, ge=1)
@@ -107,8 +112,9 @@ class EngineConfig(Section):
     """Of the base model; `auto`: 16 bits on GPUs, on the CPU what is faster for the model's width."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of one worker; default: the cores shared out among all workers."""
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    """vLLM only: its share of the GPU. Engine and learner on one GPU need room for both."""
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """Part of a GPU's memory that a worker takes. Default: 0.9; 0.5 where the learner shares the GPU, 0.7 where they
+    take turns."""
     kv_cache_gb: float = Field(1.0, gt=0)
     """Memory for the KV cache where the engine runs on the CPU."""
     enforce_eager: bool | None = None
@@ -129,6 +135,11 @@ class EngineConfig(Section):
     adapters by HTTP. Its secret comes from the environment variable ADAPTER_RECEIVER_API_KEY."""
     replies: tuple[str, ...] = ("\\boxed{[0]}",)
     """`scripted` only: the completions it draws from."""
+
+    @property
+    def gpu_share(self) -> float:
+        """`gpu_memory_utilization`, or its default for an engine that has the GPU to itself."""
+        return self.gpu_memory_utilization or 0.9
 
 
 class RemoteConfig(Section):
@@ -206,6 +217,9 @@ class LearnerConfig(Section):
     """Completion tokens whose logits exist at once: 10 bytes each for every entry of the vocabulary."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of the frozen base; adapters and optimiser are always float32."""
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """Part of a GPU's memory that the learner takes at most; past it, micro-batches become smaller. Default: where an
+    engine shares the GPU at the same time, what it leaves less 0.05; else no bound."""
     threads: int | None = Field(None, ge=1)
     """CPU threads; default: the cores shared out among all workers."""
     start_timeout_s: float = Field(600.0, gt=0)

@@ -233,7 +233,7 @@ def describe(model_name: str, vram_gib: float, sections: Config | None = None) -
         fits = f"{tokens:,} tokens" if tokens else "does not fit"
         rows.append((f"learner {how}: largest micro-batch", f"{fits}, at {per_token:.2f} MB a token"))
     serving = engine_memory(shape, engine, lora)
-    tokens = serving.kv_tokens(int(usable * engine.gpu_memory_utilization))
+    tokens = serving.kv_tokens(int(usable * engine.gpu_share))
     at_once = tokens // engine.max_model_len
     rows += [
         ("engine: base", _gib(serving.base)),
@@ -260,7 +260,7 @@ def table(models: Sequence[str], vram_gib: Sequence[float]) -> list[list[str]]:
             usable = int(size * GIB) - RESERVED_BYTES
             trained = _learner(shape, LearnerConfig(), LoraConfig(), True).longest(usable)
             engine = EngineConfig()
-            served = engine_memory(shape, engine, LoraConfig()).kv_tokens(int(usable * engine.gpu_memory_utilization))
+            served = engine_memory(shape, engine, LoraConfig()).kv_tokens(int(usable * engine.gpu_share))
             at_once = served // engine.max_model_len
             cells.append(f"{_tokens(trained)} / {at_once or '–'}")
         rows.append([name, *cells])

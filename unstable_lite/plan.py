@@ -30,6 +30,7 @@ from unstable_lite.memory import shape_of
 from unstable_lite.models import has_chat_template, resolve_model
 from unstable_lite.outside_files import check_adapter
 from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
+from unstable_lite.sharing import describe_sharing, divide, shared, sharing_problems
 from unstable_lite.transport.keys import read_run_keys
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
@@ -53,6 +54,11 @@ class Plan:
     """How many can be played at once, the current one included."""
     adapter_bytes: int | None
     """float32 size of one adapter, where the model's config.json is at hand."""
+
+    @property
+    def shared_devices(self) -> list[int | str]:
+        """Both engine's and learner's."""
+        return shared(self.engine_devices, self.learner_devices)
 
     @property
     def learner_device(self) -> int | str:
@@ -85,6 +91,7 @@ class Plan:
         if (num_ranks := len(self.learner_devices) + remote) > 1:
             base = ", and of the frozen base" * config.learner.shard_base
             rows.append(("learner ranks", f"{num_ranks}: each a part of every batch, cut by tokens{base}"))
+        rows += describe_sharing(config, self.engine_devices, self.learner_devices)
         rows.append(("base model", config.model_name))
         rows.append(("opponents", self.opponents()))
         if self.active_checkpoints > 1:
@@ -102,7 +109,7 @@ class Plan:
         memory = (
             "the servers' own"
             if config.engine.kind == VLLM_SERVER
-            else f"{config.engine.gpu_memory_utilization:.0%} of the GPU"
+            else f"{divide(config, self.shared_devices).engine.gpu_share:.0%} of the GPU"
             if self.engine_devices != ("cpu",)
             else f"up to {config.engine.kv_cache_gb:g} GB for the KV cache"
         )
@@ -220,9 +227,12 @@ def find_problems(config: Config) -> list[str]:
     problems += server_problems(config.engine)
     if not problems:
         try:
-            choose_engine(config.engine.kind, _devices(config)[0])
+            engine_devices, learner_devices = _devices(config)
+            kind, _ = choose_engine(config.engine.kind, engine_devices)
         except ConfigError as error:
             problems += error.problems
+        else:
+            problems += sharing_problems(config, kind, engine_devices, learner_devices)
     if config.tracker.wandb_project and importlib.util.find_spec("wandb") is None:
         problems.append("tracker.wandb_project: wandb is not installed; pip install 'unstable-lite[wandb]'")
     return problems
@@ -449,7 +459,12 @@ def _devices(config: Config) -> tuple[tuple[int | str, ...], tuple[int | str, ..
     engine, learner = config.engine, config.learner
     if engine.kind == VLLM_SERVER:
         return engine.urls, resolve_devices(("cpu",), learner.devices)[1]
-    return resolve_devices(engine.devices, learner.devices, are_engines_elsewhere=config.remote.workers > 0)
+    return resolve_devices(
+        engine.devices,
+        learner.devices,
+        are_engines_elsewhere=config.remote.workers > 0,
+        are_together=config.run.mode in ("share", "sleep"),
+    )
 
 
 def _device(device: int | str, threads: int) -> str:

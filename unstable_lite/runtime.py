@@ -60,6 +60,7 @@ from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.trackers.tracker import Evaluation, RichSink, Sink, Tracker
 from unstable_lite.training import Training
 from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas, try_lock
+from unstable_lite.turns import Turns
 from unstable_lite.types import GameRecord
 from unstable_lite.workers import Workers, started_workers
 
@@ -297,6 +298,10 @@ class Run:
             tolerance=config.learner.canary_tolerance,
         )
 
+        engines = zip(workers.engines.engines, self.plan.engine_devices, strict=False)  # others are elsewhere
+        sleepers = [engine for engine, device in engines if device in self.plan.shared_devices]
+        turns = Turns(sleepers if config.run.mode == "sleep" else [], publisher.restore)
+
         def count(record: GameRecord) -> None:
             tracker.add_record(record)
             guard.add_record(record)
@@ -315,7 +320,7 @@ class Run:
             directory=directory,
             workers=workers,
             supervisors=[
-                *_supervisors(config, workers, publisher, alarm),
+                *_supervisors(config, workers, publisher, turns, alarm),
                 *_attendants(workers, publisher, alarm, self._terminal.say),
             ],
             arena=arena,
@@ -324,6 +329,7 @@ class Run:
             buffer=buffer,
             collector=collector,
             publisher=publisher,
+            turns=turns,
             pool=OpponentPool(
                 config.league,
                 self.plan.active_checkpoints,
@@ -400,10 +406,12 @@ def _few_collections() -> Iterator[None]:
 
 
 def _supervisors(
-    config: Config, workers: Workers, publisher: Publisher, alarm: Callable[[str], None]
+    config: Config, workers: Workers, publisher: Publisher, turns: Turns, alarm: Callable[[str], None]
 ) -> list[Supervisor]:
     restore: dict[str, Callable[[], Awaitable[None]]] = {"learner": workers.learner.restore}
     restore |= {engine.peer.name: partial(publisher.restore, engine) for engine in workers.engines.engines}
+    restore |= {engine.peer.name: partial(turns.restore, engine) for engine in turns.engines}
+    starting = {engine.peer.name: turns.starting for engine in turns.engines}
     engine, learner = config.engine, config.learner
     timeouts = {"learner": (learner.start_timeout_s, learner.update_timeout_s)}
     return [
@@ -413,6 +421,7 @@ def _supervisors(
             *timeouts.get(process.peer.name, (engine.start_timeout_s, engine.stall_timeout_s)),
             restore=restore[process.peer.name],
             alarm=alarm,
+            starting=starting.get(process.peer.name, contextlib.nullcontext),
         )
         for process in workers.processes
     ]

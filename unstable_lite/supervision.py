@@ -6,10 +6,12 @@ Owns the budget. What a worker must be given back before it may work again is th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 
 from unstable_lite.config import RunConfig
 from unstable_lite.errors import AdapterError, RequestError, WorkerDied
@@ -73,8 +75,10 @@ class Supervisor:
         stall_timeout_s: float,
         restore: Callable[[], Awaitable[None]],
         alarm: Callable[[str], None],
+        starting: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """`restore`: give a worker that started again what it held; from then on it may be asked."""
+        """`restore`: give a worker that started again what it held; from then on it may be asked. `starting`: entered
+        while it starts again."""
         self.restarts = 0
         self._process = process
         self._config = config
@@ -82,6 +86,7 @@ class Supervisor:
         self._stall_timeout_s = stall_timeout_s
         self._restore = restore
         self._alarm = alarm
+        self._starting = starting
         self._deaths: deque[float] = deque()
 
     async def run(self) -> None:
@@ -109,8 +114,9 @@ class Supervisor:
             self._count(death)
             await asyncio.sleep(self._config.restart_backoff_s * 2 ** (len(self._deaths) - 1))
             try:
-                await self._process.start()
-                await self._process.ready(self._start_timeout_s)
+                async with self._starting():
+                    await self._process.start()
+                    await self._process.ready(self._start_timeout_s)
             except WorkerDied as another:
                 death = another
             else:

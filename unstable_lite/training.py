@@ -32,6 +32,7 @@ from unstable_lite.supervision import Attendant, Supervisor
 from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.trackers.tracker import Tracker, summarise_evaluation
 from unstable_lite.transport.adapters import AdapterArena
+from unstable_lite.turns import Turns
 from unstable_lite.types import Batch, GameRecord, Histogram
 from unstable_lite.workers import Workers
 
@@ -50,6 +51,7 @@ class Training:
     buffer: StepBuffer | EpisodeBuffer
     collector: Collector
     publisher: Publisher
+    turns: Turns
     pool: OpponentPool
     tracker: Tracker
     guard: Guard
@@ -165,17 +167,21 @@ class Training:
             return False
         waited_s = time.monotonic() - started
         self.pool.make_room()
-        updated = await self._write_version(version, partial(self.workers.learner.update, batch, version))
+        asked = time.monotonic()
+        async with self.turns.learner():
+            updated = await self._write_version(version, partial(self.workers.learner.update, batch, version))
         if updated.skipped is not None:
             self._count_skipped(updated.skipped)
             return False
-        published = time.monotonic()
+        slept_s, published = time.monotonic() - asked, time.monotonic()
         canary = await self.publisher.publish(version)
         self.updates += 1
         self._skipped_in_a_row = 0
         self._offer(f"ckpt-{self.updates}", version)
         figures = {f"learner/{name}": value for name, value in updated.metrics.items()} | canary
         figures["learner/wait_for_batch_s"] = waited_s
+        if self.turns.engines:
+            figures["inference/asleep_s"] = slept_s
         figures["learner/publish_s"] = time.monotonic() - published
         figures |= await self.guard.measure(batch)
         await self.tracker.add_train_data(self.updates, version - 1, batch, updated.logprobs)

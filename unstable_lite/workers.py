@@ -18,6 +18,7 @@ from unstable_lite.engines.servers import server_keys
 from unstable_lite.errors import ConfigError
 from unstable_lite.learners.client import LearnerClient
 from unstable_lite.plan import Plan
+from unstable_lite.sharing import divide
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.door import Door, RemoteWorker
 from unstable_lite.transport.keys import read_run_keys
@@ -68,6 +69,10 @@ async def started_workers(plan: Plan, logs: Path, say: Callable[[str], None]) ->
     async with _household(plan, logs) as household:
         far = household.open_door() if plan.config.remote.workers else []
         engines = EnginePool([*await household.start_engines(), *far])
+        if any(isinstance(device, int) for device in plan.shared_devices):
+            # An engine that starts measures what is free: the learner must not be taking it meanwhile.
+            for process in household.processes:
+                await process.ready(plan.config.engine.start_timeout_s)
         learner = LearnerClient(household.router, plan.config.learner)
         await household.start_learner(learner.peer)
         facts = await household.wait_until_up(say)
@@ -216,7 +221,7 @@ class _Household:
             endpoint=self.router.endpoint,
             device=device if isinstance(device, str) else "cuda:0",
             threads=threads,
-            config_json=self._plan.config.model_dump_json(),
+            config_json=divide(self._plan.config, self._plan.shared_devices).model_dump_json(),
             rank=rank,
             num_ranks=num_ranks,
         )

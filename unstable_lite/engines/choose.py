@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +21,11 @@ def resolve_devices(
     engine_devices: Devices | Literal["auto"],
     learner_devices: Devices | Literal["auto"],
     are_engines_elsewhere: bool = False,
+    are_together: bool = False,
 ) -> tuple[Devices, Devices]:
     """What `auto` means here: the learner takes the first GPU, the engines the rest; one GPU is shared.
 
+    `are_together`: they are to share, so `auto` is what the other has, and the first GPU where nothing is named.
     `engine.devices = []` is for a run whose engines are all elsewhere. Raises ConfigError for devices that this machine
     does not have.
     """
@@ -34,6 +35,12 @@ def resolve_devices(
             _check_exist(name, devices, num_gpus)
     gpus: Devices = tuple(range(num_gpus))
     cpu: Devices = ("cpu",)
+    if are_together:
+        first = gpus[:1] or cpu
+        if learner_devices == "auto":
+            learner_devices = first if engine_devices == "auto" else engine_devices[:1]
+        if engine_devices == "auto":
+            engine_devices = learner_devices
     if learner_devices == "auto":
         free = [gpu for gpu in gpus if engine_devices == "auto" or gpu not in engine_devices]
         learner_devices = tuple(free[:1]) or gpus[:1] or cpu
@@ -83,19 +90,29 @@ def count_gpus() -> int:
     return _num_present()
 
 
+def gpu_memory_bytes(device: int) -> int | None:
+    """All that a CUDA device has, as numbered from here; None where nvidia-smi does not say."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    name = visible.split(",")[device].strip() if visible else str(device)
+    mib = _ask_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits", "-i", name).strip()
+    return int(mib) << 20 if mib.isdecimal() else None
+
+
+def _ask_nvidia_smi(*arguments: str) -> str:
+    """ "" where it is not there, or fails."""
+    try:
+        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 def _num_present() -> int:
     # A container's device files are those of the GPUs lent to it; WSL has none, but has nvidia-smi.
     if Path("/proc/driver/nvidia/version").exists():
         files = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
         if files:
             return len(files)
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return len(re.findall(r"^GPU \d+", listing, re.MULTILINE))
+    return len(re.findall(r"^GPU \d+", _ask_nvidia_smi("-L"), re.MULTILINE))
 
 
 def _check_exist(name: str, devices: Devices, num_gpus: int) -> None:

@@ -19,7 +19,9 @@ from unstable_lite.transport.messages import (
     Generated,
     LoadAdapter,
     Message,
+    Sleep,
     UnloadAdapter,
+    WakeUp,
 )
 from unstable_lite.transport.sockets import Peer, Router
 from unstable_lite.types import Generation
@@ -44,10 +46,37 @@ class EngineClient:
         """Of the versions that it was told to load."""
         self._loading = asyncio.Lock()
         self._config = config
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._is_resting = False
 
     @property
     def is_up(self) -> bool:
-        return self.peer.is_up
+        return self.peer.is_up and not self._is_resting
+
+    async def sleep(self) -> None:
+        """What it was asked it still answers; from then on it waits for `wake_up`, and so does who asks it.
+
+        It is up again when it was taken back.
+        """
+        self._is_resting = True
+        self._awake.clear()
+        await self.peer.ask(Sleep, self._config.request_timeout_s + LOAD_TIMEOUT_S)
+
+    def stay_awake(self) -> None:
+        """It died before it slept: who waits for it is told."""
+        self._awake.set()
+
+    async def wake_up(self) -> None:
+        try:
+            await self.peer.ask(WakeUp, LOAD_TIMEOUT_S)
+        finally:
+            self._awake.set()
+
+    def take_back(self) -> None:
+        """It was given what it should hold, and tried."""
+        self.peer.take_back()
+        self._is_resting = False
 
     async def generate(
         self,
@@ -58,6 +87,8 @@ class EngineClient:
         max_tokens: int | None = None,
     ) -> Generation:
         """One completion by adapter `version`. Raises RequestError, AdapterError, WorkerDied."""
+        if not self._awake.is_set():
+            await self._awake.wait()
         config = self._config
         max_tokens = max_tokens or config.max_generation_len
         tokens = len(prompt) // CHARS_PER_TOKEN + max_tokens
@@ -93,6 +124,7 @@ class EngineClient:
     async def load_adapter(self, version: int, path: Path) -> None:
         """Nothing, if it holds `version` already."""
         async with self._loading:
+            await self._awake.wait()
             adapters = self.adapters
             if version in adapters:
                 return
@@ -103,6 +135,7 @@ class EngineClient:
     async def unload_adapter(self, version: int) -> None:
         """Nothing, if it does not hold `version`."""
         async with self._loading:
+            await self._awake.wait()
             adapters = self.adapters
             if version not in adapters:
                 return
@@ -161,8 +194,8 @@ class EnginePool:
         return up
 
     def take_back(self, engine: EngineClient) -> None:
-        """It died, is there again, and holds what the others hold."""
-        engine.peer.take_back()
+        """It died or slept, is there again, and holds what the others hold."""
+        engine.take_back()
         self._return.set()
         self._return = asyncio.Event()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Failed, Generate, Generated
@@ -44,6 +44,17 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """Since the last call."""
+
+
+@runtime_checkable
+class SleepingEngine(Engine, Protocol):
+    """One that can leave its device to the learner, for `run.mode = "sleep"`."""
+
+    def sleep(self) -> None:
+        """Give memory back; nothing is unfinished. Until `wake_up`, nothing else is called."""
+
+    def wake_up(self) -> None:
+        """Take it again. Adapters are as they were, prefixes are forgotten."""
 
 
 def load_engine(spec: WorkerSpec) -> Engine:

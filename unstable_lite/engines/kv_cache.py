@@ -51,11 +51,9 @@ class Prefix:
 class KVCache:
     def __init__(self, shape: CacheShape, max_len: int, num_running: int, num_kept: int) -> None:
         num_slots = num_running + num_kept
-        # Heads before positions: what one head attends to is one piece of memory.
-        sizes = (shape.num_layers, num_slots, shape.num_heads, max_len)
-        # Zeros, not empty: what is masked out must be finite too. The system hands out pages as they are written.
-        self.key_LSHTD = torch.zeros(*sizes, shape.key_width, dtype=shape.dtype, device=shape.device)
-        self.value_LSHTD = torch.zeros(*sizes, shape.value_width, dtype=shape.dtype, device=shape.device)
+        self.key_LSHTD: torch.Tensor
+        self.value_LSHTD: torch.Tensor
+        self._shape = shape
         self.length_S = np.zeros(num_slots, np.int64)
         """How many tokens have keys and values."""
         self.max_len = max_len
@@ -67,6 +65,21 @@ class KVCache:
         self._used_at_S = np.zeros(num_slots, np.int64)
         self._now = 0
         self._free = list(range(num_running))
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Take the memory for keys and values."""
+        shape = self._shape
+        # Heads before positions: what one head attends to is one piece of memory.
+        sizes = (shape.num_layers, len(self.length_S), shape.num_heads, self.max_len)
+        # Zeros, not empty: what is masked out must be finite too. The system hands out pages as they are written.
+        self.key_LSHTD = torch.zeros(*sizes, shape.key_width, dtype=shape.dtype, device=shape.device)
+        self.value_LSHTD = torch.zeros(*sizes, shape.value_width, dtype=shape.dtype, device=shape.device)
+
+    def release(self) -> None:
+        """Give it back until `allocate`, and forget all that was computed; no sequence may be running."""
+        self.clear()
+        del self.key_LSHTD, self.value_LSHTD
 
     @property
     def num_free(self) -> int:

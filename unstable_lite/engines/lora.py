@@ -71,6 +71,9 @@ class LoraLinear(nn.Module):
     def unload(self, version: int) -> None:
         self._pairs.pop(version, None)
 
+    def move_pairs(self, device: torch.device) -> None:
+        self._pairs = {version: (a.to(device), b.to(device)) for version, (a, b) in self._pairs.items()}
+
 
 class LoraModel:
     """The linear layers of a model that adapters may change."""
@@ -104,6 +107,12 @@ class LoraModel:
     def unload(self, version: int) -> None:
         for layer in self._layers.values():
             layer.unload(version)
+
+    def move(self, device: torch.device) -> None:
+        """Model and adapters, all to `device`."""
+        self._model.to(device)
+        for layer in self._layers.values():
+            layer.move_pairs(device)
 
 
 def read_adapter(directory: Path, max_rank: int) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:

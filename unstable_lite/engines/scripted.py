@@ -78,5 +78,10 @@ class ScriptedEngine:
     def unload_adapter(self, version: int) -> None:
         self._adapters.remove(version)
 
+    def sleep(self) -> None:
+        """There is nothing to give back."""
+
+    def wake_up(self) -> None: ...
+
     def stats(self) -> EngineStats:
         return self._throughput.report(queued=0, running=len(self._finished))

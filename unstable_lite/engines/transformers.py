@@ -93,7 +93,7 @@ class TransformersEngine:
         self._max_model_len = min(config.engine.max_model_len, stock_model.position_limit(self._model) or 1 << 62)
         self._max_rank = config.lora.lora_rank
         shape = stock_model.cache_shape(self._model)
-        num_slots = self._num_slots(shape, config.engine.kv_cache_gb, config.engine.gpu_memory_utilization)
+        num_slots = self._num_slots(shape, config.engine.kv_cache_gb, config.engine.gpu_share)
         num_running = min(num_slots, config.engine.max_parallel_seq)
         num_kept = min(num_slots - num_running, KEPT_PER_RUNNING * num_running)
         self._cache = KVCache(shape, self._max_model_len, num_running, num_kept)
@@ -219,6 +219,17 @@ class TransformersEngine:
         self._lora.unload(version)
         self._cache.forget(version)
 
+    def sleep(self) -> None:
+        self._cache.release()
+        if self._device.type != "cpu":
+            self._lora.move(torch.device("cpu"))
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        self._lora.move(self._device)
+        self._cache.allocate()
+
     def stats(self) -> EngineStats:
         return self._throughput.report(queued=len(self._queue), running=len(self._running))
 
@@ -331,7 +342,8 @@ class TransformersEngine:
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             knob = f"engine.gpu_memory_utilization = {gpu_memory_utilization:g}"
-            num_bytes = free - (1 - gpu_memory_utilization) * total - ACTIVATION_BYTES
+            mine = gpu_memory_utilization * total - torch.cuda.memory_reserved(self._device)
+            num_bytes = min(free, mine) - ACTIVATION_BYTES
         num_slots = int(num_bytes / (shape.bytes_per_token * self._max_model_len))
         if num_slots < 1:
             needed = shape.bytes_per_token * self._max_model_len / 2**30

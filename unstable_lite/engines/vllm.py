@@ -70,7 +70,8 @@ class VLLMEngine:
             max_cpu_loras=config.engine.max_loras + 1,
             max_lora_rank=min(rank for rank in LORA_RANKS if rank >= self._max_rank),
             enforce_eager=is_cpu if eager is None else eager,
-            gpu_memory_utilization=config.engine.gpu_memory_utilization,
+            gpu_memory_utilization=config.engine.gpu_share,
+            enable_sleep_mode=config.run.mode == "sleep",
             enable_prefix_caching=config.run.mode != "sync",
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
@@ -155,6 +156,16 @@ class VLLMEngine:
         self._adapters.remove(version)
         self._engine.remove_lora(version)
         del self._paths[version]
+
+    def sleep(self) -> None:
+        """Level 1: weights and adapters go to host memory, keys and values are dropped."""
+        # Some versions leave it to the caller to forget prefixes whose keys are gone.
+        if not self._engine.reset_prefix_cache():
+            raise ModelError("vLLM did not give up its prefix cache: it holds blocks of a request that is unfinished")
+        self._engine.sleep(1)
+
+    def wake_up(self) -> None:
+        self._engine.wake_up()
 
     def stats(self) -> EngineStats:
         unfinished = len(self._requests)

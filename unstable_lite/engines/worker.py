@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from unstable_lite.engines.engine import Engine, load_engine
-from unstable_lite.errors import MEMORY_ADVICE, AdapterError, RequestError, is_out_of_memory
+from unstable_lite.engines.engine import Engine, SleepingEngine, load_engine
+from unstable_lite.errors import MEMORY_ADVICE, AdapterError, ModelError, RequestError, is_out_of_memory
 from unstable_lite.transport.child import WorkerSocket, WorkerSpec
 from unstable_lite.transport.messages import (
     Done,
@@ -21,8 +21,10 @@ from unstable_lite.transport.messages import (
     LoadAdapter,
     Message,
     Ready,
+    Sleep,
     Stop,
     UnloadAdapter,
+    WakeUp,
 )
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,10 @@ class Socket(Protocol):
 
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     engine = load_engine(spec)
+    if spec.config.run.mode == "sleep" and not isinstance(engine, SleepingEngine):
+        raise ModelError(
+            f"run.mode = 'sleep': {type(engine).__name__} has no sleep() and wake_up(); see engines/engine.py"
+        )
     try:
         socket.send(Ready(facts=engine.facts))
         serve(engine, socket)
@@ -62,6 +68,10 @@ def serve(engine: Engine, socket: Socket) -> None:
                 if has_loaded and engine.has_unfinished():  # nobody waits for more than one load and a step
                     replies += engine.step()
                 has_loaded = True
+            if isinstance(message, Sleep):
+                while engine.has_unfinished():
+                    socket.send(*replies, *engine.step())
+                    replies = []
             replies += _take(engine, message)
         if engine.has_unfinished():
             started = time.monotonic()
@@ -76,7 +86,7 @@ def serve(engine: Engine, socket: Socket) -> None:
 
 def _take(engine: Engine, message: Message) -> list[Message]:
     """Hand one request to the engine; the reply, if it is there already."""
-    assert isinstance(message, (Generate, LoadAdapter, UnloadAdapter)), message
+    assert isinstance(message, (Generate, LoadAdapter, UnloadAdapter, Sleep, WakeUp)), message
     start = time.monotonic()
     try:
         if isinstance(message, Generate):
@@ -84,8 +94,11 @@ def _take(engine: Engine, message: Message) -> list[Message]:
             return []
         if isinstance(message, LoadAdapter):
             engine.load_adapter(message.version, Path(message.path))
-        else:
+        elif isinstance(message, UnloadAdapter):
             engine.unload_adapter(message.version)
+        else:
+            assert isinstance(engine, SleepingEngine), engine
+            engine.sleep() if isinstance(message, Sleep) else engine.wake_up()
     except (RequestError, AdapterError) as error:
         return [Failed(request_id=message.request_id, error=str(error))]
     except (RuntimeError, MemoryError) as error:

@@ -92,16 +92,23 @@ def _join(spec: WorkerSpec) -> None:
 
 def make_worker(config: Config, device: str) -> _Worker:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    return _Worker(load_learner(config, device), config.learner, config.tracker.keep_tokens)
+    if (share := config.learner.gpu_memory_utilization) is not None and device != "cpu":
+        torch.cuda.set_per_process_memory_fraction(share, device)
+    takes_turns = config.run.mode == "sleep"
+    return _Worker(load_learner(config, device), config.learner, config.tracker.keep_tokens, takes_turns)
 
 
 class _Worker:
     """A learner, and what each message leads to."""
 
-    def __init__(self, learner: Learner, config: LearnerConfig, keeps_tokens: bool = False) -> None:
+    def __init__(
+        self, learner: Learner, config: LearnerConfig, keeps_tokens: bool = False, takes_turns: bool = False
+    ) -> None:
+        """`takes_turns`: an engine needs the device's memory after each update."""
         self.learner = learner
         self._config = config
         self._keeps_tokens = keeps_tokens
+        self._takes_turns = takes_turns
         self._oom_retries = 0
         """Updates that were begun anew because memory had run out."""
         self._state: Path | None = None
@@ -223,6 +230,8 @@ class _Worker:
                     advice = f"lower learner.max_tokens_per_micro_batch, or {OOM_ADVICE}"
                     raise UnstableError(f"{where}: {advice} ({reason})") from error
             else:
+                if self._takes_turns:
+                    _free_memory()
                 figures = {
                     "oom_retries": float(self._oom_retries),
                     "max_tokens_per_micro_batch": float(self.learner.policy.max_tokens_per_micro_batch),

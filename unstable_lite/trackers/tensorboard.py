@@ -179,7 +179,7 @@ def _evaluations(config: Config) -> Iterator[tuple[str, str, str, str]]:
             tag = f"evaluation-{env.env_id} ({env.fixed_opponent})"
             if config.run.eval_games:
                 yield env.env_id, env.fixed_opponent, f"{tag}/checkpoint", ""
-            if config.run.num_eval_workers and config.run.mode == "async":
+            if config.run.num_eval_workers and config.run.mode != "sync":
                 yield env.env_id, env.fixed_opponent, f"{tag}/concurrent checkpoint", ", while training"
 
 

@@ -74,6 +74,20 @@ class UnloadAdapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sleep:
+    """Answer what was asked, then give the device's memory back until `WakeUp`. Reply: `Done`."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeUp:
+    """Take the memory again; adapters are as they were. Reply: `Done`."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """One optimiser step on a batch, then write the new adapter to `path`. Reply: `Updated`."""
 
@@ -320,6 +334,8 @@ Message = (
     | Generated
     | LoadAdapter
     | UnloadAdapter
+    | Sleep
+    | WakeUp
     | Update
     | Updated
     | Publish

@@ -1,0 +1,106 @@
+"""An engine that slept is what it was: the same weights and adapters, no memory of what it computed before."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from remote_engine import START_TIMEOUT_S, RemoteEngine
+from unstable_lite.engines.kv_cache import CacheShape, KVCache
+from unstable_lite.transport.messages import Done, Generated, Ready, Sleep, WakeUp
+
+KINDS = [
+    pytest.param(("transformers", "cpu", "float32"), id="transformers"),
+    pytest.param(("transformers", "cuda:0", "bfloat16"), id="transformers-cuda", marks=pytest.mark.gpu),
+    pytest.param(("vllm", "cuda:0", "bfloat16"), id="vllm-cuda", marks=[pytest.mark.gpu, pytest.mark.vllm]),
+]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def engine(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RemoteEngine]:
+    kind, device, dtype = request.param
+    remote = RemoteEngine(
+        device,
+        model=str(model_dir),
+        mode="sleep",
+        kind=kind,
+        dtype=dtype,
+        max_model_len=640,
+        gpu_memory_utilization=0.2,
+    )
+    try:
+        remote.wait_for_type(Ready, START_TIMEOUT_S)
+        yield remote
+    finally:
+        remote.close()
+
+
+def ask(engine: RemoteEngine, message: type[Sleep] | type[WakeUp]) -> Any:
+    return engine.ask(message(request_id=next(engine._ids)))[0]
+
+
+def test_base_and_adapters_answer_after_a_sleep_as_before(engine: RemoteEngine, adapter_dirs: list[Path]) -> None:
+    versions = [engine.next_version() for _ in adapter_dirs]
+    for version, path in zip(versions, adapter_dirs, strict=True):
+        assert isinstance(engine.load(version, path), Done)
+
+    def answers() -> list[Any]:
+        return engine.generate(*(engine.request("Player 0: e4", version, seed=version) for version in (0, *versions)))
+
+    before = answers()
+    for _ in range(2):
+        assert isinstance(ask(engine, Sleep), Done)
+        assert isinstance(ask(engine, WakeUp), Done)
+        for one, same in zip(before, answers(), strict=True):
+            assert one.completion_ids.tolist() == same.completion_ids.tolist()
+            np.testing.assert_allclose(one.logprobs, same.logprobs, atol=1e-5)
+    assert len({tuple(generation.logprobs) for generation in before}) == len(before)
+    for version in versions:
+        engine.unload(version)
+
+
+def test_what_was_asked_before_is_answered_before_it_sleeps(engine: RemoteEngine) -> None:
+    requests = [engine.request(f"Player {number}: e4", max_tokens=16) for number in range(5)]
+    sleep = Sleep(request_id=next(engine._ids))
+    engine.send(*requests, sleep)
+    engine.wait_for(lambda message: getattr(message, "request_id", None) == sleep.request_id)
+    answered = {message.request_id for message in engine.inbox if isinstance(message, Generated)}
+    assert answered == {request.request_id for request in requests}
+    engine.inbox.clear()
+    assert isinstance(ask(engine, WakeUp), Done)
+
+
+@pytest.mark.gpu
+def test_the_gpus_memory_is_given_back_and_taken_again(engine: RemoteEngine) -> None:
+    def free() -> int:
+        return int(torch.cuda.mem_get_info()[0])
+
+    awake, total = torch.cuda.mem_get_info()
+    ask(engine, Sleep)
+    assert free() - awake > 0.1 * total  # of 0.2 that it was given
+    ask(engine, WakeUp)
+    assert free() < awake + 0.02 * total
+
+
+def test_a_cache_that_is_released_holds_no_memory_and_knows_no_prefix() -> None:
+    shape = CacheShape(
+        num_layers=1, num_heads=1, key_width=2, value_width=2, dtype=torch.float32, device=torch.device("cpu")
+    )
+    cache, ids = KVCache(shape, max_len=8, num_running=1, num_kept=1), np.arange(4, dtype=np.int32)
+    slot = cache.take(ids, 0, 0, 0)
+    cache.extend(np.array([slot]), np.array([4]), np.arange(4), ids)
+    cache.give_back(slot, 4)
+    assert cache.find(ids, 0).length == 4
+    held = weakref.ref(cache.key_LSHTD), weakref.ref(cache.value_LSHTD)
+    cache.release()
+    gc.collect()
+    assert [one() for one in held] == [None, None]
+    cache.allocate()
+    assert cache.find(ids, 0).length == 0 and not cache.key_LSHTD.any()

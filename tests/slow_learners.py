@@ -1,0 +1,28 @@
+"""A learner that takes longer for an update than an engine takes to start; loaded as `slow_learners:TakesItsTime`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from unstable_lite.config import Config
+from unstable_lite.learners import UpdateResult
+from unstable_lite.learners.reinforce import REINFORCELearner
+from unstable_lite.types import TrainItem
+
+
+class TakesItsTime(REINFORCELearner):
+    """Says "learnt" in diary.jsonl at the end of an update."""
+
+    def __init__(self, config: Config, device: str) -> None:
+        super().__init__(config, device)
+        self._diary = Path(config.run.output_dir) / "diary.jsonl"
+
+    def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
+        result = super().update(items, version)
+        time.sleep(10)
+        with self._diary.open("a") as file:
+            print(json.dumps("learnt"), file=file)
+        return result

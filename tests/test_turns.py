@@ -1,0 +1,118 @@
+"""Whose turn it is on a device that engine and learner share. Real engine processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from unstable_lite.config import Config
+from unstable_lite.engines.client import EngineClient, EnginePool
+from unstable_lite.errors import RequestError
+from unstable_lite.plan import make_plan
+from unstable_lite.supervision import Supervisor
+from unstable_lite.turns import Turns
+from unstable_lite.workers import EngineWorkers, started_engines
+
+
+@dataclass
+class Shared:
+    workers: EngineWorkers
+    turns: Turns
+    supervisors: list[Supervisor]
+
+    @property
+    def pool(self) -> EnginePool:
+        """Of two engines, of which the first shares the learner's device."""
+        return self.workers.engines
+
+    @property
+    def engine(self) -> EngineClient:
+        return self.pool.engines[0]
+
+    def kill(self) -> None:
+        os.kill(self.workers.processes[0].pid, signal.SIGKILL)
+
+
+@pytest.fixture
+async def shared(tmp_path: Path) -> AsyncIterator[Shared]:
+    config = Config.model_validate(
+        {
+            "run": {"mode": "sleep", "restart_backoff_s": 0.0, "output_dir": tmp_path},
+            "engine": {"kind": "scripted", "devices": ["cpu", "cpu"]},
+            "learner": {"devices": ["cpu"]},
+            "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
+        }
+    )
+    async with started_engines(make_plan(config), tmp_path, lambda text: None) as workers:
+
+        async def restore(engine: EngineClient) -> None:
+            assert not engine.is_up  # no game gets it before it was tried
+            workers.engines.take_back(engine)
+
+        turns = Turns(workers.engines.engines[:1], restore)
+        supervisors = [
+            Supervisor(
+                process,
+                config.run,
+                60.0,
+                60.0,
+                restore=lambda engine=engine: turns.restore(engine),  # type: ignore[misc]
+                alarm=lambda text: None,
+                starting=turns.starting,
+            )
+            for process, engine in zip(workers.processes[:1], turns.engines, strict=True)
+        ]
+        yield Shared(workers, turns, supervisors)
+
+
+async def test_who_asks_it_meanwhile_waits_and_the_others_go_on(shared: Shared) -> None:
+    async with shared.turns.learner():
+        directly = asyncio.create_task(shared.engine.generate("hello", 0))
+        loading = asyncio.create_task(shared.engine.load_adapter(1, Path("/nowhere")))
+        for _ in range(5):
+            assert (await shared.pool.generate("hello", 0)).adapter_version == 0
+        done, _ = await asyncio.wait({directly, loading}, timeout=0.3)
+        assert not done
+        assert shared.engine.peer.num_pending == 0
+    assert (await directly).adapter_version == 0
+    with pytest.raises(RequestError, match="no adapter_config"):
+        await loading
+
+
+async def test_an_engine_that_dies_starts_again_only_when_the_learner_is_done(shared: Shared) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        supervised = tasks.create_task(shared.supervisors[0].run())
+        async with shared.turns.learner():
+            shared.kill()
+            while not shared.engine.peer.is_dead:
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.5)
+            assert shared.engine.peer.life == 0
+        while not shared.engine.is_up:
+            await asyncio.sleep(0.02)
+        assert shared.engine.peer.life == 1
+        assert (await shared.engine.generate("hello", 0)).adapter_version == 0
+        supervised.cancel()
+
+
+async def test_the_learner_waits_for_an_engine_that_starts_again(shared: Shared) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        supervised = tasks.create_task(shared.supervisors[0].run())
+        shared.kill()
+        while shared.engine.peer.life == 0:
+            await asyncio.sleep(0.02)
+        async with shared.turns.learner():
+            assert not shared.engine.peer.is_dead and shared.workers.processes[0].peer.ready.done()
+        assert (await shared.engine.generate("hello", 0)).adapter_version == 0
+        supervised.cancel()
+
+
+async def test_where_no_engine_shares_the_device_nobody_waits(shared: Shared) -> None:
+    async with Turns([], shared.turns.restore).learner():
+        assert (await shared.engine.generate("hello", 0)).adapter_version == 0
