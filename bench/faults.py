@@ -286,6 +286,7 @@ class Samples:
         while True:
             started, flying = training.scheduler._games.total(), training.collector.games_in_flight.total()
             finished, waiting = training.tracker.games_finished, len(training.collector._rest_of_group)
+            flying += len(training.collector._ended)
             self.did_not_add_up += started != finished + flying + waiting
             row = {"seconds": time.monotonic() - started_at, "mb": memory_mb("now"), "games": started}
             self.rows.append(row | {"flying": flying, "buffer": training.buffer.size()} | in_use())

@@ -116,7 +116,7 @@ async def test_every_launched_game_gives_one_record_and_its_steps_reach_the_buff
 async def test_no_game_starts_while_the_buffer_is_full_and_nothing_is_thrown_away(tmp_path: Path) -> None:
     league = League(tmp_path, buffer_size=5)
     task = asyncio.create_task(league.collector.run(4, 0))
-    while not league.buffer.is_full or league.collector.games_in_flight["train"]:
+    while not league.buffer.is_full or league.collector.games_in_flight["train"] or league.collector._ended:
         await asyncio.sleep(0.001)
         assert len(league.records) <= 2 * 4, "games start although the buffer is full"
     finished = len(league.records)
@@ -227,6 +227,23 @@ async def test_adapter_versions_are_held_while_games_play_them_and_let_go_after(
     league.arena.close()
 
 
+async def test_a_game_that_is_over_is_counted_though_the_run_ends_just_then(league: League) -> None:
+    before = asyncio.all_tasks()
+    task = asyncio.create_task(league.collector.run(8, 2))
+    while not league.collector._ended:
+        await asyncio.sleep(0)
+    over = list(league.collector._ended)
+    for running in asyncio.all_tasks() - before:
+        running.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert not league.collector._ended
+    counted = [record.spec.game_idx for record in league.records]
+    assert len(counted) == len(set(counted))
+    assert {record.spec.game_idx for record in over} <= set(counted)
+    steps = sum(len(t.steps) for record in league.records for t in record.trajectories if record.spec.kind == "train")
+    assert league.buffer.added == steps
+
+
 async def test_cancelling_the_collector_leaves_no_game_and_no_task(league: League) -> None:
     before = asyncio.all_tasks()
     await league.collect_until(lambda: len(league.records) >= 5, workers=20, eval_workers=5)
@@ -317,7 +334,7 @@ async def test_a_group_that_is_begun_is_played_to_its_end_however_full_the_buffe
         for _ in range(3):
             await league.buffer.get_batch(5, 0)
             # Nobody takes anything now: everything that is begun ends, and nothing waits beside the full buffer.
-            while league.collector.games_in_flight["train"] or not league.buffer.is_full:
+            while league.collector.games_in_flight["train"] or league.collector._ended or not league.buffer.is_full:
                 await asyncio.sleep(0.001)
             assert league.buffer.steps_in_groups() == 0
             assert league.buffer.size() >= buffer_size
@@ -357,7 +374,7 @@ async def test_the_adapters_of_a_group_are_held_until_its_last_game_and_let_go_w
         await asyncio.sleep(0.001)
     league.registry.add_checkpoint("ckpt-2", adapter_version=2, iteration=2)
     assert league.arena.is_referenced(1)
-    while len(league.records) < 6:
+    while league.collector._rest_of_group or league.collector.games_in_flight["train"]:
         assert league.arena.is_referenced(1)
         await asyncio.sleep(0)
     assert {agent.model.adapter_version for r in league.records[:6] for agent in r.spec.agent_specs} == {1, None}
