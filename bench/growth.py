@@ -279,7 +279,7 @@ def measure_updates(sizes: list[int], seed: int) -> Iterator[dict[str, float]]:
                     "registry": registry.state_dict(), "scheduler": scheduler.state_dict(),
                     "buffer": buffer.state_dict(), "tracker": tracker.state_dict(),
                 }  # fmt: skip
-                text = json.dumps(state)
+                text = json.dumps(state, separators=(",", ":"))
                 window = min(WINDOW, update)
                 yield {
                     "updates": update,

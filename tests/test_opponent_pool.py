@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import shutil
 import threading
@@ -234,6 +235,24 @@ async def test_an_engine_that_is_there_again_is_asked_everything_at_once(tmp_pat
     with pytest.raises(AdapterError, match="engine-1 does not answer as it once did"):
         await league.publisher.restore(engine)
     await league.close()
+
+
+async def test_what_is_remembered_of_canaries_survives_json(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    league = await a_league_of(tmp_path / "one", 3, size=3, engines=2)
+    text = json.dumps(league.publisher.state_dict())
+    other = League(tmp_path / "other", 3)
+    other.publisher.load_state_dict(json.loads(text))
+    assert json.dumps(other.publisher.state_dict()) == text
+    ours, theirs = (one.publisher._remembered[2]["engine-1"][1] for one in (league, other))
+    assert ours.seed == theirs.seed
+    for name in ("completion_ids", "logprobs", "base_logprobs"):
+        was, got = getattr(ours, name), getattr(theirs, name)
+        assert was.dtype == got.dtype
+        assert np.array_equal(was, got)
+    await league.close()
+    await other.close()
 
 
 async def test_the_newest_are_active_and_no_more_than_the_pool_holds(tmp_path: Path) -> None:

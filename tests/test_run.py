@@ -61,7 +61,7 @@ def test_who_looks_on_at_the_end_sees_a_run_that_has_ended(finished: tuple[Path,
     steps = [json.loads(line) for line in (finished[0] / "league.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps] == [0, 1, 2, 3, 3]  # the evaluations' too
     seen = {uid: row for line in steps for uid, row in line["models"].items()}
-    assert seen.keys() == {model["uid"] for model in state["registry"]["models"]}
+    assert seen.keys() == set(state["registry"]["models"]["uid"])
     assert seen["ckpt-3"][2] >= 6
     code, out, _ = runs.run("top", finished[0])
     assert code == 0

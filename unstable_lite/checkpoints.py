@@ -101,7 +101,10 @@ def save_checkpoint(
     final = checkpoints / f"ckpt-{update}"
     partial = checkpoints / f".ckpt-{update}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    league, steps = json.dumps(state), pack_all(Chunk, [Chunk(steps=tuple(chunk)) for chunk in waiting])
+    league, steps = (
+        json.dumps(state, separators=(",", ":")),
+        pack_all(Chunk, [Chunk(steps=tuple(chunk)) for chunk in waiting]),
+    )
 
     def finish() -> None:
         (partial / LEAGUE).write_text(league)

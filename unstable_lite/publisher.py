@@ -10,6 +10,7 @@ newest.
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
@@ -184,9 +185,7 @@ class Publisher:
         """What is remembered of versions that may come back, JSON-able."""
         remembered = {
             str(version): {
-                engine: [
-                    [c.seed, c.completion_ids.tolist(), c.logprobs.tolist(), c.base_logprobs.tolist()] for c in known
-                ]
+                engine: [[c.seed, *map(_to_text, (c.completion_ids, c.logprobs, c.base_logprobs))] for c in known]
                 for engine, known in self._remembered[version].items()
             }
             for version in sorted(self._keeps & self._remembered.keys())
@@ -201,9 +200,9 @@ class Publisher:
                 engine: [
                     _Remembered(
                         seed=seed,
-                        completion_ids=np.array(ids, np.int32),
-                        logprobs=np.array(logprobs, np.float32),
-                        base_logprobs=np.array(base_logprobs, np.float32),
+                        completion_ids=_from_text(ids, "<i4"),
+                        logprobs=_from_text(logprobs, "<f4"),
+                        base_logprobs=_from_text(base_logprobs, "<f4"),
                     )
                     for seed, ids, logprobs, base_logprobs in known
                 ]
@@ -354,6 +353,14 @@ async def _all_of(asked: Iterable[Coroutine[Any, Any, T]], but: type[Exception] 
         if isinstance(result, BaseException) and not isinstance(result, but):
             raise result
     return [None if isinstance(result, BaseException) else result for result in results]
+
+
+def _to_text(array: np.ndarray[Any, np.dtype[Any]]) -> str:
+    return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()
+
+
+def _from_text(text: str, dtype: str) -> Any:
+    return np.frombuffer(base64.b64decode(text), dtype)
 
 
 def _tokens(generation: Generation) -> tuple[bytes, bytes]:

@@ -5,8 +5,10 @@ The global `random` module belongs to TextArena's games; nothing of the orchestr
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import random
+import struct
 from typing import Any
 
 from unstable_lite.types import GameKind
@@ -25,11 +27,12 @@ def game_seed(run_seed: int, kind: GameKind, number: int) -> int:
 
 
 def state_of(rng: random.Random) -> list[Any]:
+    """JSON-able, and half as long as the words themselves would be."""
     version, words, gauss = rng.getstate()
-    return [version, list(words), gauss]
+    return [version, base64.b64encode(struct.pack(f"<{len(words)}I", *words)).decode(), gauss]
 
 
 def restore(rng: random.Random, state: list[Any]) -> None:
     """Accepts what JSON made of `state_of`."""
     version, words, gauss = state
-    rng.setstate((version, tuple(words), gauss))
+    rng.setstate((version, tuple(word for (word,) in struct.iter_unpack("<I", base64.b64decode(words))), gauss))

@@ -25,6 +25,11 @@ LEAGUE = (
 )
 
 
+def games_of(state: dict[str, Any]) -> dict[str, int]:
+    models = state["registry"]["models"]
+    return dict(zip(models["uid"], models["games"], strict=True))
+
+
 def updates_of(directory: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "learner/loss" in line]
@@ -64,10 +69,10 @@ def test_a_killed_run_goes_on_and_tells_every_update_and_game_once(copy: Path) -
     events = EventAccumulator(str(copy / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Tensors("learner/loss")] == list(range(1, newest + 4))
-    rated = {model["uid"]: model["games"] for model in state["registry"]["models"]}
+    rated = games_of(state)
     after = json.loads((copy / "checkpoints" / f"ckpt-{newest + 3}" / "league.json").read_text())
-    assert all(model["games"] >= rated.get(model["uid"], 0) for model in after["registry"]["models"])
-    assert {model["uid"] for model in after["registry"]["models"]} >= {f"ckpt-{n}" for n in range(1, newest + 4)}
+    assert all(games >= rated.get(uid, 0) for uid, games in games_of(after).items())
+    assert games_of(after).keys() >= {f"ckpt-{n}" for n in range(1, newest + 4)}
     assert after["buffer"]["counters"]["added"] > state["buffer"]["counters"]["added"]
     assert out.count("evaluation before") == 0
 

@@ -203,3 +203,16 @@ def test_the_state_survives_json():
     assert after.match_counts == before.match_counts
     assert after.current == before.current
     assert after.snapshot() == before.snapshot()
+
+
+def test_a_model_more_and_two_more_that_met_take_few_bytes_of_a_checkpoint():
+    """A run has thousands of them: a checkpoint an update, and each meets a few others."""
+    registry, sizes = a_registry("x"), []
+    for update in range(1, 2001):
+        if update % 1000 == 1:
+            sizes.append(len(json.dumps(registry.state_dict(), separators=(",", ":"))))
+        registry.add_checkpoint(f"ckpt-{update}", update, update)
+        for other in ("fixed-x", f"ckpt-{max(1, update - 1)}", f"ckpt-{max(1, update - 2)}"):
+            registry.update_ratings({0: f"ckpt-{update}", 1: other}, {0: 1.0, 1: float(update % 2)}, "E")
+    sizes.append(len(json.dumps(registry.state_dict(), separators=(",", ":"))))
+    assert (sizes[2] - sizes[1]) / 1000 < 105 + 3 * 15
