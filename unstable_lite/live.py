@@ -10,12 +10,13 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict
 from typing import Any
 
 from unstable_lite.trackers.records import replaced
 from unstable_lite.training import Training
+from unstable_lite.transport.sockets import Peer
 
 EVERY_S = 2.0
 LIVE = "live.json"
@@ -44,27 +45,38 @@ def _write(training: Training, has_ended: bool) -> None:
         partial.write_text(json.dumps(_picture(training) | {"has_ended": has_ended}), encoding="utf-8")
 
 
+def _places(training: Training) -> Iterator[tuple[str, Peer, int | None, int | str]]:
+    """Name, who answers for it, process id and device of each worker; of the learner each rank is one.
+
+    Without a process id: on another machine.
+    """
+    plan, workers = training.plan, training.workers
+    names = [engine.peer.name for engine in workers.engines.engines]
+    devices = dict(zip(names, plan.engine_devices, strict=False))  # others' are told with them
+    for process in workers.processes:
+        own = [devices[process.peer.name]] if process.peer.name in devices else plan.learner_devices
+        for rank, device in zip(process.ranks, own, strict=True):
+            yield rank.peer.name, process.peer, rank.pid, device
+    for rank_index in range(len(plan.learner_devices), len(plan.learner_devices) + plan.config.learner.remote_ranks):
+        yield f"learner-{rank_index}", workers.learner.peer, None, "elsewhere"
+    for worker in workers.remote:
+        yield worker.peer.name, worker.peer, None, worker.where
+
+
 def _picture(training: Training) -> dict[str, Any]:
     config, tracker, collector = training.plan.config, training.tracker, training.collector
-    by_name = {engine.peer.name: engine for engine in training.workers.engines.engines}
-    devices = dict(zip(by_name, training.plan.engine_devices, strict=False))  # others' are told with them
-    workers = []
-    places = [
-        *((p.peer, p.pid, devices.get(p.peer.name, training.plan.learner_device)) for p in training.workers.processes),
-        *((w.peer, None, w.where) for w in training.workers.remote),
+    engines = {engine.peer.name: engine for engine in training.workers.engines.engines}
+    workers = [
+        {
+            "name": name,
+            "pid": pid,
+            "device": device,
+            "is_up": peer.is_up,
+            "waited_for": peer.num_pending,
+            "stats": asdict(engines[name].stats) if name in engines else None,
+        }
+        for name, peer, pid, device in _places(training)
     ]
-    for peer, pid, device in places:
-        engine = by_name.get(peer.name)
-        workers.append(
-            {
-                "name": peer.name,
-                "pid": pid,
-                "device": device,
-                "is_up": peer.is_up,
-                "waited_for": peer.num_pending,
-                "stats": asdict(engine.stats) if engine is not None else None,
-            }
-        )
     return {
         "time": time.time(),
         "pid": os.getpid(),

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -145,6 +146,23 @@ def test_a_frame_fills_the_terminal_and_tells_what_matters(directory: Path, widt
     assert ("greatest" in text) == (height >= 32)
     assert ("collection: TicTacToe-v0-train" in text) == (height >= 45)
     assert ("games between them" in text) == (height >= 45)
+
+
+def test_every_rank_of_the_learner_is_shown_with_its_own_load(directory: Path) -> None:
+    live = json.loads((directory / "live.json").read_text())
+    rank = {"is_up": True, "waited_for": 1, "stats": None}
+    live["workers"][1:] = [
+        rank | {"name": "learner", "pid": os.getpid(), "device": "cpu"},
+        rank | {"name": "learner-1", "pid": os.getppid(), "device": "cpu"},
+        rank | {"name": "learner-2", "pid": None, "device": "elsewhere"},
+    ]
+    (directory / "live.json").write_text(json.dumps(live))
+    view = RunView(directory)
+    view.refresh()
+    text = "\n".join(frame(view, 160, 45))
+    for name in ("learner", "learner-1"):
+        assert re.search(rf"{name} \(cpu\) +learns +\d+ % CPU +[\d,]+ MiB", text), text
+    assert re.search(r"learner-2 \(elsewhere\) +learns", text)
 
 
 def test_a_run_whose_process_is_there_and_tells_nothing_is_said_to_be_silent(directory: Path) -> None:

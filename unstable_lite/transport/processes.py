@@ -49,6 +49,11 @@ class WorkerProcess:
     def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
+    @property
+    def ranks(self) -> list[WorkerProcess]:
+        """The processes that it consists of; itself is the first."""
+        return [self]
+
     async def start(self) -> None:
         """Start a worker whose `main` is in the module; returns at once, `peer.ready` tells when the worker is up."""
         if self.peer.is_dead:
@@ -154,19 +159,23 @@ class WorkerGroup(WorkerProcess):
         self._directory = directory
         self._num_starts = 0
 
+    @property
+    def ranks(self) -> list[WorkerProcess]:
+        return [self, *self.others]
+
     async def start(self) -> None:
         """All of them anew."""
         self._num_starts += 1
         # A place that ranks have met in is never another group's.
         rendezvous = str(self._directory / f"{self.peer.name}-{self._num_starts}")
-        for process in (self, *self.others):
+        for process in self.ranks:
             process.spec = replace(process.spec, rendezvous=rendezvous)
         await super().start()
         for process in self.others:
             await process.start()
 
     async def _facts(self) -> dict[str, Any]:
-        facts, *_ = await asyncio.gather(*(asyncio.shield(each.peer.ready) for each in (self, *self.others)))
+        facts, *_ = await asyncio.gather(*(asyncio.shield(each.peer.ready) for each in self.ranks))
         return facts
 
     async def watch(self) -> None:
@@ -199,6 +208,6 @@ class WorkerGroup(WorkerProcess):
             process.kill()
 
     def _kill_all(self) -> None:
-        for process in (self, *self.others):
+        for process in self.ranks:
             if process.is_running:
                 os.killpg(process.pid, signal.SIGKILL)
