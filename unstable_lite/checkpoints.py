@@ -15,16 +15,17 @@ import os
 import platform
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unstable_lite.config import Config
-from unstable_lite.errors import UnstableError
+from unstable_lite.errors import ProtocolError, UnstableError
 from unstable_lite.transport.messages import pack_all, unpack_all
 from unstable_lite.types import Step
 
@@ -183,11 +184,37 @@ class Checkpoint:
     state: dict[str, Any]
     waiting: list[list[Step]]
 
+    @contextlib.contextmanager
+    def understood(self) -> Iterator[None]:
+        """Around what takes `state` apart. Raises UnstableError where it is not what this version would have written.
+
+        Who wrote the file has written its checksum, too: that it is whole does not tell what it says.
+        """
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, struct.error) as error:
+            raise _not_understood(self.directory / LEAGUE, f"{type(error).__name__}: {error}") from error
+
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    chunks = unpack_all(Chunk, (directory / WAITING).read_bytes())
-    state: dict[str, Any] = json.loads((directory / LEAGUE).read_text())
+    """Of one that is whole. Raises UnstableError for contents that this version would not have written."""
+    try:
+        chunks = unpack_all(Chunk, (directory / WAITING).read_bytes())
+    except ProtocolError as error:
+        raise _not_understood(directory / WAITING, str(error)) from error
+    try:
+        state: dict[str, Any] = json.loads((directory / LEAGUE).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise _not_understood(directory / LEAGUE, str(error)) from error
     return Checkpoint(directory=directory, state=state, waiting=[list(chunk.steps) for chunk in chunks])
+
+
+def _not_understood(path: Path, reason: str) -> UnstableError:
+    return UnstableError(
+        f"{path} is as it was written, but it is not what this version of unstable_lite writes ({reason}). Go on with "
+        f"the version that wrote it (its commit is in versions.json), or remove {path.parent} to go on from the "
+        "checkpoint before it"
+    )
 
 
 def _update_of(directory: Path) -> int:

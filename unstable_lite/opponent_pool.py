@@ -106,14 +106,18 @@ class OpponentPool:
             "num_returned": self.num_returned,
         }
 
-    async def resume(self, state: dict[str, Any]) -> None:
-        """Of a run that goes on: the registry knows who was active, `directory` has the adapters that were stored.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._published_as = dict(state["published_as"])
+        self._next_version = state["next_version"]
+        self.num_returned = state["num_returned"]
+
+    async def resume(self) -> None:
+        """After `load_state_dict`: the registry knows who was active, `directory` has the adapters that were stored.
 
         The current policy is loaded already; who else was active comes back as the version that it was, if there is
         an adapter of it: these engines never heard of it.
         """
-        self._published_as = dict(state["published_as"])
-        self._next_version = state["next_version"]
+        num_returned = self.num_returned
         self._needed.append(set(self._published_as))
         for path in self._directory.glob("*"):
             if path.name not in self._published_as:
@@ -131,7 +135,7 @@ class OpponentPool:
                 await self._return(meta, meta.adapter_version or 0)
             if not meta.active:
                 self._alarm(f"{meta.uid} was an opponent, and its adapter was not stored: it does not come back")
-        self.num_returned = state["num_returned"]
+        self.num_returned = num_returned
 
     def tell_saving(self) -> None:
         """A checkpoint is begun: what is on disk now is needed if it is written."""

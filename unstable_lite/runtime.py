@@ -187,25 +187,31 @@ class Run:
         started, config, checkpoint = time.monotonic(), self.plan.config, None
         if self._resume is not None:
             checkpoint = read_checkpoint(newest_checkpoint(directory / "checkpoints", self._terminal.say))
-            state = checkpoint.state
-            if state["updates"] >= config.run.learning_steps:
+            with checkpoint.understood():
+                updates, num_games = (
+                    int(checkpoint.state["updates"]),
+                    sum(checkpoint.state["scheduler"]["games"].values()),
+                )
+            if updates >= config.run.learning_steps:
                 raise UnstableError(
-                    f"{directory} has made its {state['updates']} updates; give run.learning_steps=N for more of them"
+                    f"{directory} has made its {updates} updates; give run.learning_steps=N for more of them"
                 )
             try:
-                rewind(directory, state["updates"], sum(state["scheduler"]["games"].values()))
+                rewind(directory, updates, num_games)
             except OSError as error:
                 raise UnstableError(
-                    f"{directory}: what was told after update {state['updates']} cannot be taken back: "
+                    f"{directory}: what was told after update {updates} cannot be taken back: "
                     f"{error.strerror}; make room, and see that it can be written to"
                 ) from error
-            self._terminal.say(f"going on after update {state['updates']}, from {checkpoint.directory.name}")
+            self._terminal.say(f"going on after update {updates}, from {checkpoint.directory.name}")
         for path in (*reap_stale_arenas(), *reap_stale_arenas(directory)):
             self._terminal.say(f"removed {path}, left behind by a run that was killed")
         sinks = _sinks(config, directory, checkpoint.state["updates"] if checkpoint is not None else None)
         tracker = Tracker(directory, sinks, config.tracker, self._terminal.say)
         if checkpoint is not None:
-            tracker.resume(checkpoint.state["tracker"], list(read_records(directory / "eval.jsonl")))
+            evaluations = list(read_records(directory / "eval.jsonl"))
+            with checkpoint.understood():
+                tracker.resume(checkpoint.state["tracker"], evaluations)
         arena: AdapterArena | None = None
         starting = contextlib.ExitStack()
         starting.enter_context(self._terminal.doing(lambda: "starting the workers"))

@@ -224,20 +224,23 @@ class Training:
     async def _resume(self, checkpoint: Checkpoint) -> dict[str, float]:
         """Everything as it was when `checkpoint` was written; the games that were in flight then are not."""
         state = checkpoint.state
-        self.updates, self.version, self.skipped = state["updates"], state["version"], state["skipped_updates"]
+        with checkpoint.understood():
+            self.updates, self.version, self.skipped = state["updates"], state["version"], state["skipped_updates"]
+            self.registry.load_state_dict(state["registry"])
+            self.scheduler.load_state_dict(state["scheduler"])
+            self.buffer.load_state_dict(state["buffer"])
+            self.publisher.load_state_dict(state["publisher"])
+            self.collector.seats.load_state_dict(state["seats"])
+            self.pool.load_state_dict(state["pool"])
         self.checkpoint, self._saved = checkpoint.directory, self.updates
-        self.registry.load_state_dict(state["registry"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        self.buffer.load_state_dict(state["buffer"])
         self.buffer.refill(checkpoint.waiting)
-        self.publisher.load_state_dict(state["publisher"])
-        self.collector.seats.load_state_dict(state["seats"])
         learner, version = self.workers.learner, self.version
         await learner.load(checkpoint.directory)
         await self._write_version(version, partial(learner.publish, version))
         canary = await self.publisher.publish(version)
-        await self.pool.resume(state["pool"])
-        self.guard.load_state_dict(state["guard"])
+        await self.pool.resume()
+        with checkpoint.understood():
+            self.guard.load_state_dict(state["guard"])
         return canary
 
     async def _evaluate(self, label: str) -> None:

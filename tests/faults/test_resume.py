@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -14,7 +15,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import runs
-from unstable_lite.checkpoints import find_damage, newest_checkpoint
+from unstable_lite.checkpoints import find_damage, newest_checkpoint, read_checkpoint
+from unstable_lite.errors import UnstableError
 from unstable_lite.trackers.records import read_records
 
 LEAGUE = (
@@ -141,6 +143,48 @@ def test_a_run_without_a_whole_checkpoint_says_so(copy: Path) -> None:
     assert "manifest.json is missing" in out
     assert "there is no checkpoint to go on from" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("section", "content", "says"),
+    [
+        ("scheduler", None, "KeyError: 'scheduler'"),
+        ("registry", {"current": "nobody", "models": {}, "match_counts": []}, "KeyError: 'nobody'"),
+    ],
+    ids=["before workers are started", "after"],
+)
+def test_a_checkpoint_with_other_contents_than_a_runs_ends_the_run_with_what_to_do(
+    copy: Path, section: str, content: Any, says: str
+) -> None:
+    """Whole by its checksums: somebody else wrote it, or another version."""
+    newest = max((copy / "checkpoints").glob("ckpt-*"), key=lambda path: int(path.name.removeprefix("ckpt-")))
+    state = json.loads((newest / "league.json").read_text())
+    del state[section]
+    write_with_checksum(newest, "league.json", json.dumps(state | ({section: content} if content else {})))
+    assert find_damage(newest) is None
+    code, _, err = runs.run("run", "--resume", copy)
+    assert code == 1
+    assert f"{newest}/league.json is as it was written, but it is not what this version of unstable_lite writes" in err
+    assert says in err
+    assert f"remove {newest} to go on from the checkpoint before it" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("name", "content"), [("league.json", "{"), ("waiting.msgpack", "[4, []]")])
+def test_a_checkpoint_that_cannot_be_read_at_all_is_named(copy: Path, name: str, content: str) -> None:
+    newest = max((copy / "checkpoints").glob("ckpt-*"), key=lambda path: int(path.name.removeprefix("ckpt-")))
+    write_with_checksum(newest, name, content)
+    with pytest.raises(
+        UnstableError, match=rf"{name} is as it was written, but .* go on from the checkpoint before it"
+    ):
+        read_checkpoint(newest)
+
+
+def write_with_checksum(checkpoint: Path, name: str, content: str) -> None:
+    (checkpoint / name).write_text(content)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest[name] = {"bytes": len(content), "sha256": hashlib.sha256(content.encode()).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 def test_a_run_that_is_done_or_is_no_run_or_still_runs_is_not_resumed(copy: Path, tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ class ModelRegistry:
         self._models, self._numbers, self._checkpoints, self._fixed = {}, {}, [], []
         for meta in models:
             self._register(meta)
-        self._current_uid = state["current"]
+        self._current_uid = self._models[state["current"]].uid
         uids = columns["uid"]
         self.match_counts = defaultdict(int, {(uids[a], uids[b]): count for a, b, count in state["match_counts"]})
         self.touched_pairs = dict.fromkeys(self.match_counts)
