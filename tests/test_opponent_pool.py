@@ -41,7 +41,7 @@ class LocalEngine:
     def __init__(self, name: str, max_loras: int) -> None:
         config = Config.model_validate({**CONFIG, "engine": {**CONFIG["engine"], "max_loras": max_loras}})  # type: ignore[dict-item]
         spec = WorkerSpec(name=name, endpoint="", device="cpu", threads=1, config_json=config.model_dump_json())
-        self.peer = SimpleNamespace(name=name, take_back=lambda: None)
+        self.peer = SimpleNamespace(name=name)
         self.at_once = self.most_at_once = 0
         """Requests."""
         self.loaded: dict[int, bytes] = {}
@@ -73,6 +73,8 @@ class LocalEngine:
         if version in self.loaded:
             self._engine.unload_adapter(version)
             del self.loaded[version]
+
+    def take_back(self) -> None: ...
 
     def start_again(self) -> None:
         self._engine = ScriptedEngine(self._spec)
