@@ -73,7 +73,7 @@ class LoraLinear(nn.Module):
         weights = [self._merged.get(group.version, base.weight) for group in groups]
         if len(groups) == 1:
             return linear(x, weights[0], base.bias)
-        parts = x.split([group.stop - group.start for group in groups], -2)
+        parts = torch.split(x, [group.stop - group.start for group in groups], -2)
         return torch.cat([linear(part, weight, base.bias) for part, weight in zip(parts, weights, strict=True)], -2)
 
     def load(self, version: int, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
