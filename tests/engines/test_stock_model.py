@@ -60,6 +60,34 @@ def test_stock_models_of_many_kinds_are_served_with_adapters(name: str, fields: 
 
 
 @pytest.mark.parametrize(
+    ("name", "fields", "last_mlp", "is_narrow"),
+    [
+        ("Qwen3", {}, "model.layers.1.mlp", True),
+        (
+            "Qwen3Moe",
+            {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
+            "model.layers.1.mlp",
+            True,
+        ),
+        ("Granite", {"residual_multiplier": 0.99}, "model.layers.1.mlp", False),
+        ("GPT2", {"n_embd": 64, "n_head": 4, "n_layer": 2}, "transformer.h.1.mlp", False),
+    ],
+)
+def test_after_its_attention_the_last_layer_computes_only_what_is_asked_for_where_that_changes_nothing(
+    name: str, fields: dict[str, Any], last_mlp: str, is_narrow: bool, tmp_path: Path
+) -> None:
+    engine = load(make_model(tmp_path, name, **fields), dtype="bfloat16")
+    seen: list[int] = []
+    hook = engine._model.get_submodule(last_mlp).register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].shape[1])
+    )
+    (generation,) = generate(engine, 0)
+    hook.remove()
+    assert len(generation.prompt_ids) > 1
+    assert seen == [1 if is_narrow else len(generation.prompt_ids)] + [1] * (len(generation.completion_ids) - 1)
+
+
+@pytest.mark.parametrize(
     ("name", "fields", "reason"),
     [
         ("Mamba", {"state_size": 8}, "MambaForCausalLM"),

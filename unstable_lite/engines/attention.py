@@ -27,7 +27,7 @@ IntArray = npt.NDArray[np.int64]
 _names = itertools.count()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
     """Rows that attend together."""
 
@@ -45,33 +45,54 @@ class CachedAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self.name = f"unstable_lite_{next(_names)}"
-        self.buckets: list[Bucket] = []
+        self.is_narrowing = False
+        """Whether what the last layer attends to is read for the wanted rows' last tokens only."""
+        self.kept: Tensor | None = None
+        """Where those are in the N tokens; None if the pass keeps all."""
         self.write_at: Tensor
         """Where in a layer's cache, all but the width flat, each head of each of the N tokens is kept."""
-        self.put_N: Tensor
-        """Where among the results of all buckets that of each token is."""
+        self._buckets: tuple[list[Bucket], Tensor]
+        """And where among the results of all of them that of each token is."""
+        self._kept_buckets: tuple[list[Bucket], Tensor]
+        """The same, of the tokens that are kept."""
         self._cache = cache
         transformers.AttentionInterface.register(self.name, self._attend)
 
-    def plan(self, slot_R: IntArray, count_R: IntArray, position_N: IntArray) -> None:
-        """Prepare a pass: row i has `count_R[i]` new tokens, which stand one row after the other."""
+    def plan(
+        self, slot_R: IntArray, count_R: IntArray, position_N: IntArray, is_wanted_R: npt.NDArray[np.bool_]
+    ) -> None:
+        """Prepare a pass: row i has `count_R[i]` new tokens, which stand one row after the other.
+
+        Of wanted rows, what follows the last token is asked for.
+        """
         device = self._cache.key_LSHTD.device
         _, _, num_heads, max_len, _ = self._cache.key_LSHTD.shape
         start_R = count_R.cumsum() - count_R
         head_NH = slot_R.repeat(count_R)[:, None] * num_heads + np.arange(num_heads)
         self.write_at = torch.from_numpy((head_NH * max_len + position_N[:, None]).ravel()).to(device)
-        self.buckets = []
-        put_N = np.empty(len(position_N), np.int64)
+        self._buckets = self._sort(slot_R, start_R, count_R, position_N)
+        self.kept = None
+        if self.is_narrowing and is_wanted_R.any() and len(position_N) > len(count_R):
+            kept = (start_R + count_R - 1)[is_wanted_R]
+            buckets, put_N = self._sort(slot_R[is_wanted_R], kept, np.ones_like(kept), position_N)
+            self.kept = torch.from_numpy(kept).to(device)
+            self._kept_buckets = buckets, put_N[self.kept]
+
+    def _sort(
+        self, slot_R: IntArray, start_R: IntArray, count_R: IntArray, position_N: IntArray
+    ) -> tuple[list[Bucket], Tensor]:
+        buckets: list[Bucket] = []
+        put_N = np.zeros(len(position_N), np.int64)
         num_results = 0
         # Factors of four bound the padding; one new token (decoding) is a bucket of its own.
         size_R = np.ceil(np.log2(count_R) / 2)
         for size in np.unique(size_R):
             rows = np.flatnonzero(size_R == size)
             bucket, is_real = self._bucket(slot_R[rows], start_R[rows], count_R[rows], position_N)
-            self.buckets.append(bucket)
+            buckets.append(bucket)
             put_N[bucket.take.numpy(force=True)[is_real]] = num_results + np.flatnonzero(is_real)
             num_results += len(is_real)
-        self.put_N = torch.from_numpy(put_N).to(device)
+        return buckets, torch.from_numpy(put_N).to(self._cache.key_LSHTD.device)
 
     def _bucket(
         self, slot_R: IntArray, start_R: IntArray, count_R: IntArray, position_N: IntArray
@@ -127,11 +148,16 @@ class CachedAttention:
         for cached_SHTD, new_1HND in ((keys_SHTD, key_1HND), (values_SHTD, value_1HND)):
             cached_SHTD.flatten(0, 2).index_copy_(0, self.write_at, new_1HND[0].transpose(0, 1).flatten(0, 1))
         query_NHD = query_1HND[0].transpose(0, 1).contiguous()
+        kept = self.kept if module.layer_idx == len(self._cache.key_LSHTD) - 1 else None
+        buckets, put = self._buckets if kept is None else self._kept_buckets
         results = [
             self._attend_bucket(query_NHD.index_select(0, bucket.take), keys_SHTD, values_SHTD, bucket, scaling)
-            for bucket in self.buckets
+            for bucket in buckets
         ]
-        return torch.cat(results).index_select(0, self.put_N)[None], None
+        out_NHD = torch.cat(results).index_select(0, put)
+        if kept is not None:
+            out_NHD = out_NHD.new_zeros(len(query_NHD), *out_NHD.shape[1:]).index_copy_(0, kept, out_NHD)
+        return out_NHD[None], None
 
     def _attend_bucket(
         self, query_NHD: Tensor, keys_SHTD: Tensor, values_SHTD: Tensor, bucket: Bucket, scaling: float | None

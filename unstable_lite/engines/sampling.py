@@ -30,8 +30,8 @@ def sample(
     top_p_B = np.where(is_greedy_B, 1.0, top_p_B).astype(np.float32)
     if (top_p_B < 1).any():
         scaled_BV = _keep_top_p(scaled_BV, torch.from_numpy(top_p_B).to(device))
-    scaled_BV -= scaled_BV.amax(-1, keepdim=True)
-    cumulative_BV = scaled_BV.exp().cumsum(-1)
+    prob_BV = scaled_BV.softmax(-1)
+    cumulative_BV = prob_BV.cumsum(-1)
     total_B1 = cumulative_BV[:, -1:].contiguous()
     # The first token whose cumulative weight exceeds u × total: u < 1, so a token of weight 0 is never the one.
     target_B1 = torch.from_numpy(uniform_B).to(device)[:, None] * total_B1
@@ -39,8 +39,7 @@ def sample(
     if is_greedy_B.any():
         greedy_B1 = torch.from_numpy(is_greedy_B).to(device)[:, None]
         id_B1 = torch.where(greedy_B1, scaled_BV.argmax(-1, keepdim=True), id_B1)
-    logprob_B1 = scaled_BV.gather(-1, id_B1) - total_B1.log()
-    return id_B1[:, 0].tolist(), logprob_B1[:, 0].tolist()
+    return id_B1[:, 0].tolist(), prob_BV.gather(-1, id_B1)[:, 0].log().tolist()
 
 
 def _keep_top_p(scaled_BV: Tensor, top_p_B: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ engine's cache and attention; where the two disagree, the model is refused.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from unstable_lite.engines.kv_cache import CacheShape
 from unstable_lite.errors import ModelError
 
+_PRE_NORM = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _PROBE = "unstable_lite_probe"
 _ADVICE = "take another model, or engine.kind = 'vllm'"
 
@@ -84,6 +86,38 @@ def cache_shape(model: Any) -> CacheShape:
         dtype=model.dtype,
         device=model.device,
     )
+
+
+def narrow_last_layer(model: Any, narrow: Callable[[Tensor], Tensor]) -> bool:
+    """Past its attention the last layer goes on with what `narrow` keeps of the hidden states, and so does the model.
+
+    False, and nothing is changed, if the layer is not of the usual kind: if `_pre_norm` is not what it computes.
+    """
+    layers = [module for module in model.modules() if {name for name, _ in module.named_children()} == _PRE_NORM]
+    if not layers:
+        return False
+    is_same = False
+
+    def compare(layer: Any, args: Any, kwargs: Any, output: Any) -> None:
+        nonlocal is_same
+        try:
+            is_same = torch.equal(output, _pre_norm(layer, lambda hidden: hidden, *args, **kwargs))
+        except TypeError:  # a part of it takes or returns something else
+            is_same = False
+
+    hook = layers[-1].register_forward_hook(compare, with_kwargs=True)
+    _stock_logits(model, [0, 1, 2])
+    hook.remove()
+    if is_same:
+        layers[-1].forward = functools.partial(_pre_norm, layers[-1], narrow)
+    return is_same
+
+
+def _pre_norm(layer: Any, narrow: Callable[[Tensor], Tensor], hidden: Tensor, **kwargs: Any) -> Tensor:
+    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden), **kwargs)
+    kept = narrow(hidden + attended)
+    output: Tensor = kept + layer.mlp(layer.post_attention_layernorm(kept))
+    return output
 
 
 def check_same(model: Any, attention_name: str, run: RunLogits, num_slots: int) -> None:

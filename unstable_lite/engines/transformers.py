@@ -8,6 +8,7 @@ completion. Knows no sockets.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -68,17 +69,15 @@ class Row:
     finish_reason: FinishReason | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Feed:
     """The next tokens of one row that go through the model."""
 
     row: Row
     stop: int
     """Past the last of them."""
-
-    @property
-    def is_whole(self) -> bool:
-        return self.stop == len(self.row.ids)
+    is_whole: bool
+    """Whether none is left then."""
 
 
 class TransformersEngine:
@@ -109,6 +108,8 @@ class TransformersEngine:
         self._throughput = Throughput()
         self._is_exact = config.run.mode == "sync"
         """Whether nothing that was computed before may be used: in other company it was rounded otherwise."""
+        self._kept_versions: list[int] = []
+        self._attention.is_narrowing = stock_model.narrow_last_layer(self._model, self._narrow)
         stock_model.check_same(self._model, self._attention.name, self._logits, num_running)
         self._cache.forget(BASE)
         self.facts: dict[str, Any] = {
@@ -235,6 +236,8 @@ class TransformersEngine:
 
     def _admit(self) -> None:
         """Give slots to queued requests, as long as there are slots and this step has room for their prompts."""
+        if not self._queue:
+            return
         room = self._prompt_tokens_per_step - sum(len(row.ids) - row.num_computed for row in self._running)
         waiting: list[Row] = []
         most = min(self._cache.num_free, self._max_running - len(self._running))
@@ -261,12 +264,14 @@ class TransformersEngine:
         feeds = []
         room = self._prompt_tokens_per_step
         for row in self._running:
-            count = len(row.ids) - row.num_computed
+            size = len(row.ids)
+            count = size - row.num_computed
             if count > 1:
                 count = min(count, room)
                 room -= count
             if count:
-                feeds.append(Feed(row, row.num_computed + count))
+                stop = row.num_computed + count
+                feeds.append(Feed(row, stop, stop == size))
         return feeds
 
     def _logits(
@@ -280,17 +285,27 @@ class TransformersEngine:
         stop_R = count_R.cumsum()
         id_N = np.array([token for ids in new_ids for token in ids], np.int64)
         position_N = np.arange(len(id_N)) + np.repeat(self._cache.length_S[slot_R] - (stop_R - count_R), count_R)
-        self._attention.plan(slot_R, count_R, position_N)
+        is_wanted_R = np.array(wanted)
+        self._attention.plan(slot_R, count_R, position_N, is_wanted_R)
         self._lora.set_groups(versions, stop_R)
+        self._kept_versions = list(itertools.compress(versions, wanted))
+        last = torch.from_numpy(stop_R[is_wanted_R] - 1).to(self._device)
         output = self._model(
             input_ids=torch.from_numpy(id_N).to(self._device)[None],
             position_ids=torch.from_numpy(position_N).to(self._device)[None],
             use_cache=False,
-            logits_to_keep=torch.from_numpy(stop_R[np.array(wanted)] - 1).to(self._device),
+            logits_to_keep=last if self._attention.kept is None else 0,
         )
         self._cache.extend(slot_R, count_R, position_N, id_N)
         logits_BV: Tensor = output.logits[0]
         return logits_BV
+
+    def _narrow(self, hidden_1NI: Tensor) -> Tensor:
+        """Of the hidden states that the last layer attended with, those that are needed from there on."""
+        if self._attention.kept is None:
+            return hidden_1NI
+        self._lora.set_groups(self._kept_versions, np.arange(1, len(self._kept_versions) + 1))
+        return hidden_1NI.index_select(1, self._attention.kept)
 
     def _sample(self, rows: Sequence[Row], logits_BV: Tensor) -> tuple[list[int], list[float]]:
         requests = [row.request for row in rows]
