@@ -19,6 +19,9 @@ ACCEPTED = "accepted"
 """What `--compare` means where no file follows it."""
 
 
+ON_CUDA = ("engine", "handoff", "learner", "sustained")
+
+
 def bench_names() -> list[str]:
     """Every module beside this one that has a `run`; found, not listed, so that none is forgotten."""
     return sorted(
@@ -53,7 +56,9 @@ def main(
     small: Annotated[bool, typer.Option(help="Sizes of a smoke test.")] = False,
     profile: Annotated[bool, typer.Option(help="orchestrator: print what costs most.")] = False,
     simulate: Annotated[bool, typer.Option(help="scale: compute 1 to 1,024 engines, held against real ones.")] = False,
-    device: Annotated[str, typer.Option(help="learner: cpu or cuda.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help=f"cpu or cuda, for {', '.join(ON_CUDA)}; on cuda with the shape of Qwen3-1.7B.")
+    ] = "cpu",
 ) -> None:
     """Answer one question: how fast is it, against what it should be compared with?"""
     if name not in bench_names():
@@ -61,8 +66,8 @@ def main(
     for flag, is_given, owner in (("--profile", profile, "orchestrator"), ("--simulate", simulate, "scale")):
         if is_given and name != owner:
             raise typer.BadParameter(f"{flag} is for {owner}")
-    if device != "cpu" and name != "learner":
-        raise typer.BadParameter("--device is for learner")
+    if device not in ("cpu", "cuda") or (device != "cpu" and name not in ON_CUDA):
+        raise typer.BadParameter(f"--device is cpu or, for {', '.join(ON_CUDA)}, cuda")
     if accept and small:
         raise typer.BadParameter("--small measures nothing worth accepting")
     kind = f"{name}-simulated" if simulate else name

@@ -34,6 +34,8 @@ from unstable_lite.config import Config
 
 MODULE = "bench.engine"
 RANK = 16
+RANKS = {"cpu": RANK, "cuda": 32}
+MODELS = {"cpu": "shape of builtin:tiny, random weights", "cuda": "shape of Qwen3-1.7B, random weights"}
 MAX_LORAS = 4
 KINDS = {"transformers": "transformers", "vllm": "vllm", "scripted": "json"}
 """And the library that each needs."""
@@ -43,9 +45,10 @@ def run(options: Options) -> Report:
     report = Report(bench="engine", question="Tokens a second of an engine alone, by kind", options=options)
     work = {"requests": 8 if options.small else 64, "prompt": 100, "new": 8 if options.small else 32}
     threads = 1 if options.small else cores()
-    report.sizes = {**work, "model": "shape of builtin:tiny, random weights", "lora_rank": RANK, "threads": threads}
+    device = options.device
+    report.sizes = {**work, "model": MODELS[device], "lora_rank": RANKS[device], "threads": threads, "device": device}
     with tempfile.TemporaryDirectory() as name, Subjects() as subjects:
-        arguments = {"directory": name, "seed": options.seed, "threads": threads}
+        arguments = {"directory": name, "seed": options.seed, "threads": threads, "device": device}
         subjects.start(MODULE, kind="make", **arguments).close()
         sides: dict[str, Callable[[], dict[str, Any]]] = {}
         for kind, library in KINDS.items():
@@ -85,7 +88,7 @@ def told_by(subject: Subject, seconds: float, **work: Any) -> Callable[[], dict[
 # --------------------------------------------------------------------------------------- subjects
 
 
-def config_of(directory: Path, kind: str = "transformers") -> Config:
+def config_of(directory: Path, kind: str = "transformers", device: str = "cpu") -> Config:
     return bench_config(
         model_name=str(directory / "model"),
         engine={
@@ -96,7 +99,7 @@ def config_of(directory: Path, kind: str = "transformers") -> Config:
             "max_parallel_seq": 64,
             "max_loras": MAX_LORAS,
         },
-        lora={"lora_rank": RANK},
+        lora={"lora_rank": RANKS[device]},
         learner={"batch_size": 8},
     )
 
@@ -105,9 +108,9 @@ def make(arguments: dict[str, Any]) -> None:
     """The model and three adapters, where every other subject finds them."""
     from bench import models
 
-    directory = Path(arguments["directory"])
-    models.make_tiny(directory / "model", arguments["seed"])
-    models.make_adapters(config_of(directory), directory, [1, 2, 3], arguments["seed"])
+    directory, device = Path(arguments["directory"]), arguments.get("device", "cpu")
+    models.make_for(device, directory / "model", arguments["seed"])
+    models.make_adapters(config_of(directory, device=device), directory, [1, 2, 3], arguments["seed"])
 
 
 def prompts(rng: random.Random, request: dict[str, Any]) -> list[str]:
@@ -156,9 +159,10 @@ class Told:
 
 async def measure_worker(questioner: Questioner, kind: str) -> None:
     arguments = questioner.arguments
-    directory = Path(arguments["directory"])
+    directory, device = Path(arguments["directory"]), arguments["device"]
     rng = random.Random(arguments["seed"])
-    async with started_engine(config_of(directory, kind), threads=arguments["threads"]) as (pool, worker):
+    config = config_of(directory, kind, device)
+    async with started_engine(config, threads=arguments["threads"], device=device) as (pool, worker):
         for version in (1, 2, 3):
             await pool.load_adapter(version, directory / f"v{version}")
         client = pool.engines[0]

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.engine import MODELS, RANKS
 from bench.harness import Options, Questioner, Report, Subject, Subjects, Target, alternate, bench_config, letters
 from unstable_lite.config import Config
 from unstable_lite.plan import make_plan
@@ -48,9 +49,10 @@ MS = 1000.0
 
 def run(options: Options) -> Report:
     report = Report(bench="handoff", question="From a new adapter to its first token", options=options)
-    report.sizes = {"model": "shape of builtin:tiny, random weights", "prompt": 100, "load": _load_size(options.small)}
+    device, load = options.device, _load_size(options.small)
+    report.sizes = {"model": MODELS[device], "lora_rank": RANKS[device], "prompt": 100, "load": load, "device": device}
     with tempfile.TemporaryDirectory() as name, Subjects() as subjects:
-        arguments = {"directory": name, "seed": options.seed, "load": _load_size(options.small)}
+        arguments = {"directory": name, "seed": options.seed, "load": load, "device": device}
         subjects.start(MODULE, kind="make", **arguments).close()
         for kind, modules in ENGINES.items():
             if any(importlib.util.find_spec(module) is None for module in modules):
@@ -104,20 +106,21 @@ def _measure(subject: Subject, told: list[dict[str, float]], state: str, seconds
 # --------------------------------------------------------------------------------------- subjects
 
 
-def config_of(directory: Path, kind: str) -> Config:
+def config_of(directory: Path, kind: str, device: str) -> Config:
+    devices = ["cpu" if device == "cpu" else 0]
     return bench_config(
         model_name=str(directory / "model"),
         engine={
             "kind": kind,
-            "devices": ["cpu"],
+            "devices": devices,
             "temperature": 1.0,
             "max_generation_len": 32,
             "max_model_len": 512,
             "max_parallel_seq": 64,
             "max_loras": 4,
         },
-        learner={"batch_size": 8, "devices": ["cpu"]},
-        lora={"lora_rank": 16},
+        learner={"batch_size": 8, "devices": devices},
+        lora={"lora_rank": RANKS[device]},
         run={"output_dir": str(directory)},
     )
 
@@ -210,7 +213,7 @@ async def measure(questioner: Questioner) -> None:
     directory = Path(arguments["directory"])
     logs = directory / f"logs-{arguments['kind']}"
     logs.mkdir()
-    plan = make_plan(config_of(directory, arguments["kind"]))
+    plan = make_plan(config_of(directory, arguments["kind"], arguments["device"]))
     async with started_workers(plan, logs, say=lambda _: None) as workers:
         arena = AdapterArena(f"bench-{directory.name}-{arguments['kind']}", directory, 8 * workers.adapter_bytes)
         try:
@@ -229,7 +232,7 @@ async def measure(questioner: Questioner) -> None:
 def make(arguments: dict[str, Any]) -> None:
     from bench import models  # loads torch, which the orchestrator's side does without
 
-    models.make_tiny(Path(arguments["directory"]) / "model", arguments["seed"])
+    models.make_for(arguments["device"], Path(arguments["directory"]) / "model", arguments["seed"])
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar
 from rich.console import Console
 from rich.table import Table
 
+from unstable_lite import workers
 from unstable_lite.checkpoints import versions
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
@@ -187,25 +188,32 @@ def bench_config(**sections: Any) -> Config:
 
 
 @contextlib.asynccontextmanager
-async def started_engine(config: Config, threads: int) -> AsyncIterator[tuple[EnginePool, WorkerProcess]]:
-    """One engine worker on the CPU, as a run starts it, and no learner."""
-    async with started_engines(config, 1, threads, {}) as (pool, processes):
+async def started_engine(
+    config: Config, threads: int, device: str = "cpu"
+) -> AsyncIterator[tuple[EnginePool, WorkerProcess]]:
+    """One engine worker, as a run starts it, and no learner. `device`: "cpu", or "cuda" for the first GPU."""
+    async with started_engines(config, 1, threads, {}, device) as (pool, processes):
         yield pool, processes[0]
 
 
 @contextlib.asynccontextmanager
 async def started_engines(
-    config: Config, number: int, threads: int, environment: Mapping[str, str]
+    config: Config, number: int, threads: int, environment: Mapping[str, str], device: str = "cpu"
 ) -> AsyncIterator[tuple[EnginePool, list[WorkerProcess]]]:
     """So many, with these variables beside those that an engine has."""
     directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
     router = Router(directory)
-    own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    place = "cpu" if device == "cpu" else 0
+    own = workers.environment(place, threads)
     clients, processes = [], []
     for name in (f"engine-{index}" for index in range(number)):
         client = EngineClient(router, name, config.engine)
         spec = WorkerSpec(
-            name=name, endpoint=router.endpoint, device="cpu", threads=threads, config_json=config.model_dump_json()
+            name=name,
+            endpoint=router.endpoint,
+            device="cpu" if place == "cpu" else "cuda:0",
+            threads=threads,
+            config_json=config.model_dump_json(),
         )
         log = directory / f"{name}.log"
         clients.append(client)

@@ -62,8 +62,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "151k vocabulary": {"items": 2, "prompt": (20, 30), "completion": (20, 30), "vocab_size": 20_000},
 }
 ON_A_GPU: dict[str, dict[str, Any]] = {
-    "0.6 billion parameters": {
-        "items": 32, "prompt": (300, 700), "completion": (100, 700), "vocab_size": 151_936, "body": "0.6B",
+    "1.7 billion parameters": {
+        "items": 32, "prompt": (300, 700), "completion": (100, 700), "vocab_size": 151_936, "body": "1.7B",
     },
 }  # fmt: skip
 WIDE = "151k vocabulary"

@@ -46,6 +46,7 @@ def make_tiny(directory: Path, seed: int) -> Path:
     return _save_random(shape, directory, seed)
 
 
+QWEN3_VOCABULARY = 151_936
 BODIES: dict[str, dict[str, Any]] = {
     "small": {
         "hidden_size": 64,
@@ -55,15 +56,22 @@ BODIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 1,
         "head_dim": 32,
     },
-    "0.6B": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
+    "1.7B": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
         "num_hidden_layers": 28,
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
 }
+
+
+def make_for(device: str, directory: Path, seed: int) -> Path:
+    """What a bench of engines serves there: the tiny shape on the CPU, that of Qwen3-1.7B on a GPU."""
+    if device == "cpu":
+        return make_tiny(directory, seed)
+    return make_wide_vocabulary(directory, QWEN3_VOCABULARY, seed, BODIES["1.7B"])
 
 
 def make_wide_vocabulary(directory: Path, vocab_size: int, seed: int, body: Mapping[str, Any]) -> Path:
@@ -87,7 +95,9 @@ def make_adapters(config: Config, directory: Path, versions: list[int], seed: in
 
 def _save_random(shape: Qwen3Config, directory: Path, seed: int) -> Path:
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(shape).save_pretrained(directory)  # type: ignore[no-untyped-call]
+    is_large = shape.hidden_size >= 1024
+    model = Qwen3ForCausalLM(shape)  # type: ignore[no-untyped-call]
+    (model.bfloat16() if is_large else model).save_pretrained(directory)
     return directory
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import random
 import tempfile
@@ -21,6 +22,7 @@ from typing import Any
 
 import uvloop
 
+from bench.engine import MODELS, RANKS
 from bench.harness import (
     Options,
     Questioner,
@@ -46,7 +48,8 @@ from unstable_lite.types import Generation
 MODULE = "bench.sustained"
 SLOTS = 32
 PACE = Latency(step_s=0.010, row_s=0.0001, prompt_token_s=0.00001, slots=SLOTS)
-KINDS = {"embedded": "transformers", "paced": "bench.latency:BatchingEngine"}
+KINDS = {"embedded": "transformers", "paced": "bench.latency:BatchingEngine", "vllm": "vllm"}
+ON = {"cpu": ("embedded", "paced"), "cuda": ("embedded", "vllm")}
 IN_RUN, ALONE = "in a run", "alone"
 WARM_UP_S = 2.0
 QUIET_S = 0.3
@@ -56,10 +59,16 @@ KEPT_PROMPTS = 4096
 def run(options: Options) -> Report:
     report = Report(bench="sustained", question="Tokens a second of an engine in a run and alone", options=options)
     games = 8 if options.small else 2 * SLOTS
-    report.sizes = {"games": games, "slots": SLOTS, "cores": cores(), "pinned": cores() > 1, "model": "builtin:tiny"}
-    for kind in KINDS:
+    device = options.device
+    model = "builtin:tiny" if device == "cpu" else MODELS[device]
+    report.sizes = {"games": games, "slots": SLOTS, "cores": cores(), "pinned": is_pinned(device), "model": model}
+    report.sizes["device"] = device
+    for kind in ON[device]:
+        if kind == "vllm" and importlib.util.find_spec("vllm") is None:
+            report.add(f"{kind}, {IN_RUN}", "tokens/s", [], "not installed")
+            continue
         with Subjects() as subjects:
-            arguments = {"kind": kind, "games": games, "seed": options.seed, "small": options.small}
+            arguments = {"kind": kind, "games": games, "seed": options.seed, "small": options.small, "device": device}
             subject = subjects.start_in(PACE.environment(), MODULE, **arguments)
             told: dict[str, list[dict[str, Any]]] = {IN_RUN: [], ALONE: []}
             samples = alternate({side: _measure(subject, told[side], side, options) for side in told}, options)
@@ -124,8 +133,16 @@ class WatchedRun(Run):
         return self.training
 
 
+def is_pinned(device: str) -> bool:
+    """On a GPU's machine there are cores enough."""
+    return device == "cpu" and cores() > 1
+
+
 def config_of(arguments: dict[str, Any], directory: Path) -> Config:
+    is_on_cpu = arguments["device"] == "cpu"
+    devices = ["cpu" if is_on_cpu else 0]
     return bench_config(
+        model_name="builtin:tiny" if is_on_cpu else str(directory / "model"),
         run={
             "learning_steps": 10**6,
             "num_collection_workers": arguments["games"],
@@ -137,7 +154,7 @@ def config_of(arguments: dict[str, Any], directory: Path) -> Config:
         },
         engine={
             "kind": KINDS[arguments["kind"]],
-            "devices": ["cpu"],
+            "devices": devices,
             "threads": 1,
             "replies": tuple("." * length + f"\\boxed{{[{cell}]}}" for cell in range(9) for length in (0, 10, 30)),
             "temperature": 1.0,
@@ -149,27 +166,27 @@ def config_of(arguments: dict[str, Any], directory: Path) -> Config:
         # A scripted engine's figures are made up: no learner would agree with them.
         learner={
             "batch_size": 16 if arguments["small"] else 128,
-            "devices": ["cpu"],
+            "devices": devices,
             "threads": 1,
-            "canary_tolerance": 0.1 if arguments["kind"] == "embedded" else 1e9,
+            "canary_tolerance": 1e9 if arguments["kind"] == "paced" else 0.1,
         },
         alarms={name: {"action": "off"} for name in AlarmsConfig.model_fields},
         # Full, the buffer would hold up the games; what is stale leaves it.
         buffer={"buffer_size": 10**6, "max_staleness": 2},
-        lora={"lora_rank": 16},
+        lora={"lora_rank": RANKS[arguments["device"]]},
         tracker={"keep_games": "all"},
     )
 
 
 class Measured:
-    def __init__(self, training: Training, pool: RecordingPool, num_games: int, seed: int) -> None:
+    def __init__(self, training: Training, pool: RecordingPool, arguments: dict[str, Any]) -> None:
         self._training = training
         self._pool = pool
-        self._num_games = num_games
-        self._rng = random.Random(seed)
+        self._num_games = arguments["games"]
+        self._rng = random.Random(arguments["seed"])
         processes = {process.peer.name: process for process in training.workers.processes}
         self._engine_pid, self._learner = processes["engine-0"].pid, processes["learner"]
-        if cores() > 1:
+        if is_pinned(arguments["device"]):
             first, second, *_ = sorted(os.sched_getaffinity(0))
             _pin(self._engine_pid, first)
             _pin(self._learner.pid, second)
@@ -233,6 +250,10 @@ async def measure(questioner: Questioner) -> None:
     arguments = questioner.arguments
     vars(workers)["EnginePool"] = RecordingPool  # what a run makes of its engines
     with tempfile.TemporaryDirectory() as name:
+        if arguments["device"] != "cpu":
+            from bench import models  # loads torch, which a run's own process does without
+
+            models.make_for(arguments["device"], Path(name) / "model", arguments["seed"])
         run = WatchedRun(make_plan(config_of(arguments, Path(name))), terminal=TerminalInterface(quiet=True))
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(run.execute())
@@ -240,7 +261,7 @@ async def measure(questioner: Questioner) -> None:
                 await asyncio.sleep(0.05)
             pool = run.training.workers.engines
             assert isinstance(pool, RecordingPool)
-            measured = Measured(run.training, pool, arguments["games"], arguments["seed"])
+            measured = Measured(run.training, pool, arguments)
             questioner.answer({})
             for request in questioner.requests():
                 questioner.answer(await measured.sample(request["side"], request["seconds"]))

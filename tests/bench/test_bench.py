@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bench import accepted
-from bench.__main__ import bench_names, with_default
+from bench.__main__ import ON_CUDA, bench_names, with_default
 from bench.accepted import machine_class, read_baseline, write_baseline
 from bench.harness import Options, Report, Target
 from bench.peers import HAS_RAY, HAS_VLLM
@@ -270,3 +270,17 @@ def test_sustained_bench_asks_a_runs_prompts_again_of_the_same_engine(results: R
         assert rows[f"{kind}, in a run"] > 0
         assert rows[f"{kind}, alone"] > 0
         assert f"{kind}: in a run ÷ alone" in measured(result["ratios"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_a_bench_runs_on_a_gpu(name: str, tmp_path: Path) -> None:
+    result = result_of(name, tmp_path, "--device", "cuda")
+    assert result["sizes"]["device"] == "cuda"
+    assert all(row["median"] > 0 for row in result["rows"] if row["remark"] != "not installed")
+
+
+def test_a_device_that_a_bench_does_not_know_is_refused() -> None:
+    for arguments in (("memory", "--device", "cuda"), ("engine", "--device", "tpu")):
+        done = run_bench(*arguments)
+        assert done.returncode == 2 and "--device is cpu or, for" in " ".join(done.stderr.split())

@@ -1,0 +1,47 @@
+"""The learner on CUDA devices computes what it computes on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import runs
+from unstable_lite.engines.choose import count_gpus
+from unstable_lite.learners import load_learner, worker
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce", "a2c", "ppo", "grpo"])
+def test_an_update_on_a_gpu_is_that_on_the_cpu(make_config: Any, make_items: Any, algorithm: str) -> None:
+    config, after = make_config(algorithm, learner={"max_tokens_per_micro_batch": 64}), {}
+    for device in ("cpu", "cuda:0"):
+        learner, items = load_learner(config, device), make_items()
+        for version in (1, 2):
+            assert learner.update(items, version).skipped is None
+        after[device] = {name: tensor.detach().cpu() for name, tensor in learner.policy.parameters.items()}
+    for name, expected in after["cpu"].items():
+        torch.testing.assert_close(after["cuda:0"][name], expected, atol=2e-4, rtol=0)
+
+
+def test_the_learner_takes_no_more_than_its_part(make_config: Any) -> None:
+    config, device = make_config(learner={"gpu_memory_utilization": 0.05}), torch.device("cuda:0")
+    worker.make_worker(config, "cuda:0")
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(int(0.06 * torch.cuda.mem_get_info(device)[1]), dtype=torch.uint8, device=device)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
+def test_two_gpus_train_as_two_ranks(tmp_path: Path, is_sharded: bool) -> None:
+    if count_gpus() < 2:
+        pytest.skip("needs two CUDA devices")
+    ranks = ("learner.devices=[0,1]", "engine.devices=[0]", f"learner.shard_base={str(is_sharded).lower()}")
+    code, out, err = runs.run("run", runs.write_small(tmp_path), *ranks)
+    assert code == 0, out + err
+    assert runs.num_updates(tmp_path) == 3
