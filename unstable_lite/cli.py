@@ -81,7 +81,9 @@ def check(
         if memory is not None:
             model_name, vram_gib = memory
             console.print(f"computed for a GPU of {vram_gib:g} GiB, {config or 'all defaults'}:\n", markup=False)
-            rows = describe(model_name, vram_gib, plan.config if plan else None)
+            rows = (
+                describe(model_name, vram_gib, plan.config, plan.num_ranks) if plan else describe(model_name, vram_gib)
+            )
             console.print(key_value_lines(rows), markup=False, soft_wrap=True)
         elif plan is not None:
             console.print(to_toml(plan.config.model_dump(mode="json")), markup=False, soft_wrap=True)

@@ -57,8 +57,12 @@ class ModelShape:
     @property
     def base_parameters(self) -> int:
         """Norms are left out: they are less than one in a thousand."""
-        body = self.layers * sum(rows * columns for rows, columns in self.linear_layers.values())
-        return body + self.vocab_size * self.hidden * (1 if self.is_tied else 2)
+        return self.layers * sum(rows * columns for rows, columns in self.linear_layers.values()) + self.end_parameters
+
+    @property
+    def end_parameters(self) -> int:
+        """Embedding and head."""
+        return self.vocab_size * self.hidden * (1 if self.is_tied else 2)
 
     def lora_parameters(self, lora: LoraConfig) -> int:
         """0 where none of the targets is a usual linear layer."""
@@ -126,6 +130,9 @@ class LearnerMemory:
     """Bytes of a learner. A micro-batch costs `per_token` for each of its tokens, padding included."""
 
     base: int
+    """Of a rank: all of it, or its part where it is sharded."""
+    lent: int
+    """What of the rest a rank is lent in the middle of a pass."""
     adapter: int
     """Weights, gradient and both of Adam's moments."""
     head: int
@@ -138,20 +145,28 @@ class LearnerMemory:
     def total(self, tokens: int) -> int:
         """With a micro-batch of so many tokens: the head's backward pass comes before the layers'."""
         passing = max(self.head, self.layer_per_token * tokens)
-        return self.base + self.adapter + self.kept_per_token * tokens + passing
+        return self.base + self.lent + self.adapter + self.kept_per_token * tokens + passing
 
     def longest(self, memory_bytes: int) -> int:
         """Tokens of the largest micro-batch that fits; the longest sequence, if it is alone in it. 0: none."""
-        room = memory_bytes - self.base - self.adapter
+        room = memory_bytes - self.base - self.lent - self.adapter
         under_head = (room - self.head) // self.kept_per_token
         under_layer = room // (self.kept_per_token + self.layer_per_token)
         return max(0, min(under_head, under_layer))
 
 
 def learner_memory(
-    shape: ModelShape, learner: LearnerConfig, lora: LoraConfig, is_bfloat16: bool = True, has_critic: bool = False
+    shape: ModelShape,
+    learner: LearnerConfig,
+    lora: LoraConfig,
+    is_bfloat16: bool = True,
+    has_critic: bool = False,
+    num_ranks: int = 1,
 ) -> LearnerMemory:
-    """`is_bfloat16`: of the frozen base; adapter and optimiser are float32. A critic is a second adapter."""
+    """Of each of `num_ranks`, which divide the base where `learner.shard_base` says so.
+
+    `is_bfloat16`: of the frozen base; adapter and optimiser are float32. A critic is a second adapter.
+    """
     is_checkpointed = learner.activation_checkpointing or learner.gradient_checkpointing
     h, i, q, k, r = shape.hidden, shape.inner, shape.queries, shape.keys, lora.lora_rank
     if is_bfloat16:
@@ -167,8 +182,16 @@ def learner_memory(
         kept, passing = float(shape.layers * width * h), layer + recomputed
     else:
         kept, passing = shape.layers * layer + ends, 0.0
+    base, lent = width * shape.base_parameters, 0
+    if learner.shard_base and num_ranks > 1:
+        ends = width * shape.end_parameters
+        one_layer = (base - ends) // shape.layers
+        # What arrives is there twice until it is in its place: embedding and head before the first layer, and then,
+        # beside a layer that computes, the next one.
+        base, lent = -(-base // num_ranks), max(2 * (ends + one_layer), ends + 3 * one_layer)
     return LearnerMemory(
-        base=width * shape.base_parameters,
+        base=base,
+        lent=lent,
         adapter=(2 if has_critic else 1) * 16 * shape.lora_parameters(lora),
         head=(LOGIT_BYTES + (2 if is_bfloat16 else 0)) * learner.logits_chunk_tokens * shape.vocab_size,
         kept_per_token=round(kept),
@@ -199,8 +222,11 @@ def engine_memory(shape: ModelShape, engine: EngineConfig, lora: LoraConfig) -> 
     )
 
 
-def describe(model_name: str, vram_gib: float, sections: Config | None = None) -> list[tuple[str, str]]:
-    """(what, how much) for a GPU of `vram_gib`, with the memory-related keys of a config or the defaults.
+def describe(
+    model_name: str, vram_gib: float, sections: Config | None = None, num_ranks: int = 1
+) -> list[tuple[str, str]]:
+    """(what, how much) for a GPU of `vram_gib`, with the memory-related keys of a config or the defaults, and
+    `num_ranks` of the learner.
 
     Raises ConfigError for a model whose shape is not known.
     """
@@ -217,11 +243,12 @@ def describe(model_name: str, vram_gib: float, sections: Config | None = None) -
     usable = int(vram_gib * GIB) - RESERVED_BYTES
     rows = [("model", f"{shape.base_parameters / 1e9:.2f} billion parameters, {shape.layers} layers")]
     for is_checkpointed in (True, False):
-        memory = _learner(shape, learner, lora, is_checkpointed, has_critic)
+        memory = _learner(shape, learner, lora, is_checkpointed, has_critic, num_ranks)
         how = "with checkpointing" if is_checkpointed else "without"
         if is_checkpointed:
             rows += [
-                ("learner: frozen base", _gib(memory.base)),
+                ("learner: frozen base", _gib(memory.base) + f", a rank's part of {num_ranks}" * bool(memory.lent)),
+                *([("learner: lent in a pass", f"{_gib(memory.lent)} of the other ranks' parts")] * bool(memory.lent)),
                 (
                     f"learner: adapter{'s of policy and critic,' * has_critic} of rank {lora.lora_rank}",
                     f"{_gib(memory.adapter)} with gradient and optimiser",
@@ -268,10 +295,15 @@ def table(models: Sequence[str], vram_gib: Sequence[float]) -> list[list[str]]:
 
 
 def _learner(
-    shape: ModelShape, learner: LearnerConfig, lora: LoraConfig, is_checkpointed: bool, has_critic: bool = False
+    shape: ModelShape,
+    learner: LearnerConfig,
+    lora: LoraConfig,
+    is_checkpointed: bool,
+    has_critic: bool = False,
+    num_ranks: int = 1,
 ) -> LearnerMemory:
     switches = dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), is_checkpointed)
-    return learner_memory(shape, learner.model_copy(update=switches), lora, has_critic=has_critic)
+    return learner_memory(shape, learner.model_copy(update=switches), lora, has_critic=has_critic, num_ranks=num_ranks)
 
 
 def _tokens(count: int) -> str:

@@ -65,6 +65,11 @@ class Plan:
         """Of rank 0."""
         return self.learner_devices[0]
 
+    @property
+    def num_ranks(self) -> int:
+        """Of the learner, on all machines."""
+        return len(self.learner_devices) + self.config.learner.remote_ranks
+
     def opponents(self) -> str:
         """Who sits where the current policy does not."""
         league = self.config.league
@@ -88,9 +93,9 @@ class Plan:
         if remote := config.learner.remote_ranks:
             join = f"torchrun … -m unstable_lite.learners.join {config.learner.rendezvous}"
             rows.append(("elsewhere", f"{remote} more of the learner's ranks: {join}"))
-        if (num_ranks := len(self.learner_devices) + remote) > 1:
+        if self.num_ranks > 1:
             base = ", and of the frozen base" * config.learner.shard_base
-            rows.append(("learner ranks", f"{num_ranks}: each a part of every batch, cut by tokens{base}"))
+            rows.append(("learner ranks", f"{self.num_ranks}: each a part of every batch, cut by tokens{base}"))
         rows += describe_sharing(config, self.engine_devices, self.learner_devices)
         rows.append(("base model", config.model_name))
         rows.append(("opponents", self.opponents()))

@@ -98,7 +98,7 @@ def _parts(config: Config, device: int | str, engine_devices: Devices, learner_d
         yield f"engine {engine_share:.0%}{size} while it is awake, learner all that it finds while the engine sleeps"
     else:
         yield f"engine {engine_share:.0%}, learner {learner_share:.0%}{size}"
-    needs, learner = _needs(config, device, engine_devices), _learner(config)
+    needs, learner = _needs(config, device, engine_devices), _learner(config, learner_devices)
     if needs is not None and learner is not None:
         least = _resident(learner) * list(learner_devices).count(device)
         yield f"at the least {needs / GIB:.2f} GiB and {least / GIB:.2f} GiB with no micro-batch (computed)"
@@ -113,7 +113,8 @@ def _too_small(config: Config, device: int | str, engine_devices: Devices, learn
             f"are together more than all of {_name(device)}"
         )
         return
-    room, needs, learner = memory_bytes(device), _needs(config, device, engine_devices), _learner(config)
+    room, needs = memory_bytes(device), _needs(config, device, engine_devices)
+    learner = _learner(config, learner_devices)
     if room is None or needs is None or learner is None:
         return
     ranks = list(learner_devices).count(device)
@@ -157,13 +158,14 @@ def _needs(config: Config, device: int | str, engine_devices: Devices) -> int | 
     return one * list(engine_devices).count(device)
 
 
-def _learner(config: Config) -> LearnerMemory | None:
+def _learner(config: Config, devices: Devices) -> LearnerMemory | None:
     shape, algorithm = shape_of(config.model_name), LEARNERS.get(config.algorithm)
     if shape is None:
         return None
     has_critic = algorithm is not None and algorithm.has_critic
     is_bfloat16 = config.learner.dtype != "float32"
-    return learner_memory(shape, config.learner, config.lora, is_bfloat16, has_critic)
+    num_ranks = len(devices) + config.learner.remote_ranks
+    return learner_memory(shape, config.learner, config.lora, is_bfloat16, has_critic, num_ranks)
 
 
 def _resident(learner: LearnerMemory) -> int:

@@ -122,6 +122,35 @@ def test_the_largest_micro_batch_fits_and_one_token_more_does_not() -> None:
     assert small.longest(8 * memory.GIB) == 0
 
 
+def test_a_sharded_base_is_divided_by_the_ranks_and_lent_in_parts() -> None:
+    shape = memory.KNOWN_SHAPES["Qwen/Qwen3-14B"]
+    whole = memory.learner_memory(shape, LearnerConfig(), LoraConfig(), num_ranks=4)
+    sharded = memory.learner_memory(shape, LearnerConfig(shard_base=True), LoraConfig(), num_ranks=4)
+    alone = memory.learner_memory(shape, LearnerConfig(shard_base=True), LoraConfig())
+    assert alone == whole, "there is nobody to divide it with"
+    assert (whole.base, whole.lent) == (2 * shape.base_parameters, 0)
+    assert 4 * sharded.base == pytest.approx(whole.base, abs=4)
+    one_layer = 2 * sum(rows * columns for rows, columns in shape.linear_layers.values())
+    assert sharded.lent > 2 * shape.vocab_size * shape.hidden * 2 + one_layer
+    limit = 40 * memory.GIB
+    tokens = sharded.longest(limit)
+    assert tokens > whole.longest(limit)
+    assert sharded.total(tokens) <= limit < sharded.total(tokens + 1)
+    assert sharded.adapter == whole.adapter
+
+
+def test_check_memory_divides_a_sharded_base_by_the_ranks_of_the_config(tmp_path: Path) -> None:
+    ranks = 'learner.devices=["cpu", "cpu", "cpu", "cpu"]'
+    told = []
+    for overrides in ((ranks,), (ranks, "learner.shard_base=true")):
+        code, out, err = runs.run("check", runs.write_small(tmp_path), *overrides, "--memory", "Qwen/Qwen3-4B", "24")
+        assert (code, err) == (0, "")
+        told.append(out)
+    assert "7.49 GiB\n" in told[0] and "lent" not in told[0]
+    assert "1.87 GiB, a rank's part of 4" in told[1]
+    assert "of the other ranks' parts" in told[1]
+
+
 def test_keys_and_values_are_counted_as_an_engine_stores_them() -> None:
     engine = memory.engine_memory(memory.KNOWN_SHAPES["Qwen/Qwen3-1.7B"], EngineConfig(), LoraConfig())
     assert engine.kv_per_token == 2 * 2 * 28 * 8 * 128  # keys and values, 16 bit, 28 layers, 8 heads of 128

@@ -17,6 +17,7 @@ from two_ranks import Job, Outcome
 from unrolled import is_equal, largest_difference
 from unstable_lite.config import Config
 from unstable_lite.learners.batching import Share, cut, length, make_micro_batches, make_prompt_batches
+from unstable_lite.memory import learner_memory, shape_of
 from unstable_lite.transport.messages import LoadLearner, Score, Update, Updated
 from unstable_lite.types import TrainItem
 
@@ -146,6 +147,19 @@ def test_ranks_that_hold_half_of_the_base_each_score_as_one_that_holds_it_all(
             assert logprobs.adapter == pytest.approx(expected.adapter, abs=1e-5)
             assert logprobs.base == pytest.approx(expected.base, abs=1e-5)
             assert logprobs.adapter != pytest.approx(logprobs.base, abs=1e-3)
+
+
+def test_what_a_rank_is_lent_of_the_base_is_what_is_computed(
+    outcome: Callable[..., Outcome], make_config: MakeConfig
+) -> None:
+    config = make_config("a2c", learner={"shard_base": True})
+    shape = shape_of(config.model_name)
+    assert shape is not None
+    computed = learner_memory(shape, config.learner, config.lora, is_bfloat16=False, num_ranks=2)
+    for rank in (0, 1):
+        whole, sharded = outcome("whole a2c", 2, rank), outcome("sharded a2c", 2, rank)
+        assert sharded.base_bytes == pytest.approx(computed.base, rel=0.02)
+        assert sharded.pass_bytes - whole.pass_bytes == pytest.approx(computed.lent, rel=0.2)
 
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, "starved ppo", "starved step", "dropout", "resumed", "sharded a2c"])

@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from bench.allocations import peak_bytes
 from unrolled import double, snapshot
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
@@ -53,6 +54,8 @@ class Outcome:
     error: str
     """What ended it, if anything did."""
     base_bytes: int
+    pass_bytes: int
+    """What a pass over one item takes at its worst; 0 in a job that is double."""
 
     @property
     def updates(self) -> list[Updated]:
@@ -103,7 +106,7 @@ def perform(directory: Path, name: str, rank: int = 0) -> None:
     _spoil(learner, job, rank)
     one = worker._Worker(learner, config.learner, keeps_tokens=True)
     replies: list[Message] = []
-    error = ""
+    error, pass_bytes = "", 0
     try:
         if rank:
             one.follow()
@@ -111,12 +114,15 @@ def perform(directory: Path, name: str, rank: int = 0) -> None:
             for message in messages:
                 replies.append(one.answer(_placed(message)))
             ranks.tell(Stop())
+        if not job.is_double:
+            item = next(message for message in messages if isinstance(message, Score)).items[:1]
+            pass_bytes = peak_bytes(lambda: learner.policy.score(item))
     except (ConfigError, RuntimeError) as reason:
         error = f"{type(reason).__name__}: {reason}"
     place = directory / f"{name}.{ranks.num_ranks()}.{rank}"
     safetensors.torch.save_file(snapshot(learner), place)
     Path(f"{place}.replies").write_bytes(encode(replies))
-    Path(f"{place}.rest").write_text(f"{learner.policy.base_bytes} {error}")
+    Path(f"{place}.rest").write_text(f"{learner.policy.base_bytes} {pass_bytes} {error}")
 
 
 def _placed(message: Message) -> Message:
@@ -133,8 +139,8 @@ def _placed(message: Message) -> Message:
 def outcome(directory: Path, name: str, num_ranks: int, rank: int = 0) -> Outcome:
     place = directory / f"{name}.{num_ranks}.{rank}"
     replies = decode(Path(f"{place}.replies").read_bytes())
-    base_bytes, error = Path(f"{place}.rest").read_text().split(" ", 1)
-    return Outcome(safetensors.torch.load_file(place), replies, error, int(base_bytes))
+    base_bytes, pass_bytes, error = Path(f"{place}.rest").read_text().split(" ", 2)
+    return Outcome(safetensors.torch.load_file(place), replies, error, int(base_bytes), int(pass_bytes))
 
 
 def _spoil(learner: Any, job: Job, rank: int) -> None:
