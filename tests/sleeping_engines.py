@@ -55,6 +55,7 @@ class ForgetsInItsSleep(TransformersEngine):
         super().wake_up()
         for layer in self._lora._layers.values():
             layer._pairs.clear()
+            layer._merged.clear()
 
 
 class DiesInItsSleep(KeepsADiary):

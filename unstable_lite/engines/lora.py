@@ -90,8 +90,9 @@ class LoraLinear(nn.Module):
         self._pairs.pop(version, None)
         self._merged.pop(version, None)
 
-    def move_pairs(self, device: torch.device) -> None:
+    def move_adapters(self, device: torch.device) -> None:
         self._pairs = {version: (a.to(device), b.to(device)) for version, (a, b) in self._pairs.items()}
+        self._merged = {version: weight.to(device) for version, weight in self._merged.items()}
 
 
 class LoraModel:
@@ -134,7 +135,7 @@ class LoraModel:
         """Model and adapters, all to `device`."""
         self._model.to(device)
         for layer in self._layers.values():
-            layer.move_pairs(device)
+            layer.move_adapters(device)
 
 
 def read_adapter(directory: Path, max_rank: int) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
