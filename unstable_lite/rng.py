@@ -16,7 +16,7 @@ from unstable_lite.types import GameKind
 
 def derive_seed(run_seed: int, *path: str | int) -> int:
     """63 bits for the stream that `path` names, e.g. `derive_seed(seed, "buffer")`."""
-    text = "/".join(str(part) for part in (run_seed, *path))
+    text = "/".join(map(str, (run_seed, *path)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -69,8 +69,8 @@ T = TypeVar("T")
 
 LOG_BYTES, LOG_BACKUPS = 10_000_000, 5
 """Of orchestrator.log (reference: `tracker.py`)."""
-COLLECT_AFTER = 20_000
-"""New objects, beyond those that went."""
+COLLECT_AFTER = 100_000
+"""New objects, beyond those that went; thousands of games that begin and end in waves are tens of thousands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import difflib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import math
 import random
 import signal
@@ -178,10 +179,12 @@ class Environment:
         _thread.game = self
         try:
             try:
-                guard.enter()
+                guard.call = next(guard.numbers)
                 return function(*arguments)
             finally:
-                guard.leave()
+                guard.call = 0
+                if guard.is_aiming:
+                    guard.wait_for_aim()
         except _BrokenOff as broken:
             guard.call = 0
             raise EnvError(
@@ -206,23 +209,19 @@ class _Guard:
         self.limit_s = limit_s
         self.call = 0
         """Number of the one under way; 0: none."""
-        self._calls = 0
+        self.numbers = itertools.count(1)
+        """Of the calls to come."""
+        self.is_aiming = False
         self._seen = 0
         self._since = 0.0
-        self._is_aiming = False
         self._thread = threading.get_ident()
 
-    def enter(self) -> None:
-        self._calls += 1
-        self.call = self._calls
-
-    def leave(self) -> None:
-        self.call = 0
-        if self._is_aiming:
-            while self._is_aiming:
-                time.sleep(0.001)
-            for _ in range(10):
-                pass  # an exception that is on its way falls at the next jump
+    def wait_for_aim(self) -> None:
+        """After a call, where it may be struck at the last moment."""
+        while self.is_aiming:
+            time.sleep(0.001)
+        for _ in range(10):
+            pass  # an exception that is on its way falls at the next jump
 
     def is_overdue(self) -> bool:
         """To be asked again and again; true once for a call."""
@@ -242,11 +241,11 @@ class _Guard:
     def watch(self, is_over: threading.Event) -> None:
         while not is_over.wait(self.limit_s / 4):
             if self.is_overdue():
-                self._is_aiming = True
+                self.is_aiming = True
                 if self.call == self._seen:
                     thread, struck_by = ctypes.c_ulong(self._thread), ctypes.py_object(_BrokenOff)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, struck_by)
-                self._is_aiming = False
+                self.is_aiming = False
 
 
 _NO_GUARD = _Guard(math.inf)
@@ -292,7 +291,7 @@ def _checked_rewards(env_id: str, num_players: int, rewards: Any) -> dict[int, f
     if not isinstance(rewards, dict) or set(rewards) != set(range(num_players)):
         raise EnvError(f"{env_id}: rewards {rewards!r} are not one for each of {num_players} players")
     for pid, reward in rewards.items():
-        is_number = isinstance(reward, int | float | np.number) and not isinstance(reward, bool)
+        is_number = isinstance(reward, (int, float, np.number)) and not isinstance(reward, bool)
         if not is_number or not math.isfinite(reward):
             raise EnvError(f"{env_id}: reward {reward!r} of player {pid} is not a finite number")
     return {pid: float(rewards[pid]) for pid in range(num_players)}

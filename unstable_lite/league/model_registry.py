@@ -6,10 +6,10 @@ Owns the TrueSkill ratings. Knows nothing of adapters' files, of games or of how
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import trueskill
@@ -269,10 +269,11 @@ class ModelRegistry:
 
 def mean_ranks(uids: Mapping[int, str], scores: Mapping[int, float]) -> dict[str, float]:
     """0 is best; a seat's rank is the number of seats that scored more."""
-    ranks: dict[str, list[int]] = defaultdict(list)
+    all_scores = sorted(scores.values())
+    ranks: dict[str, list[int]] = {}
     for pid, uid in uids.items():
-        ranks[uid].append(sum(other > scores[pid] for other in scores.values()))
-    return {uid: fmean(seat_ranks) for uid, seat_ranks in ranks.items()}
+        ranks.setdefault(uid, []).append(len(all_scores) - bisect_right(all_scores, scores[pid]))
+    return {uid: sum(seat_ranks) / len(seat_ranks) for uid, seat_ranks in ranks.items()}
 
 
 def _pairs(uids: list[str]) -> dict[tuple[str, str], None]:
