@@ -12,6 +12,7 @@ import torch
 
 from random_models import make_adapter, make_model, make_tokenizer
 from remote_engine import engine_spec, generate
+from unstable_lite.engines import stock_model
 from unstable_lite.engines.transformers import TransformersEngine
 from unstable_lite.errors import ModelError
 from unstable_lite.plan import make_plan
@@ -57,6 +58,29 @@ def test_stock_models_of_many_kinds_are_served_with_adapters(name: str, fields: 
         size = len(generation.completion_ids)
         logprobs = (logits[-size:] / 0.8).log_softmax(-1)[torch.arange(size), torch.tensor(ids[-size:])]
         np.testing.assert_allclose(generation.logprobs, logprobs.numpy(), atol=2e-4)
+
+
+@pytest.mark.parametrize(("dtype", "is_eased"), [("float32", True), ("bfloat16", False)])
+def test_norms_take_fewer_operations_and_compute_the_same(dtype: str, is_eased: bool, tmp_path: Path) -> None:
+    path = make_model(tmp_path, "Qwen3", rms_norm_eps=0.01)
+    norm = load(path, dtype=dtype)._model.model.norm
+    x = torch.randn(3, 5, 64, dtype=norm.weight.dtype)
+    assert ("forward" in vars(norm)) == is_eased
+    torch.testing.assert_close(norm(x), type(norm).forward(norm, x))
+
+
+def test_a_norm_of_another_kind_is_left_as_it_is(tmp_path: Path) -> None:
+    import transformers
+
+    class OneMore(transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + x
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(make_model(tmp_path))
+    model.model.norm = OneMore(64)
+    stock_model._ease_norms(model)
+    assert "forward" not in vars(model.model.norm)
+    assert "forward" in vars(model.model.layers[0].input_layernorm)
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,9 @@ class LoraLinear(nn.Module):
 
     def _merged_forward(self, x: Tensor) -> Tensor:
         base, groups = self.base, self._groups.current
-        weights = [self._merged.get(group.version, base.weight) for group in groups]
         if len(groups) == 1:
-            return linear(x, weights[0], base.bias)
+            return linear(x, self._merged.get(groups[0].version, base.weight), base.bias)
+        weights = [self._merged.get(group.version, base.weight) for group in groups]
         parts = torch.split(x, [group.stop - group.start for group in groups], -2)
         return torch.cat([linear(part, weight, base.bias) for part, weight in zip(parts, weights, strict=True)], -2)
 
