@@ -7,7 +7,7 @@ import json
 import random
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,9 +41,12 @@ class LocalEngine:
     def __init__(self, name: str, max_loras: int) -> None:
         config = Config.model_validate({**CONFIG, "engine": {**CONFIG["engine"], "max_loras": max_loras}})  # type: ignore[dict-item]
         spec = WorkerSpec(name=name, endpoint="", device="cpu", threads=1, config_json=config.model_dump_json())
-        self.peer = SimpleNamespace(name=name)
+        self.peer = SimpleNamespace(name=name, life=0)
         self.at_once = self.most_at_once = 0
         """Requests."""
+        self.num_asked = 0
+        self.silent_about: int | None = None
+        """An adapter with which it does not answer for now."""
         self.loaded: dict[int, bytes] = {}
         self.most_loaded = 0
         self.loading = asyncio.Event()
@@ -61,6 +64,8 @@ class LocalEngine:
 
     async def load_adapter(self, version: int, path: Path) -> None:
         await self.loading.wait()
+        if version in self.loaded:
+            return
         try:
             self._engine.load_adapter(version, path)
         except AdapterError as error:
@@ -74,7 +79,8 @@ class LocalEngine:
             self._engine.unload_adapter(version)
             del self.loaded[version]
 
-    def take_back(self) -> None: ...
+    def take_back(self) -> None:
+        self.is_up = True
 
     def start_again(self) -> None:
         self._engine = ScriptedEngine(self._spec)
@@ -82,8 +88,11 @@ class LocalEngine:
 
     async def generate(self, prompt: str, version: int, *, seed: int, max_tokens: int) -> Generation:
         self.at_once += 1
+        self.num_asked += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(0)
+        while version == self.silent_about:
+            await asyncio.sleep(0)
         self.at_once -= 1
         request = Generate(
             request_id=0,
@@ -107,10 +116,13 @@ class LocalLearner:
     def __init__(self) -> None:
         self.asked: list[int] = []
         """How many completions each time."""
+        self.while_scoring: Callable[[], Awaitable[None]] | None = None
 
     async def score(self, generations: Sequence[Generation]) -> list[LearnerLogprobs]:
         await asyncio.sleep(0)
         self.asked.append(len(generations))
+        if self.while_scoring is not None:
+            await self.while_scoring()
         same = [np.full(len(generation.completion_ids), LOGPROB, np.float32) for generation in generations]
         return [LearnerLogprobs(adapter=one, base=one - np.float32(0.05)) for one in same]
 
@@ -222,6 +234,52 @@ async def test_the_learner_is_asked_once_for_the_canaries_of_all_engines_and_onc
     await league.update()
     assert league.learner.asked == [distinct, distinct]
     assert [engine.most_at_once for engine in league.engines.engines] == [CANARIES] * 5
+    await league.close()
+
+
+async def test_an_engine_that_died_while_its_canary_was_scored_is_asked_again(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 1, size=3, engines=2)
+    engine = league.engines.engines[1]
+    before = engine.num_asked
+
+    async def die() -> None:
+        engine.peer.life = 1
+
+    league.learner.while_scoring = die
+    await league.update()
+    assert engine.num_asked - before == 2 * CANARIES
+    assert len(league.publisher._remembered[2]["engine-1"]) == CANARIES
+    await league.close()
+
+
+@pytest.mark.parametrize("is_back_first", [True, False])
+async def test_an_adapter_that_is_published_while_an_engine_comes_back_is_tried_by_one_or_the_other(
+    tmp_path: Path, is_back_first: bool
+) -> None:
+    league = await a_league_of(tmp_path, 1, size=3, engines=2)
+    engine = league.engines.engines[1]
+    engine.start_again()
+    engine.peer.life, engine.is_up = 1, False
+    engine.lie, engine.lies_about = 0.5, 2
+    engine.silent_about = None if is_back_first else 1
+    restoring: list[asyncio.Task[None]] = []
+
+    async def come_back() -> None:
+        if not restoring:
+            restoring.append(asyncio.create_task(league.publisher.restore(engine)))
+            while not (engine.is_up or (engine.silent_about and set(engine.loaded) == {1, 2})):
+                await asyncio.sleep(0)
+
+    league.learner.while_scoring = come_back
+    if is_back_first:
+        with pytest.raises(AdapterError, match="engine-1 and the learner disagree about adapter 2"):
+            await league.update()
+        await restoring[0]
+    else:
+        await league.update()
+        engine.silent_about = None
+        with pytest.raises(AdapterError, match="engine-1 does not answer as it once did"):
+            await restoring[0]
     await league.close()
 
 

@@ -122,15 +122,25 @@ class Publisher:
 
         Raises AdapterError if it does not answer as the one that died did.
         """
+        given: set[int] = set()
         tried: set[int] = set()
-        while new := sorted({0, *self._held} - tried):  # what the others hold changes meanwhile
-            tried.update(new)
+        # What the others hold changes meanwhile. What is just being published nobody remembers: `publish` tries it.
+        while new := sorted(
+            version for version in {0, *self._held} - tried if version not in given or self._knows(version)
+        ):
+            given.update(new)
+            tried.update(filter(self._knows, new))
             await _all_of(self._give_back(engine, version) for version in new)
             for version in engine.adapters - self._held.keys():
                 await engine.unload_adapter(version)
         self._engines.take_back(engine)
 
+    def _knows(self, version: int) -> bool:
+        return self._held.get(version, 0) in self._remembered
+
     async def _give_back(self, engine: EngineClient, version: int) -> None:
+        if version and version not in self._held:  # it was retired meanwhile
+            return
         published_as = self._held.get(version, 0)
         try:
             if version:
@@ -252,20 +262,27 @@ class Publisher:
         return len(self._loaded), self._max_loras
 
     async def _ask_canaries(self, version: int, count: int) -> list[Canary]:
-        """The answers to `count` seeds, asked for at once, of every engine that is up when the last one is there."""
-        answers: dict[str, list[tuple[int, Generation]]] = {}
-        while silent := [e for e in await self._engines.wait_for_one() if e.peer.name not in answers]:
-            asked = [(engine, seed) for engine in silent for seed in range(CANARY_SEED, CANARY_SEED + count)]
-            asking = (self._ask_canary(engine, version, seed) for engine, seed in asked)
-            for (engine, seed), answer in zip(asked, await _all_of(asking, but=WorkerDied), strict=True):
-                if answer is not None:
-                    answers.setdefault(engine.peer.name, []).append((seed, answer))
-        scored = await self._score([generation for known in answers.values() for _, generation in known])
-        return [
-            self._compare(engine, version, seed, generation, scored[_tokens(generation)])
-            for engine, known in answers.items()
-            for seed, generation in known
-        ]
+        """The answers to `count` seeds, asked for at once, of every engine that is up when the last one is scored.
+
+        One that died since it answered, and is there again, is asked again.
+        """
+        canaries: dict[tuple[str, int], list[Canary]] = {}
+        while silent := {
+            (e.peer.name, e.peer.life): e
+            for e in await self._engines.wait_for_one()
+            if (e.peer.name, e.peer.life) not in canaries
+        }:
+            asked = [(life, seed) for life in silent for seed in range(CANARY_SEED, CANARY_SEED + count)]
+            asking = (self._ask_canary(silent[life], version, seed) for life, seed in asked)
+            answers = dict(zip(asked, await _all_of(asking, but=WorkerDied), strict=True))
+            told = {key: answer for key, answer in answers.items() if answer is not None}
+            scored = await self._score(told.values()) if told else {}
+            for name, _ in silent:
+                self._remembered.get(version, {}).pop(name, None)
+            for (life, seed), answer in told.items():
+                canary = self._compare(life[0], version, seed, answer, scored[_tokens(answer)])
+                canaries.setdefault(life, []).append(canary)
+        return [canary for of_engine in canaries.values() for canary in of_engine]
 
     async def _ask_canary(self, engine: EngineClient, version: int, seed: int) -> Generation:
         return await engine.generate(self._prompt, version, seed=seed, max_tokens=CANARY_TOKENS)
