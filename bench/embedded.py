@@ -65,7 +65,8 @@ def run(options: Options) -> Report:
     threads = 1 if options.small else cores()
     report.sizes = {**works, "model": "shape of builtin:tiny, random weights", "lora_rank": RANK, "threads": threads}
     with tempfile.TemporaryDirectory() as directory, Subjects() as subjects:
-        arguments = {"directory": directory, "seed": options.seed, "threads": threads, "eager": options.small}
+        arguments: dict[str, Any] = {"directory": directory, "seed": options.seed, "threads": threads, "device": "cpu"}
+        arguments["eager"] = options.small
         subjects.start(MODULE, kind="make", **arguments).close()
         embedded = subjects.start(MODULE, kind=EMBEDDED, **arguments)
         report.sizes["dtype"] = arguments["dtype"] = embedded.facts["dtype"]
