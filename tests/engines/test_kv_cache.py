@@ -103,3 +103,10 @@ def test_random_requests_never_get_another_ones_tokens() -> None:
     cache = KVCache(SHAPE, max_len=32, num_running=2, num_kept=5)
     for _ in range(300):
         run(cache, "".join(rng.choice(list("ab"), rng.integers(1, 30))), version=int(rng.integers(3)))
+
+
+def test_a_kept_sequence_that_goes_on_is_kept_to_its_new_end() -> None:
+    cache = KVCache(SHAPE, max_len=32, num_running=1, num_kept=2)
+    for game in ("turn 1", "turn 1, turn 2", "another"):
+        run(cache, game)
+    assert run(cache, "turn 1, turn 2, turn 3") == len("turn 1, turn 2")
