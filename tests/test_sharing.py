@@ -12,6 +12,7 @@ from unstable_lite import sharing
 from unstable_lite.config import Config
 from unstable_lite.engines import choose
 from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.evaluator import plan_evaluation
 from unstable_lite.plan import Plan, make_plan
 
 GIB = 1 << 30
@@ -164,3 +165,29 @@ def test_gpu_memory_is_asked_for_by_the_name_that_the_machine_has_for_it(
     smi.write_text('#!/bin/sh\nwhile [ "$1" != "-i" ]; do shift; done; test "$2" = GPU-b && echo 1024\n')
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     assert (choose.gpu_memory_bytes(0), choose.gpu_memory_bytes(1)) == (None, GIB)
+
+
+@pytest.mark.parametrize("mode", ["share", "sleep", "async"])
+def test_an_evaluation_has_the_gpu_to_itself_whatever_training_did(gpus: Any, tmp_path: Path, mode: str) -> None:
+    gpus(1)
+    config = tmp_path / "trained.toml"
+    config.write_text(
+        f'model_name = "Qwen/Qwen3-8B"\n[run]\nmode = "{mode}"\n[engine]\nkind = "transformers"\n[[train_envs]]\n'
+        'env_id = "TicTacToe-v0-train"\nnum_players = 2\nnum_actors = 2\nprompt_template = "tiny"\n'
+    )
+    made = plan_evaluation(["base"], output=tmp_path / "eval", config=config, opponents=["scripted:random"]).plan
+    assert made.engine_devices == (0,) and made.shared_devices == []
+    assert shares(made) == (None, None)
+
+
+def test_an_evaluation_on_the_cpu_needs_no_room_for_a_learner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text(f"{4 * GIB}\n")
+    monkeypatch.setattr(sharing, "CGROUP_LIMITS", (str(limit),))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = tmp_path / "trained.toml"
+    config.write_text(
+        'model_name = "Qwen/Qwen3-1.7B"\n[engine]\nkind = "transformers"\n[[train_envs]]\n'
+        'env_id = "TicTacToe-v0-train"\nnum_players = 2\nnum_actors = 2\nprompt_template = "tiny"\n'
+    )
+    assert plan_evaluation(["base"], output=tmp_path / "eval", config=config, opponents=["scripted:random"]).plan

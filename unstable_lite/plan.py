@@ -148,9 +148,12 @@ def load_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
     return make_plan(config)
 
 
-def make_plan(config: Config) -> Plan:
-    """Decide devices, engine and threads for a config. Raises ConfigError with every problem of meaning."""
-    if problems := find_problems(config):
+def make_plan(config: Config, side_by_side: bool = True) -> Plan:
+    """Decide devices, engine and threads for a config. Raises ConfigError with every problem of meaning.
+
+    `side_by_side`: engines and a learner will run at the same time, and may have to share a device.
+    """
+    if problems := find_problems(config, side_by_side):
         raise ConfigError(*problems)
     config = resolve_defaults(config)
     engine_devices, learner_devices = _devices(config)
@@ -205,7 +208,7 @@ def _slots_besides_active(config: Config, has_pool: bool) -> int:
     return 1 + has_pool + bool(config.run.eval_every)
 
 
-def find_problems(config: Config) -> list[str]:
+def find_problems(config: Config, side_by_side: bool = True) -> list[str]:
     """Every impossible combination and every name that names nothing."""
     config = resolve_defaults(config)
     problems = [*_env_problems(config), *check_league(config), *_number_problems(config), *algorithm_problems(config)]
@@ -237,7 +240,8 @@ def find_problems(config: Config) -> list[str]:
         except ConfigError as error:
             problems += error.problems
         else:
-            problems += sharing_problems(config, kind, engine_devices, learner_devices)
+            if side_by_side:
+                problems += sharing_problems(config, kind, engine_devices, learner_devices)
     if config.tracker.wandb_project and importlib.util.find_spec("wandb") is None:
         problems.append("tracker.wandb_project: wandb is not installed; pip install 'unstable-lite[wandb]'")
     return problems

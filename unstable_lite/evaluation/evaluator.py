@@ -392,7 +392,8 @@ def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
     mirror = tuple(
         TrainEnvSpec(num_actors=env.num_players, **{name: getattr(env, name) for name in ENV_KEYS}) for env in envs
     )
-    run = {"eval_games": 0, "eval_every": None, "num_eval_workers": 1, "max_eval_games_per_ckpt": None}
+    mode = "sync" if config.run.mode == "sync" else "auto"  # the others are about a learner
+    run = {"mode": mode, "eval_games": 0, "eval_every": None, "num_eval_workers": 1, "max_eval_games_per_ckpt": None}
     plan = make_plan(
         # What concerns learning alone is left at its defaults: it may fit no other algorithm, or not this machine.
         Config(
@@ -406,7 +407,8 @@ def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
             templates=config.templates,
             train_envs=mirror,
             eval_envs=tuple(fixed),
-        )
+        ),
+        side_by_side=False,
     )
     engines_on_cpu = plan.engine_devices.count("cpu")
     share = max(1, len(os.sched_getaffinity(0)) // max(1, engines_on_cpu))

@@ -53,10 +53,12 @@ def load_sft_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
     config, problems = read_config(path, overrides)
     if config is not None:
         config = _before_its_own_output(config)
-        problems += [f"{path}: {problem}" for problem in [*find_problems(config), *find_sft_problems(config)]]
+        problems += [
+            f"{path}: {problem}" for problem in [*find_problems(config, side_by_side=False), *find_sft_problems(config)]
+        ]
     if problems or config is None:
         raise ConfigError(*problems)
-    return make_plan(config)
+    return make_plan(config, side_by_side=False)
 
 
 def find_sft_problems(config: Config) -> list[str]:
