@@ -52,6 +52,15 @@ class Canary:
     engine_to_base: float
     """Engine against the learner without the adapter."""
 
+    def is_of_the_base(self, noise: float) -> bool:
+        """Whether the engine answered from the base. noise: mean |Δ log p| of the base itself.
+
+        The smaller of both gaps is what rounding did to these very tokens, which may be far more than `noise`. So the
+        other one must stand out from it: an adapter that has hardly left the base is no reason to end a run.
+        """
+        can_tell = self.base_gap > 4 * max(noise, 1e-4)
+        return can_tell and 2 * self.engine_to_base <= self.mismatch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Remembered:
@@ -339,8 +348,7 @@ class Publisher:
         worst = max(canaries, key=lambda canary: canary.mismatch)
         what = f"adapter {version}" if version else "the base model"
         for canary in canaries:
-            can_tell = canary.base_gap > 4 * max(self._noise, 1e-4)
-            if can_tell and canary.engine_to_base <= canary.mismatch:
+            if canary.is_of_the_base(self._noise):
                 raise AdapterError(
                     f"canary: {canary.engine} answers as the base model where {what} is asked for (log p is "
                     f"{canary.engine_to_base:.4f} from the base, {canary.mismatch:.4f} from the adapter)"
