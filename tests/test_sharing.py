@@ -50,7 +50,7 @@ def plan(mode: str = "auto", model: str = "Qwen/Qwen3-1.7B", **sections: Any) ->
 
 def shares(made: Plan) -> tuple[float | None, float | None]:
     """What engine and learner are told."""
-    config = sharing.divide(made.config, made.shared_devices)
+    config = made.divided
     return config.engine.gpu_memory_utilization, config.learner.gpu_memory_utilization
 
 
@@ -92,6 +92,14 @@ def test_taking_turns_leaves_the_engine_more_and_the_learner_no_bound(gpus: Any)
     assert rows(made)["memory of GPU 0"].startswith("engine 70% of 24.0 GiB while it is awake, learner all")
 
 
+def test_two_engines_on_one_gpu_divide_the_engines_part(gpus: Any) -> None:
+    gpus(1)
+    assert shares(plan("share", engine={"devices": (0, 0)})) == (0.25, 0.45)
+    assert rows(plan("share", engine={"devices": (0, 0)}))["memory of GPU 0"].startswith("engine 50%, learner 45%")
+    given = {"devices": (0, 0), "gpu_memory_utilization": 0.3}
+    assert shares(plan("share", engine=given)) == (0.3, 0.35)
+
+
 def test_parts_that_are_given_are_taken(gpus: Any) -> None:
     gpus(1)
     assert shares(plan(engine={"gpu_memory_utilization": 0.3})) == (0.3, 0.65)
@@ -101,6 +109,7 @@ def test_parts_that_are_given_are_taken(gpus: Any) -> None:
 
 APART = {"learner": {"devices": ("cpu",)}, "engine": {"devices": (0,)}}
 TOO_MUCH = {"engine": {"gpu_memory_utilization": 0.6}, "learner": {"gpu_memory_utilization": 0.5}}
+TWO_AND_TOO_MUCH = {"engine": {"devices": (0, 0), "gpu_memory_utilization": 0.6}}
 SERVER = {"engine": {"kind": "vllm-server", "urls": ("http://a:1",), "adapter_folder": Path("/tmp")}}
 
 
@@ -111,7 +120,10 @@ SERVER = {"engine": {"kind": "vllm-server", "urls": ("http://a:1",), "adapter_fo
         ("share", "Qwen/Qwen3-1.7B", APART, r"no device is both engine's \(0\) and learner's \(cpu\)"),
         ("sleep", "Qwen/Qwen3-1.7B", APART, r"no device is both"),
         ("sleep", "Qwen/Qwen3-1.7B", SERVER, r"no device is both engine's \(http://a:1\)"),
-        ("share", "Qwen/Qwen3-1.7B", TOO_MUCH, r"together more than all of GPU 0"),
+        ("share", "Qwen/Qwen3-1.7B", TOO_MUCH, r"more than there is of GPU 0"),
+        ("share", "Qwen/Qwen3-1.7B", {"engine": {"gpu_memory_utilization": 0.96}}, r"or leave the learner nothing"),
+        ("share", "Qwen/Qwen3-1.7B", TWO_AND_TOO_MUCH, r"\(1\.2 by all engines there\)"),
+        ("sleep", "Qwen/Qwen3-1.7B", TWO_AND_TOO_MUCH, r"\(1\.2 by all engines there\)"),
         ("share", "Qwen/Qwen3-8B", {}, r"the engine's part of GPU 0 is 12\.0 GiB, and it needs 1\d\.\d at the least"),
         ("auto", "Qwen/Qwen3-8B", {}, r"the learner's part of GPU 0 is 10\.8 GiB"),
         ("sleep", "Qwen/Qwen3-8B", {}, r"the learner's part of GPU 0 is 6\.0 GiB"),

@@ -61,6 +61,11 @@ class Plan:
         return shared(self.engine_devices, self.learner_devices)
 
     @property
+    def divided(self) -> Config:
+        """The config as workers get it: with their parts of a GPU that they share."""
+        return divide(self.config, self.engine_devices, self.learner_devices)
+
+    @property
     def learner_device(self) -> int | str:
         """Of rank 0."""
         return self.learner_devices[0]
@@ -114,7 +119,7 @@ class Plan:
         memory = (
             "the servers' own"
             if config.engine.kind == VLLM_SERVER
-            else f"{divide(config, self.shared_devices).engine.gpu_share:.0%} of the GPU"
+            else f"{self.divided.engine.gpu_share:.0%} of the GPU"
             if self.engine_devices != ("cpu",)
             else f"up to {config.engine.kv_cache_gb:g} GB for the KV cache"
         )

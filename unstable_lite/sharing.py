@@ -36,13 +36,16 @@ def shared(engine_devices: Devices, learner_devices: Devices) -> list[int | str]
     return [device for device in dict.fromkeys(engine_devices) if device in learner_devices]
 
 
-def divide(config: Config, devices: Devices) -> Config:
-    """The config with each section's `gpu_memory_utilization`, where `devices` are shared."""
-    if not any(isinstance(device, int) for device in devices):
+def divide(config: Config, engine_devices: Devices, learner_devices: Devices) -> Config:
+    """The config with each section's `gpu_memory_utilization`, where they share a GPU; the learner's may come to 0."""
+    gpus = [device for device in shared(engine_devices, learner_devices) if isinstance(device, int)]
+    if not gpus:
         return config
     engine, learner, takes_turns = config.engine, config.learner, config.run.mode == "sleep"
-    ours = engine.gpu_memory_utilization or ENGINE_SHARE["sleep" if takes_turns else "share"]
-    theirs = learner.gpu_memory_utilization or (None if takes_turns else round(1 - NOBODYS - ours, 4))
+    num_engines = max(map(list(engine_devices).count, gpus))
+    ours = engine.gpu_memory_utilization or ENGINE_SHARE["sleep" if takes_turns else "share"] / num_engines
+    rest = max(0.0, round(1 - NOBODYS - ours * num_engines, 4))
+    theirs = learner.gpu_memory_utilization or (None if takes_turns else rest)
     return config.model_copy(
         update={
             "engine": engine.model_copy(update={"gpu_memory_utilization": ours}),
@@ -71,7 +74,7 @@ def sharing_problems(config: Config, kind: str, engine_devices: Devices, learner
             "needs no sleep"
         )
     for device in devices:
-        yield from _too_small(divide(config, devices), device, engine_devices, learner_devices)
+        yield from _too_small(divide(config, engine_devices, learner_devices), device, engine_devices, learner_devices)
 
 
 def describe_sharing(config: Config, engine_devices: Devices, learner_devices: Devices) -> Iterator[tuple[str, str]]:
@@ -84,13 +87,13 @@ def describe_sharing(config: Config, engine_devices: Devices, learner_devices: D
         "sync": "a round of games to its end, then an update",
     }
     yield "mode", f"{mode}: {how[mode]}"
-    config = divide(config, devices)
+    config = divide(config, engine_devices, learner_devices)
     for device in devices:
         yield f"memory of {_name(device)}", "; ".join(_parts(config, device, engine_devices, learner_devices))
 
 
 def _parts(config: Config, device: int | str, engine_devices: Devices, learner_devices: Devices) -> Iterator[str]:
-    engine_share, learner_share = config.engine.gpu_share, config.learner.gpu_memory_utilization
+    engine_share, learner_share = _engines_share(config, device, engine_devices), config.learner.gpu_memory_utilization
     size = f" of {room / GIB:.1f} GiB" if (room := memory_bytes(device)) else ""
     if device == "cpu":
         yield f"both take what they need{size}"
@@ -106,11 +109,14 @@ def _parts(config: Config, device: int | str, engine_devices: Devices, learner_d
 
 def _too_small(config: Config, device: int | str, engine_devices: Devices, learner_devices: Devices) -> Iterator[str]:
     """Only what cannot be enough in any case: a base that does not fit, parts that are more than the whole."""
-    engine_share, learner_share = config.engine.gpu_share, config.learner.gpu_memory_utilization or 0.0
-    if device != "cpu" and config.run.mode != "sleep" and engine_share + learner_share > 1:
+    takes_turns, engine_share = config.run.mode == "sleep", _engines_share(config, device, engine_devices)
+    learner_share = config.learner.gpu_memory_utilization or 0.0
+    is_too_much = engine_share > 1 or (not takes_turns and (engine_share + learner_share > 1 or not learner_share))
+    if device != "cpu" and is_too_much:
         yield (
-            f"engine.gpu_memory_utilization = {engine_share:g} and learner.gpu_memory_utilization = {learner_share:g} "
-            f"are together more than all of {_name(device)}"
+            f"engine.gpu_memory_utilization ({engine_share:g} by all engines there) and "
+            f"learner.gpu_memory_utilization ({learner_share:g}) are more than there is of {_name(device)}, or leave "
+            "the learner nothing; lower the engine's"
         )
         return
     room, needs = memory_bytes(device), _needs(config, device, engine_devices)
@@ -127,7 +133,7 @@ def _too_small(config: Config, device: int | str, engine_devices: Devices, learn
                 "lora.lora_rank, or take a smaller model"
             )
         return
-    learner_room = room * (learner_share if config.run.mode != "sleep" else 1 - NOBODYS - engine_share)
+    learner_room = room * (1 - NOBODYS - engine_share if takes_turns else learner_share)
     for section, needed, has in (("engine", needs, room * engine_share), ("learner", least, learner_room)):
         if needed > has:
             yield (
@@ -146,6 +152,11 @@ def memory_bytes(device: int | str) -> int | None:
         if path.is_file() and (limit := path.read_text().strip()).isdecimal():
             limits.append(int(limit))
     return min(limits)
+
+
+def _engines_share(config: Config, device: int | str, engine_devices: Devices) -> float:
+    """Of a GPU, by all engines there."""
+    return config.engine.gpu_share * list(engine_devices).count(device)
 
 
 def _needs(config: Config, device: int | str, engine_devices: Devices) -> int | None:

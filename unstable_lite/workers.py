@@ -18,7 +18,6 @@ from unstable_lite.engines.servers import server_keys
 from unstable_lite.errors import ConfigError
 from unstable_lite.learners.client import LearnerClient
 from unstable_lite.plan import Plan
-from unstable_lite.sharing import divide
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.door import Door, RemoteWorker
 from unstable_lite.transport.keys import read_run_keys
@@ -221,7 +220,7 @@ class _Household:
             endpoint=self.router.endpoint,
             device=device if isinstance(device, str) else "cuda:0",
             threads=threads,
-            config_json=divide(self._plan.config, self._plan.shared_devices).model_dump_json(),
+            config_json=self._plan.divided.model_dump_json(),
             rank=rank,
             num_ranks=num_ranks,
         )
