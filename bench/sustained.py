@@ -61,8 +61,14 @@ def run(options: Options) -> Report:
     games = 8 if options.small else 2 * SLOTS
     device = options.device
     model = "builtin:tiny" if device == "cpu" else MODELS[device]
-    report.sizes = {"games": games, "slots": SLOTS, "cores": cores(), "pinned": is_pinned(device), "model": model}
-    report.sizes["device"] = device
+    report.sizes = {
+        "games": games,
+        "slots": SLOTS,
+        "cores": cores(),
+        "pinned": is_pinned(device),
+        "model": model,
+        "device": device,
+    }
     for kind in ON[device]:
         if kind == "vllm" and importlib.util.find_spec("vllm") is None:
             report.add(f"{kind}, {IN_RUN}", "tokens/s", [], "not installed")

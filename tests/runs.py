@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+TESTS = str(Path(__file__).parent)
 SMALL = """
 model_name = "builtin:tiny"
 [run]
@@ -58,13 +59,13 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    """A run as a user would start it, without a terminal."""
+    """A run as a user would start it, without a terminal; modules beside this one can be named in its config."""
     return subprocess.Popen(
         command(*arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "COLUMNS": "200"},
+        env={**os.environ, "COLUMNS": "200", "PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])},
     )
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 import runs
 from unstable_lite.checkpoints import find_damage
@@ -76,9 +73,8 @@ class Rude:
 
 
 def test_a_run_whose_games_bring_no_step_pauses_while_it_waits_and_can_be_stopped_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     process = runs.start(
         "run",
         runs.write_small(tmp_path),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 import runs
 from unstable_lite.publisher import Canary
-
-TESTS = str(Path(__file__).parent)
 
 
 @pytest.mark.parametrize(
@@ -21,10 +18,7 @@ TESTS = str(Path(__file__).parent)
         ("HotterThanItSays", "engine-0 and the learner disagree about the base model"),
     ],
 )
-def test_an_engine_that_lies_ends_the_run_and_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, says: str
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
+def test_an_engine_that_lies_ends_the_run_and_is_named(tmp_path: Path, engine: str, says: str) -> None:
     code, _, err = runs.run(
         "run",
         runs.write_small(tmp_path),

@@ -31,6 +31,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         smi.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        choose.gpu_memory_bytes.cache_clear()
         assert choose.count_gpus() == count
 
     return install
@@ -176,6 +177,7 @@ def test_gpu_memory_is_asked_for_by_the_name_that_the_machine_has_for_it(
     smi = Path(shutil.which("nvidia-smi") or "")
     smi.write_text('#!/bin/sh\nwhile [ "$1" != "-i" ]; do shift; done; test "$2" = GPU-b && echo 1024\n')
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    choose.gpu_memory_bytes.cache_clear()
     assert (choose.gpu_memory_bytes(0), choose.gpu_memory_bytes(1)) == (None, GIB)
 
 

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 import runs
-
-TESTS = str(Path(__file__).parent)
-
-
-@pytest.fixture(autouse=True)
-def engines_of_these_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
 
 
 def train(directory: Path, engine: str, *overrides: str) -> tuple[int, str, str]:

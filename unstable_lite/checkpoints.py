@@ -102,10 +102,8 @@ def save_checkpoint(
     final = checkpoints / f"ckpt-{update}"
     partial = checkpoints / f".ckpt-{update}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    league, steps = (
-        json.dumps(state, separators=(",", ":")),
-        pack_all(Chunk, [Chunk(steps=tuple(chunk)) for chunk in waiting]),
-    )
+    league = json.dumps(state, separators=(",", ":"))
+    steps = pack_all(Chunk, [Chunk(steps=tuple(chunk)) for chunk in waiting])
 
     def finish() -> None:
         (partial / LEAGUE).write_text(league)

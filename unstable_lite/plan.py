@@ -245,8 +245,7 @@ def find_problems(config: Config, side_by_side: bool = True) -> list[str]:
         except ConfigError as error:
             problems += error.problems
         else:
-            if side_by_side:
-                problems += sharing_problems(config, kind, engine_devices, learner_devices)
+            problems += sharing_problems(config, kind, engine_devices, learner_devices) if side_by_side else []
     if config.tracker.wandb_project and importlib.util.find_spec("wandb") is None:
         problems.append("tracker.wandb_project: wandb is not installed; pip install 'unstable-lite[wandb]'")
     return problems

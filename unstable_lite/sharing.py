@@ -73,8 +73,9 @@ def sharing_problems(config: Config, kind: str, engine_devices: Devices, learner
             "run.mode = 'sleep': vLLM sleeps on GPUs only; engine.kind = 'transformers' can here, and 'share' "
             "needs no sleep"
         )
+    divided = divide(config, engine_devices, learner_devices)
     for device in devices:
-        yield from _too_small(divide(config, engine_devices, learner_devices), device, engine_devices, learner_devices)
+        yield from _too_small(divided, device, engine_devices, learner_devices)
 
 
 def describe_sharing(config: Config, engine_devices: Devices, learner_devices: Devices) -> Iterator[tuple[str, str]]:

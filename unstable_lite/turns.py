@@ -52,8 +52,8 @@ class Turns:
 
 async def _put_to_sleep(engine: EngineClient) -> EngineClient | None:
     """None if it is dead."""
-    with contextlib.suppress(WorkerDied):
+    try:
         await engine.sleep()
-        return engine
-    engine.stay_awake()
-    return None
+    except WorkerDied:
+        return None
+    return engine

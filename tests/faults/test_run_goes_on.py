@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import psutil
-import pytest
 
 import runs
 
@@ -33,11 +31,8 @@ def test_a_run_outlives_its_engine_and_its_learner_and_makes_every_update_once(t
 
 
 def test_an_engine_that_comes_back_with_other_weights_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    )
     process = runs.start(
         "run",
         runs.write_small(tmp_path),

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import psutil
-import pytest
 
 import runs
 
-TESTS = str(Path(__file__).parents[1])
-
 
 def test_a_rank_that_runs_out_of_memory_ends_the_run_with_what_to_lower_and_leaves_nobody_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
     process = runs.start(
         "run",
         runs.write_small(tmp_path),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -90,6 +91,7 @@ def count_gpus() -> int:
     return _num_present()
 
 
+@functools.cache  # a config is checked more than once, and nvidia-smi may take a second
 def gpu_memory_bytes(device: int) -> int | None:
     """All that a CUDA device has, as numbered from here; None where nvidia-smi does not say."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -99,7 +101,7 @@ def gpu_memory_bytes(device: int) -> int | None:
 
 
 def _ask_nvidia_smi(*arguments: str) -> str:
-    """ "" where it is not there, or fails."""
+    """What it prints; nothing where it is not there, or fails."""
     try:
         return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):

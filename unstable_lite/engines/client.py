@@ -57,15 +57,15 @@ class EngineClient:
     async def sleep(self) -> None:
         """What it was asked it still answers; from then on it waits for `wake_up`, and so does who asks it.
 
-        It is up again when it was taken back.
+        It is up again when it was taken back. Raises WorkerDied if it dies first: then nobody waits for it.
         """
         self._is_resting = True
         self._awake.clear()
-        await self.peer.ask(Sleep, self._config.request_timeout_s + LOAD_TIMEOUT_S)
-
-    def stay_awake(self) -> None:
-        """It died before it slept: who waits for it is told."""
-        self._awake.set()
+        try:
+            await self.peer.ask(Sleep, self._config.request_timeout_s + LOAD_TIMEOUT_S)
+        except WorkerDied:
+            self._awake.set()
+            raise
 
     async def wake_up(self) -> None:
         try:

@@ -98,7 +98,10 @@ def _take(engine: Engine, message: Message) -> list[Message]:
             engine.unload_adapter(message.version)
         else:
             assert isinstance(engine, SleepingEngine), engine
-            engine.sleep() if isinstance(message, Sleep) else engine.wake_up()
+            if isinstance(message, Sleep):
+                engine.sleep()
+            else:
+                engine.wake_up()
     except (RequestError, AdapterError) as error:
         return [Failed(request_id=message.request_id, error=str(error))]
     except (RuntimeError, MemoryError) as error:
