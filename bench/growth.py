@@ -47,6 +47,10 @@ ACTIVE = 8
 GAMES_AN_UPDATE = 4
 WINDOW = 50
 """Updates over which a cost is taken."""
+ADDED_AT_ONCE = 24
+"""Steps that are added right after they were made, as those of games are."""
+LAST = 16
+"""So many times, of which the median is taken."""
 
 
 def run(options: Options) -> Report:
@@ -195,11 +199,15 @@ def measure_waiting(waiting: int) -> dict[str, float]:
     rng = random.Random(0)
     spec = _spec()
     full = StepBuffer(2 * waiting, max_staleness=8)
-    trajectories = [_trajectory(spec, index, 0, rng) for index in range(waiting // 4)]
-    clock = Clock()
-    for trajectory in trajectories:
-        full.add_player_trajectory(trajectory)
-    add_us = clock.us() / waiting
+    trajectories: list[PlayerTrajectory] = []
+    added_us: list[float] = []
+    for _ in range(waiting // ADDED_AT_ONCE):
+        fresh = [_trajectory(spec, len(trajectories) + n, 0, rng) for n in range(ADDED_AT_ONCE // 4)]
+        clock = Clock()
+        for trajectory in fresh:
+            full.add_player_trajectory(trajectory)
+        added_us.append(clock.us() / ADDED_AT_ONCE)
+        trajectories += fresh
 
     async def take() -> int:
         taken = 0
@@ -231,7 +239,7 @@ def measure_waiting(waiting: int) -> dict[str, float]:
 
     return {
         "waiting": waiting,
-        "add_us": add_us,
+        "add_us": statistics.median(added_us[-LAST:]),
         "take_us": take_us,
         "lacking_us": asyncio.run(wait_and_add()),
     }
