@@ -52,7 +52,7 @@ from unstable_lite.types import Generation
 MODULE = "bench.sustained"
 SLOTS = 32
 PACE = Latency(step_s=0.010, row_s=0.0001, prompt_token_s=0.00001, slots=SLOTS)
-KINDS = {"embedded": "transformers", "paced": "bench.latency:BatchingEngine", "vllm": "vllm"}
+KINDS = {"embedded": "bench.forgetful_engine:ForgetfulEngine", "paced": "bench.latency:BatchingEngine", "vllm": "vllm"}
 ON = {"cpu": ("embedded", "paced"), "cuda": ("embedded", "vllm")}
 IN_RUN, ALONE, BESIDE = "in a run", "alone", "alone, other core busy"
 WARM_UP_S = 2.0
