@@ -80,6 +80,8 @@ async def test_who_asks_it_meanwhile_waits_and_the_others_go_on(shared: Shared) 
         done, _ = await asyncio.wait({directly, loading}, timeout=0.3)
         assert not done
         assert shared.engine.peer.num_pending == 0
+        assert [engine.is_asleep for engine in shared.pool.engines] == [True, False]
+    assert not shared.engine.is_asleep
     assert (await directly).adapter_version == 0
     with pytest.raises(RequestError, match="no adapter_config"):
         await loading

@@ -72,6 +72,7 @@ def _picture(training: Training) -> dict[str, Any]:
             "pid": pid,
             "device": device,
             "is_up": peer.is_up,
+            "is_asleep": name in engines and engines[name].is_asleep,
             "waited_for": peer.num_pending,
             "stats": asdict(engines[name].stats) if name in engines else None,
         }

@@ -165,6 +165,16 @@ def test_every_rank_of_the_learner_is_shown_with_its_own_load(directory: Path) -
     assert re.search(r"learner-2 \(elsewhere\) +learns", text)
 
 
+def test_an_engine_that_sleeps_for_the_learner_is_said_to(directory: Path) -> None:
+    live = json.loads((directory / "live.json").read_text())
+    live["workers"][0]["is_asleep"] = True
+    (directory / "live.json").write_text(json.dumps(live))
+    view = RunView(directory)
+    view.refresh()
+    text = "\n".join(frame(view, 140, 45))
+    assert "sleeps while the learner learns" in text and "99 tok/s" not in text
+
+
 def test_a_run_whose_process_is_there_and_tells_nothing_is_said_to_be_silent(directory: Path) -> None:
     live = json.loads((directory / "live.json").read_text())
     (directory / "live.json").write_text(json.dumps(live | {"time": time.time() - 60}))

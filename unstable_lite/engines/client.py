@@ -54,6 +54,11 @@ class EngineClient:
     def is_up(self) -> bool:
         return self.peer.is_up and not self._is_resting
 
+    @property
+    def is_asleep(self) -> bool:
+        """Until it was taken back."""
+        return self.peer.is_up and self._is_resting
+
     async def sleep(self) -> None:
         """What it was asked it still answers; from then on it waits for `wake_up`, and so does who asks it.
 

@@ -322,6 +322,8 @@ def _workers(workers: Sequence[dict[str, Any]], a_row: int, load: MachineLoad, w
         cell = Text(f"{name:<16} ", style="" if worker["is_up"] else "red")
         if not worker["is_up"]:
             cell.append("is not up", style="red")
+        elif worker.get("is_asleep"):
+            cell.append("sleeps while the learner learns")
         elif stats is not None:
             cell.append_text(bar(stats["tokens_per_s"] / most if most else 0.0, max(4, width // 12)))
             cell.append(f" {stats['tokens_per_s']:,.0f} tok/s  {stats['running']} run, {stats['queued']} wait")
