@@ -12,7 +12,7 @@ import importlib.util
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,10 @@ from bench.harness import (
     cpu_seconds,
     letters,
     memory_mb,
-    started_engine,
+    started_engines,
 )
 from unstable_lite.config import Config
+from unstable_lite.types import Generation
 
 MODULE = "bench.engine"
 RANK = 16
@@ -128,15 +129,15 @@ def version_of(index: int, adapters: int) -> int:
 class Told:
     """What was made while the clock ran: batches until the time is up, at least one."""
 
-    def __init__(self, seconds: float, worker_pid: int | None = None) -> None:
+    def __init__(self, seconds: float, worker_pids: Sequence[int] = ()) -> None:
         self.new = self.prompt = self.requests = 0
         self._started = time.perf_counter()
         self._seconds = seconds
-        self._worker_pid = worker_pid
+        self._worker_pids = worker_pids
         self._cpu_s = self._now_cpu_s()
 
     def _now_cpu_s(self) -> float:
-        return time.process_time() + (cpu_seconds(self._worker_pid) if self._worker_pid else 0.0)
+        return time.process_time() + sum(map(cpu_seconds, self._worker_pids))
 
     @property
     def is_over(self) -> bool:
@@ -158,24 +159,33 @@ class Told:
 
 
 async def measure_worker(questioner: Questioner, kind: str) -> None:
+    """As many workers as asked for, the one with the fewest outstanding tokens first, as in a run."""
     arguments = questioner.arguments
     directory, device = Path(arguments["directory"]), arguments["device"]
     rng = random.Random(arguments["seed"])
-    config = config_of(directory, kind, device)
-    async with started_engine(config, threads=arguments["threads"], device=device) as (pool, worker):
+    config, number = config_of(directory, kind, device), arguments.get("workers", 1)
+    async with started_engines(config, number, arguments["threads"], {}, device) as (pool, workers):
         for version in (1, 2, 3):
             await pool.load_adapter(version, directory / f"v{version}")
-        client = pool.engines[0]
-        questioner.answer({"dtype": client.peer.ready.result()["dtype"]})
+        questioner.answer({"dtype": pool.engines[0].peer.ready.result()["dtype"]})
+
+        asked: set[str] = set()
+
+        async def ask(text: str, version: int, max_tokens: int) -> Generation:
+            engine = pool.choose(pool.engines)
+            asked.add(engine.peer.name)
+            return await engine.generate(text, version, max_tokens=max_tokens)
+
         for request in questioner.requests():
-            told = Told(request["seconds"], worker.pid)
+            told = Told(request["seconds"], [worker.pid for worker in workers])
             while not told.is_over:
                 generations = await asyncio.gather(
                     *(
-                        client.generate(text, version_of(index, request["adapters"]), max_tokens=request["new"])
+                        ask(text, version_of(index, request["adapters"]), request["new"])
                         for index, text in enumerate(prompts(rng, request))
                     )
                 )
+                assert len(asked) == number, f"only {asked} were asked"
                 for generation in generations:
                     told.add(len(generation.prompt_ids), len(generation.completion_ids))
             questioner.answer(told.answer())

@@ -118,7 +118,9 @@ def test_embedded_bench_says_what_is_not_installed(results: Results) -> None:
     result = results("embedded")
     remarks = {row["name"]: row["remark"] for row in result["rows"]}
     assert remarks["100 + 32: vLLM without LoRA, base only"] == "not installed"
-    assert measured(result["ratios"])["100 + 32: embedded ÷ plain generate, base only"] > 0
+    ratios = measured(result["ratios"])
+    assert ratios["100 + 32: embedded ÷ plain generate, base only"] > 0
+    assert ratios["100 + 32: embedded with 1 adapter, two workers ÷ one"] > 0
 
 
 @pytest.mark.vllm
