@@ -610,6 +610,20 @@ def test_a_sample_that_grows_too_large_stays_even() -> None:
     assert [one["game_idx"] for one in sample.games] == list(range(0, 1000, 128))
 
 
+def test_every_model_of_the_matrix_stands_there_once(tmp_path: Path) -> None:
+    others = [ModelRef(uid=f"fixed-gemini-{n}", kind="fixed", name=f"gemini-{n}") for n in range(20)]
+    checkpoints = [ModelRef(uid=f"ckpt-{n}", kind="checkpoint", adapter_version=n) for n in range(30)]
+    for name, few, many in (("others", checkpoints[:3], others), ("checkpoints", checkpoints, others[:3])):
+        games = [game(n, few[n % len(few)], other) for n, other in enumerate(many * len(few))]
+        text = write_report([write_run(tmp_path / name, games)], tmp_path / "report.html").path.read_text("utf-8")
+        matrix = text[text.index('<h3 id="matches"') : text.index('<section id="games"')]
+        rows = re.findall(r'<th scope="row">((?:ckpt|gemini)-\d+)</th>', matrix)
+        columns = re.findall(r'<th scope="col"><span>((?:ckpt|gemini)-\d+)</span></th>', matrix)
+        assert len(rows) == len(set(rows)) <= 16
+        assert len(columns) == len(set(columns)) <= 16
+        assert {f"ckpt-{n}" for n in ((0, 1, 2) if name == "others" else (0, 29))} <= {*rows, *columns}
+
+
 def test_the_command_writes_beside_the_run_and_says_what_it_left_out(tmp_path: Path) -> None:
     run = write_run(tmp_path / "12-00-00-mine")
     done = CliRunner().invoke(app, ["report", str(run), "--games", "2"])

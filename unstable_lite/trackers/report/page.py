@@ -256,10 +256,12 @@ def _matrix(games: RunGames) -> tuple[list[str], list[tuple[str, list[dict[str, 
     """
     names = sorted({name for pair in games.results for name in pair}, key=_by_age)
     if len(names) > MAX_IN_MATRIX:
-        fixed = [name for name in names if name.startswith("fixed-")][: MAX_IN_MATRIX // 2]
         others = [name for name in names if not name.startswith("fixed-")]
+        fixed = names[len(others) :][: max(MAX_IN_MATRIX // 2, MAX_IN_MATRIX - len(others))]
         room = MAX_IN_MATRIX - len(fixed)
-        names = [others[round(i * (len(others) - 1) / (room - 1))] for i in range(room)] + fixed
+        if len(others) > room:
+            others = [others[round(i * (len(others) - 1) / (room - 1))] for i in range(room)]
+        names = others + fixed
     cells = {name: [_met(games, column, name) for column in names] for name in names}
     rows = [name for name in names if sum(cell is not None for cell in cells[name]) > 1] or names
     columns = [i for i in range(len(names)) if any(cells[name][i] for name in rows)]
