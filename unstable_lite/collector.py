@@ -101,7 +101,9 @@ class Collector:
         async def play() -> None:
             for spec in specs:  # shared by all workers
                 self._retain(spec)
-                records.append(await self._play(spec, waits_for_opponents=True))
+                record = await self._to_its_end(spec, waits_for_opponents=True)
+                await self._count_with_others(record)
+                records.append(record)
 
         self._arena.retain(_version(model))
         try:
@@ -140,7 +142,8 @@ class Collector:
                 await self._buffer.wait_for_room()
                 if not self._rest_of_group:  # nor has anyone begun one meanwhile
                     await self._begin_group()
-            await self._play(self._rest_of_group.popleft())
+            record = await self._to_its_end(self._rest_of_group.popleft())
+            await self._count_with_others(record)
 
     async def _begin_group(self) -> None:
         """Or wait a little, if no opponent can play. Raises OpponentError if none will any more."""
@@ -176,7 +179,7 @@ class Collector:
             self.evaluating[uid] += 1
             try:
                 self._retain(spec)
-                await self._play(spec)
+                await self._count_with_others(await self._to_its_end(spec))
             finally:
                 self.evaluating[uid] -= 1
 
@@ -194,18 +197,8 @@ class Collector:
         for version in _versions(spec):
             self._arena.release(version)
 
-    async def _play(self, spec: GameSpec, waits_for_opponents: bool = False) -> GameRecord:
+    async def _to_its_end(self, spec: GameSpec, waits_for_opponents: bool = False) -> GameRecord:
         """One game, from its spec, which is retained, to its one record, whatever happens in between."""
-        record = await self._to_its_end(spec, waits_for_opponents)
-        self._ended.append(record)
-        try:
-            await asyncio.sleep(0)  # others end in the same turn of the event loop, and all are counted together
-        finally:
-            ended, self._ended = self._ended, []
-            self._count(ended)
-        return record
-
-    async def _to_its_end(self, spec: GameSpec, waits_for_opponents: bool) -> GameRecord:
         self.games_in_flight[spec.kind] += 1
         try:
             await self.going.wait()
@@ -213,6 +206,15 @@ class Collector:
         finally:
             self.games_in_flight[spec.kind] -= 1
             self._release(spec)
+
+    async def _count_with_others(self, record: GameRecord) -> None:
+        """Others end in the same turn of the event loop, and all are counted together."""
+        self._ended.append(record)
+        try:
+            await asyncio.sleep(0)
+        finally:
+            ended, self._ended = self._ended, []
+            self._count(ended)
 
     def _count(self, records: Sequence[GameRecord]) -> None:
         """What follows from games that are over: one kind of work after the other.

@@ -7,7 +7,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -110,7 +110,7 @@ async def started_fine_tuner(
         yield household.processes[0]
 
 
-async def while_alive(processes: Iterable[WorkerProcess], work: Coroutine[Any, Any, T]) -> T:
+async def while_alive(processes: Iterable[WorkerProcess], work: Awaitable[T]) -> T:
     """The result of `work`; raises WorkerDied at once if one of `processes` ends before it."""
     working = asyncio.ensure_future(work)
     watching = [asyncio.ensure_future(process.watch()) for process in processes]

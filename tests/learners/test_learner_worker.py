@@ -150,15 +150,13 @@ async def test_an_adapter_that_cannot_be_published_ends_the_learner_with_the_rea
     process = await start(make_config())
     await asyncio.wait_for(asyncio.shield(process.peer.ready), TIMEOUT_S)
     (tmp_path / "file").write_text("in the way")
-    update = asyncio.create_task(
-        process.peer.ask(
-            Update,
-            TIMEOUT_S,
-            items=tuple(make_items(2)),
-            version=1,
-            path=str(tmp_path / "file" / "v1"),
-            state_path=str(tmp_path / "s1"),
-        )
+    update = process.peer.ask(
+        Update,
+        TIMEOUT_S,
+        items=tuple(make_items(2)),
+        version=1,
+        path=str(tmp_path / "file" / "v1"),
+        state_path=str(tmp_path / "s1"),
     )
     with pytest.raises(WorkerDied, match=r"cannot write .*file/v1: Not a directory"):
         await process.watch()

@@ -42,31 +42,48 @@ class GameRunner:
         self._config = config
         self._environments = environments
         self._voids_in_a_row: Counter[str] = Counter()
+        self._deadlines: dict[asyncio.Timeout, float] = {}
+        """Of the games under way, the first one first."""
+        self._timer: asyncio.TimerHandle | None = None
 
     async def play(self, spec: GameSpec, waits_for_opponents: bool = True) -> GameRecord:
         """waits_for_opponents: false where somebody has made sure that they can play now.
 
         Raises EnvError when an env breaks `max_void_games` times in a row, WorkerDied when no engine is left.
         """
-        record = new_record(spec)
+        record, environments = new_record(spec), self._environments
         await asyncio.sleep(0)  # others have their turn, even beside games in which nobody waits for anything
         caught = _Caught()
         with caught:
-            await self._run_game(record, waits_for_opponents)
+            if waits_for_opponents:
+                await self._seats.wait_for_opponents(spec)
+            async with asyncio.timeout(None) as timeout:
+                self._start_clock(timeout)
+                try:
+                    environment = make_in_process(spec) if environments is None else await environments.make(spec)
+                    try:
+                        await run_game(record, environment, self._seats.players(spec), self._config.max_action_chars)
+                    finally:
+                        environment.drop()
+                finally:
+                    self._deadlines.pop(timeout, None)
         self._settle(record, caught.error)
         return record
 
-    async def _run_game(self, record: GameRecord, waits_for_opponents: bool) -> None:
-        spec = record.spec
-        if waits_for_opponents:
-            await self._seats.wait_for_opponents(spec)
-        async with asyncio.timeout(self._config.game_timeout_s):
-            environments = self._environments
-            environment = await environments.make(spec) if environments is not None else make_in_process(spec)
-            try:
-                await run_game(record, environment, self._seats.players(spec), self._config.max_action_chars)
-            finally:
-                environment.drop()
+    def _start_clock(self, timeout: asyncio.Timeout) -> None:
+        """One timer for all games: one for each would cost more than a turn's messages do."""
+        loop = asyncio.get_running_loop()
+        self._deadlines[timeout] = loop.time() + self._config.game_timeout_s
+        if self._timer is None:
+            self._timer = loop.call_at(self._deadlines[timeout], self._end_overdue, loop)
+
+    def _end_overdue(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        for timeout in [timeout for timeout, deadline in self._deadlines.items() if deadline <= now]:
+            del self._deadlines[timeout]
+            timeout.reschedule(now)
+        next_one = min(self._deadlines.values(), default=None)
+        self._timer = None if next_one is None else loop.call_at(next_one, self._end_overdue, loop)
 
     def _settle(self, record: GameRecord, error: BaseException | None) -> None:
         """Count a void game and say why; raise what no other game can survive either."""

@@ -211,11 +211,11 @@ class Peer:
         """Send something that has no reply."""
         self._router.send(self.identity, message)
 
-    async def ask(self, message_type: Callable[..., Message], timeout_s: float, **fields: Any) -> Any:
-        """Send a request and return its reply.
+    def ask(self, message_type: Callable[..., Message], timeout_s: float, **fields: Any) -> asyncio.Future[Any]:
+        """Send a request; what is returned becomes its reply.
 
-        Raises RequestError if the worker answers `Failed` or does not answer within `timeout_s`; WorkerDied if it is
-        gone.
+        RequestError if the worker answers `Failed` or does not answer within `timeout_s`; WorkerDied if it dies, and at
+        once if it is gone.
         """
         if self._dead is not None:
             raise self._dead
@@ -227,16 +227,13 @@ class Peer:
         if self._sweep is None:
             self._sweep = self._loop.call_later(SWEEP_EVERY_S, self._fail_overdue)
         self._router.send(self.identity, message_type(request_id=request_id, **fields))
-        try:
-            return await reply
-        finally:
-            del self._pending[request_id]
+        return reply
 
     def receive(self, message: Message) -> None:
         self._heard_at = self._loop.time()
         request_id: int | None = getattr(message, "request_id", None)
         if request_id is not None:
-            reply, _ = self._pending.get(request_id, (None, None))
+            reply, _ = self._pending.pop(request_id, (None, None))
             if reply is None or reply.done():
                 return  # it came after its deadline, or its game was cancelled
             if isinstance(message, Failed):
@@ -261,14 +258,15 @@ class Peer:
 
     def fail(self, message: Message, error: ProtocolError) -> None:
         """What was asked could not be sent."""
-        reply, _ = self._pending.get(getattr(message, "request_id", 0), (None, None))
+        reply, _ = self._pending.pop(getattr(message, "request_id", 0), (None, None))
         if reply is not None and not reply.done():
             reply.set_exception(RequestError(f"{self.name}: {type(message).__name__} {error}"))
 
     def fail_all(self, error: WorkerDied) -> None:
         """The worker is gone: every waiting request ends with `error`, and so does every later one."""
         self._dead = error
-        for reply in (self.ready, *(reply for reply, _ in self._pending.values())):
+        waiting, self._pending = self._pending, {}
+        for reply in (self.ready, *(reply for reply, _ in waiting.values())):
             if not reply.done():
                 reply.set_exception(error)
                 reply.exception()  # mark as retrieved: nobody may be waiting for `ready` any more
@@ -277,7 +275,9 @@ class Peer:
         """One timer for all requests: a timer for each would cost more than the requests themselves."""
         self._router.receive_waiting()  # this process may have stood still, and replies wait in the socket
         now = self._loop.time()
-        for reply, deadline in self._pending.values():
-            if deadline <= now and not reply.done():
+        over = [(id_, reply) for id_, (reply, deadline) in self._pending.items() if deadline <= now or reply.done()]
+        for request_id, reply in over:
+            del self._pending[request_id]
+            if not reply.done():  # else its game was cancelled
                 reply.set_exception(RequestError(f"{self.name}: no reply before its deadline"))
         self._sweep = self._loop.call_later(SWEEP_EVERY_S, self._fail_overdue) if self._pending else None
