@@ -38,12 +38,14 @@ def game(env_id: str, num_players: int, seed: int, isolated: bool | None = True)
 async def play(environment: GameEnvironment, seed: int, pause_s: float = 0.0) -> list[object]:
     """Everything that a player could see of a game of noise."""
     noise, seen = random.Random(seed), list[object]()
+    turn: tuple[int, str] | None = environment.observe()
     for _ in range(40):
-        seen.append(await environment.observe())
+        seen.append(turn)
         words = ["[check]", "[bet]", "[call]", "[up]", "[left]", "[Bid: 1, 3]", f"[{noise.randrange(4)} 1]"]
         await asyncio.sleep(pause_s)
-        if await environment.step(noise.choice(words)):
-            seen.append(await environment.close())
+        turn = await environment.play(noise.choice(words))
+        if turn is None:
+            seen.append(environment.close())
             break
     environment.drop()
     return seen
@@ -104,22 +106,22 @@ async def test_a_call_that_breaks_costs_its_own_game_and_no_other(
 ) -> None:
     specs = [game("Nim-v0-train", 2, seed) for seed in range(6)]
     made = await asyncio.gather(*(environments.make(spec) for spec in specs))
-    steps = [environment.step(move if index == 2 else "[0 1]") for index, environment in enumerate(made)]
+    steps = [environment.play(move if index == 2 else "[0 1]") for index, environment in enumerate(made)]
     ended = await asyncio.gather(*steps, return_exceptions=True)
-    assert [one is False for one in ended] == [index != 2 for index in range(6)]
+    assert [isinstance(one, tuple) for one in ended] == [index != 2 for index in range(6)]
     with pytest.raises(EnvError, match=says):
         raise ended[2]  # type: ignore[misc]
     assert "in odd_step" in "".join(log.read_text() for log in tmp_path.glob("env-*.log")) or move == "[9 3]"
-    assert [await environment.step("[0 9]") for index, environment in enumerate(made) if index != 2] == [True] * 5
+    assert [await environment.play("[0 9]") for index, environment in enumerate(made) if index != 2] == [None] * 5
 
 
 async def test_a_game_that_was_given_up_in_a_call_is_the_one_to_blame(environments: Environments) -> None:
     made = await asyncio.gather(*(environments.make(game("Nim-v0-train", 2, seed)) for seed in range(4)))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
-            await made[0].step("[9 1]")
+            await made[0].play("[9 1]")
     made[0].drop()
-    assert await asyncio.gather(*(environment.step("[0 1]") for environment in made[1:])) == [False] * 3
+    assert all(await asyncio.gather(*(environment.play("[0 1]") for environment in made[1:])))
 
 
 async def test_envs_live_here_unless_they_are_known_to_loop_or_slow_to_reset(environments: Environments) -> None:

@@ -66,14 +66,14 @@ def _advance(games: dict[int, Environment], message: MakeEnv | StepEnv) -> EnvSt
     if isinstance(message, MakeEnv):
         observation = cast(Observation, message.observation)
         env = games[message.game] = Environment(message.env_id, message.num_players, message.seed, observation)
-        pid, seen = env.observe()
-        is_over, actions = False, message.actions
+        turn: tuple[int, str] | None = env.observe()
+        actions = message.actions
     else:
         env, actions = games[message.game], (message.action,)
     for action in actions:
-        if not (is_over := env.step(action)):
-            pid, seen = env.observe()
-    if not is_over:
+        turn = env.play(action)
+    if turn is not None:
+        pid, seen = turn
         return EnvState(
             request_id=message.request_id, is_over=False, pid=pid, observation=seen, rewards=(), game_info=""
         )

@@ -90,9 +90,16 @@ _thread = _Thread()
 class _GameRandom(types.ModuleType):
     """Stands in for the module `random` inside TextArena."""
 
+    def seed(self, a: Any = None, version: int = 2) -> None:
+        game = _thread.game
+        if game is None:
+            random.seed(a, version)
+        else:
+            game.seed(a, version)
+
     def __getattr__(self, name: str) -> Any:
         game = _thread.game
-        source = random if game is None or not hasattr(random.Random, name) else game.random
+        source = random if game is None or not hasattr(random.Random, name) else game.stream
         return getattr(source, name)
 
 
@@ -134,11 +141,24 @@ class Environment:
         """Make and reset. Whatever TextArena raises comes through."""
         self.env_id = env_id
         self.num_players = num_players
-        self.random = random.Random(seed)
         self._seed = seed
+        self._seeding = seed, 2
+        self._stream: random.Random | None = None
         self._numpy_random: np.random.RandomState | None = None
         self._registered_id = _prepare(env_id)
         self._env = self._call(self._start, observation)
+
+    def seed(self, a: Any, version: int) -> None:
+        """Of `random`, at its next draw: every env seeds, most never draw, and it takes half as long as a turn."""
+        self._seeding, self._stream = (a, version), None
+
+    @property
+    def stream(self) -> random.Random:
+        """What `random` is to this game."""
+        if self._stream is None:
+            self._stream = random.Random(0)
+            self._stream.seed(*self._seeding)
+        return self._stream
 
     @property
     def numpy_random(self) -> np.random.RandomState:
@@ -148,15 +168,17 @@ class Environment:
 
     def observe(self) -> tuple[int, str]:
         """Whose turn it is and what that player sees. Drains the env's queue: call once a turn."""
-        pid, observation = self._call(self._env.get_observation)
-        if not isinstance(observation, str):
-            raise EnvError(f"{self.env_id}: observation is {type(observation).__name__}, not text")
-        return pid, observation
+        return self._checked_turn(*self._call(self._env.get_observation))
 
     def step(self, action: str) -> bool:
         """Play `action` for the player whose turn it is; whether the game is over."""
         done, _ = self._call(self._env.step, action)
         return bool(done)
+
+    def play(self, action: str) -> tuple[int, str] | None:
+        """`step`, and `observe` unless the game is over."""
+        turn = self._call(self._step_and_observe, action)
+        return None if turn is None else self._checked_turn(*turn)
 
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
         """Rewards and the env's own remarks, for every player.
@@ -172,6 +194,15 @@ class Environment:
         env.reset(num_players=self.num_players, seed=self._seed)
         env.state.error_allowance = 0
         return env
+
+    def _step_and_observe(self, action: str) -> Any:
+        done, _ = self._env.step(action)
+        return None if done else self._env.get_observation()
+
+    def _checked_turn(self, pid: int, observation: Any) -> tuple[int, str]:
+        if not isinstance(observation, str):
+            raise EnvError(f"{self.env_id}: observation is {type(observation).__name__}, not text")
+        return pid, observation
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """With the streams of this game, and under the guard of this thread, if it has one."""

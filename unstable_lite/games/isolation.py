@@ -43,13 +43,16 @@ START_TIMEOUT_S = 120.0
 
 
 class GameEnvironment(Protocol):
-    """The env of one game: `observe` and `step` in turn; `close` when a step says that the game is over."""
+    """The env of one game: `observe` once, then `play` until the game is over, then `close`."""
 
-    async def observe(self) -> tuple[int, str]: ...
+    def observe(self) -> tuple[int, str]:
+        """Whose turn it is at the start, and what that player sees."""
 
-    async def step(self, action: str) -> bool: ...
+    async def play(self, action: str) -> tuple[int, str] | None:
+        """Whose turn it is after `action`, and what that player sees; None: the game is over."""
 
-    async def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]: ...
+    def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
+        """Rewards and the env's own remarks, for every player."""
 
     def drop(self) -> None:
         """Nobody plays on, however far the game is."""
@@ -61,13 +64,13 @@ class InProcess:
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
 
-    async def observe(self) -> tuple[int, str]:
+    def observe(self) -> tuple[int, str]:
         return self._environment.observe()
 
-    async def step(self, action: str) -> bool:
-        return self._environment.step(action)
+    async def play(self, action: str) -> tuple[int, str] | None:
+        return self._environment.play(action)
 
-    async def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
+    def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
         return self._environment.close()
 
     def drop(self) -> None:
@@ -148,17 +151,17 @@ class IsolatedEnvironment:
     async def start(self) -> None:
         self._state = await self._advance()
 
-    async def observe(self) -> tuple[int, str]:
+    def observe(self) -> tuple[int, str]:
         assert self._state is not None
         return self._state.pid, self._state.observation
 
-    async def step(self, action: str) -> bool:
+    async def play(self, action: str) -> tuple[int, str] | None:
         # A lone surrogate, which an API's JSON may hold, has no UTF-8: it becomes a question mark.
         self._actions.append(action.encode("utf-8", "replace").decode())
         self._state = await self._advance()
-        return self._state.is_over
+        return None if self._state.is_over else (self._state.pid, self._state.observation)
 
-    async def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
+    def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
         assert self._state is not None
         assert self._state.is_over
         game_info = {int(pid): remarks for pid, remarks in json.loads(self._state.game_info).items()}

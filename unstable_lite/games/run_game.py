@@ -31,9 +31,9 @@ async def run_game(
     spec = record.spec
     started = time.monotonic()
     trajectories = {trajectory.pid: trajectory for trajectory in record.trajectories}
-    is_done = False
-    while not is_done and len(record.turns) < spec.max_turns:
-        pid, observation = await environment.observe()
+    turn: tuple[int, str] | None = environment.observe()
+    while turn is not None and len(record.turns) < spec.max_turns:
+        pid, observation = turn
         asked = time.monotonic()
         reply = await players[pid].act(observation)
         action = reply.action[:max_action_chars]
@@ -62,10 +62,10 @@ async def run_game(
                     step_info={"game_idx": spec.game_idx, "turn": len(record.turns) - 1, "action": action},
                 )
             )
-        is_done = await environment.step(action)
+        turn = await environment.play(action)
 
-    if is_done:
-        record.rewards, record.game_info = await environment.close()
+    if turn is None:
+        record.rewards, record.game_info = environment.close()
         record.invalid_pids = tuple(pid for pid, info in record.game_info.items() if info["invalid_move"])
         record.end = "invalid" if record.invalid_pids else "natural"
     else:
