@@ -8,19 +8,21 @@ the reply that its docstring names, or `Failed`.
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgpack
+import msgspec
 import numpy as np
 
 from unstable_lite.errors import ProtocolError
-from unstable_lite.types import Generation, Histogram, LearnerLogprobs, Logprobs, TokenIds, TrainItem
+from unstable_lite.types import FinishReason, Generation, Histogram, LearnerLogprobs, Logprobs, TokenIds, TrainItem
 
 T = TypeVar("T")
 
@@ -374,7 +376,8 @@ SAME_LENGTH: dict[Any, tuple[str, str]] = {
 """Fields that speak of the same tokens."""
 
 
-_DTYPES: dict[Any, np.dtype[Any]] = {TokenIds: np.dtype("<i4"), Logprobs: np.dtype("<f4")}
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_DTYPES: dict[Any, np.dtype[Any]] = {TokenIds: _INT32, Logprobs: _FLOAT32}
 
 
 def _identity(value: Any) -> Any:
@@ -529,12 +532,58 @@ def encode(messages: Iterable[Message]) -> bytes:
     return _close([_PACKERS[type(message)](message) for message in messages])
 
 
+_Int = Annotated[int, msgspec.Meta(ge=-INT64_MAX - 1, le=INT64_MAX)]
+
+
+class _Generation(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    prompt_ids: bytes
+    completion_ids: bytes
+    logprobs: bytes
+    text: str
+    finish_reason: FinishReason
+    adapter_version: _Int
+
+    def unpacked(self) -> Generation:
+        """Raises ValueError if its arrays are none."""
+        completion_ids = np.frombuffer(self.completion_ids, _INT32)
+        logprobs = np.frombuffer(self.logprobs, _FLOAT32)
+        if len(completion_ids) != len(logprobs):
+            raise ValueError("not a log-probability for each token")
+        return Generation(
+            prompt_ids=np.frombuffer(self.prompt_ids, _INT32),
+            completion_ids=completion_ids,
+            logprobs=logprobs,
+            text=self.text,
+            finish_reason=self.finish_reason,
+            adapter_version=self.adapter_version,
+        )
+
+
+class _Generated(msgspec.Struct, array_like=True, forbid_unknown_fields=True, tag="Generated"):
+    request_id: _Int
+    generation: _Generation
+
+
+_Answers = tuple[
+    Annotated[int, msgspec.Meta(ge=PROTOCOL, le=PROTOCOL)],
+    Annotated[list[_Generated], msgspec.Meta(max_length=MAX_ITEMS)],
+]
+_ANSWERS = msgspec.msgpack.Decoder(_Answers)
+"""Of a frame with nothing but an engine's answers, which every turn of a game brings."""
+
+
 def decode(frame: bytes) -> list[Message]:
     """The messages of one frame.
 
     Raises ProtocolError if the bytes are not ours: malformed, oversized, of another protocol version, or with
     fields of a wrong type.
     """
+    if len(frame) <= MAX_FRAME_BYTES:
+        with contextlib.suppress(ValueError):  # a frame of anything else, or of nothing of ours: as below
+            _, answers = _ANSWERS.decode(frame)
+            return [
+                Generated(request_id=answer.request_id, generation=answer.generation.unpacked()) for answer in answers
+            ]
     messages = []
     for item in _open(frame):
         known = type(item) is list and item and type(item[0]) is str and item[0] in _UNPACKERS
