@@ -1,7 +1,7 @@
 """The records that pass between the parts of a run.
 
-Plain dataclasses; numpy for token arrays; nothing of torch, engines or sockets. What is made anew in every turn is not
-frozen: a frozen one takes three times as long to make.
+Plain dataclasses; numpy for token arrays; nothing of torch, engines or sockets. What is made anew in every turn or game
+is not frozen, which would take three times as long to make, or a `Struct`, whose making and comparing is C.
 Shape suffixes: `P` prompt tokens, `C` completion tokens, `T` their concatenation, `B` rows, `V` vocabulary.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -64,8 +65,7 @@ class EvalEnvSpec:
     isolated: bool | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRef:
+class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
     """A model that can sit at a seat."""
 
     uid: str
@@ -77,8 +77,7 @@ class ModelRef:
     """For kind "fixed": `scripted:random`, or a model name at an OpenAI-compatible endpoint."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentSpec:
+class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Who sits at seat `pid` and whether its steps are trained on."""
 
     pid: int
@@ -88,8 +87,7 @@ class AgentSpec:
     action_extraction_fn: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GameSpec:
+class GameSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One game to play; everything that decides it except the sampled actions."""
 
     game_idx: int
@@ -125,8 +123,7 @@ class Generation:
     """The version that the engine really used."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Reply:
+class Reply(msgspec.Struct, kw_only=True):
     """What a player answers to an observation."""
 
     action: str

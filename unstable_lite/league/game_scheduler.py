@@ -8,9 +8,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
+
+from msgspec.structs import replace
 
 from unstable_lite.errors import OpponentError
 from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
