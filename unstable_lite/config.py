@@ -111,7 +111,8 @@ class EngineConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Of the base model; `auto`: 16 bits on GPUs, on the CPU what is faster for the model's width."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of one worker; default: the cores shared out among all workers."""
+    """CPU threads of one worker; default: the cores shared out among all workers. For a small model another "cpu" in
+    `devices` makes more of a core than another thread; see docs/gpus.md."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Part of a GPU's memory that a worker takes. Default: 0.9; 0.5 where the learner shares the GPU, 0.7 where they
     take turns."""
