@@ -7,7 +7,7 @@ transformers is `generate` on one static batch, and has neither adapters nor a p
 Cores are used in two ways: by one worker with all threads, and by two workers with half of them each
 (`engine.devices = ["cpu", "cpu"]`), among which the pool divides the requests as in a run. In a model of this size most
 operations are too small to be divided among threads, so the second is what a user with two cores should run
-(docs/gpus.md), and what the targets judge; the first is told beside it. vLLM is one process in both: it has all threads.
+(docs/gpus.md), and what the targets judge; the first is told beside it. vLLM is one process with all threads.
 
 64 requests at once: prompts of 100 tokens, no two alike, with answers of 32 tokens, and of 8 (as games of this size
 have them: most of the work is prompts); and prompts of 400 tokens of which 360 are the same for all 64.
