@@ -211,6 +211,27 @@ async def test_a_game_over_its_wall_clock_cap_is_void(tmp_path: Path) -> None:
     league.arena.close()
 
 
+async def test_each_game_has_its_whole_time_and_no_more(tmp_path: Path) -> None:
+    async def never(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    league = League(tmp_path, never, game_timeout_s=0.2)
+    ended: list[float] = []
+
+    async def play(after_s: float) -> None:
+        (spec,) = league.scheduler.next_train_group()
+        await asyncio.sleep(after_s)
+        started = time.monotonic()
+        record = await league.collector._runner.play(spec)
+        ended.append(time.monotonic() - started)
+        assert record.end == "void"
+
+    await asyncio.wait_for(asyncio.gather(play(0.0), play(0.1), play(0.15)), 30)
+    assert min(ended) > 0.19
+    league.arena.close()
+
+
 async def test_adapter_versions_are_held_while_games_play_them_and_let_go_after(tmp_path: Path) -> None:
     held: list[bool] = []
 

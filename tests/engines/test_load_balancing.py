@@ -17,7 +17,7 @@ from unstable_lite.engines.client import CHARS_PER_TOKEN, EngineClient, EnginePo
 from unstable_lite.errors import WorkerDied
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.processes import WorkerProcess
-from unstable_lite.transport.sockets import Router
+from unstable_lite.transport.sockets import SWEEP_EVERY_S, Router
 
 MAX_NEW = 10
 CONFIG = Config.model_validate(
@@ -104,6 +104,8 @@ async def test_what_a_dead_engine_owed_or_a_cancelled_game_asked_is_outstanding_
         await engines.processes[0].watch()
     await asyncio.sleep(0.05)
     assert engines.outstanding == [0, 3 * MAX_NEW, 2 * MAX_NEW], "two that the dead one owed are asked of the others"
+    await asyncio.sleep(2 * SWEEP_EVERY_S)
+    assert engines.pending == [0, 3, 2]
     for process in engines.processes[1:]:
         os.kill(process.pid, signal.SIGCONT)
     assert len(await asyncio.gather(*asked)) == 5

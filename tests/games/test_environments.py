@@ -66,6 +66,26 @@ def test_games_that_take_turns_equal_games_played_alone(env_id: str, num_players
     assert interleaved == alone
 
 
+def test_an_env_that_seeds_again_draws_as_the_module_itself_does() -> None:
+    env, standing_in = Environment("TicTacToe-v0-train", 2, 3), vars(sys.modules["textarena.core"])["random"]
+
+    def draw() -> float:
+        return env._call(lambda: standing_in.random())  # type: ignore[no-any-return]
+
+    assert draw() == random.Random(3).random()
+    for seed in ("eleven", 11, 11):
+        env._call(standing_in.seed, seed)
+        alone = random.Random(seed)
+        assert [draw() for _ in range(3)] == [alone.random() for _ in range(3)]
+
+
+def test_what_a_player_would_see_must_be_text() -> None:
+    env = Environment("TicTacToe-v0-raw", 2, 0)
+    for look in (env.observe, lambda: env.play("[4]")):
+        with pytest.raises(EnvError, match="observation is list, not text"):
+            look()
+
+
 def test_games_leave_the_global_stream_alone() -> None:
     random.seed(7)
     before = random.getstate()

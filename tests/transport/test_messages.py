@@ -187,6 +187,9 @@ def test_one_field_of_another_kind_gives_a_protocol_error_or_a_well_typed_messag
         ([PROTOCOL, [["Generated", 1, [b"", bytes(8), bytes(4), "", "stop", 0]]]], "1 logprobs, 2 completion_ids"),
         ([PROTOCOL, [["Generated", 1, [b"", b"", b"", "", "tired", 0]]]], "'tired' is none of"),
         ([PROTOCOL, [["Generated", 1, [b"123", b"", b"", "", "stop", 0]]]], "3 bytes are not a whole number"),
+        ([PROTOCOL, [["Generated", 1, [b"", b"", b"", "", "stop", 0, 0]]]], "expected 6 fields, got 7"),
+        ([PROTOCOL, [["Generated", 1, [b"", b"", b"", "", "stop", 0], 0]]], "expected 2 fields, got 3"),
+        ([PROTOCOL, [["Generated", 2**63, [b"", b"", b"", "", "stop", 0]]]], "more than 64 bits"),
         ([PROTOCOL, [["Scored", 1, [[bytes(8), bytes(4)]]]]], "Scored.logprobs: 2 adapter, 1 base"),
         ([float(PROTOCOL), []], f"peer speaks protocol {PROTOCOL}.0, this side speaks {PROTOCOL}"),
         ({"a": 1}, "not \\[protocol, messages\\]"),
@@ -280,10 +283,13 @@ def test_steps_on_disk_are_held_to_the_same() -> None:
 
 
 def test_an_oversized_frame_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    frame = encode([Updated(request_id=1, metrics={"loss": 1.0}, skipped=None)])
+    updated = encode([Updated(request_id=1, metrics={"loss": 1.0}, skipped=None)])
+    generated = msgpack.packb([PROTOCOL, [["Generated", 1, [b"", b"", b"", "", "stop", 0]]]])
+    assert decode(updated) and decode(generated)
     monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 10)
-    with pytest.raises(ProtocolError, match="the limit is 10"):
-        decode(frame)
+    for frame in (updated, generated):
+        with pytest.raises(ProtocolError, match="the limit is 10"):
+            decode(frame)
 
 
 def test_several_messages_share_one_frame() -> None:
