@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import textarena.envs.Nim.env as nim
-import uvloop
 import zmq
 
 from bench.delayed_engine import LATENCY
@@ -36,7 +35,7 @@ from bench.harness import Options, Questioner, Report, Subjects, Target, memory_
 from unstable_lite.config import AlarmsConfig, Config
 from unstable_lite.games.isolation import Environments
 from unstable_lite.plan import make_plan
-from unstable_lite.runtime import Run
+from unstable_lite.runtime import Run, run_in_loop
 from unstable_lite.trackers.records import read_records
 from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.training import Training
@@ -455,5 +454,4 @@ async def measure(questioner: Questioner) -> None:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(measure(Questioner()))
+    run_in_loop(measure(Questioner()))

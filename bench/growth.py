@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import uvloop
 
 from bench.harness import Grid, Options, Questioner, Report, Subjects, Target, bench_config, memory_mb, started_engine
 from bench.playing import playing
@@ -29,6 +28,7 @@ from unstable_lite.config import Config, TrackerConfig
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
+from unstable_lite.runtime import run_in_loop
 from unstable_lite.trackers.jsonl import JsonlSink
 from unstable_lite.trackers.tracker import Tracker
 from unstable_lite.types import GameRecord, GameSpec, Generation, PlayerTrajectory, Step, Turn
@@ -175,11 +175,15 @@ async def measure_turns(questioner: Questioner) -> None:
         questioner.answer({})
         for request in questioner.requests():
             await asyncio.sleep(0.1 + 0.2 * request["seconds"])
-            turns, cpu_s = told.turns, time.process_time()
-            await asyncio.sleep(request["seconds"])
-            while told.turns == turns:  # noqa: ASYNC110
+            while not told.lengths:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-            cpu_us = 1e6 * (time.process_time() - cpu_s) / (told.turns - turns)
+            tokens, cpu_s = pool.generated_tokens, time.process_time()
+            await asyncio.sleep(request["seconds"])
+            while pool.generated_tokens == tokens:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            # Of thousands of games many end at once: the engine's tokens tell better how many turns were played.
+            turns = (pool.generated_tokens - tokens) / statistics.fmean(new for _, new in told.lengths)
+            cpu_us = 1e6 * (time.process_time() - cpu_s) / turns
             questioner.answer({"cpu_us": cpu_us, "memory_mb": memory_mb("now")})
 
 
@@ -364,5 +368,4 @@ if __name__ == "__main__":
     if questioner.arguments["kind"] == "parts":
         measure_parts(questioner)
     else:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(measure_turns(questioner))
+        run_in_loop(measure_turns(questioner))

@@ -59,6 +59,8 @@ ENV_ID = "TicTacToe-v0-train"
 REPLIES = tuple(f"\\boxed{{[{cell}]}}" for cell in range(9))
 GAMES = 384
 BATCH_SIZE = 384
+MANY = 1000
+"""Turns whose tokens are counted."""
 WHOLE = {"games": GAMES, "keep_games": "all", "rated": True}
 """Everything on: every game is rated, and written to games.jsonl; a second seat is an older adapter's."""
 
@@ -160,9 +162,18 @@ class Counted:
 
     def __init__(self, tracker: Tracker) -> None:
         self.turns = self.games = self.void = 0
+        self._tokens = self._turns_with_tokens_counted = 0
         self._tracker = tracker
 
+    @property
+    def tokens_a_turn(self) -> float:
+        """Of the first finished games; then turns follow from the engine's tokens, which do not come game by game."""
+        return self._tokens / self._turns_with_tokens_counted
+
     def add_record(self, record: GameRecord) -> None:
+        if self._turns_with_tokens_counted < MANY:
+            self._tokens += sum(len(turn.generation.completion_ids) for turn in record.turns if turn.generation)
+            self._turns_with_tokens_counted += len(record.turns)
         self.turns += len(record.turns)
         self.games += 1
         self.void += record.end == "void"
@@ -243,8 +254,10 @@ async def _play(
         for request in questioner.requests():
             # What the engine had answered when the loop was frozen comes in a burst, and is not counted.
             await asyncio.sleep(0.1 + 0.2 * request["seconds"])
+            while not counted.games:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
             profiler = cProfile.Profile() if request.get("profile") else None
-            turns, tokens, started = counted.turns, pool.generated_tokens, time.perf_counter()
+            tokens, started = pool.generated_tokens, time.perf_counter()
             parts = Parts()
             cpu_s, engine_cpu_s = time.process_time(), cpu_seconds(engine_pid)
             if profiler is not None:
@@ -254,10 +267,12 @@ async def _play(
             if profiler is not None:
                 profiler.disable()
             seconds = time.perf_counter() - started
-            played = max(counted.turns - turns, 1)
+            tokens = pool.generated_tokens - tokens
+            turns = tokens / counted.tokens_a_turn
+            played = max(turns, 1.0)
             answer: dict[str, Any] = {
-                "turns_per_s": (counted.turns - turns) / seconds,
-                "tokens_per_s": (pool.generated_tokens - tokens) / seconds,
+                "turns_per_s": turns / seconds,
+                "tokens_per_s": tokens / seconds,
                 "cpu_us": 1e6 * (time.process_time() - cpu_s) / played,
                 "engine_cpu_us": 1e6 * (cpu_seconds(engine_pid) - engine_cpu_s) / played,
                 "memory_mb": memory_mb("now"),
@@ -268,7 +283,7 @@ async def _play(
                 "parts_us": {part: 1e6 * part_s / played for part, part_s in parts.seconds.items()},
             }
             if profiler is not None:
-                answer["profile"] = _costliest(profiler, counted.turns - turns)
+                answer["profile"] = _costliest(profiler, turns)
             questioner.answer(answer)
         for task in background:
             task.cancel()
@@ -284,13 +299,13 @@ async def _add_checkpoints(registry: ModelRegistry, arena: AdapterArena, pool: E
         registry.add_checkpoint(f"ckpt-{version}", adapter_version=version, iteration=version)
 
 
-def _costliest(profiler: cProfile.Profile, turns: int) -> str:
+def _costliest(profiler: cProfile.Profile, turns: float) -> str:
     """The 25 functions with most time of their own; profiling doubles what a call costs."""
     text = io.StringIO()
     stats = pstats.Stats(profiler, stream=text)
     stats.strip_dirs().sort_stats("tottime").print_stats(25)
     lines = [line for line in text.getvalue().splitlines() if line.strip()]
-    return f"profile of {turns} turns:\n" + "\n".join(lines)
+    return f"profile of {turns:,.0f} turns:\n" + "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import uvloop
 
 from bench.harness import (
     Grid,
@@ -49,6 +48,7 @@ from bench.simulation import LearnerCosts, Outcome, Setup, Simulation
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.publisher import CANARIES, CANARY_TOKENS
+from unstable_lite.runtime import run_in_loop
 from unstable_lite.transport.messages import Generate, Generated, encode
 from unstable_lite.types import Generation
 
@@ -419,5 +419,4 @@ async def measure_embedded(questioner: Questioner) -> None:
 
 if __name__ == "__main__":
     questioner = Questioner()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run((measure_embedded if questioner.arguments["kind"] == "fit" else measure)(questioner))
+    run_in_loop((measure_embedded if questioner.arguments["kind"] == "fit" else measure)(questioner))

@@ -24,8 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from bench.engine import MODELS, RANKS
 from bench.harness import (
     Options,
@@ -44,7 +42,7 @@ from unstable_lite import workers
 from unstable_lite.config import AlarmsConfig, Config
 from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.plan import make_plan
-from unstable_lite.runtime import Run
+from unstable_lite.runtime import Run, run_in_loop
 from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.training import Training
 from unstable_lite.types import Generation
@@ -200,6 +198,7 @@ class Measured:
         self._training = training
         self._pool = pool
         self._num_games = arguments["games"]
+        self._warm_up_s = WARM_UP_S / 2 if arguments["small"] else WARM_UP_S
         self._stand_ins = itertools.count(STAND_INS)
         self._unanswered: Counter[int] = Counter()
         """By stand-in: requests of this round that have no answer yet."""
@@ -256,7 +255,7 @@ class Measured:
                 await engine.unload_adapter(version)
 
     async def _watch(self, seconds: float) -> dict[str, Any]:
-        await asyncio.sleep(WARM_UP_S)
+        await asyncio.sleep(self._warm_up_s)
         training, pool, started = self._training, self._pool, time.perf_counter()
         cpu_s, tokens, prompts, replies = self._cpu_s(), pool.completion_tokens, pool.prompt_tokens, pool.replies
         updates, games, saved = training.updates, training.tracker.games_finished, training._saved
@@ -319,5 +318,4 @@ async def measure(questioner: Questioner) -> None:
 
 
 if __name__ == "__main__":
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(measure(Questioner()))
+    run_in_loop(measure(Questioner()))
