@@ -23,8 +23,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from bench.harness import REPOSITORY, Options, Questioner, Report, Row, Subject, Subjects, cores, started_engine
 from bench.peers import HAS_RAY
 from bench.peers.stop_watch import Over, StopWatch
@@ -35,7 +33,7 @@ from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.plan import make_plan
-from unstable_lite.runtime import Run
+from unstable_lite.runtime import Run, run_in_loop
 from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.types import ModelRef
 
@@ -266,5 +264,4 @@ async def _share_won(config: Config, runner: GameRunner, model: ModelRef, num_ga
 if __name__ == "__main__":
     questioner = Questioner()
     measure = {"train": train, "evaluate": evaluate}[questioner.arguments["kind"]]
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(measure(questioner))
+    run_in_loop(measure(questioner))
