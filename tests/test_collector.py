@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import re
 import time
@@ -184,6 +185,29 @@ async def test_an_env_that_keeps_breaking_ends_the_run_and_is_named(tmp_path: Pa
     error = next(str(error) for error in caught.value.exceptions if isinstance(error, EnvError))
     assert "TicTacToe-v0-train broke 6 times in a row" in error
     assert "out of order" in error
+    league.arena.close()
+
+
+async def test_of_a_game_that_is_counted_nothing_is_kept_while_the_next_one_is_played(tmp_path: Path) -> None:
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(one, GameRecord) for one in gc.get_objects())
+
+    ended, kept, before = 0, set[int](), alive()
+
+    async def look(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
+        if ended:
+            kept.add(alive() - before)
+        return await any_cell(prompt, version, stop)
+
+    def count(record: GameRecord) -> None:
+        nonlocal ended
+        ended += 1
+
+    league = League(tmp_path, look)
+    league.collector._on_record = count
+    await league.collect_until(lambda: ended >= 3, workers=1, eval_workers=1)
+    assert kept <= {1, 2}, "one of the training game, one of the evaluation game"
     league.arena.close()
 
 

@@ -142,8 +142,8 @@ class Collector:
                 await self._buffer.wait_for_room()
                 if not self._rest_of_group:  # nor has anyone begun one meanwhile
                     await self._begin_group()
-            record = await self._to_its_end(self._rest_of_group.popleft())
-            await self._count_with_others(record)
+            # No name for the record: it would be kept until the next game is over.
+            await self._count_with_others(await self._to_its_end(self._rest_of_group.popleft()))
 
     async def _begin_group(self) -> None:
         """Or wait a little, if no opponent can play. Raises OpponentError if none will any more."""
