@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+from unstable_lite.engines.adapters import BASE
+from unstable_lite.engines.fused_model import FusedModel
 from unstable_lite.engines.scripted import ScriptedEngine
 from unstable_lite.engines.transformers import TransformersEngine
 from unstable_lite.transport.child import WorkerSpec
@@ -53,9 +55,10 @@ class ForgetsInItsSleep(TransformersEngine):
 
     def wake_up(self) -> None:
         super().wake_up()
-        for layer in self._lora._layers.values():
-            layer._pairs.clear()
-            layer._merged.clear()
+        assert isinstance(self._model, FusedModel)
+        weights = self._model._weights
+        for version in weights:
+            weights[version] = weights[BASE]
 
 
 class DiesInItsSleep(KeepsADiary):

@@ -32,7 +32,8 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 Results = Callable[[str], dict[str, Any]]
 MARKS: dict[str, pytest.MarkDecorator] = {"faults": pytest.mark.slow, "end_to_end": pytest.mark.slow}
 """Of benches that take long even as a smoke test."""
-ARGUMENTS = {"orchestrator": ("--profile",)}
+LONG = ("embedded", "end_to_end", "learner", "ranks", "sustained")
+ARGUMENTS = {"orchestrator": ("--profile",)} | dict.fromkeys(LONG, ("--rounds", "1"))
 
 
 @pytest.fixture(scope="module")
@@ -159,14 +160,13 @@ def test_faults_bench_strikes_with_every_kind_and_loses_no_game(results: Results
 
 
 def test_a_result_is_compared_with_an_earlier_one_of_the_same_bench(tmp_path: Path) -> None:
-    row = {"name": "8 games", "median": 1.0}
+    row = {"name": "check a config", "median": 1.0}
     baseline = tmp_path / "baseline.json"
-    baseline.write_text(json.dumps({"bench": "orchestrator", "date": "2026-01-01", "rows": [row], "ratios": []}))
+    baseline.write_text(json.dumps({"bench": "startup", "date": "2026-01-01", "rows": [row], "ratios": []}))
     refused = run_bench("learner", "--small", "--compare", str(baseline))
     assert refused.returncode == 2
-    assert "orchestrator" in refused.stderr
-    arguments = ("--small", "--seconds", "0.1", "--rounds", "1", "--compare", str(baseline))
-    shown = run_bench("orchestrator", *arguments)
+    assert "startup" in refused.stderr
+    shown = run_bench("startup", "--small", "--rounds", "1", "--compare", str(baseline))
     assert shown.returncode == 0, shown.stderr
     assert "baseline 2026-01-01" in " ".join(shown.stdout.split())
 

@@ -46,7 +46,10 @@ def make_model(directory: Path, name: str = "Qwen3", **fields: Any) -> Path:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**(shape | fields))
     model_class = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
-    model_class(config).save_pretrained(directory)
+    model = model_class(config)
+    for parameter in (parameter for name, parameter in model.named_parameters() if name.endswith("bias")):
+        torch.nn.init.normal_(parameter, std=0.15)  # transformers begins with zeros, which hide a bias that is left out
+    model.save_pretrained(directory)
     return directory
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,23 @@ def allocate_too_much() -> None:
 def starve(engine: TransformersEngine, most_tokens: int) -> None:
     """A pass over more tokens than that asks the allocator, half-way through, for what nobody has."""
 
-    def allocate(layer: Any, args: Any) -> None:
-        if args[0].shape[:2].numel() > most_tokens:
+    def allocate(num_tokens: int) -> None:
+        if num_tokens > most_tokens:
             allocate_too_much()
 
-    engine._model.model.layers[-1].register_forward_pre_hook(allocate)
+    before_last_layer(engine, allocate)
+
+
+def before_last_layer(engine: TransformersEngine, act: Callable[[int], None]) -> None:
+    """`act`, with the number of tokens, before the last layer of each pass attends."""
+    attend = engine._attention.attend
+
+    def act_and_attend(layer: int, query_NHD: torch.Tensor, *args: Any) -> torch.Tensor:
+        if layer == 1:
+            act(len(query_NHD))
+        return attend(layer, query_NHD, *args)
+
+    engine._attention.attend = act_and_attend  # type: ignore[method-assign]
 
 
 def serve(engine: TransformersEngine) -> list[Generation]:
@@ -128,6 +141,6 @@ def test_an_error_of_another_kind_is_not_taken_for_want_of_memory(model_dir: Pat
     def fail(*_: Any) -> None:
         raise RuntimeError("shapes do not fit")
 
-    engine._model.model.layers[-1].register_forward_pre_hook(fail)
+    before_last_layer(engine, fail)
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         serve(engine)

@@ -12,7 +12,8 @@ import torch
 
 from random_models import make_adapter, make_model, make_tokenizer
 from remote_engine import engine_spec, generate
-from unstable_lite.engines import stock_model
+from unstable_lite.engines.fused_model import FusedModel
+from unstable_lite.engines.lora import LoraModel
 from unstable_lite.engines.transformers import TransformersEngine
 from unstable_lite.errors import ModelError
 from unstable_lite.plan import make_plan
@@ -22,18 +23,24 @@ def load(path: Path, **engine: Any) -> TransformersEngine:
     return TransformersEngine(engine_spec(model=str(path), kind="transformers", **({"max_model_len": 128} | engine)))
 
 
-MODELS: list[tuple[str, dict[str, Any]]] = [
-    ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 4}),
-    ("Llama", {"num_key_value_heads": 1, "head_dim": 16}),
-    ("GPT2", {"n_embd": 64, "n_head": 4, "n_layer": 2}),
-    ("GPTNeoX", {}),
-    ("Granite", {"logits_scaling": 4.0}),
-    ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}),
+MODELS: list[tuple[str, dict[str, Any], bool]] = [
+    ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 0.01}, True),
+    ("Llama", {"num_key_value_heads": 1, "head_dim": 16}, True),
+    ("Qwen2", {"head_dim": 16}, True),  # its queries, keys and values have biases
+    ("GPT2", {"n_embd": 64, "n_head": 4, "n_layer": 2}, False),
+    ("GPTNeoX", {}, False),
+    ("Granite", {"logits_scaling": 4.0}, False),  # built as Llama, and computes something else
+    ("Granite", {"residual_multiplier": 0.99}, False),
+    ("Gemma", {}, False),
+    ("Olmo2", {}, False),
+    ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}, False),
 ]
 
 
-@pytest.mark.parametrize(("name", "fields"), MODELS, ids=[name for name, _ in MODELS])
-def test_stock_models_of_many_kinds_are_served_with_adapters(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "fields", "is_fused"), MODELS, ids=[name for name, *_ in MODELS])
+def test_stock_models_of_many_kinds_are_served_with_adapters(
+    name: str, fields: dict[str, Any], is_fused: bool, tmp_path: Path
+) -> None:
     import peft
     import torch
     import transformers
@@ -48,6 +55,7 @@ def test_stock_models_of_many_kinds_are_served_with_adapters(name: str, fields: 
         fan_in_fan_out=name == "GPT2",
     )
     engine = load(path)
+    assert isinstance(engine._model, FusedModel if is_fused else LoraModel)
     engine.load_adapter(1, adapter)
     base = transformers.AutoModelForCausalLM.from_pretrained(path)
     judges = [base, peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(path), adapter)]
@@ -58,57 +66,6 @@ def test_stock_models_of_many_kinds_are_served_with_adapters(name: str, fields: 
         size = len(generation.completion_ids)
         logprobs = (logits[-size:] / 0.8).log_softmax(-1)[torch.arange(size), torch.tensor(ids[-size:])]
         np.testing.assert_allclose(generation.logprobs, logprobs.numpy(), atol=2e-4)
-
-
-@pytest.mark.parametrize(("dtype", "is_eased"), [("float32", True), ("bfloat16", False)])
-def test_norms_take_fewer_operations_and_compute_the_same(dtype: str, is_eased: bool, tmp_path: Path) -> None:
-    path = make_model(tmp_path, "Qwen3", rms_norm_eps=0.01)
-    norm = load(path, dtype=dtype)._model.model.norm
-    x = torch.randn(3, 5, 64, dtype=norm.weight.dtype)
-    assert ("forward" in vars(norm)) == is_eased
-    torch.testing.assert_close(norm(x), type(norm).forward(norm, x))
-
-
-def test_a_norm_of_another_kind_is_left_as_it_is(tmp_path: Path) -> None:
-    import transformers
-
-    class OneMore(transformers.models.qwen3.modeling_qwen3.Qwen3RMSNorm):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) + x
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(make_model(tmp_path))
-    model.model.norm = OneMore(64)
-    stock_model._ease_norms(model)
-    assert "forward" not in vars(model.model.norm)
-    assert "forward" in vars(model.model.layers[0].input_layernorm)
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "last_mlp", "is_narrow"),
-    [
-        ("Qwen3", {}, "model.layers.1.mlp", True),
-        (
-            "Qwen3Moe",
-            {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
-            "model.layers.1.mlp",
-            True,
-        ),
-        ("Granite", {"residual_multiplier": 0.99}, "model.layers.1.mlp", False),
-        ("GPT2", {"n_embd": 64, "n_head": 4, "n_layer": 2}, "transformer.h.1.mlp", False),
-    ],
-)
-def test_after_its_attention_the_last_layer_computes_only_what_is_asked_for_where_that_changes_nothing(
-    name: str, fields: dict[str, Any], last_mlp: str, is_narrow: bool, tmp_path: Path
-) -> None:
-    engine = load(make_model(tmp_path, name, **fields), dtype="bfloat16")
-    seen: list[int] = []
-    hook = engine._model.get_submodule(last_mlp).register_forward_pre_hook(
-        lambda _, args: seen.append(args[0].shape[1])
-    )
-    (generation,) = generate(engine, 0)
-    hook.remove()
-    assert len(generation.prompt_ids) > 1
-    assert seen == [1 if is_narrow else len(generation.prompt_ids)] + [1] * (len(generation.completion_ids) - 1)
 
 
 @pytest.mark.parametrize(

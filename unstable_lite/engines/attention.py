@@ -47,14 +47,12 @@ class CachedAttention:
         self.name = f"unstable_lite_{next(_names)}"
         self.is_narrowing = False
         """Whether what the last layer attends to is read for the wanted rows' last tokens only."""
-        self.kept: Tensor | None = None
-        """Where those are in the N tokens; None if the pass keeps all."""
         self.write_at: Tensor
         """Where in a layer's cache, all but the width flat, each head of each of the N tokens is kept."""
         self._buckets: tuple[list[Bucket], Tensor]
         """And where among the results of all of them that of each token is."""
-        self._kept_buckets: tuple[list[Bucket], Tensor]
-        """The same, of the tokens that are kept."""
+        self._last_buckets: tuple[list[Bucket], Tensor]
+        """The same, of those last tokens."""
         self._cache = cache
         transformers.AttentionInterface.register(self.name, self._attend)
 
@@ -71,12 +69,11 @@ class CachedAttention:
         head_NH = slot_R.repeat(count_R)[:, None] * num_heads + np.arange(num_heads)
         self.write_at = torch.from_numpy((head_NH * max_len + position_N[:, None]).ravel()).to(device)
         self._buckets = self._sort(slot_R, start_R, count_R, position_N)
-        self.kept = None
-        if self.is_narrowing and is_wanted_R.any() and len(position_N) > len(count_R):
-            kept = (start_R + count_R - 1)[is_wanted_R]
-            buckets, put_N = self._sort(slot_R[is_wanted_R], kept, np.ones_like(kept), position_N)
-            self.kept = torch.from_numpy(kept).to(device)
-            self._kept_buckets = buckets, put_N[self.kept]
+        self._last_buckets = self._buckets
+        if self.is_narrowing and 0 < is_wanted_R.sum() < len(position_N):
+            last = (start_R + count_R - 1)[is_wanted_R]
+            buckets, put_N = self._sort(slot_R[is_wanted_R], last, np.ones_like(last), position_N)
+            self._last_buckets = buckets, put_N[torch.from_numpy(last).to(device)]
 
     def _sort(
         self, slot_R: IntArray, start_R: IntArray, count_R: IntArray, position_N: IntArray
@@ -143,21 +140,29 @@ class CachedAttention:
                 f"({softcap}), which the embedded engine does not compute; lower engine.max_model_len to the window, "
                 "take another model, or engine.kind = 'vllm'"
             )
-        keys_SHTD = self._cache.key_LSHTD[module.layer_idx]
-        values_SHTD = self._cache.value_LSHTD[module.layer_idx]
-        for cached_SHTD, new_1HND in ((keys_SHTD, key_1HND), (values_SHTD, value_1HND)):
-            cached_SHTD.flatten(0, 2).index_copy_(0, self.write_at, new_1HND[0].transpose(0, 1).flatten(0, 1))
-        query_NHD = query_1HND[0].transpose(0, 1).contiguous()
-        kept = self.kept if module.layer_idx == len(self._cache.key_LSHTD) - 1 else None
-        buckets, put = self._buckets if kept is None else self._kept_buckets
+        query_NHD, key_NHD, value_NHD = (x_1HND[0].transpose(0, 1) for x_1HND in (query_1HND, key_1HND, value_1HND))
+        return self.attend(module.layer_idx, query_NHD.contiguous(), key_NHD, value_NHD, scaling)[None], None
+
+    def attend(
+        self,
+        layer: int,
+        query_NHD: Tensor,
+        key_NHD: Tensor,
+        value_NHD: Tensor,
+        scaling: float | None,
+        is_last: bool = False,
+    ) -> Tensor:
+        """Keep keys and values of the N tokens, and attend with their queries; `is_last`: with those asked for only."""
+        keys_SHTD = self._cache.key_LSHTD[layer]
+        values_SHTD = self._cache.value_LSHTD[layer]
+        for cached_SHTD, new_NHD in ((keys_SHTD, key_NHD), (values_SHTD, value_NHD)):
+            cached_SHTD.flatten(0, 2).index_copy_(0, self.write_at, new_NHD.flatten(0, 1))
+        buckets, put = self._last_buckets if is_last else self._buckets
         results = [
             self._attend_bucket(query_NHD.index_select(0, bucket.take), keys_SHTD, values_SHTD, bucket, scaling)
             for bucket in buckets
         ]
-        out_NHD = torch.cat(results).index_select(0, put)
-        if kept is not None:
-            out_NHD = out_NHD.new_zeros(len(query_NHD), *out_NHD.shape[1:]).index_copy_(0, kept, out_NHD)
-        return out_NHD[None], None
+        return torch.cat(results).index_select(0, put)
 
     def _attend_bucket(
         self, query_NHD: Tensor, keys_SHTD: Tensor, values_SHTD: Tensor, bucket: Bucket, scaling: float | None

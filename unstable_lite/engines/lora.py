@@ -17,13 +17,9 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from unstable_lite.errors import AdapterError, ModelError
 from unstable_lite.outside_files import WEIGHTS, check_adapter
-
-MERGED_BYTES = 16 << 20
-"""The largest base of which each adapter version is given a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +39,15 @@ class Groups:
 
 
 class LoraLinear(nn.Module):
-    """A linear layer with a low-rank pair for each adapter version that has one: W x + (x a) b.
+    """A linear layer with a low-rank pair for each adapter version that has one: W x + (x a) b."""
 
-    A merged layer keeps a weight of its own for each, W + a b: one product instead of three.
-    """
-
-    def __init__(self, base: Any, groups: Groups, is_merged: bool = False) -> None:
+    def __init__(self, base: Any, groups: Groups) -> None:
         super().__init__()
         self.base: Any = base  # nn.Linear or Conv1D
         self._groups = groups
-        self._is_merged = is_merged
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
-        self._merged: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._is_merged:
-            return self._merged_forward(x)
         out: Tensor = self.base(x)
         x_NI, out_NO = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
         for group in self._groups.current:
@@ -68,19 +57,8 @@ class LoraLinear(nn.Module):
                 out_NO[group.start : group.stop].addmm_(low_NR, b_RO)
         return out
 
-    def _merged_forward(self, x: Tensor) -> Tensor:
-        base, groups = self.base, self._groups.current
-        if len(groups) == 1:
-            return linear(x, self._merged.get(groups[0].version, base.weight), base.bias)
-        weights = [self._merged.get(group.version, base.weight) for group in groups]
-        parts = torch.split(x, [group.stop - group.start for group in groups], -2)
-        return torch.cat([linear(part, weight, base.bias) for part, weight in zip(parts, weights, strict=True)], -2)
-
     def load(self, version: int, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
         weight = self.base.weight
-        if self._is_merged:
-            self._merged[version] = weight + (scale * b_OR.float() @ a_RI.float()).to(weight.device)
-            return
         self._pairs[version] = (
             a_RI.t().to(weight.device, weight.dtype).contiguous(),
             (scale * b_OR.float().t()).to(weight.device, weight.dtype).contiguous(),
@@ -88,33 +66,43 @@ class LoraLinear(nn.Module):
 
     def unload(self, version: int) -> None:
         self._pairs.pop(version, None)
-        self._merged.pop(version, None)
 
     def move_adapters(self, device: torch.device) -> None:
         self._pairs = {version: (a.to(device), b.to(device)) for version, (a, b) in self._pairs.items()}
-        self._merged = {version: weight.to(device) for version, weight in self._merged.items()}
+
+
+def neighbours(versions: Sequence[int], stop_R: npt.NDArray[np.int64]) -> list[Group]:
+    """Row i of a pass ends before token `stop_R[i]` and is of `versions[i]`; equal ones are neighbours."""
+    groups: list[Group] = []
+    start = 0
+    for index, version in enumerate(versions):
+        if index + 1 == len(versions) or versions[index + 1] != version:
+            stop = int(stop_R[index])
+            groups.append(Group(start, stop, version))
+            start = stop
+    return groups
 
 
 class LoraModel:
-    """The linear layers of a model that adapters may change."""
+    """A stock model, with pairs beside those of its linear layers that adapters change."""
+
+    is_narrowing = False
 
     def __init__(self, model: Any) -> None:
-        self.groups = Groups()
-        # In 16 bits a merged weight is rounded to another than the one that the learner trains.
-        self._is_merged = model.dtype == torch.float32 and sum(p.nbytes for p in model.parameters()) <= MERGED_BYTES
+        self._groups = Groups()
         self._model = model
         self._layers: dict[str, LoraLinear] = {}
 
-    def set_groups(self, versions: Sequence[int], stop_R: npt.NDArray[np.int64]) -> None:
-        """Row i of the next pass ends before token `stop_R[i]` and is of `versions[i]`; equal ones are neighbours."""
-        groups: list[Group] = []
-        start = 0
-        for index, version in enumerate(versions):
-            if index + 1 == len(versions) or versions[index + 1] != version:
-                stop = int(stop_R[index])
-                groups.append(Group(start, stop, version))
-                start = stop
-        self.groups.current = groups
+    def __call__(
+        self, id_N: Tensor, position_N: Tensor, groups: list[Group], last_B: Tensor, _last_groups: list[Group]
+    ) -> Tensor:
+        """The logits after tokens `last_B` of a pass of N, B × V."""
+        self._groups.current = groups
+        output = self._model(
+            input_ids=id_N[None], position_ids=position_N[None], use_cache=False, logits_to_keep=last_B
+        )
+        logits_BV: Tensor = output.logits[0]
+        return logits_BV
 
     def load(self, version: int, directory: Path, max_rank: int) -> None:
         """Raises AdapterError for what is no LoRA adapter of this base; the model is then as before."""
@@ -123,7 +111,7 @@ class LoraModel:
         for name, (a_RI, b_OR) in pairs.items():
             if name not in self._layers:
                 base = self._model.get_submodule(name)
-                self._layers[name] = LoraLinear(base, self.groups, self._is_merged and isinstance(base, nn.Linear))
+                self._layers[name] = LoraLinear(base, self._groups)
                 self._model.set_submodule(name, self._layers[name])
             self._layers[name].load(version, a_RI, b_OR, scale)
 

@@ -6,7 +6,6 @@ engine's cache and attention; where the two disagree, the model is refused.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from unstable_lite.engines.kv_cache import CacheShape
 from unstable_lite.errors import ModelError
 
-_PRE_NORM = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _PROBE = "unstable_lite_probe"
 _ADVICE = "take another model, or engine.kind = 'vllm'"
 
@@ -40,27 +38,9 @@ def load(path: str, dtype: str, device: torch.device, trust_remote_code: bool = 
         raise ModelError(f"{path} cannot be loaded as a causal language model: {error}\n({_ADVICE})") from error
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{path} does not fit the memory of {device}: {error}") from error
-    _ease_norms(model)
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise ModelError(f"{path}: {type(model).__name__} computes the logits of all tokens always; {_ADVICE}")
     return model
-
-
-def _ease_norms(model: Any) -> None:
-    """RMS norms in fewer operations, where that is what they compute; in 16 bits every model rounds in its own way."""
-    for norm in model.modules() if model.dtype == torch.float32 else ():
-        weight, epsilon = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
-        if weight is None or epsilon is None or len(inspect.signature(norm.forward).parameters) != 1:
-            continue
-        forward = functools.partial(_rms_norm, weight, torch.tensor(epsilon, device=model.device))
-        probe = torch.linspace(-1, 2, len(weight), device=model.device)[None]
-        if torch.allclose(forward(probe), norm(probe), rtol=1e-5):
-            norm.forward = forward
-
-
-def _rms_norm(weight: Tensor, epsilon: Tensor, x: Tensor) -> Tensor:
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x.mul(torch.addcmul(epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
 
 
 def choose_dtype(dtype: str, device: torch.device, width: int) -> torch.dtype:
@@ -106,66 +86,40 @@ def cache_shape(model: Any) -> CacheShape:
     )
 
 
-def narrow_last_layer(model: Any, narrow: Callable[[Tensor], Tensor]) -> bool:
-    """Past its attention the last layer goes on with what `narrow` keeps of the hidden states, and so does the model.
-
-    False, and nothing is changed, if the layer is not of the usual kind: if `_pre_norm` is not what it computes.
-    """
-    layers = [module for module in model.modules() if {name for name, _ in module.named_children()} == _PRE_NORM]
-    if not layers:
-        return False
-    is_same = False
-
-    def compare(layer: Any, args: Any, kwargs: Any, output: Any) -> None:
-        nonlocal is_same
-        try:
-            is_same = torch.equal(output, _pre_norm(layer, lambda hidden: hidden, *args, **kwargs))
-        except TypeError:  # a part of it takes or returns something else
-            is_same = False
-
-    hook = layers[-1].register_forward_hook(compare, with_kwargs=True)
-    _stock_logits(model, [0, 1, 2])
-    hook.remove()
-    if is_same:
-        layers[-1].forward = functools.partial(_pre_norm, layers[-1], narrow)
-    return is_same
+def expected_logits(model: Any) -> Tensor:
+    """Of the model as it comes, after each of the two sequences that `difference` asks for."""
+    model.set_attn_implementation("sdpa")
+    return torch.cat([_stock_logits(model, ids) for ids in _probes(model)])
 
 
-def _pre_norm(layer: Any, narrow: Callable[[Tensor], Tensor], hidden: Tensor, **kwargs: Any) -> Tensor:
-    attended, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden), **kwargs)
-    kept = narrow(hidden + attended)
-    output: Tensor = kept + layer.mlp(layer.post_attention_layernorm(kept))
-    return output
-
-
-def check_same(model: Any, attention_name: str, run: RunLogits, num_slots: int) -> None:
-    """Switch the model to the engine's attention; raise ModelError if its logits are not the stock ones.
+@torch.inference_mode()
+def difference(model: Any, run: RunLogits, expected_BV: Tensor, num_slots: int) -> float:
+    """How far the logits of `run` are from the stock model's, relative; its slots must be empty.
 
     Two sequences in one pass, one of them in pieces: what leaks from one to the other, or gets lost between the
     pieces, changes the logits.
     """
-    vocab_size = model.get_input_embeddings().weight.shape[0]
-    long, short = ((np.arange(size) * 7919 + 11 * size) % vocab_size for size in (13, 6))
-    model.set_attn_implementation("sdpa")
-    expected = [_stock_logits(model, long.tolist()), _stock_logits(model, short.tolist())][:num_slots]
-    model.set_attn_implementation(attention_name)
-    with torch.inference_mode():
-        run([0], [long[:5].tolist()], [0], [True])
-        got = run(
-            [0, 1][:num_slots],
-            [long[5:12].tolist(), short.tolist()][:num_slots],
-            [0, 0][:num_slots],
-            [True] * min(num_slots, 2),
-        )
-        got = torch.cat([run([0], [long[12:].tolist()], [0], [True]), got[1:]])
-    wanted = torch.cat(expected)
-    error = float((got - wanted).norm() / (wanted - wanted.mean(-1, keepdim=True)).norm())
+    long, short = _probes(model)
+    run([0], [long[:5]], [0], [True])
+    got = run([0, 1][:num_slots], [long[5:12], short][:num_slots], [0, 0][:num_slots], [True] * min(num_slots, 2))
+    got = torch.cat([run([0], [long[12:]], [0], [True]), got[1:]])
+    wanted = expected_BV[: len(got)]
+    return float((got - wanted).norm() / (wanted - wanted.mean(-1, keepdim=True)).norm())
+
+
+def check_same(model: Any, error: float) -> None:
+    """Raises ModelError if the engine's logits are so far from the stock model's that it does not compute the same."""
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
     if not error < tolerance:
         raise ModelError(
             f"{type(model).__name__}: the embedded engine's logits differ from the stock model's by {error:.2g} "
             f"({tolerance:g} is allowed): it does something this engine does not know; {_ADVICE}"
         )
+
+
+def _probes(model: Any) -> list[list[int]]:
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    return [((np.arange(size) * 7919 + 11 * size) % vocab_size).tolist() for size in (13, 6)]
 
 
 @torch.inference_mode()

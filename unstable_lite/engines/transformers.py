@@ -24,8 +24,9 @@ from torch import Tensor
 from unstable_lite.engines import stock_model
 from unstable_lite.engines.adapters import BASE, AdapterVersions
 from unstable_lite.engines.attention import CachedAttention
+from unstable_lite.engines.fused_model import FusedModel, fuse
 from unstable_lite.engines.kv_cache import CacheShape, KVCache
-from unstable_lite.engines.lora import LoraModel
+from unstable_lite.engines.lora import LoraModel, neighbours
 from unstable_lite.engines.requests import Throughput, check_length
 from unstable_lite.engines.sampling import sample, uniforms
 from unstable_lite.engines.tokenization import StopWatch, Tokenizer
@@ -45,6 +46,8 @@ KEPT_PER_RUNNING = 8
 """Finished sequences kept for their prefixes, at most, for each that runs."""
 FEWEST_PROMPT_TOKENS = 16
 """Of a step, where memory allows no more."""
+FUSED_TOLERANCE = 1e-4
+"""Of the logits of the fused model, relative to the stock one's: both sum in float32."""
 ACTIVATION_BYTES = 1 << 30
 """What a pass itself needs on a GPU."""
 
@@ -88,16 +91,15 @@ class TransformersEngine:
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         path = resolve_model(config.model_name)
         self._tokenizer = Tokenizer(path, config.trust_remote_code)
-        self._model = stock_model.load(path, config.engine.dtype, self._device, config.trust_remote_code)
-        self._max_model_len = min(config.engine.max_model_len, stock_model.position_limit(self._model) or 1 << 62)
+        model = stock_model.load(path, config.engine.dtype, self._device, config.trust_remote_code)
+        self._max_model_len = min(config.engine.max_model_len, stock_model.position_limit(model) or 1 << 62)
         self._max_rank = config.lora.lora_rank
-        shape = stock_model.cache_shape(self._model)
+        shape = stock_model.cache_shape(model)
         num_slots = self._num_slots(shape, config.engine.kv_cache_gb, config.engine.gpu_share)
         num_running = min(num_slots, config.engine.max_parallel_seq)
         num_kept = min(num_slots - num_running, KEPT_PER_RUNNING * num_running)
         self._cache = KVCache(shape, self._max_model_len, num_running, num_kept)
         self._attention = CachedAttention(self._cache)
-        self._lora = LoraModel(self._model)
         self._adapters = AdapterVersions(config.engine.max_loras)
         self._queue: deque[Row] = deque()
         self._running: list[Row] = []
@@ -108,9 +110,7 @@ class TransformersEngine:
         self._throughput = Throughput()
         self._is_exact = config.run.mode == "sync"
         """Whether nothing that was computed before may be used: in other company it was rounded otherwise."""
-        self._kept_versions: list[int] = []
-        self._attention.is_narrowing = stock_model.narrow_last_layer(self._model, self._narrow)
-        stock_model.check_same(self._model, self._attention.name, self._logits, num_running)
+        self._model = self._checked(model)
         self._cache.forget(BASE)
         self.facts: dict[str, Any] = {
             "kind": "transformers",
@@ -119,13 +119,32 @@ class TransformersEngine:
             "dtype": str(shape.dtype).removeprefix("torch."),
             "threads": spec.threads,
             "max_model_len": self._max_model_len,
-            "vocab_size": self._model.get_input_embeddings().weight.shape[0],
+            "vocab_size": model.get_input_embeddings().weight.shape[0],
             "prompts": self._tokenizer.prompts(chats_in_use(config)),
             "parallel_seq": num_running,
             "kept_seq": num_kept,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
+
+    def _checked(self, model: Any) -> LoraModel | FusedModel:
+        """The quicker of the two that computes what the model does as it comes. Raises ModelError if none does."""
+        expected_BV = stock_model.expected_logits(model)
+        model.set_attn_implementation(self._attention.name)
+
+        def difference(tried: LoraModel | FusedModel) -> float:
+            self._model = tried
+            self._attention.is_narrowing = tried.is_narrowing
+            self._cache.length_S[:] = 0
+            return stock_model.difference(model, self._logits, expected_BV, self._cache.num_running)
+
+        stock = LoraModel(model)
+        stock_model.check_same(model, difference(stock))
+        fused = fuse(model, self._attention, self._max_model_len)
+        if fused is not None and difference(fused) < FUSED_TOLERANCE:
+            return fused
+        self._attention.is_narrowing = stock.is_narrowing
+        return stock
 
     def add_request(self, request: Generate) -> None:
         version = request.adapter_version
@@ -212,23 +231,23 @@ class TransformersEngine:
 
     def load_adapter(self, version: int, path: Path) -> None:
         self._adapters.check_new(version)
-        self._lora.load(version, path, self._max_rank)
+        self._model.load(version, path, self._max_rank)
         self._adapters.add(version)
 
     def unload_adapter(self, version: int) -> None:
         self._adapters.remove(version)
-        self._lora.unload(version)
+        self._model.unload(version)
         self._cache.forget(version)
 
     def sleep(self) -> None:
         self._cache.release()
         if self._device.type != "cpu":
-            self._lora.move(torch.device("cpu"))
+            self._model.move(torch.device("cpu"))
             gc.collect()
             torch.cuda.empty_cache()
 
     def wake_up(self) -> None:
-        self._lora.move(self._device)
+        self._model.move(self._device)
         self._cache.allocate()
 
     def stats(self) -> EngineStats:
@@ -287,25 +306,13 @@ class TransformersEngine:
         position_N = np.arange(len(id_N)) + np.repeat(self._cache.length_S[slot_R] - (stop_R - count_R), count_R)
         is_wanted_R = np.array(wanted)
         self._attention.plan(slot_R, count_R, position_N, is_wanted_R)
-        self._lora.set_groups(versions, stop_R)
-        self._kept_versions = list(itertools.compress(versions, wanted))
-        last = torch.from_numpy(stop_R[is_wanted_R] - 1).to(self._device)
-        output = self._model(
-            input_ids=torch.from_numpy(id_N).to(self._device)[None],
-            position_ids=torch.from_numpy(position_N).to(self._device)[None],
-            use_cache=False,
-            logits_to_keep=last if self._attention.kept is None else 0,
+        id_, position, last = (
+            torch.from_numpy(array).to(self._device) for array in (id_N, position_N, stop_R[is_wanted_R] - 1)
         )
+        last_groups = neighbours(list(itertools.compress(versions, wanted)), np.arange(1, len(last) + 1))
+        logits_BV = self._model(id_, position, neighbours(versions, stop_R), last, last_groups)
         self._cache.extend(slot_R, count_R, position_N, id_N)
-        logits_BV: Tensor = output.logits[0]
         return logits_BV
-
-    def _narrow(self, hidden_1NI: Tensor) -> Tensor:
-        """Of the hidden states that the last layer attended with, those that are needed from there on."""
-        if self._attention.kept is None:
-            return hidden_1NI
-        self._lora.set_groups(self._kept_versions, np.arange(1, len(self._kept_versions) + 1))
-        return hidden_1NI.index_select(1, self._attention.kept)
 
     def _sample(self, rows: Sequence[Row], logits_BV: Tensor) -> tuple[list[int], list[float]]:
         requests = [row.request for row in rows]
