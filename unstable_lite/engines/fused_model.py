@@ -73,6 +73,8 @@ class Weights:
 
 
 class FusedModel:
+    """What `lora.LoraModel` is for the others: the model, and every adapter version that is loaded."""
+
     is_narrowing = True
 
     def __init__(self, model: Any, attention: CachedAttention, max_len: int) -> None:
@@ -135,6 +137,8 @@ class FusedModel:
 
 
 class FusedLayer:
+    """What of a layer is the same for all adapter versions, and what it does with the weights of each."""
+
     def __init__(self, index: int, layer: Any, attention: CachedAttention) -> None:
         attend = layer.self_attn
         self._index = index
