@@ -38,7 +38,8 @@ def test_only_a_small_base_in_full_precision_is_copied_for_a_version(
 
 
 def test_the_models_of_the_quickstart_are_fused() -> None:
-    assert isinstance(load(Path("builtin:tiny"))._model, FusedModel)
+    engine = load(Path("builtin:tiny"))
+    assert isinstance(engine._model, FusedModel) and engine.facts["fused"]
 
 
 def test_what_is_built_alike_and_computes_something_else_runs_as_it_comes(
@@ -52,7 +53,7 @@ def test_what_is_built_alike_and_computes_something_else_runs_as_it_comes(
 
     monkeypatch.setattr(fused_model.FusedLayer, "add", add_a_little_more)
     engine = load(model_dir)
-    assert isinstance(engine._model, LoraModel) and not engine._attention.is_narrowing
+    assert isinstance(engine._model, LoraModel) and not engine.facts["fused"]
 
 
 def test_an_unloaded_version_leaves_nothing_behind(model_dir: Path, adapter_dirs: list[Path]) -> None:

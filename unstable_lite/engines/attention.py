@@ -45,14 +45,12 @@ class CachedAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self.name = f"unstable_lite_{next(_names)}"
-        self.is_narrowing = False
-        """Whether what the last layer attends to is read for the wanted rows' last tokens only."""
         self.write_at: Tensor
         """Where in a layer's cache, all but the width flat, each head of each of the N tokens is kept."""
         self._buckets: tuple[list[Bucket], Tensor]
         """And where among the results of all of them that of each token is."""
-        self._last_buckets: tuple[list[Bucket], Tensor]
-        """The same, of those last tokens."""
+        self._asked_for: tuple[IntArray, IntArray, IntArray]
+        """Slots and last tokens of the wanted rows, and the position of each of the N tokens."""
         self._cache = cache
         transformers.AttentionInterface.register(self.name, self._attend)
 
@@ -69,11 +67,15 @@ class CachedAttention:
         head_NH = slot_R.repeat(count_R)[:, None] * num_heads + np.arange(num_heads)
         self.write_at = torch.from_numpy((head_NH * max_len + position_N[:, None]).ravel()).to(device)
         self._buckets = self._sort(slot_R, start_R, count_R, position_N)
-        self._last_buckets = self._buckets
-        if self.is_narrowing and 0 < is_wanted_R.sum() < len(position_N):
-            last = (start_R + count_R - 1)[is_wanted_R]
-            buckets, put_N = self._sort(slot_R[is_wanted_R], last, np.ones_like(last), position_N)
-            self._last_buckets = buckets, put_N[torch.from_numpy(last).to(device)]
+        self._asked_for = slot_R[is_wanted_R], (start_R + count_R - 1)[is_wanted_R], position_N
+
+    def _narrowed(self) -> tuple[list[Bucket], Tensor]:
+        """Buckets of no more than what is asked for, if that is less than all, and more than nothing."""
+        slot_R, last_R, position_N = self._asked_for
+        if not 0 < len(last_R) < len(position_N):
+            return self._buckets
+        buckets, put_N = self._sort(slot_R, last_R, np.ones_like(last_R), position_N)
+        return buckets, put_N[torch.from_numpy(last_R).to(put_N.device)]
 
     def _sort(
         self, slot_R: IntArray, start_R: IntArray, count_R: IntArray, position_N: IntArray
@@ -157,7 +159,7 @@ class CachedAttention:
         values_SHTD = self._cache.value_LSHTD[layer]
         for cached_SHTD, new_NHD in ((keys_SHTD, key_NHD), (values_SHTD, value_NHD)):
             cached_SHTD.flatten(0, 2).index_copy_(0, self.write_at, new_NHD.flatten(0, 1))
-        buckets, put = self._last_buckets if is_last else self._buckets
+        buckets, put = self._narrowed() if is_last else self._buckets
         results = [
             self._attend_bucket(query_NHD.index_select(0, bucket.take), keys_SHTD, values_SHTD, bucket, scaling)
             for bucket in buckets

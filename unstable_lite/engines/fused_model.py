@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,8 +76,6 @@ class Weights:
 class FusedModel:
     """What `lora.LoraModel` is for the others: the model, and every adapter version that is loaded."""
 
-    is_narrowing = True
-
     def __init__(self, model: Any, attention: CachedAttention, max_len: int) -> None:
         self._model = model
         self._attention = attention
@@ -90,9 +89,7 @@ class FusedModel:
         first_TD, second_TD = sin_1TD[0].chunk(2, -1)
         self._sin_T1D = torch.cat((-first_TD, second_TD), -1)[:, None]
 
-    def __call__(
-        self, id_N: Tensor, position_N: Tensor, groups: Sequence[Group], last_B: Tensor, last_groups: Sequence[Group]
-    ) -> Tensor:
+    def __call__(self, id_N: Tensor, position_N: Tensor, groups: Sequence[Group], last_B: Tensor) -> Tensor:
         """The logits after tokens `last_B`, B × V."""
         hidden_NI = self._embedding_VI[id_N]
         cos_N1D, sin_N1D = self._cos_T1D[position_N], self._sin_T1D[position_N]
@@ -105,8 +102,7 @@ class FusedModel:
                 if not len(last_B):
                     return hidden_NI.new_empty(0, self._head_IV.shape[1])
                 hidden_NI = hidden_NI.index_select(0, last_B)
-                weights = [self._weights[group.version][index] for group in last_groups]
-                sizes = [group.stop - group.start for group in last_groups]
+                sizes = np.diff(np.searchsorted(last_B.numpy(), [0, *(group.stop for group in groups)])).tolist()
             layer.add(hidden_NI, attended_NI, weights, sizes)
         return self._norm(hidden_NI) @ self._head_IV
 
@@ -148,7 +144,7 @@ class FusedLayer:
         self._num_heads, num_key_heads = (proj.out_features // self._width for proj in (attend.q_proj, attend.k_proj))
         self._num_qk_heads = self._num_heads + num_key_heads
         biases = [proj.bias for proj in (attend.q_proj, attend.k_proj, attend.v_proj)]
-        self._qkv_bias = None if biases[0] is None else torch.cat(biases)
+        self._qkv_bias = torch.cat(biases) if all(bias is not None for bias in biases) else None
         self._norm, self._mlp_norm = RMSNorm(layer.input_layernorm), RMSNorm(layer.post_attention_layernorm)
         self._qk_norm: RMSNorm | None = None
         if hasattr(attend, "q_norm"):

@@ -86,16 +86,12 @@ def neighbours(versions: Sequence[int], stop_R: npt.NDArray[np.int64]) -> list[G
 class LoraModel:
     """A stock model, with pairs beside those of its linear layers that adapters change."""
 
-    is_narrowing = False
-
     def __init__(self, model: Any) -> None:
         self._groups = Groups()
         self._model = model
         self._layers: dict[str, LoraLinear] = {}
 
-    def __call__(
-        self, id_N: Tensor, position_N: Tensor, groups: list[Group], last_B: Tensor, _last_groups: list[Group]
-    ) -> Tensor:
+    def __call__(self, id_N: Tensor, position_N: Tensor, groups: list[Group], last_B: Tensor) -> Tensor:
         """The logits after tokens `last_B` of a pass of N, B × V."""
         self._groups.current = groups
         output = self._model(

@@ -8,7 +8,6 @@ completion. Knows no sockets.
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -123,6 +122,7 @@ class TransformersEngine:
             "prompts": self._tokenizer.prompts(chats_in_use(config)),
             "parallel_seq": num_running,
             "kept_seq": num_kept,
+            "fused": isinstance(self._model, FusedModel),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
@@ -134,7 +134,6 @@ class TransformersEngine:
 
         def difference(tried: LoraModel | FusedModel) -> float:
             self._model = tried
-            self._attention.is_narrowing = tried.is_narrowing
             self._cache.length_S[:] = 0
             return stock_model.difference(model, self._logits, expected_BV, self._cache.num_running)
 
@@ -143,7 +142,6 @@ class TransformersEngine:
         fused = fuse(model, self._attention, self._max_model_len)
         if fused is not None and difference(fused) < FUSED_TOLERANCE:
             return fused
-        self._attention.is_narrowing = stock.is_narrowing
         return stock
 
     def add_request(self, request: Generate) -> None:
@@ -309,8 +307,7 @@ class TransformersEngine:
         id_, position, last = (
             torch.from_numpy(array).to(self._device) for array in (id_N, position_N, stop_R[is_wanted_R] - 1)
         )
-        last_groups = neighbours(list(itertools.compress(versions, wanted)), np.arange(1, len(last) + 1))
-        logits_BV = self._model(id_, position, neighbours(versions, stop_R), last, last_groups)
+        logits_BV = self._model(id_, position, neighbours(versions, stop_R), last)
         self._cache.extend(slot_R, count_R, position_N, id_N)
         return logits_BV
 
