@@ -143,7 +143,7 @@ async def test_warn_is_said_kept_counted_and_shown_and_the_run_goes_on(watch: Ca
     assert text.startswith("update 2: staleness: 10 tokens were trained 7.0 updates")
     (line,) = (watched.directory / "alarms.jsonl").read_text().splitlines()
     assert json.loads(line).items() >= {"step": 2, "text": text.removeprefix("update 2: ")}.items()
-    assert "alarm[/red] after update 2: staleness: " in watched.said[0]
+    assert "alarm after update 2: staleness: " in watched.said[0]
     assert "alarms 1, on: staleness" in watched.guard.status()
     assert not watched.stop.is_set()
     assert not watched.guard.asks_for_pause.is_set()

@@ -76,18 +76,18 @@ def check(
         from unstable_lite.plan import load_plan
         from unstable_lite.trackers.terminal import key_value_lines
 
-        console = Console(highlight=False)
+        console = _console()
         plan = load_plan(config, tuple(overrides or ())) if config is not None else None
         if memory is not None:
             model_name, vram_gib = memory
-            console.print(f"computed for a GPU of {vram_gib:g} GiB, {config or 'all defaults'}:\n", markup=False)
+            console.print(f"computed for a GPU of {vram_gib:g} GiB, {config or 'all defaults'}:\n")
             rows = (
                 describe(model_name, vram_gib, plan.config, plan.num_ranks) if plan else describe(model_name, vram_gib)
             )
-            console.print(key_value_lines(rows), markup=False, soft_wrap=True)
+            console.print(key_value_lines(rows), soft_wrap=True)
         elif plan is not None:
-            console.print(to_toml(plan.config.model_dump(mode="json")), markup=False, soft_wrap=True)
-            console.print(key_value_lines(plan.describe()), markup=False, soft_wrap=True)
+            console.print(to_toml(plan.config.model_dump(mode="json")), soft_wrap=True)
+            console.print(key_value_lines(plan.describe()), soft_wrap=True)
             console.print(f"\n{config} can run.")
         else:
             raise ConfigError("check needs a TOML file, or --memory MODEL GIB")
@@ -107,7 +107,7 @@ def top(
         from unstable_lite.trackers.run_view import RunView, newest_run
         from unstable_lite.trackers.watch import show_once, watch
 
-        view, console = RunView(directory or newest_run(outputs)), Console(highlight=False)
+        view, console = RunView(directory or newest_run(outputs)), _console()
         if console.is_terminal and sys.stdin.isatty():
             watch(view, console, replay)
         else:
@@ -148,7 +148,7 @@ def envs(
             scripted = {"scripted:random": LEGAL_ACTIONS, "scripted:optimal": OPTIMAL_ACTIONS}
             names = [name for name, families in scripted.items() if family in families]
             table.add_row(env_id, players, remark or (f"opponents: {', '.join(names)}" if names else ""))
-    Console(highlight=False).print(table)
+    _console().print(table)
 
 
 @app.command()
@@ -238,7 +238,7 @@ def evaluate_models(
             overrides=override or (),
         )
         evaluated = run_in_loop(evaluate(evaluation, TerminalInterface(quiet=quiet).say))
-        console = Console(highlight=False)
+        console = _console()
         if evaluated.ladder:
             console.print(ladder_table(evaluated.ladder))
         else:
@@ -265,7 +265,7 @@ def play(
         from unstable_lite.runtime import run_in_loop
 
         game = plan_game(models if watch else [HUMAN, *models], config, env, tuple(override or ()))
-        record = run_in_loop(play_one(game, seat, Console(highlight=False)))
+        record = run_in_loop(play_one(game, seat, _console()))
         raise typer.Exit(0 if record.end != "void" else 1)
 
 
@@ -302,7 +302,7 @@ def resample(
         say = TerminalInterface().say
         rows = run_in_loop(resample_models(evaluation, run_directory, observations, samples, say))
         write_resampled(target, rows)
-        console = Console(highlight=False)
+        console = _console()
         console.print(resampled_table(rows))
         console.print(f"{samples} actions for each observation, entropy in nats; {target}", soft_wrap=True)
 
@@ -319,7 +319,7 @@ def export(
 
         target = output or run_directory / "csv"
         counts = export_csv(run_directory, target)
-        Console(highlight=False).print(
+        _console().print(
             f"{target}: {', '.join(f'{count} files in {kind}/' for kind, count in counts.items())}", soft_wrap=True
         )
 
@@ -343,11 +343,10 @@ def report(
 
         default = run_directories[0] / "report.html" if len(run_directories) == 1 else Path("report.html")
         written = write_report(run_directories, output or default, games)
-        Console(highlight=False).print(
+        _console().print(
             f"{written.path}: {written.games:,} of {written.games_read:,} games turn by turn, "
             f"{written.size_bytes / 1e6:.1f} MB; open it in a browser",
             soft_wrap=True,
-            markup=False,
         )
 
 
@@ -367,7 +366,7 @@ def runs(
         with _ErrorsAsMessages(debug):
             from unstable_lite.run_directories import list_runs, runs_table
 
-            Console(highlight=False).print(runs_table(list_runs(outputs)), soft_wrap=True)
+            _console().print(runs_table(list_runs(outputs)), soft_wrap=True)
 
 
 @runs_app.command("compare")
@@ -379,10 +378,10 @@ def compare_runs(
     with _ErrorsAsMessages(debug):
         from unstable_lite.run_directories import column_name, compare
 
-        console = Console(highlight=False)
+        console = _console()
         directories, differing, results = compare(run_directories)
         for number, directory in enumerate(directories):
-            console.print(f"{column_name(number)}  {directory}", markup=False, soft_wrap=True)
+            console.print(f"{column_name(number)}  {directory}", soft_wrap=True)
         if differing.row_count:
             console.print(differing)
         else:
@@ -412,7 +411,7 @@ def prune_runs(
         from unstable_lite.run_directories import find_prunable, prune, say_prunable, size
 
         def say(text: str) -> None:
-            Console(highlight=False).print(text, markup=False, soft_wrap=True)
+            _console().print(text, soft_wrap=True)
 
         prunables = find_prunable(outputs, run_directories or (), keep, older_than, train_data, empty)
         num_bytes = say_prunable(prunables, say)
@@ -449,10 +448,15 @@ class _ErrorsAsMessages:
             raise typer.Exit(1) from None
 
 
-def _print_summary(summary: Summary) -> None:
-    from unstable_lite.trackers.terminal import evaluation_tables, key_value_lines
+def _console() -> Console:
+    """No text is markup: models, opponents and errors are full of brackets."""
+    return Console(highlight=False, markup=False)
 
-    console = Console(highlight=False)
+
+def _print_summary(summary: Summary) -> None:
+    from unstable_lite.trackers.terminal import as_line, evaluation_tables, key_value_lines
+
+    console = _console()
     for table in evaluation_tables(summary.evaluations):
         console.print(table)
     rows = [
@@ -468,11 +472,11 @@ def _print_summary(summary: Summary) -> None:
         ("games, turn by turn", str(summary.directory / "games.jsonl")),
         ("curves", f"tensorboard --logdir {summary.directory / 'tensorboard'}"),
     ]
-    console.print(key_value_lines(rows), markup=False, soft_wrap=True)
+    console.print(key_value_lines(rows), soft_wrap=True)
     for alarm in summary.alarms:
-        console.print(f"[red]alarm[/red] {alarm}", soft_wrap=True)
+        console.print(as_line(f"alarm {alarm}"), soft_wrap=True)
     for collapsed in summary.collapsed:
-        console.print(f"[red]collapsed[/red]: {collapsed}", soft_wrap=True)
+        console.print(as_line(f"collapsed: {collapsed}"), soft_wrap=True)
     if summary.stopped_by is not None:
         way_on = f"; to go on all the same: unstable-lite run --resume {summary.directory}"
         saved = f"{summary.checkpoint}{way_on}" if summary.checkpoint else "none, for no update was made"
@@ -510,7 +514,7 @@ def _print_sft_summary(config: Path, summary: SftSummary) -> None:
             ("adapter", str(directory)),
             ("to start from it", f"unstable-lite run {config} lora.initial_lora_path={directory}"),
         ]
-    Console(highlight=False).print(key_value_lines(rows), markup=False, soft_wrap=True)
+    _console().print(key_value_lines(rows), soft_wrap=True)
 
 
 def main() -> None:

@@ -146,7 +146,7 @@ class Guard:
         if not self._tracker.alarms:
             return ""
         on = ", ".join(self._alarms.on())
-        return f"  [red]alarms {len(self._tracker.alarms)}{f', on: {on}' if on else ''}[/red]"
+        return f"  alarms {len(self._tracker.alarms)}{f', on: {on}' if on else ''}"
 
     def collapsed(self) -> list[str]:
         """For whoever takes the last policy for the best: where it is not, and which one is."""
@@ -198,7 +198,7 @@ class Guard:
     def _act(self, change: Change) -> None:
         log.warning("after update %d: %s", self._update, change.text)
         self._tracker.alarm(self._update, change.text)
-        self._say(f"[red]alarm[/red] after update {self._update}: {change.text}")
+        self._say(f"alarm after update {self._update}: {change.text}")
         if change.action == "pause":
             self._reasons.append(f"after update {self._update}: {change.text}")
             self.asks_for_pause.set()

@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.markup import escape
-
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.checkpoints import Checkpoint, save_checkpoint
 from unstable_lite.collector import Collector
@@ -348,14 +346,14 @@ class Training:
             else:
                 continue
             where = f" in {env.env_id}" * (len(eval_envs) > 1)
-            yield escape(f"won {win_rate:.0%} against {env.fixed_opponent}{where} (n={n})")
+            yield f"won {win_rate:.0%} against {env.fixed_opponent}{where} (n={n})"
 
     def _batch_progress(self) -> tuple[int, int]:
         return self.buffer.size(), self.plan.config.learner.batch_size
 
     def _alarm(self, text: str) -> None:
         self.tracker.alarm(self.updates, text)
-        self.terminal.say(f"[red]alarm[/red] after update {self.updates}: {text}")
+        self.terminal.say(f"alarm after update {self.updates}: {text}")
 
     def _checkpoint(self) -> Coroutine[Any, Any, Path]:
         """Everything that has to survive, as it is at this moment; it is written while the result is awaited."""

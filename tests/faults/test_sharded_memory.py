@@ -27,7 +27,7 @@ def test_a_rank_that_runs_out_of_memory_ends_the_run_with_what_to_lower_and_leav
     children = runs.children_of(process)
     code, out, err = runs.finish(process)
     assert code == 1, out + err
-    assert "learner-1: UnstableError: cpu, which holds a part of the base, is out of memory" in err
+    assert "learner-1: UnstableError: cpu, which holds a part of the base, is out of memory" in err, err
     assert "lower learner.max_tokens_per_micro_batch, or lower learner.max_train_len" in err
     assert "Traceback" not in err
     directory = runs.run_directory(tmp_path)

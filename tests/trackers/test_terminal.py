@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
 import pyte
+import pytest
 from rich.console import Console
 
-from unstable_lite.trackers.terminal import TerminalInterface
+from unstable_lite import cli
+from unstable_lite.runtime import Summary
+from unstable_lite.trackers.terminal import TerminalInterface, as_line
+from unstable_lite.trackers.tracker import Tally
 
 
 def console(is_terminal: bool) -> Console:
-    return Console(file=io.StringIO(), force_terminal=is_terminal, width=90, height=24, highlight=False)
+    return Console(file=io.StringIO(), force_terminal=is_terminal, width=90, height=24, highlight=False, markup=False)
 
 
 def written(terminal: TerminalInterface) -> str:
@@ -80,3 +85,45 @@ def test_elsewhere_there_are_dated_lines_and_quietly_there_is_nothing() -> None:
         terminal.stop()
         lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in written(terminal).splitlines()]
         assert lines == ([] if quiet else ["said", "update 1/20  games 9", "update 20/20  games 11"])
+
+
+def test_brackets_in_a_text_are_text_wherever_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "alarm after update 3: [/__w/gloo/pair.cc:553] Connection closed by [type=missing]"
+    model, opponent = "/exp[lr=1]/ckpt-2", "vendor/model[/INST]"
+    terminal = TerminalInterface()
+    terminal.say(said)
+    assert said in capsys.readouterr().out
+    tally = Tally()
+    tally.add("win", 1.0, own_invalid=False)
+    evaluation = tally.evaluation("after [all]", model, 3, "E", opponent)
+    summary = Summary(
+        directory=Path("/runs/[red]"),
+        updates=3,
+        skipped_updates=0,
+        games=1,
+        void_games=0,
+        dropped_stale_steps=0,
+        seconds=1.0,
+        training_seconds=1.0,
+        evaluations=(evaluation,),
+        alarms=(said,),
+        checkpoint=None,
+        collapsed=(evaluation.describe(),),
+        stopped_by=None,
+    )
+    cli._print_summary(summary)
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in (said, model, opponent, "after [all]", "/runs/[red]", evaluation.describe()))
+
+
+def test_what_went_wrong_is_red_and_the_rest_is_not() -> None:
+    reds = {
+        text: [str(span.style) for span in as_line(text).spans] for text in ("an alarm", "alarm: x", "collapsed: y")
+    }
+    assert reds == {"an alarm": [], "alarm: x": ["red"], "collapsed: y": ["red"]}
+    (span,) = as_line("games 3  alarms 2, on: kl").spans
+    assert "games 3  alarms 2, on: kl"[span.start : span.end].strip() == "alarms 2, on: kl"
+    terminal = TerminalInterface(console(True))
+    terminal.start(20, figures=lambda: "won 5% against model[/INST]  alarms 2")
+    assert "won 5% against model[/INST]  alarms 2" in refresh(terminal)
+    terminal.stop()

@@ -25,8 +25,8 @@ from unstable_lite.errors import ProtocolError, RequestError, WorkerDied
 from unstable_lite.transport import sockets
 from unstable_lite.transport.child import ORPHANED, WorkerSpec
 from unstable_lite.transport.messages import PROTOCOL, Crashed, Done, LoadAdapter, Ready, UnloadAdapter, encode
-from unstable_lite.transport.processes import WorkerProcess
-from unstable_lite.transport.sockets import Router
+from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
+from unstable_lite.transport.sockets import Peer, Router
 from unstable_lite.types import Generation
 
 CONFIG = Config.model_validate(
@@ -126,6 +126,23 @@ async def test_a_worker_whose_orchestrator_is_gone_exits_at_once(wire: Wire) -> 
     process.stdin.close()
     assert await asyncio.wait_for(process.wait(), 5) == ORPHANED
     wire.process._stopping = True
+
+
+async def test_a_group_dies_of_the_rank_that_could_not_go_on_and_not_of_the_one_that_was_gone_first(
+    alone: tuple[Router, EngineClient], tmp_path: Path
+) -> None:
+    router, _ = alone
+    ranks = []
+    for rank in range(2):
+        name, log_path, config = f"rank-{rank}", tmp_path / f"{rank}.log", CONFIG.model_dump_json()
+        spec = WorkerSpec(name=name, endpoint=router.endpoint, device="cpu", threads=1, config_json=config, rank=rank)
+        ranks.append(WorkerProcess(Peer(router, name), log_path, "crashing_ranks", spec, {}))
+    group = WorkerGroup(ranks, tmp_path)
+    await group.start()
+    with pytest.raises(WorkerDied, match="rank-1: UnstableError: lower this or that") as death:
+        await group.watch()
+    assert death.value.is_final
+    assert not any(rank.is_running for rank in group.ranks)
 
 
 async def test_stop_ends_the_worker_with_exit_code_0(wire: Wire) -> None:

@@ -37,11 +37,11 @@ class _Shown:
     async def act(self, observation: str) -> Reply:
         if self._shows_observation:
             self._console.rule(self._name)
-            self._console.print(observation.strip(), markup=False, style="dim")
+            self._console.print(observation.strip(), style="dim")
         reply = await self._player.act(observation)
-        self._console.print(f"{self._name}: ", end="", style="bold", markup=False)
-        self._console.print(reply.text.strip() or "(nothing)", markup=False, end="")
-        self._console.print(f"  →  {reply.action}" if reply.action != reply.text else "", markup=False, style="cyan")
+        self._console.print(f"{self._name}: ", end="", style="bold")
+        self._console.print(reply.text.strip() or "(nothing)", end="")
+        self._console.print(f"  →  {reply.action}" if reply.action != reply.text else "", style="cyan")
         return reply
 
 
@@ -78,7 +78,7 @@ async def play(evaluation: EvaluationPlan, seat: int | None, console: Console) -
     with tempfile.TemporaryDirectory() as directory, cancelled_by_signals():
 
         def say(text: str) -> None:
-            console.print(text, style="dim", markup=False)
+            console.print(text, style="dim")
 
         async with (
             opened_environments(Path(directory), evaluation.plan.config.run.env_timeout_s) as environments,
@@ -114,7 +114,5 @@ async def _play(
     for pid, outcome in record.outcomes.items():
         remark = " by an invalid move" * (pid in record.invalid_pids)
         reason = record.game_info.get(pid, {}).get("reason", "")
-        console.print(
-            f"player {pid}, {names[pid]}: {outcome}{remark} ({record.rewards[pid]:+g}) {reason}", markup=False
-        )
+        console.print(f"player {pid}, {names[pid]}: {outcome}{remark} ({record.rewards[pid]:+g}) {reason}")
     return record

@@ -1,4 +1,7 @@
-"""What a person sees of a run: a live line on a terminal, plain dated lines elsewhere, a table at the end."""
+"""What a person sees of a run: a live line on a terminal, plain dated lines elsewhere, a table at the end.
+
+No text is markup: models, opponents and what libraries say in their errors are full of brackets.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class TerminalInterface:
 
     def __init__(self, console: Console | None = None, quiet: bool = False, unit: str = "update") -> None:
         """`unit`: what is counted."""
-        self.console = console or Console(highlight=False)
+        self.console = console or Console(highlight=False, markup=False)
         self._quiet = quiet
         self._unit = unit
         self._progress = Progress(
@@ -102,8 +105,9 @@ class TerminalInterface:
     def say(self, text: str) -> None:
         """One dated line that stays."""
         if not self._quiet:
+            now = Text(f"{time.strftime('%H:%M:%S')} ", style="dim")
             with contextlib.suppress(OSError):  # a file on a full disk, or a pipe that nobody reads any more
-                self.console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", soft_wrap=True)
+                self.console.print(Text.assemble(now, as_line(text)), soft_wrap=True)
 
     def _render(self) -> Group:
         lines: list[RenderableType] = []
@@ -113,7 +117,7 @@ class TerminalInterface:
                 waiting, needed = self._batch_progress()
                 bar = ProgressBar(total=needed, completed=min(waiting, needed), width=24)
                 lines.append(Columns(["batch  ", bar, f"{waiting}/{needed} steps"]))
-            lines.append(Text.from_markup(self._figures() if self._figures is not None else self._last_figures))
+            lines.append(as_line(self._figures() if self._figures is not None else self._last_figures))
         for describe, since in self._doing:
             lines.append(Text(f"{describe()}  ({time.monotonic() - since:.0f} s)", style="cyan"))
         return Group(*lines)
@@ -125,6 +129,13 @@ class TerminalInterface:
         if self._live is None and is_due:
             self._last_line = time.monotonic()
             self.say(f"{self._unit} {update}/{total}  {figures}")
+
+
+def as_line(text: str) -> Text:
+    """With what has gone wrong in red: an alarm, or how many there were at the end of the figures."""
+    line = Text(text)
+    line.highlight_regex(r"^(alarm|collapsed)\b|  alarms \d.*$", "red")
+    return line
 
 
 def key_value_lines(rows: Iterable[tuple[str, str]]) -> str:

@@ -411,7 +411,7 @@ class Tracker:
 
     def _tell(self, text: str) -> None:
         self.alarm(self._step, text)
-        self._say(f"[red]alarm[/red] after update {self._step}: {text}")
+        self._say(f"alarm after update {self._step}: {text}")
 
     def _write_evaluation(self, evaluation: Evaluation, what: str) -> None:
         with self._surviving("eval.jsonl"):

@@ -184,16 +184,17 @@ class WorkerGroup(WorkerProcess):
         watches = [asyncio.ensure_future(life) for life in lives]
         try:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-            deaths = [error for watch in done if isinstance(error := watch.exception(), WorkerDied)]
-            if deaths:
+            first = [error for watch in done if isinstance(error := watch.exception(), WorkerDied)]
+            if first:
                 self._kill_all()
-            await asyncio.gather(*watches, return_exceptions=True)
+            ends = await asyncio.gather(*watches, return_exceptions=True)
         finally:
             for watch in watches:
                 watch.cancel()
-        if deaths:
-            # The others die of losing one that was killed, perhaps in the same moment.
-            raise next((death for death in deaths if "was killed" in str(death)), deaths[0])
+        if first:
+            # The others die of losing one that could not go on, or was killed, and may be seen to end before it.
+            reasons = [end for end in ends if isinstance(end, WorkerDied) and end.is_final]
+            raise (reasons or [death for death in first if "was killed" in str(death)] or first)[0]
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Rank 0 passes it on."""

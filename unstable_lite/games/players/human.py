@@ -16,12 +16,12 @@ class HumanPlayer:
     """One for the process: what was typed ahead is read by whoever comes next."""
 
     def __init__(self, env_id: str, seed: int) -> None:  # noqa: ARG002
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, markup=False)
 
     async def act(self, observation: str) -> Reply:
         """Raises OpponentError where nothing more can be typed."""
         self._console.rule("your turn")
-        self._console.print(observation.strip(), markup=False)
+        self._console.print(observation.strip())
         self._console.print("> ", end="", style="bold")
         line = await (await self._reader()).readline()
         if not line:
