@@ -188,16 +188,15 @@ class Run:
         if self._resume is not None:
             checkpoint = read_checkpoint(newest_checkpoint(directory / "checkpoints", self._terminal.say))
             with checkpoint.understood():
-                updates, num_games = (
-                    int(checkpoint.state["updates"]),
-                    sum(checkpoint.state["scheduler"]["games"].values()),
-                )
+                updates = int(checkpoint.state["updates"])
+                num_games = sum(checkpoint.state["scheduler"]["games"].values())
+                num_ended = int(checkpoint.state["tracker"]["games"])
             if updates >= config.run.learning_steps:
                 raise UnstableError(
                     f"{directory} has made its {updates} updates; give run.learning_steps=N for more of them"
                 )
             try:
-                rewind(directory, updates, num_games)
+                rewind(directory, updates, num_games, num_ended)
             except OSError as error:
                 raise UnstableError(
                     f"{directory}: what was told after update {updates} cannot be taken back: "

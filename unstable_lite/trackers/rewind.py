@@ -16,11 +16,17 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from unstable_lite.trackers.records import keep_records, keep_whole_lines, replaced
 
 
-def rewind(directory: Path, update: int, num_games: int) -> None:
-    """`num_games`: how many had been handed out at that update; the later ones get their numbers again."""
+def rewind(directory: Path, update: int, num_games: int, num_ended: int) -> None:
+    """`num_games`: how many had been handed out at that update, the later ones get their numbers again; `num_ended`:
+    how many of them were over.
+    """
     for name in ("metrics.jsonl", "eval.jsonl", "league.jsonl", "alarms.jsonl"):
         keep_whole_lines(directory / name, _until(update))
-    keep_records(directory / "games.jsonl", lambda record: bool(record["game_idx"] < num_games))
+    keep_records(
+        directory / "games.jsonl",
+        lambda record: bool(record["game_idx"] < num_games),
+        num_late=num_games - num_ended,
+    )
     for path in (directory / "train_data").glob("step-*.jsonl.gz"):
         if int(path.name.removeprefix("step-").partition(".")[0]) > update:
             path.unlink()
