@@ -36,6 +36,7 @@ def is_of_the_clock(name: str) -> bool:
 
 def state_of(checkpoint: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((checkpoint / "league.json").read_text())
+    del state["tracker"]["seconds"]
     del state["tracker"]["windows"]  # some are of times; metrics.jsonl has the means of the others
     return state
 

@@ -233,6 +233,7 @@ class Tracker:
         self._tallies: dict[tuple[str, str, str], Tally] = defaultdict(Tally)
         """Evaluation games without a quota, by (model, env, opponent)."""
         self._started = time.monotonic()
+        """Of a run that goes on: as if there had been no break."""
 
     def add_record(self, record: GameRecord) -> None:
         """Count a finished game and keep its transcript."""
@@ -287,7 +288,8 @@ class Tracker:
             for count, windows in by_count.items():
                 for name, window in windows.items():
                     everything[f"{group}/{name}"] = sum(window) / len(window)
-                everything[f"{group}/{count}"] = max(map(len, windows.values()))
+                if windows:  # no turn yet: an opponent's first move may end a game
+                    everything[f"{group}/{count}"] = max(map(len, windows.values()))
         for group, games in self._games_of.items():
             everything[f"{group}/step"] = games
         for env_id, diversity in self._diversity.items():
@@ -329,6 +331,7 @@ class Tracker:
             for group, by_count in self._windows.items()
         }
         return {
+            "seconds": time.monotonic() - self._started,
             "games": self.games_finished,
             "void_games": self.void_games,
             "alarms": self.alarms,
@@ -340,6 +343,7 @@ class Tracker:
 
     def resume(self, state: dict[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> None:
         """Counts and windows go on. `evaluations`: the lines of eval.jsonl."""
+        self._started -= state["seconds"]
         self.games_finished, self.void_games = state["games"], state["void_games"]
         self.alarms = list(state["alarms"])
         for group, by_count in state["windows"].items():
@@ -352,7 +356,10 @@ class Tracker:
         for *key, tally in state["tallies"]:
             self._tallies[key[0], key[1], key[2]].load_state_dict(tally)
         names = {field.name for field in fields(Evaluation)}
-        known = [Evaluation(**{name: line[name] for name in names}) for line in evaluations]
+        known = []
+        for line in evaluations:
+            figures: dict[str, Any] = {name: math.nan if line[name] is None else line[name] for name in names}
+            known.append(Evaluation(**figures))
         self.evaluations = [evaluation for evaluation in known if evaluation.label != "concurrent"]
 
     def close(self) -> None:
