@@ -105,8 +105,7 @@ class Collector:
                 await self._count_with_others(record)
                 records.append(record)
 
-        self._arena.retain(_version(model))
-        try:
+        with self._arena.held(_version(model)):
             if self._lock_step is not None:
                 for start in range(0, num_games, concurrency):
                     for spec in jobs[start : start + concurrency]:
@@ -116,8 +115,6 @@ class Collector:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(concurrency):
                     tasks.create_task(play())
-        finally:
-            self._arena.release(_version(model))
         return records
 
     async def play_round(self, num_games: int) -> None:

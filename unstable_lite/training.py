@@ -33,7 +33,7 @@ from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.trackers.tracker import Tracker, summarise_evaluation
 from unstable_lite.transport.adapters import AdapterArena
 from unstable_lite.turns import Turns
-from unstable_lite.types import Batch, GameRecord, Histogram
+from unstable_lite.types import Batch, EvalEnvSpec, GameRecord, Histogram, ModelRef
 from unstable_lite.workers import Workers
 
 T = TypeVar("T")
@@ -247,22 +247,30 @@ class Training:
         config = self.plan.config
         if not config.run.eval_games or self.stop.is_set():
             return
-        model, step, num_games = self.registry.current, self.updates, config.run.eval_games
-        for env in config.eval_envs:
-            records: list[GameRecord] = []
-            what = f"evaluation {label}: {env.env_id}"
-            playing = self.collector.evaluate(
-                env, model, num_games, label, concurrency=config.run.num_collection_workers, records=records
-            )
-            with self.terminal.doing(partial(_so_far, what, records, num_games)):
-                if await _unless_set(playing, self.stop) is None:
-                    self.terminal.say(f"broken off: {_so_far(what, records, num_games)}")
+        model, step = self.registry.current, self.updates
+        with self.arena.held(model.adapter_version or 0):  # the policy moves on, from one env to the next, too
+            for env in config.eval_envs:
+                if not await self._evaluate_on(env, model, step, label):
                     return
-            opponent = env.fixed_opponent if env.num_players > 1 else "none"
-            evaluation = summarise_evaluation(label, step, model, env.env_id, opponent, records)
-            self.tracker.add_evaluation(evaluation)
-            self.terminal.say(f"evaluation {label}: {evaluation.describe()}")
-            self.guard.check_evaluation(evaluation)
+
+    async def _evaluate_on(self, env: EvalEnvSpec, model: ModelRef, step: int, label: str) -> bool:
+        """False where it was broken off."""
+        run = self.plan.config.run
+        records: list[GameRecord] = []
+        what = f"evaluation {label}: {env.env_id}"
+        playing = self.collector.evaluate(
+            env, model, run.eval_games, label, concurrency=run.num_collection_workers, records=records
+        )
+        with self.terminal.doing(partial(_so_far, what, records, run.eval_games)):
+            if await _unless_set(playing, self.stop) is None:
+                self.terminal.say(f"broken off: {_so_far(what, records, run.eval_games)}")
+                return False
+        opponent = env.fixed_opponent if env.num_players > 1 else "none"
+        evaluation = summarise_evaluation(label, step, model, env.env_id, opponent, records)
+        self.tracker.add_evaluation(evaluation)
+        self.terminal.say(f"evaluation {label}: {evaluation.describe()}")
+        self.guard.check_evaluation(evaluation)
+        return True
 
     def _count_skipped(self, reason: str) -> None:
         self.skipped += 1
