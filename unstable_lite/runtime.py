@@ -186,23 +186,7 @@ class Run:
     async def _execute_in(self, directory: Path) -> Summary:
         started, config, checkpoint = time.monotonic(), self.plan.config, None
         if self._resume is not None:
-            checkpoint = read_checkpoint(newest_checkpoint(directory / "checkpoints", self._terminal.say))
-            with checkpoint.understood():
-                updates = int(checkpoint.state["updates"])
-                num_games = sum(checkpoint.state["scheduler"]["games"].values())
-                num_ended = int(checkpoint.state["tracker"]["games"])
-            if updates >= config.run.learning_steps:
-                raise UnstableError(
-                    f"{directory} has made its {updates} updates; give run.learning_steps=N for more of them"
-                )
-            try:
-                rewind(directory, updates, num_games, num_ended)
-            except OSError as error:
-                raise UnstableError(
-                    f"{directory}: what was told after update {updates} cannot be taken back: "
-                    f"{error.strerror}; make room, and see that it can be written to"
-                ) from error
-            self._terminal.say(f"going on after update {updates}, from {checkpoint.directory.name}")
+            checkpoint = self._go_back(directory)
         for path in (*reap_stale_arenas(), *reap_stale_arenas(directory)):
             self._terminal.say(f"removed {path}, left behind by a run that was killed")
         sinks = _sinks(config, directory, checkpoint.state["updates"] if checkpoint is not None else None)
@@ -272,6 +256,31 @@ class Run:
             collapsed=tuple(training.guard.collapsed()),
             stopped_by=training.guard.stopped_by,
         )
+
+    def _go_back(self, directory: Path) -> Checkpoint:
+        """The newest whole checkpoint; what the run told after it is taken back. Raises UnstableError."""
+        checkpoint = read_checkpoint(newest_checkpoint(directory / "checkpoints", self._terminal.say))
+        with checkpoint.understood():
+            updates, state = int(checkpoint.state["updates"]), checkpoint.state["tracker"]
+            num_games, num_ended = sum(checkpoint.state["scheduler"]["games"].values()), int(state["games"])
+            unfinished = {(model, env_id, opponent) for model, env_id, opponent, _ in state["tallies"]}
+        if updates >= self.plan.config.run.learning_steps:
+            raise UnstableError(
+                f"{directory} has made its {updates} updates; give run.learning_steps=N for more of them"
+            )
+
+        def is_told_again(line: dict[str, Any]) -> bool:
+            return line["label"] == "concurrent" and (line["model"], line["env_id"], line["opponent"]) in unfinished
+
+        try:
+            rewind(directory, updates, num_games, num_ended, is_told_again)
+        except OSError as error:
+            raise UnstableError(
+                f"{directory}: what was told after update {updates} cannot be taken back: "
+                f"{error.strerror}; make room, and see that it can be written to"
+            ) from error
+        self._terminal.say(f"going on after update {updates}, from {checkpoint.directory.name}")
+        return checkpoint
 
     def _wire(
         self,

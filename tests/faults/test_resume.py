@@ -90,6 +90,27 @@ def test_a_run_goes_on_after_what_may_be_pruned_of_it_is_gone(copy: Path) -> Non
     assert [line["step"] for line in updates_of(copy)] == list(range(1, numbers[-1] + 2))
 
 
+def test_what_was_evaluated_beside_training_when_a_run_was_stopped_is_told_once(tmp_path: Path) -> None:
+    overrides = ("run.eval_games=0", "run.learning_steps=3", "learner.batch_size=96")
+    process = runs.start("run", runs.write_small(tmp_path), *overrides)
+    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/games.jsonl")))
+    directory = runs.run_directory(tmp_path)
+
+    def evaluated() -> list[str]:
+        games = [record for record in read_records(directory / "games.jsonl") if record["kind"] == "eval"]
+        return [agent["model"] for game in games for agent in game["agents"]]
+
+    runs.wait_for(lambda: evaluated().count("ckpt-1") >= 3)
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process)
+    assert code == 0, out + err
+    code, out, err = runs.run("run", "--resume", directory, "learner.batch_size=24")
+    assert code == 0, out + err
+    told = [line["model"] for line in read_records(directory / "eval.jsonl")]
+    assert told.count("ckpt-1") == 1
+    assert len(told) == len(set(told))
+
+
 def test_an_actor_and_its_critic_go_on_together(tmp_path: Path) -> None:
     small = runs.write_small(tmp_path)
     overrides = ("run.eval_games=0", "run.num_eval_workers=0", "run.checkpoint_every=1")

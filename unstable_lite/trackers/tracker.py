@@ -168,6 +168,12 @@ class Tally:
         )
 
 
+def evaluation_group(label: str, env_id: str, opponent: str) -> str:
+    """How the names of an evaluation's metrics begin."""
+    what = "concurrent checkpoint" if label == "concurrent" else "checkpoint"
+    return f"evaluation-{env_id} ({opponent})/{what}"
+
+
 def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, float]:
     """Wilson (1927): an interval for a proportion that stays within [0, 1]; all of it where n is 0."""
     if n == 0:
@@ -253,7 +259,7 @@ class Tracker:
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """One with a quota: kept for the summary, too."""
         self.evaluations.append(evaluation)
-        self._write_evaluation(evaluation, "checkpoint")
+        self._write_evaluation(evaluation)
         self._log_league(evaluation.step)
 
     def end_evaluations(self, still_playing: Collection[str]) -> None:
@@ -262,7 +268,7 @@ class Tracker:
             model, env_id, opponent = key
             iteration = self.registry.get(model).iteration if self.registry is not None else None
             evaluation = self._tallies.pop(key).evaluation("concurrent", model, iteration or 0, env_id, opponent)
-            self._write_evaluation(evaluation, "concurrent checkpoint")
+            self._write_evaluation(evaluation)
 
     async def add_train_data(self, update: int, version: int, batch: Batch, logprobs: Sequence[Logprobs] = ()) -> None:
         """Keep what update number `update` trained on; `version` is that of the policy before it.
@@ -420,10 +426,10 @@ class Tracker:
         self.alarm(self._step, text)
         self._say(f"[red]alarm[/red] after update {self._step}: {text}")
 
-    def _write_evaluation(self, evaluation: Evaluation, what: str) -> None:
+    def _write_evaluation(self, evaluation: Evaluation) -> None:
         with self._surviving("eval.jsonl"):
             self._eval_file.write(to_line(evaluation.to_json()))
-        group = f"evaluation-{evaluation.env_id} ({evaluation.opponent})/{what}"
+        group = evaluation_group(evaluation.label, evaluation.env_id, evaluation.opponent)
         low, high = evaluation.interval
         metrics = {
             f"{group} Reward": evaluation.mean_reward,
