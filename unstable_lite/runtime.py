@@ -58,7 +58,7 @@ from unstable_lite.trackers.rewind import rewind
 from unstable_lite.trackers.tensorboard import TensorBoardSink
 from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.trackers.tracker import Evaluation, RichSink, Sink, Tracker
-from unstable_lite.training import Training
+from unstable_lite.training import Training, is_evaluated
 from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas, try_lock
 from unstable_lite.turns import Turns
 from unstable_lite.types import GameRecord
@@ -264,13 +264,26 @@ class Run:
             updates, state = int(checkpoint.state["updates"]), checkpoint.state["tracker"]
             num_games, num_ended = sum(checkpoint.state["scheduler"]["games"].values()), int(state["games"])
             unfinished = {(model, env_id, opponent) for model, env_id, opponent, _ in state["tallies"]}
-        if updates >= self.plan.config.run.learning_steps:
+            evaluated = {(env_id, opponent) for env_id, opponent in checkpoint.state["evaluated"]}
+        config = self.plan.config
+        known = {
+            (line["env_id"], line["opponent"])
+            for line in read_records(directory / "eval.jsonl")
+            if line["label"] != "concurrent" and line["step"] == updates
+        }
+        is_left = bool(config.run.eval_games) and not known.issuperset((e.env_id, e.opponent) for e in config.eval_envs)
+        if updates > config.run.learning_steps or (updates == config.run.learning_steps and not is_left):
             raise UnstableError(
                 f"{directory} has made its {updates} updates; give run.learning_steps=N for more of them"
             )
+        # In mode `sync` what the checkpoint does not know of is made again, for ratings and games follow from it.
+        is_made_again = config.run.mode == "sync" and is_evaluated(config.run, updates)
 
         def is_told_again(line: dict[str, Any]) -> bool:
-            return line["label"] == "concurrent" and (line["model"], line["env_id"], line["opponent"]) in unfinished
+            what = line["env_id"], line["opponent"]
+            if line["label"] == "concurrent":
+                return (line["model"], *what) in unfinished
+            return is_made_again and line["step"] == updates and what not in evaluated
 
         try:
             rewind(directory, updates, num_games, num_ended, is_told_again)

@@ -20,6 +20,7 @@ from rich.markup import escape
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.checkpoints import Checkpoint, save_checkpoint
 from unstable_lite.collector import Collector
+from unstable_lite.config import RunConfig
 from unstable_lite.errors import NoRoomError, UnstableError
 from unstable_lite.guard import Guard
 from unstable_lite.league.game_scheduler import GameScheduler
@@ -91,6 +92,8 @@ class Training:
                 await self._start_policy()
             if self.resume_from is None:
                 await self._evaluate("before")
+            elif self._is_evaluated():
+                await self._evaluate(f"update {self.updates}")
             if self.plan.config.run.mode == "sync":
                 await self._learn_in_turns()
             else:
@@ -151,8 +154,8 @@ class Training:
 
     def _is_evaluated(self) -> bool:
         """Whether this update is one of those to evaluate after; the last one is in any case."""
-        every, last = self.plan.config.run.eval_every, self.plan.config.run.learning_steps
-        return every is not None and self.updates % every == 0 and self.updates < last
+        run = self.plan.config.run
+        return self.updates < run.learning_steps and is_evaluated(run, self.updates)
 
     async def _update(self) -> bool:
         """One batch, one optimiser step, one adapter version that every engine holds and games may ask for.
@@ -244,12 +247,15 @@ class Training:
         return canary
 
     async def _evaluate(self, label: str) -> None:
+        """On every env that the newest policy has not been evaluated on: a resume may find it on the way."""
         config = self.plan.config
         if not config.run.eval_games or self.stop.is_set():
             return
         model, step = self.registry.current, self.updates
+        known = self._evaluated()
+        envs = [env for env in config.eval_envs if (env.env_id, env.opponent) not in known]
         with self.arena.held(model.adapter_version or 0):  # the policy moves on, from one env to the next, too
-            for env in config.eval_envs:
+            for env in envs:
                 if not await self._evaluate_on(env, model, step, label):
                     return
 
@@ -265,12 +271,15 @@ class Training:
             if await _unless_set(playing, self.stop) is None:
                 self.terminal.say(f"broken off: {_so_far(what, records, run.eval_games)}")
                 return False
-        opponent = env.fixed_opponent if env.num_players > 1 else "none"
-        evaluation = summarise_evaluation(label, step, model, env.env_id, opponent, records)
+        evaluation = summarise_evaluation(label, step, model, env.env_id, env.opponent, records)
         self.tracker.add_evaluation(evaluation)
         self.terminal.say(f"evaluation {label}: {evaluation.describe()}")
         self.guard.check_evaluation(evaluation)
         return True
+
+    def _evaluated(self) -> list[tuple[str, str]]:
+        """Env and opponent of each evaluation of the newest policy that is over."""
+        return [(e.env_id, e.opponent) for e in self.tracker.evaluations if e.step == self.updates]
 
     def _count_skipped(self, reason: str) -> None:
         self.skipped += 1
@@ -371,6 +380,7 @@ class Training:
             "updates": self.updates,
             "version": self.version,
             "skipped_updates": self.skipped,
+            "evaluated": self._evaluated(),
             "registry": self.registry.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "buffer": self.buffer.state_dict(),
@@ -429,8 +439,13 @@ class Training:
         return await _unless_set(waiting, self.stop, self.guard.asks_for_pause)
 
 
+def is_evaluated(config: RunConfig, update: int) -> bool:
+    """Whether an evaluation with a quota follows update number `update`."""
+    return update == config.learning_steps or (config.eval_every is not None and update % config.eval_every == 0)
+
+
 async def _unless_set(waiting: Coroutine[Any, Any, T], *events: asyncio.Event) -> T | None:
-    """The result, or None if one of `events` is set first."""
+    """The result, or None if one of `events` is set first; then `waiting` has ended, too."""
     task = asyncio.ensure_future(waiting)
     watching = [asyncio.ensure_future(event.wait()) for event in events]
     try:
@@ -439,6 +454,7 @@ async def _unless_set(waiting: Coroutine[Any, Any, T], *events: asyncio.Event) -
     finally:
         for one in (task, *watching):
             one.cancel()
+        await asyncio.wait([task])
 
 
 def _so_far(what: str, records: Sequence[GameRecord], num_games: int) -> str:

@@ -111,6 +111,30 @@ def test_what_was_evaluated_beside_training_when_a_run_was_stopped_is_told_once(
     assert len(told) == len(set(told))
 
 
+def test_of_the_last_evaluation_a_resume_makes_what_was_not_over(tmp_path: Path) -> None:
+    small = runs.write_small(tmp_path)
+    first = small.read_text().partition("[[eval_envs]]")[2]
+    small.write_text(f"{small.read_text()}\n[[eval_envs]]{first.replace('Nim', 'TicTacToe')}")
+
+    def told() -> list[tuple[str, int, str]]:
+        lines = [line for path in tmp_path.glob("outputs/*/*/eval.jsonl") for line in read_records(path)]
+        return [(line["label"], line["step"], line["env_id"]) for line in lines]
+
+    process = runs.start("run", small, "run.eval_games=60", "run.num_eval_workers=0", "run.learning_steps=1")
+    runs.wait_for(lambda: ("after", 1, "Nim-v0-train") in told())
+    os.kill(process.pid, signal.SIGKILL)
+    runs.finish(process)
+    before = [("before", 0, "Nim-v0-train"), ("before", 0, "TicTacToe-v0-train")]
+    assert told() == [*before, ("after", 1, "Nim-v0-train")]
+    directory = runs.run_directory(tmp_path)
+    code, out, err = runs.run("run", "--resume", directory)
+    assert code == 0, out + err
+    assert told() == [*before, ("after", 1, "Nim-v0-train"), ("after", 1, "TicTacToe-v0-train")]
+    assert [line["step"] for line in updates_of(directory)] == [1]
+    code, _, err = runs.run("run", "--resume", directory)
+    assert (code, "has made its 1 updates" in err) == (1, True)
+
+
 def test_an_actor_and_its_critic_go_on_together(tmp_path: Path) -> None:
     small = runs.write_small(tmp_path)
     overrides = ("run.eval_games=0", "run.num_eval_workers=0", "run.checkpoint_every=1")
