@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.config import RunConfig
@@ -197,6 +198,13 @@ class Collector:
                 await self._count_with_others(await self._to_its_end(spec))
             finally:
                 self.evaluating[uid] -= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Games in flight are played anew, and so do not count."""
+        return {"eval_games_of": dict(self._eval_games_of - self.evaluating)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._eval_games_of = Counter(state["eval_games_of"])
 
     def tell_new_checkpoint(self) -> None:
         """The registry has a new current policy: evaluation games that waited for one go on."""

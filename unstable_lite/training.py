@@ -233,6 +233,7 @@ class Training:
             self.scheduler.load_state_dict(state["scheduler"])
             self.buffer.load_state_dict(state["buffer"])
             self.publisher.load_state_dict(state["publisher"])
+            self.collector.load_state_dict(state["collector"])
             self.collector.seats.load_state_dict(state["seats"])
             self.pool.load_state_dict(state["pool"])
         self.checkpoint, self._saved = checkpoint.directory, self.updates
@@ -387,6 +388,7 @@ class Training:
             "publisher": self.publisher.state_dict(),
             "pool": self.pool.state_dict(),
             "tracker": self.tracker.state_dict(),
+            "collector": self.collector.state_dict(),
             "seats": self.collector.seats.state_dict(),
             "guard": self.guard.state_dict(),
         }
