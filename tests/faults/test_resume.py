@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import runs
-from unstable_lite.checkpoints import find_damage, newest_checkpoint, read_checkpoint, save_checkpoint
+from unstable_lite.checkpoints import (
+    find_damage,
+    newest_checkpoint,
+    read_checkpoint,
+    replace_config,
+    save_checkpoint,
+    to_toml,
+)
+from unstable_lite.config import parse_config
 from unstable_lite.errors import UnstableError
 from unstable_lite.trackers.records import read_records
 from unstable_lite.transport import messages
@@ -59,8 +68,11 @@ def copy(killed: Path, tmp_path: Path) -> Path:
 def test_a_killed_run_goes_on_and_tells_every_update_and_game_once(copy: Path) -> None:
     newest = max(int(path.name.removeprefix("ckpt-")) for path in (copy / "checkpoints").glob("ckpt-*"))
     state = json.loads((copy / "checkpoints" / f"ckpt-{newest}" / "league.json").read_text())
+    config = (copy / "config.toml").read_text()
     code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={newest + 3}")
     assert code == 0, out + err
+    assert (copy / "config.toml").read_text() == config.replace("steps = 10000", f"steps = {newest + 3}") != config
+    assert (copy / f"config-{newest}.toml").read_text() == config
     assert f"going on after update {newest}, from ckpt-{newest}" in out
     updates = updates_of(copy)
     assert [line["step"] for line in updates] == list(range(1, newest + 4))
@@ -252,6 +264,20 @@ async def test_steps_that_wait_are_saved_however_many_they_are(tmp_path: Path, m
     assert [[step.reward for step in chunk] for chunk in read] == [list(range(len(chunk))) for chunk in chunks]
 
 
+def test_every_config_that_updates_were_made_with_is_kept(tmp_path: Path) -> None:
+    def learning_steps() -> dict[str, int]:
+        paths = sorted(tmp_path.glob("config*.toml"))
+        return {path.name: tomllib.loads(path.read_text())["run"]["learning_steps"] for path in paths}
+
+    config = parse_config(tomllib.loads(runs.SMALL))[0]
+    assert config is not None
+    (tmp_path / "config.toml").write_text(to_toml(config.model_dump(mode="json")))
+    for steps, update in ((3, 2), (10, 2), (20, 2), (20, 6), (30, 8)):
+        run = config.run.model_copy(update={"learning_steps": steps})
+        replace_config(tmp_path, config.model_copy(update={"run": run}), update)
+    assert learning_steps() == {"config-2.toml": 3, "config-8.toml": 20, "config.toml": 30}
+
+
 def write_with_checksum(checkpoint: Path, name: str, content: str) -> None:
     (checkpoint / name).write_text(content)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
@@ -260,8 +286,10 @@ def write_with_checksum(checkpoint: Path, name: str, content: str) -> None:
 
 
 def test_a_run_that_is_done_or_is_no_run_or_still_runs_is_not_resumed(copy: Path, tmp_path: Path) -> None:
+    config = (copy / "config.toml").read_text()
     code, _, err = runs.run("run", "--resume", copy, "run.learning_steps=1")
     assert (code, "has made its" in err) == (1, True)
+    assert (copy / "config.toml").read_text() == config
     code, _, err = runs.run("run", "--resume", tmp_path)
     assert (code, "config.toml" in err) == (1, True)
     process = runs.start("run", "--resume", copy)
