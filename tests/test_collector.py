@@ -325,6 +325,27 @@ async def test_a_checkpoint_gets_no_more_evaluation_games_than_its_quota_and_the
     league.arena.close()
 
 
+async def test_a_quota_goes_on_through_a_resume_without_the_games_that_were_in_flight(tmp_path: Path) -> None:
+    def evaluated(league: League) -> int:
+        return sum(record.spec.kind == "eval" for record in league.records)
+
+    league = League(tmp_path, max_eval_games_per_ckpt=20)
+    task = asyncio.create_task(league.collector.run(0, 3))
+    while evaluated(league) < 7 or not league.collector.evaluating.total():
+        await asyncio.sleep(0)
+    state, played = league.collector.state_dict(), evaluated(league)
+    counted = state["eval_games_of"]["base"]
+    assert played - 3 <= counted <= played < 20
+    task.cancel()
+    await asyncio.wait([task])
+    league.arena.close()
+    resumed = League(tmp_path, max_eval_games_per_ckpt=20)
+    resumed.collector.load_state_dict(state)
+    await resumed.collect_until(lambda: len(resumed.records) >= 60, workers=2, eval_workers=3)
+    assert evaluated(resumed) == 20 - counted
+    resumed.arena.close()
+
+
 async def test_steps_of_games_ended_by_others_invalid_moves_are_left_out_where_asked_for(tmp_path: Path) -> None:
     async def far_off(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         await asyncio.sleep(0)

@@ -25,6 +25,15 @@ from unstable_lite.trackers.records import read_part, read_records
 pytestmark = pytest.mark.timeout(300)
 
 
+SECOND_EVAL_ENV = """
+[[eval_envs]]
+env_id = "TicTacToe-v0-train"
+num_players = 2
+prompt_template = "tiny"
+fixed_opponent = "scripted:random"
+"""
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory and the output of one run of three updates."""
@@ -292,6 +301,19 @@ def test_ctrl_c_breaks_off_an_evaluation_that_is_not_over(tmp_path: Path) -> Non
     assert out.index("broken off") < out.index("nothing to save; ending the workers")
     assert re.search(r"^updates +0$", out, re.M)
     assert (runs.run_directory(tmp_path) / "eval.jsonl").read_text() == ""
+
+
+def test_an_evaluation_on_two_envs_is_of_one_policy_however_far_training_has_moved_on(tmp_path: Path) -> None:
+    small = runs.write_small(tmp_path)
+    small.write_text(small.read_text() + SECOND_EVAL_ENV)
+    overrides = ("run.learning_steps=12", "run.eval_every=4", "run.eval_games=150", "run.num_eval_workers=0")
+    code, out, err = runs.run("run", small, *overrides, 'league.opponent_sampling_strategy="mirror"')
+    assert code == 0, out + err
+    lines = [json.loads(line) for line in (runs.run_directory(tmp_path) / "eval.jsonl").read_text().splitlines()]
+    told = Counter((line["label"], line["model"], line["n"] + line["void"]) for line in lines)
+    policies = {"before": "base", "update 4": "ckpt-4", "update 8": "ckpt-8", "after": "ckpt-12"}
+    assert told == {(label, model, 150): 2 for label, model in policies.items()}
+    assert not any(line["void"] for line in lines)
 
 
 def test_ctrl_c_while_workers_start_ends_them_at_once(tmp_path: Path) -> None:

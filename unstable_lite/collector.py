@@ -10,6 +10,8 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.config import RunConfig
@@ -95,30 +97,46 @@ class Collector:
         """Play a quota of evaluation games of one model; returns the records, void ones included. `records`: an empty
         list to put them in, one by one as the games end.
         """
-        jobs = [self._scheduler.next_eval_job(env, model, label) for _ in range(num_games)]
-        specs, records = iter(jobs), [] if records is None else records
-
-        async def play() -> None:
-            for spec in specs:  # shared by all workers
-                self._retain(spec)
-                record = await self._to_its_end(spec, waits_for_opponents=True)
-                await self._count_with_others(record)
-                records.append(record)
-
-        self._arena.retain(_version(model))
-        try:
+        records = [] if records is None else records
+        draw = partial(self._scheduler.next_eval_job, env, model, label)
+        with self._arena.held(_version(model)):
             if self._lock_step is not None:
-                for start in range(0, num_games, concurrency):
-                    for spec in jobs[start : start + concurrency]:
-                        self._retain(spec)
-                    records += await self._play_round(self._lock_step, jobs[start : start + concurrency])
+                await self._evaluate_in_rounds(self._lock_step, draw, num_games, concurrency, records)
                 return records
+            specs = iter([draw() for _ in range(num_games)])
+
+            async def play() -> None:
+                for spec in specs:  # shared by all workers
+                    self._retain(spec)
+                    record = await self._to_its_end(spec, waits_for_opponents=True)
+                    await self._count_with_others(record)
+                    records.append(record)
+
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(concurrency):
                     tasks.create_task(play())
-        finally:
-            self._arena.release(_version(model))
         return records
+
+    async def _evaluate_in_rounds(
+        self,
+        lock_step: LockStep,
+        draw: Callable[[], GameSpec],
+        num_games: int,
+        concurrency: int,
+        records: list[GameRecord],
+    ) -> None:
+        """Of an evaluation that is broken off nothing stays, so that it can be made again, the same."""
+        before = self._scheduler.state_dict()
+        try:
+            while len(records) < num_games:
+                specs = [draw() for _ in range(min(concurrency, num_games - len(records)))]
+                for spec in specs:
+                    self._retain(spec)
+                records += await self._play_round(lock_step, specs)
+        except asyncio.CancelledError:
+            self._scheduler.load_state_dict(before)
+            raise
+        self._count(records)
 
     async def play_round(self, num_games: int) -> None:
         """So many training games, in whole groups and at one pace, to their end; needs `lock_step`."""
@@ -127,13 +145,11 @@ class Collector:
             await self._begin_group()
         specs = list(self._rest_of_group)
         self._rest_of_group.clear()
-        await self._play_round(self._lock_step, specs)
+        self._count(await self._play_round(self._lock_step, specs))
 
     async def _play_round(self, lock_step: LockStep, specs: Sequence[GameSpec]) -> list[GameRecord]:
-        """Games that are retained. What follows from them is done when all are over, in the order of `specs`."""
-        records = await lock_step.play([self._to_its_end(spec, waits_for_opponents=True) for spec in specs])
-        self._count(records)
-        return records
+        """Games that are retained, to their end. Nothing follows from them yet: that is for all of them, in order."""
+        return await lock_step.play([self._to_its_end(spec, waits_for_opponents=True) for spec in specs])
 
     async def _play_train_games(self) -> None:
         while True:
@@ -182,6 +198,13 @@ class Collector:
                 await self._count_with_others(await self._to_its_end(spec))
             finally:
                 self.evaluating[uid] -= 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Games in flight are played anew, and so do not count."""
+        return {"eval_games_of": dict(self._eval_games_of - self.evaluating)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._eval_games_of = Counter(state["eval_games_of"])
 
     def tell_new_checkpoint(self) -> None:
         """The registry has a new current policy: evaluation games that waited for one go on."""

@@ -234,7 +234,7 @@ def _began(directory: Path) -> float:
     try:
         return time.mktime(time.strptime(f"{directory.parent.name} {directory.name[:8]}", "%Y-%m-%d %H-%M-%S"))
     except ValueError:
-        return (directory / "config.toml").stat().st_mtime
+        return min(path.stat().st_mtime for path in directory.glob("config*.toml"))  # a resume may write it anew
 
 
 def _last_written(directory: Path) -> float:

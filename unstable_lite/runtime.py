@@ -29,6 +29,7 @@ from unstable_lite.checkpoints import (
     create_run_directory,
     newest_checkpoint,
     read_checkpoint,
+    replace_config,
     to_toml,
     versions,
 )
@@ -58,7 +59,7 @@ from unstable_lite.trackers.rewind import rewind
 from unstable_lite.trackers.tensorboard import TensorBoardSink
 from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.trackers.tracker import Evaluation, RichSink, Sink, Tracker
-from unstable_lite.training import Training
+from unstable_lite.training import Training, is_evaluated
 from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas, try_lock
 from unstable_lite.turns import Turns
 from unstable_lite.types import GameRecord
@@ -186,24 +187,7 @@ class Run:
     async def _execute_in(self, directory: Path) -> Summary:
         started, config, checkpoint = time.monotonic(), self.plan.config, None
         if self._resume is not None:
-            checkpoint = read_checkpoint(newest_checkpoint(directory / "checkpoints", self._terminal.say))
-            with checkpoint.understood():
-                updates, num_games = (
-                    int(checkpoint.state["updates"]),
-                    sum(checkpoint.state["scheduler"]["games"].values()),
-                )
-            if updates >= config.run.learning_steps:
-                raise UnstableError(
-                    f"{directory} has made its {updates} updates; give run.learning_steps=N for more of them"
-                )
-            try:
-                rewind(directory, updates, num_games)
-            except OSError as error:
-                raise UnstableError(
-                    f"{directory}: what was told after update {updates} cannot be taken back: "
-                    f"{error.strerror}; make room, and see that it can be written to"
-                ) from error
-            self._terminal.say(f"going on after update {updates}, from {checkpoint.directory.name}")
+            checkpoint = self._go_back(directory)
         for path in (*reap_stale_arenas(), *reap_stale_arenas(directory)):
             self._terminal.say(f"removed {path}, left behind by a run that was killed")
         sinks = _sinks(config, directory, checkpoint.state["updates"] if checkpoint is not None else None)
@@ -227,6 +211,8 @@ class Run:
                 ):
                     self._is_up = True
                     starting.close()
+                    if checkpoint is not None:  # the workers have started with it
+                        replace_config(directory, config, checkpoint.state["updates"])
                     needed = workers.adapter_bytes * adapters_in_memory(config)
                     arena = AdapterArena(directory.name, fallback=directory, bytes_needed=needed)
                     templates, say = templates_for(config, workers.prompts), self._terminal.say
@@ -273,6 +259,44 @@ class Run:
             collapsed=tuple(training.guard.collapsed()),
             stopped_by=training.guard.stopped_by,
         )
+
+    def _go_back(self, directory: Path) -> Checkpoint:
+        """The newest whole checkpoint; what the run told after it is taken back. Raises UnstableError."""
+        checkpoint = read_checkpoint(newest_checkpoint(directory / "checkpoints", self._terminal.say))
+        with checkpoint.understood():
+            updates, state = int(checkpoint.state["updates"]), checkpoint.state["tracker"]
+            num_games, num_ended = sum(checkpoint.state["scheduler"]["games"].values()), int(state["games"])
+            unfinished = {(model, env_id, opponent) for model, env_id, opponent, _ in state["tallies"]}
+            evaluated = {(env_id, opponent) for env_id, opponent in checkpoint.state["evaluated"]}
+        config = self.plan.config
+        known = {
+            (line["env_id"], line["opponent"])
+            for line in read_records(directory / "eval.jsonl")
+            if line["label"] != "concurrent" and line["step"] == updates
+        }
+        is_left = bool(config.run.eval_games) and not known.issuperset((e.env_id, e.opponent) for e in config.eval_envs)
+        if updates > config.run.learning_steps or (updates == config.run.learning_steps and not is_left):
+            raise UnstableError(
+                f"{directory} has made its {updates} updates; give run.learning_steps=N for more of them"
+            )
+        # In mode `sync` what the checkpoint does not know of is made again, for ratings and games follow from it.
+        is_made_again = config.run.mode == "sync" and is_evaluated(config.run, updates)
+
+        def is_told_again(line: dict[str, Any]) -> bool:
+            what = line["env_id"], line["opponent"]
+            if line["label"] == "concurrent":
+                return (line["model"], *what) in unfinished
+            return is_made_again and line["step"] == updates and what not in evaluated
+
+        try:
+            rewind(directory, updates, num_games, num_ended, is_told_again)
+        except OSError as error:
+            raise UnstableError(
+                f"{directory}: what was told after update {updates} cannot be taken back: "
+                f"{error.strerror}; make room, and see that it can be written to"
+            ) from error
+        self._terminal.say(f"going on after update {updates}, from {checkpoint.directory.name}")
+        return checkpoint
 
     def _wire(
         self,

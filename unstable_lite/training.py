@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.checkpoints import Checkpoint, save_checkpoint
 from unstable_lite.collector import Collector
+from unstable_lite.config import RunConfig
 from unstable_lite.errors import NoRoomError, UnstableError
 from unstable_lite.guard import Guard
 from unstable_lite.league.game_scheduler import GameScheduler
@@ -31,7 +32,7 @@ from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.trackers.tracker import Tracker, summarise_evaluation
 from unstable_lite.transport.adapters import AdapterArena
 from unstable_lite.turns import Turns
-from unstable_lite.types import Batch, GameRecord, Histogram
+from unstable_lite.types import Batch, EvalEnvSpec, GameRecord, Histogram, ModelRef
 from unstable_lite.workers import Workers
 
 T = TypeVar("T")
@@ -89,6 +90,8 @@ class Training:
                 await self._start_policy()
             if self.resume_from is None:
                 await self._evaluate("before")
+            elif self._is_evaluated():
+                await self._evaluate(f"update {self.updates}")
             if self.plan.config.run.mode == "sync":
                 await self._learn_in_turns()
             else:
@@ -149,8 +152,8 @@ class Training:
 
     def _is_evaluated(self) -> bool:
         """Whether this update is one of those to evaluate after; the last one is in any case."""
-        every, last = self.plan.config.run.eval_every, self.plan.config.run.learning_steps
-        return every is not None and self.updates % every == 0 and self.updates < last
+        run = self.plan.config.run
+        return self.updates < run.learning_steps and is_evaluated(run, self.updates)
 
     async def _update(self) -> bool:
         """One batch, one optimiser step, one adapter version that every engine holds and games may ask for.
@@ -228,6 +231,7 @@ class Training:
             self.scheduler.load_state_dict(state["scheduler"])
             self.buffer.load_state_dict(state["buffer"])
             self.publisher.load_state_dict(state["publisher"])
+            self.collector.load_state_dict(state["collector"])
             self.collector.seats.load_state_dict(state["seats"])
             self.pool.load_state_dict(state["pool"])
         self.checkpoint, self._saved = checkpoint.directory, self.updates
@@ -242,25 +246,39 @@ class Training:
         return canary
 
     async def _evaluate(self, label: str) -> None:
+        """On every env that the newest policy has not been evaluated on: a resume may find it on the way."""
         config = self.plan.config
         if not config.run.eval_games or self.stop.is_set():
             return
-        model, step, num_games = self.registry.current, self.updates, config.run.eval_games
-        for env in config.eval_envs:
-            records: list[GameRecord] = []
-            what = f"evaluation {label}: {env.env_id}"
-            playing = self.collector.evaluate(
-                env, model, num_games, label, concurrency=config.run.num_collection_workers, records=records
-            )
-            with self.terminal.doing(partial(_so_far, what, records, num_games)):
-                if await _unless_set(playing, self.stop) is None:
-                    self.terminal.say(f"broken off: {_so_far(what, records, num_games)}")
+        model, step = self.registry.current, self.updates
+        known = self._evaluated()
+        envs = [env for env in config.eval_envs if (env.env_id, env.opponent) not in known]
+        with self.arena.held(model.adapter_version or 0):  # the policy moves on, from one env to the next, too
+            for env in envs:
+                if not await self._evaluate_on(env, model, step, label):
                     return
-            opponent = env.fixed_opponent if env.num_players > 1 else "none"
-            evaluation = summarise_evaluation(label, step, model, env.env_id, opponent, records)
-            self.tracker.add_evaluation(evaluation)
-            self.terminal.say(f"evaluation {label}: {evaluation.describe()}")
-            self.guard.check_evaluation(evaluation)
+
+    async def _evaluate_on(self, env: EvalEnvSpec, model: ModelRef, step: int, label: str) -> bool:
+        """False where it was broken off."""
+        run = self.plan.config.run
+        records: list[GameRecord] = []
+        what = f"evaluation {label}: {env.env_id}"
+        playing = self.collector.evaluate(
+            env, model, run.eval_games, label, concurrency=run.num_collection_workers, records=records
+        )
+        with self.terminal.doing(partial(_so_far, what, records, run.eval_games)):
+            if await _unless_set(playing, self.stop) is None:
+                self.terminal.say(f"broken off: {_so_far(what, records, run.eval_games)}")
+                return False
+        evaluation = summarise_evaluation(label, step, model, env.env_id, env.opponent, records)
+        self.tracker.add_evaluation(evaluation)
+        self.terminal.say(f"evaluation {label}: {evaluation.describe()}")
+        self.guard.check_evaluation(evaluation)
+        return True
+
+    def _evaluated(self) -> list[tuple[str, str]]:
+        """Env and opponent of each evaluation of the newest policy that is over."""
+        return [(e.env_id, e.opponent) for e in self.tracker.evaluations if e.step == self.updates]
 
     def _count_skipped(self, reason: str) -> None:
         self.skipped += 1
@@ -361,12 +379,14 @@ class Training:
             "updates": self.updates,
             "version": self.version,
             "skipped_updates": self.skipped,
+            "evaluated": self._evaluated(),
             "registry": self.registry.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "buffer": self.buffer.state_dict(),
             "publisher": self.publisher.state_dict(),
             "pool": self.pool.state_dict(),
             "tracker": self.tracker.state_dict(),
+            "collector": self.collector.state_dict(),
             "seats": self.collector.seats.state_dict(),
             "guard": self.guard.state_dict(),
         }
@@ -419,8 +439,13 @@ class Training:
         return await _unless_set(waiting, self.stop, self.guard.asks_for_pause)
 
 
+def is_evaluated(config: RunConfig, update: int) -> bool:
+    """Whether an evaluation with a quota follows update number `update`."""
+    return update == config.learning_steps or (config.eval_every is not None and update % config.eval_every == 0)
+
+
 async def _unless_set(waiting: Coroutine[Any, Any, T], *events: asyncio.Event) -> T | None:
-    """The result, or None if one of `events` is set first."""
+    """The result, or None if one of `events` is set first; then `waiting` has ended, too."""
     task = asyncio.ensure_future(waiting)
     watching = [asyncio.ensure_future(event.wait()) for event in events]
     try:
@@ -429,6 +454,7 @@ async def _unless_set(waiting: Coroutine[Any, Any, T], *events: asyncio.Event) -
     finally:
         for one in (task, *watching):
             one.cancel()
+        await asyncio.wait([task])
 
 
 def _so_far(what: str, records: Sequence[GameRecord], num_games: int) -> str:

@@ -64,6 +64,11 @@ class EvalEnvSpec:
     observation: Observation = "env"
     isolated: bool | None = None
 
+    @property
+    def opponent(self) -> str:
+        """As results name it."""
+        return self.fixed_opponent if self.num_players > 1 else "none"
+
 
 class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
     """A model that can sit at a seat."""

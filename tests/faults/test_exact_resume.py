@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import runs
 
@@ -15,6 +16,7 @@ SYNC = (
     "run.learning_steps=6",
     "run.checkpoint_every=3",
     "run.eval_every=2",
+    "run.eval_games=24",
     "run.num_collection_workers=6",
     "engine.threads=1",
     "learner.threads=1",
@@ -36,28 +38,58 @@ def is_of_the_clock(name: str) -> bool:
 
 def state_of(checkpoint: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((checkpoint / "league.json").read_text())
+    del state["tracker"]["seconds"]
     del state["tracker"]["windows"]  # some are of times; metrics.jsonl has the means of the others
     return state
 
 
-def test_a_run_that_was_killed_equals_one_that_was_not_bit_for_bit(tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    whole.mkdir()
-    broken.mkdir()
-    code, out, err = runs.run("run", runs.write_small(whole), *SYNC)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run that nothing happened to."""
+    tmp_path = tmp_path_factory.mktemp("whole")
+    code, out, err = runs.run("run", runs.write_small(tmp_path), *SYNC)
     assert code == 0, out + err
-    process = runs.start("run", runs.write_small(broken), *SYNC)
-    runs.wait_for(lambda: runs.num_updates(broken) >= 4)
-    os.kill(process.pid, signal.SIGKILL)
-    runs.finish(process)
-    one, other = runs.run_directory(whole), runs.run_directory(broken)
-    code, out, err = runs.run("run", "--resume", other)
+    return runs.run_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_every", "reached", "signum", "resumed_from"),
+    [
+        (3, "update 4", signal.SIGKILL, 3),
+        (2, "update 5", signal.SIGKILL, 4),
+        (3, "update 2", signal.SIGINT, 2),
+        (3, "ckpt-6", signal.SIGKILL, 6),
+        (3, "ckpt-6", signal.SIGINT, 6),
+    ],
+    ids=[
+        "killed between two checkpoints",
+        "killed after an evaluation that a checkpoint was beside",
+        "stopped in an evaluation without one",
+        "killed in the last evaluation",
+        "stopped in the last evaluation",
+    ],
+)
+def test_a_run_that_was_broken_off_equals_one_that_was_not_bit_for_bit(
+    whole: Path, tmp_path: Path, checkpoint_every: int, reached: str, signum: signal.Signals, resumed_from: int
+) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), *SYNC, f"run.checkpoint_every={checkpoint_every}")
+    if reached.startswith("ckpt"):
+        runs.wait_for(lambda: any(tmp_path.glob(f"outputs/*/*/checkpoints/{reached}")))
+    else:
+        runs.wait_for(lambda: runs.num_updates(tmp_path) >= int(reached.removeprefix("update ")))
+    process.send_signal(signum)
+    _, out, _ = runs.finish(process)
+    assert ("broken off" in out) == (signum == signal.SIGINT)
+    broken = runs.run_directory(tmp_path)
+    code, out, err = runs.run("run", "--resume", broken)
     assert code == 0, out + err
-    assert "going on after update 3" in out
-    assert figures_of(other) == figures_of(one)
-    for update in (3, 6):
-        ours, theirs = (directory / "checkpoints" / f"ckpt-{update}" for directory in (other, one))
+    assert f"going on after update {resumed_from}" in out
+    assert figures_of(broken) == figures_of(whole)
+    for update in {3, 6} if checkpoint_every == 3 else {6}:
+        ours, theirs = (directory / "checkpoints" / f"ckpt-{update}" for directory in (broken, whole))
         for file in ("adapter_model.safetensors", "learner.safetensors"):
             assert (ours / file).read_bytes() == (theirs / file).read_bytes(), (update, file)
         assert state_of(ours) == state_of(theirs)
-    assert (other / "eval.jsonl").read_text() == (one / "eval.jsonl").read_text()
+    assert (broken / "eval.jsonl").read_text() == (whole / "eval.jsonl").read_text()
+    code, _, err = runs.run("run", "--resume", broken)
+    assert (code, "has made its 6 updates" in err) == (1, True)

@@ -8,16 +8,28 @@ import os
 import random
 import shutil
 import signal
+import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import runs
-from unstable_lite.checkpoints import find_damage, newest_checkpoint, read_checkpoint
+from unstable_lite.checkpoints import (
+    find_damage,
+    newest_checkpoint,
+    read_checkpoint,
+    replace_config,
+    save_checkpoint,
+    to_toml,
+)
+from unstable_lite.config import parse_config
 from unstable_lite.errors import UnstableError
 from unstable_lite.trackers.records import read_records
+from unstable_lite.transport import messages
+from unstable_lite.types import Generation, Step
 
 LEAGUE = (
     "run.checkpoint_every=2",
@@ -56,8 +68,11 @@ def copy(killed: Path, tmp_path: Path) -> Path:
 def test_a_killed_run_goes_on_and_tells_every_update_and_game_once(copy: Path) -> None:
     newest = max(int(path.name.removeprefix("ckpt-")) for path in (copy / "checkpoints").glob("ckpt-*"))
     state = json.loads((copy / "checkpoints" / f"ckpt-{newest}" / "league.json").read_text())
+    config = (copy / "config.toml").read_text()
     code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={newest + 3}")
     assert code == 0, out + err
+    assert (copy / "config.toml").read_text() == config.replace("steps = 10000", f"steps = {newest + 3}") != config
+    assert (copy / f"config-{newest}.toml").read_text() == config
     assert f"going on after update {newest}, from ckpt-{newest}" in out
     updates = updates_of(copy)
     assert [line["step"] for line in updates] == list(range(1, newest + 4))
@@ -88,6 +103,51 @@ def test_a_run_goes_on_after_what_may_be_pruned_of_it_is_gone(copy: Path) -> Non
     code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={numbers[-1] + 1}", "run.eval_games=0")
     assert code == 0, out + err
     assert [line["step"] for line in updates_of(copy)] == list(range(1, numbers[-1] + 2))
+
+
+def test_what_was_evaluated_beside_training_when_a_run_was_stopped_is_told_once(tmp_path: Path) -> None:
+    overrides = ("run.eval_games=0", "run.learning_steps=3", "learner.batch_size=96")
+    process = runs.start("run", runs.write_small(tmp_path), *overrides)
+    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/games.jsonl")))
+    directory = runs.run_directory(tmp_path)
+
+    def evaluated() -> list[str]:
+        games = [record for record in read_records(directory / "games.jsonl") if record["kind"] == "eval"]
+        return [agent["model"] for game in games for agent in game["agents"]]
+
+    runs.wait_for(lambda: evaluated().count("ckpt-1") >= 3)
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process)
+    assert code == 0, out + err
+    code, out, err = runs.run("run", "--resume", directory, "learner.batch_size=24")
+    assert code == 0, out + err
+    told = [line["model"] for line in read_records(directory / "eval.jsonl")]
+    assert told.count("ckpt-1") == 1
+    assert len(told) == len(set(told))
+
+
+def test_of_the_last_evaluation_a_resume_makes_what_was_not_over(tmp_path: Path) -> None:
+    small = runs.write_small(tmp_path)
+    first = small.read_text().partition("[[eval_envs]]")[2]
+    small.write_text(f"{small.read_text()}\n[[eval_envs]]{first.replace('Nim', 'TicTacToe')}")
+
+    def told() -> list[tuple[str, int, str]]:
+        lines = [line for path in tmp_path.glob("outputs/*/*/eval.jsonl") for line in read_records(path)]
+        return [(line["label"], line["step"], line["env_id"]) for line in lines]
+
+    process = runs.start("run", small, "run.eval_games=60", "run.num_eval_workers=0", "run.learning_steps=1")
+    runs.wait_for(lambda: ("after", 1, "Nim-v0-train") in told())
+    os.kill(process.pid, signal.SIGKILL)
+    runs.finish(process)
+    before = [("before", 0, "Nim-v0-train"), ("before", 0, "TicTacToe-v0-train")]
+    assert told() == [*before, ("after", 1, "Nim-v0-train")]
+    directory = runs.run_directory(tmp_path)
+    code, out, err = runs.run("run", "--resume", directory)
+    assert code == 0, out + err
+    assert told() == [*before, ("after", 1, "Nim-v0-train"), ("after", 1, "TicTacToe-v0-train")]
+    assert [line["step"] for line in updates_of(directory)] == [1]
+    code, _, err = runs.run("run", "--resume", directory)
+    assert (code, "has made its 1 updates" in err) == (1, True)
 
 
 def test_an_actor_and_its_critic_go_on_together(tmp_path: Path) -> None:
@@ -180,6 +240,44 @@ def test_a_checkpoint_that_cannot_be_read_at_all_is_named(copy: Path, name: str,
         read_checkpoint(newest)
 
 
+async def test_steps_that_wait_are_saved_however_many_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 1_000_000)  # of 1 GiB, which a test has no room for
+
+    async def save_learner(directory: Path) -> None:
+        (directory / "adapter_model.safetensors").write_bytes(b"weights")
+
+    generation = Generation(
+        prompt_ids=np.arange(9, dtype=np.int32),
+        completion_ids=np.array([1], np.int32),
+        logprobs=np.array([-0.5], np.float32),
+        text="a",
+        finish_reason="stop",
+        adapter_version=1,
+    )
+    chunks = [
+        [Step(pid=0, obs="x" * 400, act="a", reward=turn, env_id="E", generation=generation) for turn in range(size)]
+        for size in (1, 700, 999, 5, 0, 1500, 300)
+    ]
+    directory = await save_checkpoint(tmp_path, 1, {}, chunks, save_learner)
+    assert (directory / "waiting.msgpack").stat().st_size > 1_500_000
+    read = read_checkpoint(directory).waiting
+    assert [[step.reward for step in chunk] for chunk in read] == [list(range(len(chunk))) for chunk in chunks]
+
+
+def test_every_config_that_updates_were_made_with_is_kept(tmp_path: Path) -> None:
+    def learning_steps() -> dict[str, int]:
+        paths = sorted(tmp_path.glob("config*.toml"))
+        return {path.name: tomllib.loads(path.read_text())["run"]["learning_steps"] for path in paths}
+
+    config = parse_config(tomllib.loads(runs.SMALL))[0]
+    assert config is not None
+    (tmp_path / "config.toml").write_text(to_toml(config.model_dump(mode="json")))
+    for steps, update in ((3, 2), (10, 2), (20, 2), (20, 6), (30, 8)):
+        run = config.run.model_copy(update={"learning_steps": steps})
+        replace_config(tmp_path, config.model_copy(update={"run": run}), update)
+    assert learning_steps() == {"config-2.toml": 3, "config-8.toml": 20, "config.toml": 30}
+
+
 def write_with_checksum(checkpoint: Path, name: str, content: str) -> None:
     (checkpoint / name).write_text(content)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
@@ -188,8 +286,10 @@ def write_with_checksum(checkpoint: Path, name: str, content: str) -> None:
 
 
 def test_a_run_that_is_done_or_is_no_run_or_still_runs_is_not_resumed(copy: Path, tmp_path: Path) -> None:
+    config = (copy / "config.toml").read_text()
     code, _, err = runs.run("run", "--resume", copy, "run.learning_steps=1")
     assert (code, "has made its" in err) == (1, True)
+    assert (copy / "config.toml").read_text() == config
     code, _, err = runs.run("run", "--resume", tmp_path)
     assert (code, "config.toml" in err) == (1, True)
     process = runs.start("run", "--resume", copy)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unstable_lite.errors import UnstableError
-from unstable_lite.trackers.records import RecordLog, read_part, read_records, to_line, write_whole
+from unstable_lite.trackers.records import RecordLog, keep_records, read_part, read_records, to_line, write_whole
 
 
 def numbers(path: Path) -> list[int]:
@@ -95,3 +95,35 @@ def test_what_json_does_not_know_is_written_all_the_same(tmp_path: Path, text: s
 
 def test_a_number_that_is_not_finite_is_null() -> None:
     assert to_line({"x": float("nan"), "y": float("-inf")}) == b'{"x":null,"y":null}\n'
+
+
+@pytest.mark.parametrize(
+    ("order", "last_part"),
+    [
+        ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], []),
+        ([0, 1, 2, 5, 6, 7, 8, 9, 10, 11, 3], [3]),
+        ([0, 1, 5, 6, 7, 8, 2, 9, 10, 11, 3], [3]),
+    ],
+    ids=["a new part was just begun", "the newest part is kept whole", "so are records behind others"],
+)
+def test_what_is_not_to_be_kept_goes_from_every_part_that_has_any(
+    tmp_path: Path, order: list[int], last_part: list[int]
+) -> None:
+    path = tmp_path / "games.jsonl"
+    part = order[: len(order) - len(last_part)]
+    log = RecordLog(path, part_mb=sum(len(to_line({"n": n})) for n in part[: len(part) // 2]) / 1e6)
+    for n in order:
+        log.write({"n": n})
+    log.close()
+    assert numbers(path) == order
+    assert [record["n"] for record in read_part(path)] == last_part
+    keep_records(path, lambda record: record["n"] < 5, num_late=2)
+    assert numbers(path) == [n for n in order if n < 5]
+
+
+def test_parts_that_can_hold_nothing_else_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "games.jsonl"
+    write(path, 0, 100, part_mb=0.002)
+    (tmp_path / "games-000001.jsonl.gz").write_bytes(b"takes long to read")
+    keep_records(path, lambda record: record["n"] < 99, num_late=3)
+    assert [record["n"] for record in read_part(path)][-1] == 98

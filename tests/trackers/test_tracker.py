@@ -210,6 +210,52 @@ def test_means_run_over_the_newest_window_while_step_counts_on(tmp_path: Path) -
     tracker.close()
 
 
+def test_a_game_in_which_the_model_had_no_turn_counts_and_has_no_means_over_turns(tmp_path: Path) -> None:
+    tracker, evaluated, trained = make_tracker(tmp_path), game(kind="eval"), game()
+    tracker.add_record(dataclasses.replace(evaluated, turns=evaluated.turns[1:]))
+    trajectories = [dataclasses.replace(trained.trajectories[0], steps=[])]
+    tracker.add_record(dataclasses.replace(trained, turns=trained.turns[1:], trajectories=trajectories))
+    tracker.log_update(1, {})
+    for group in ("evaluation-E (scripted:random)", "collection-E"):
+        assert tracker.latest[f"{group}/n"] == 1
+        assert not any("turn" in name for name in tracker.latest if name.startswith(group))
+    tracker.add_record(game(kind="eval"))
+    tracker.log_update(2, {})
+    assert tracker.latest["evaluation-E (scripted:random)/n (turns)"] == 1
+    tracker.close()
+
+
+def test_evaluations_whose_figures_are_no_numbers_are_so_after_a_resume_too(tmp_path: Path) -> None:
+    one_game, none = Tally(), Tally()
+    one_game.add("na", 0.5, own_invalid=False)
+    none.add_record(game(kind="eval", end="void"), 0)
+    tracker = make_tracker(tmp_path)
+    for tally, env_id in ((one_game, "E"), (none, "F")):
+        tracker.add_evaluation(tally.evaluation("before", "base", 0, env_id, "none"))
+    tracker.close()
+    resumed = make_tracker(tmp_path)
+    resumed.resume(tracker.state_dict(), list(read_records(tmp_path / "eval.jsonl")))
+    assert shown(resumed) == shown(tracker)
+    resumed.close()
+
+
+def shown(tracker: Tracker) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(*evaluation_tables(tracker.evaluations))
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_the_seconds_of_a_run_go_on_where_its_checkpoint_was(tmp_path: Path) -> None:
+    tracker = make_tracker(tmp_path)
+    state = tracker.state_dict()
+    tracker.close()
+    resumed = make_tracker(tmp_path)
+    resumed.resume(state | {"seconds": state["seconds"] + 5000}, [])
+    resumed.log_update(1, {})
+    assert 5000 <= resumed.latest["run/seconds"] <= resumed.state_dict()["seconds"] < 6000
+    resumed.close()
+
+
 def test_evaluation_games_without_a_quota_are_told_by_checkpoint_once_it_plays_no_more(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
     assert tracker.registry is not None

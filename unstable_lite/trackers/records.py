@@ -137,28 +137,32 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         yield from read_part(path)
 
 
-def keep_records(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    """Take out what is not to be kept, from the newest part back to the first one that needs no change."""
+def keep_records(path: Path, is_kept: Callable[[dict[str, Any]], bool], num_late: int) -> None:
+    """Take out what is not to be kept, from the newest part back.
+
+    `num_late`: how many records that are to be kept may stand behind ones that are not. Where more of them were found
+    older parts hold nothing else.
+    """
     parts = [part for _, part in sorted(_full_parts(path))] + [path] * path.exists()
+    num_kept = 0
     for part in reversed(parts):
-        if not keep_whole_lines(part, is_kept):
+        num_kept += keep_whole_lines(part, is_kept)
+        if num_kept > num_late:
             return
 
 
-def keep_whole_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> bool:
-    """Rewrite one file, `.gz` or not, with the records to keep; whether there was anything else in it."""
+def keep_whole_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> int:
+    """Rewrite one file, `.gz` or not, with the records to keep; how many these are."""
     if not path.exists():
-        return False
+        return 0
     records = list(read_part(path))
     kept = [record for record in records if is_kept(record)]
-    if len(kept) == len(records) and path.suffix == ".gz":
-        return False
-    if path.suffix == ".gz":
-        write_whole(path, kept)
-    else:  # rewritten in any case: an unfinished line goes
+    if path.suffix != ".gz":  # rewritten in any case: an unfinished line goes
         with replaced(path) as partial:
             partial.write_bytes(b"".join(to_line(record) for record in kept))
-    return len(kept) < len(records)
+    elif len(kept) < len(records):
+        write_whole(path, kept)
+    return len(kept)
 
 
 def read_part(path: Path) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ Owns which files of a run directory tell of which update or game. Every file is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +13,52 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from unstable_lite.trackers.records import keep_records, keep_whole_lines, replaced
+from unstable_lite.trackers.records import keep_records, keep_whole_lines, read_records, replaced
+from unstable_lite.trackers.tracker import evaluation_group
 
 
-def rewind(directory: Path, update: int, num_games: int) -> None:
-    """`num_games`: how many had been handed out at that update; the later ones get their numbers again."""
-    for name in ("metrics.jsonl", "eval.jsonl", "league.jsonl", "alarms.jsonl"):
-        keep_whole_lines(directory / name, _until(update))
-    keep_records(directory / "games.jsonl", lambda record: bool(record["game_idx"] < num_games))
+def rewind(
+    directory: Path, update: int, num_games: int, num_ended: int, is_told_again: Callable[[dict[str, Any]], bool]
+) -> None:
+    """`num_games`: how many had been handed out at that update, the later ones get their numbers again; `num_ended`:
+    how many of them were over. `is_told_again`: whether a line of eval.jsonl is of an evaluation that goes on or is
+    made again.
+    """
+    evaluations = directory / "eval.jsonl"
+    names = {
+        (line["step"], f"{evaluation_group(line['label'], line['env_id'], line['opponent'])} n")
+        for line in read_records(evaluations)
+        if is_told_again(line)
+    }
+
+    def is_kept(step: int, told: Iterable[str]) -> bool:
+        return step <= update and not any((step, name) in names for name in told)
+
+    keep_whole_lines(directory / "metrics.jsonl", lambda line: is_kept(line["step"], line))
+    _rewind_tensorboard(directory / "tensorboard", is_kept)
+    for name in ("league.jsonl", "alarms.jsonl"):
+        keep_whole_lines(directory / name, lambda line: bool(line["step"] <= update))
+    keep_records(
+        directory / "games.jsonl",
+        lambda record: bool(record["game_idx"] < num_games),
+        num_late=num_games - num_ended,
+    )
     for path in (directory / "train_data").glob("step-*.jsonl.gz"):
         if int(path.name.removeprefix("step-").partition(".")[0]) > update:
             path.unlink()
-    _rewind_tensorboard(directory / "tensorboard", update)
+    # Last, for it says what is to be taken out elsewhere.
+    keep_whole_lines(evaluations, lambda line: line["step"] <= update and not is_told_again(line))
 
 
-def _until(update: int) -> Callable[[dict[str, Any]], bool]:
-    return lambda record: bool(record["step"] <= update)
-
-
-def _rewind_tensorboard(directory: Path, update: int) -> None:
+def _rewind_tensorboard(directory: Path, is_kept: Callable[[int, Iterable[str]], bool]) -> None:
     old = sorted(directory.glob("events.out.tfevents.*"))
     events = [raw for path in old for raw in RawEventFileLoader(str(path)).Load()]
-    kept = [raw for raw in events if Event.FromString(raw).step <= update]
+    read = map(Event.FromString, events)
+    kept = [
+        raw
+        for raw, event in zip(events, read, strict=True)
+        if is_kept(event.step, (value.tag for value in event.summary.value))
+    ]
     if len(kept) == len(events):
         return
     # Files are read in the order of their names, which begin with a number.

@@ -168,6 +168,12 @@ class Tally:
         )
 
 
+def evaluation_group(label: str, env_id: str, opponent: str) -> str:
+    """How the names of an evaluation's metrics begin."""
+    what = "concurrent checkpoint" if label == "concurrent" else "checkpoint"
+    return f"evaluation-{env_id} ({opponent})/{what}"
+
+
 def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, float]:
     """Wilson (1927): an interval for a proportion that stays within [0, 1]; all of it where n is 0."""
     if n == 0:
@@ -233,6 +239,7 @@ class Tracker:
         self._tallies: dict[tuple[str, str, str], Tally] = defaultdict(Tally)
         """Evaluation games without a quota, by (model, env, opponent)."""
         self._started = time.monotonic()
+        """Of a run that goes on: as if there had been no break."""
 
     def add_record(self, record: GameRecord) -> None:
         """Count a finished game and keep its transcript."""
@@ -252,7 +259,7 @@ class Tracker:
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """One with a quota: kept for the summary, too."""
         self.evaluations.append(evaluation)
-        self._write_evaluation(evaluation, "checkpoint")
+        self._write_evaluation(evaluation)
         self._log_league(evaluation.step)
 
     def end_evaluations(self, still_playing: Collection[str]) -> None:
@@ -261,7 +268,7 @@ class Tracker:
             model, env_id, opponent = key
             iteration = self.registry.get(model).iteration if self.registry is not None else None
             evaluation = self._tallies.pop(key).evaluation("concurrent", model, iteration or 0, env_id, opponent)
-            self._write_evaluation(evaluation, "concurrent checkpoint")
+            self._write_evaluation(evaluation)
 
     async def add_train_data(self, update: int, version: int, batch: Batch, logprobs: Sequence[Logprobs] = ()) -> None:
         """Keep what update number `update` trained on; `version` is that of the policy before it.
@@ -287,7 +294,8 @@ class Tracker:
             for count, windows in by_count.items():
                 for name, window in windows.items():
                     everything[f"{group}/{name}"] = sum(window) / len(window)
-                everything[f"{group}/{count}"] = max(map(len, windows.values()))
+                if windows:  # no turn yet: an opponent's first move may end a game
+                    everything[f"{group}/{count}"] = max(map(len, windows.values()))
         for group, games in self._games_of.items():
             everything[f"{group}/step"] = games
         for env_id, diversity in self._diversity.items():
@@ -329,6 +337,7 @@ class Tracker:
             for group, by_count in self._windows.items()
         }
         return {
+            "seconds": time.monotonic() - self._started,
             "games": self.games_finished,
             "void_games": self.void_games,
             "alarms": self.alarms,
@@ -340,6 +349,7 @@ class Tracker:
 
     def resume(self, state: dict[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> None:
         """Counts and windows go on. `evaluations`: the lines of eval.jsonl."""
+        self._started -= state["seconds"]
         self.games_finished, self.void_games = state["games"], state["void_games"]
         self.alarms = list(state["alarms"])
         for group, by_count in state["windows"].items():
@@ -352,7 +362,10 @@ class Tracker:
         for *key, tally in state["tallies"]:
             self._tallies[key[0], key[1], key[2]].load_state_dict(tally)
         names = {field.name for field in fields(Evaluation)}
-        known = [Evaluation(**{name: line[name] for name in names}) for line in evaluations]
+        known = []
+        for line in evaluations:
+            figures: dict[str, Any] = {name: math.nan if line[name] is None else line[name] for name in names}
+            known.append(Evaluation(**figures))
         self.evaluations = [evaluation for evaluation in known if evaluation.label != "concurrent"]
 
     def close(self) -> None:
@@ -413,10 +426,10 @@ class Tracker:
         self.alarm(self._step, text)
         self._say(f"alarm after update {self._step}: {text}")
 
-    def _write_evaluation(self, evaluation: Evaluation, what: str) -> None:
+    def _write_evaluation(self, evaluation: Evaluation) -> None:
         with self._surviving("eval.jsonl"):
             self._eval_file.write(to_line(evaluation.to_json()))
-        group = f"evaluation-{evaluation.env_id} ({evaluation.opponent})/{what}"
+        group = evaluation_group(evaluation.label, evaluation.env_id, evaluation.opponent)
         low, high = evaluation.interval
         metrics = {
             f"{group} Reward": evaluation.mean_reward,

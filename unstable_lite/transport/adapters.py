@@ -15,6 +15,7 @@ import itertools
 import os
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from unstable_lite.transport.messages import AdapterPart, FetchAdapter
@@ -85,6 +86,15 @@ class AdapterArena:
             del self._references[version]
             if version != 0:
                 self.unreferenced.put_nowait(version)
+
+    @contextlib.contextmanager
+    def held(self, version: int) -> Iterator[None]:
+        """Retained while the body runs."""
+        self.retain(version)
+        try:
+            yield
+        finally:
+            self.release(version)
 
     def is_referenced(self, version: int) -> bool:
         return version in self._references

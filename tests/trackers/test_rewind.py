@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_tracker import game
+
+from unstable_lite.config import TrackerConfig
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.trackers.jsonl import JsonlSink
+from unstable_lite.trackers.records import read_part
+from unstable_lite.trackers.rewind import rewind
+from unstable_lite.trackers.tensorboard import TensorBoardSink
+from unstable_lite.trackers.tracker import Tracker
+
+WON = "evaluation-E (scripted:random)/concurrent checkpoint Win Rate"
+
+
+def start(directory: Path) -> Tracker:
+    (directory / "tensorboard").mkdir(exist_ok=True)
+    sinks = [JsonlSink(directory / "metrics.jsonl"), TensorBoardSink(directory / "tensorboard")]
+    tracker = Tracker(directory, sinks, TrackerConfig(keep_games="none"))
+    tracker.registry = ModelRegistry()
+    return tracker
+
+
+def test_an_evaluation_beside_training_that_goes_on_after_a_resume_is_told_once(tmp_path: Path) -> None:
+    tracker = start(tmp_path)
+    assert tracker.registry is not None
+    over = tracker.registry.current
+    for _ in range(4):
+        tracker.add_record(game(over, kind="eval"))
+    policy = tracker.registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
+    for _ in range(10):
+        tracker.add_record(game(policy, kind="eval"))
+    tracker.log_update(1, {"learner/loss": 0.5})
+    tracker.end_evaluations(still_playing={"ckpt-1"})
+    state = json.loads(json.dumps(tracker.state_dict()))
+    tracker.add_record(game(policy, kind="eval"))
+    tracker.close()
+
+    unfinished = {(model, env_id, opponent) for model, env_id, opponent, _ in state["tallies"]}
+    assert unfinished == {("ckpt-1", "E", "scripted:random")}
+    rewind(
+        tmp_path,
+        update=1,
+        num_games=14,
+        num_ended=14,
+        is_told_again=lambda line: (line["model"], line["env_id"], line["opponent"]) in unfinished,
+    )
+    resumed = start(tmp_path)
+    assert resumed.registry is not None
+    policy = resumed.registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
+    resumed.resume(state, list(read_part(tmp_path / "eval.jsonl")))
+    for _ in range(5):
+        resumed.add_record(game(policy, kind="eval"))
+    resumed.close()
+    assert [(line["model"], line["n"]) for line in read_part(tmp_path / "eval.jsonl")] == [("base", 4), ("ckpt-1", 15)]
+    lines = list(read_part(tmp_path / "metrics.jsonl"))
+    assert [line["step"] for line in lines if "learner/loss" in line] == [1]
+    assert [line["step"] for line in lines if WON in line] == [0, 1]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Tensors(WON)] == [0, 1]
+    assert [event.step for event in events.Tensors("learner/loss")] == [1]
