@@ -19,7 +19,7 @@ import transformers
 from transformers.models.qwen3 import modeling_qwen3
 
 from unstable_lite.config import Config
-from unstable_lite.errors import AdapterError, ModelError, RequestError
+from unstable_lite.errors import AdapterError, ConfigError, ModelError, RequestError
 from unstable_lite.learners import adapter_files
 from unstable_lite.learners import model as learners_model
 from unstable_lite.learners.model import Policy
@@ -196,6 +196,14 @@ def test_the_trainer_cache_changes_nothing_but_memory(
 def test_a_target_that_matches_no_module_is_an_error_that_names_it(make_config: MakeConfig) -> None:
     with pytest.raises(ModelError, match=r"no module of Qwen3ForCausalLM is called 'query'; it has .*q_proj"):
         Policy(make_config(lora={"target_modules": ["q_proj", "query"]}), "cpu")
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "model.embed_tokens"])
+def test_a_target_that_would_get_no_gradient_or_that_no_engine_adapts_is_refused(
+    make_config: MakeConfig, target: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"lora.target_modules: '{target}' is the model's head or token embedding"):
+        Policy(make_config(lora={"target_modules": ["q_proj", target]}), "cpu")
 
 
 @pytest.mark.parametrize("content", [None, "{}", '{"model_type": "resnet"}'])

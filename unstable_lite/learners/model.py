@@ -19,8 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from unstable_lite.config import Config, LoraConfig
-from unstable_lite.errors import ModelError
+from unstable_lite.config import Config, LoraConfig, no_adapter_at
+from unstable_lite.errors import ConfigError, ModelError
 from unstable_lite.learners import adapter_files, batching, ranks
 from unstable_lite.models import resolve_model
 from unstable_lite.rng import derive_seed
@@ -387,7 +387,10 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def _add_lora(base: transformers.PreTrainedModel, lora: LoraConfig, path: str) -> peft.PeftModel:
     """`base` with a fresh adapter, which changes nothing yet."""
     names = [name for name, module in base.named_modules() if getattr(module, "weight", None) is not None]
+    ends: list[nn.Module] = [base.get_input_embeddings(), base.get_output_embeddings()]  # type: ignore[no-untyped-call]
     for target in lora.target_modules:
+        if any(f".{name}".endswith(f".{target}") for name, module in base.named_modules() if module in ends):
+            raise ConfigError(no_adapter_at(target))
         if not any(f".{name}".endswith(f".{target}") for name in names):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise ModelError(
