@@ -1,4 +1,4 @@
-"""The process of isolated envs, in which Nim knows three odd moves."""
+"""The process of isolated envs, in which Nim knows four odd moves."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from unstable_lite.games.env_process import main
 
 __all__ = ["main"]
 
+HALF_A_CHARACTER = "\ud83d"
 step = nim.NimEnv.step
 
 
@@ -23,6 +24,9 @@ def odd_step(self: Any, action: str) -> Any:
         raise ValueError("nine piles")
     if action == "[9 3]":
         os.kill(os.getpid(), signal.SIGKILL)
+    if action == "[9 4]":
+        self.state.game_state["piles"][2] = HALF_A_CHARACTER
+        return step(self, "[0 1]")
     return step(self, action)
 
 

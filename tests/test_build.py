@@ -71,6 +71,14 @@ def test_a_run_in_the_background_can_be_stopped_and_waited_for(tmp_path: Path) -
         assert summary.checkpoint.name == f"ckpt-{summary.updates}"
 
 
+def test_a_run_can_be_stopped_before_it_is_up_and_after_its_end(tmp_path: Path) -> None:
+    run = small(tmp_path)
+    run.start(learning_steps=10_000, num_collection_workers=16, num_eval_workers=0, block=False)
+    run.stop()
+    assert run.wait().updates == 0
+    run.stop()
+
+
 def test_an_error_in_the_background_is_raised_by_wait(tmp_path: Path) -> None:
     run = small(tmp_path, lora_config={"target_modules": ["no_such_proj"]})
     run.start(learning_steps=1, num_collection_workers=4, num_eval_workers=0, block=False)

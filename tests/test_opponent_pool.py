@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from unstable_lite import publisher
 from unstable_lite.config import Config, LeagueConfig
 from unstable_lite.engines.client import EnginePool
 from unstable_lite.engines.scripted import LOGPROB, ScriptedEngine
@@ -51,6 +52,9 @@ class LocalEngine:
         self.most_loaded = 0
         self.loading = asyncio.Event()
         self.loading.set()
+        self.num_refusals = 0
+        """How often it still refuses to unload, as where a request is under way."""
+        self.while_unloading: Callable[[], None] | None = None
         self.lie: float = 0.0
         """Added to the log-probabilities of what came back."""
         self.lies_about = FIRST_RETURNED_VERSION
@@ -75,7 +79,12 @@ class LocalEngine:
 
     async def unload_adapter(self, version: int) -> None:
         await asyncio.sleep(0)
+        if self.while_unloading is not None:
+            self.while_unloading()
         if version in self.loaded:
+            if self.num_refusals:
+                self.num_refusals -= 1
+                raise RequestError(f"adapter {version} is in use")
             self._engine.unload_adapter(version)
             del self.loaded[version]
 
@@ -249,6 +258,35 @@ async def test_an_engine_that_died_while_its_canary_was_scored_is_asked_again(tm
     await league.update()
     assert engine.num_asked - before == 2 * CANARIES
     assert len(league.publisher._remembered[2]["engine-1"]) == CANARIES
+    await league.close()
+
+
+async def test_what_is_retired_is_unloaded_even_where_an_engine_refuses_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "UNLOAD_RETRY_S", 0.05)
+    league = await a_league_of(tmp_path, 1, size=1, engines=2)
+    first, second = league.engines.engines
+    first.num_refusals = 2
+    await league.update()
+    await league.publisher.retired()
+    assert set(first.loaded) == set(second.loaded) == {2}
+    await league.close()
+
+
+async def test_an_engine_that_comes_back_and_refuses_to_unload_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "UNLOAD_RETRY_S", 0.05)
+    league = await a_league_of(tmp_path, 1, size=1, engines=2)
+    first, second = league.engines.engines
+    league.arena.retain(1)
+    await league.update()
+    second.is_up, second.num_refusals = False, 1
+    first.while_unloading = second.take_back
+    league.arena.release(1)
+    await league.settle()
+    assert set(first.loaded) == set(second.loaded) == {2}
     await league.close()
 
 

@@ -254,6 +254,18 @@ class LoraConfig(Section):
     """`critic/` of a checkpoint, for an algorithm with a critic to start from."""
 
 
+EMBEDDINGS = ("lm_head", "embed_tokens")
+"""As nearly every model calls its head and its token embedding."""
+
+
+def no_adapter_at(target: str) -> str:
+    """Why the head and the token embedding cannot be in `lora.target_modules`."""
+    return (
+        f"lora.target_modules: {target!r} is the model's head or token embedding, which the learner does not train and "
+        "engines do not adapt; name layers between the two"
+    )
+
+
 class BufferConfig(Section):
     kind: Literal["auto", "steps", "episodes"] = "auto"
     """What a batch is made of; `auto`: what the algorithm wants, steps for a `module:Class`."""

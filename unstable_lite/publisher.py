@@ -249,23 +249,28 @@ class Publisher:
             self._is_unloading = True
             try:
                 await self._engines.unload_adapter(version)
-                published_as = self._held.pop(version)
-                if any(version in engine.adapters for engine in self._engines.up):  # it came back meanwhile
+                while any(version in engine.adapters for engine in self._engines.up):  # one came back meanwhile
                     await self._engines.unload_adapter(version)
+                published_as = self._held.pop(version)
                 if published_as not in self._keeps:
                     self.forget(published_as)
             except* RequestError as errors:
                 # A game that was given up may still have a request in an engine.
                 log.info("adapter %d stays a little longer: %s", version, errors.exceptions[0])
-                asyncio.get_running_loop().call_later(UNLOAD_RETRY_S, self._arena.unreferenced.put_nowait, version)
+                asyncio.get_running_loop().call_later(UNLOAD_RETRY_S, self._put_back, version)
             else:
                 self._arena.unlink(version)
                 async with self._slot_freed:
                     self._loaded.discard(version)
                     self._slot_freed.notify_all()
+                self._arena.unreferenced.task_done()
             finally:
                 self._is_unloading = False
-                self._arena.unreferenced.task_done()
+
+    def _put_back(self, version: int) -> None:
+        """To be tried again; only now is the last try over, or `retired` would not wait for the next one."""
+        self._arena.unreferenced.put_nowait(version)
+        self._arena.unreferenced.task_done()
 
     def _slots(self) -> tuple[int, int]:
         return len(self._loaded), self._max_loras

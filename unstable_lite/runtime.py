@@ -167,8 +167,11 @@ class Run:
         return self._summary
 
     def stop(self) -> None:
-        """Finish the update at hand, save, and end; from any thread."""
-        if self._loop is not None:
+        """Finish the update at hand, save, and end; from any thread, and at any time."""
+        if self._loop is None:
+            self._stop.set()  # nobody waits for it yet
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
             self._loop.call_soon_threadsafe(self._stop.set)
 
     async def execute(self) -> Summary:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from unstable_lite.transport.door import Door, RemoteWorker
 from unstable_lite.transport.keys import read_run_keys
 from unstable_lite.transport.messages import Message
 from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
-from unstable_lite.transport.sockets import Peer, Router
+from unstable_lite.transport.sockets import Peer, Router, make_socket_directory
 
 T = TypeVar("T")
 
@@ -129,7 +128,7 @@ async def while_alive(processes: Iterable[WorkerProcess], work: Awaitable[T]) ->
 @contextlib.asynccontextmanager
 async def _household(plan: Plan, logs: Path) -> AsyncIterator[_Household]:
     """Nobody yet; whoever is started is ended at the end."""
-    sockets = Path(tempfile.mkdtemp(prefix="unstable_lite-"))  # 0700; short: an ipc path ends at 107 bytes
+    sockets = make_socket_directory()
     router = Router(sockets)
     household = _Household(plan, logs, router, sockets)
     try:

@@ -19,8 +19,9 @@ import transformers
 from transformers.models.qwen3 import modeling_qwen3
 
 from unstable_lite.config import Config
-from unstable_lite.errors import AdapterError, ModelError, RequestError
+from unstable_lite.errors import AdapterError, ConfigError, ModelError, RequestError
 from unstable_lite.learners import adapter_files
+from unstable_lite.learners import model as learners_model
 from unstable_lite.learners.model import Policy
 from unstable_lite.learners.reinforce import REINFORCELearner
 from unstable_lite.types import TrainItem
@@ -96,6 +97,11 @@ ARCHITECTURES = {
     "cohere-scale": transformers.CohereConfig(**SMALL, logit_scale=0.3),
     "llama-untied": transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),
 }
+EXPERTS = {**SMALL, "num_local_experts": 4}
+DRAWING_IN_TRAINING = {
+    "phimoe-sparsemixer": transformers.PhimoeConfig(**EXPERTS, sliding_window=None),
+    "mixtral-jitter": transformers.MixtralConfig(**EXPERTS, router_jitter_noise=0.3),
+}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -129,8 +135,40 @@ def test_the_bases_dropout_is_off_while_it_trains(make_config: MakeConfig, model
     assert json.loads((tmp_path / "config.json").read_text())["attention_dropout"] == 0.5
     policy = Policy(make_config().model_copy(update={"model_name": str(tmp_path)}), "cpu")
     tokens = torch.arange(20)[None]
-    assert policy.model.training
+    assert policy._base.model.layers[0].training
     assert torch.equal(policy._hidden(tokens), policy._hidden(tokens))
+
+
+@pytest.mark.parametrize("name", DRAWING_IN_TRAINING)
+def test_a_base_that_draws_in_training_mode_trains_as_the_policy_that_was_sampled_from(
+    make_config: MakeConfig, make_items: MakeItems, tmp_path: Path, name: str
+) -> None:
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(DRAWING_IN_TRAINING[name]).save_pretrained(tmp_path)
+    config = make_config(lora={"target_modules": ["q_proj", "v_proj"]})
+    learner = REINFORCELearner(config.model_copy(update={"model_name": str(tmp_path)}), "cpu")
+    passes: list[int] = []
+    items = [replace(item, logprobs=said.adapter) for item in make_items() for said in learner.policy.score([item])]
+    learner.policy._base.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: passes.append(1))
+    assert learner.update(items, 1).metrics["mismatch_max"] < 1e-4
+    assert len(passes) == 2, "and it checkpoints"
+
+
+def test_the_adapters_dropout_drops_in_training_and_nowhere_else(make_learner: MakeLearner) -> None:
+    policy = make_learner(lora={"lora_dropout": 0.5}).policy
+    tokens = torch.arange(20)[None]
+    for _ in range(2):
+        assert not torch.equal(policy._hidden(tokens), policy._hidden(tokens))
+        with policy.evaluating():
+            assert torch.equal(policy._hidden(tokens), policy._hidden(tokens))
+
+
+def test_layers_of_no_known_kind_are_in_training_mode_as_a_whole(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learners_model, "GradientCheckpointingLayer", type("KindOfNoLayer", (torch.nn.Module,), {}))
+    policy = Policy(make_config(), "cpu")
+    assert all(module.training for module in policy.model.modules())
 
 
 @pytest.mark.parametrize(("checkpointing", "forwards"), [(True, 2), (False, 1)])
@@ -158,6 +196,14 @@ def test_the_trainer_cache_changes_nothing_but_memory(
 def test_a_target_that_matches_no_module_is_an_error_that_names_it(make_config: MakeConfig) -> None:
     with pytest.raises(ModelError, match=r"no module of Qwen3ForCausalLM is called 'query'; it has .*q_proj"):
         Policy(make_config(lora={"target_modules": ["q_proj", "query"]}), "cpu")
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "model.embed_tokens"])
+def test_a_target_that_would_get_no_gradient_or_that_no_engine_adapts_is_refused(
+    make_config: MakeConfig, target: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"lora.target_modules: '{target}' is the model's head or token embedding"):
+        Policy(make_config(lora={"target_modules": ["q_proj", target]}), "cpu")
 
 
 @pytest.mark.parametrize("content", [None, "{}", '{"model_type": "resnet"}'])

@@ -96,6 +96,8 @@ def outcome(
             add(f"{name} {algorithm}", algorithm, [score, *several, score, one], settings, is_double=False)
     add("broken", "reinforce", [update(1, first)], broken=1)
     add("strayed", "reinforce", [update(1, first)], strayed=1)
+    add("strayed critic", "a2c", [update(1, first)], strayed_critic=1)
+    add("seeds", "a2c", [update(1, first)], has_seeds=True)
     add("ignorant", "two_ranks:Alone", [update(1, first)])
     two_ranks.run(directory, list(jobs), num_ranks=2)
     for name in (*ALGORITHMS, "starved reinforce", "starved ppo", "starved step"):
@@ -162,7 +164,9 @@ def test_what_a_rank_is_lent_of_the_base_is_what_is_computed(
         assert sharded.pass_bytes - whole.pass_bytes == pytest.approx(computed.lent, rel=0.2)
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS, "starved ppo", "starved step", "dropout", "resumed", "sharded a2c"])
+@pytest.mark.parametrize(
+    "name", [*ALGORITHMS, "starved ppo", "starved step", "dropout", "resumed", "sharded a2c", "seeds"]
+)
 def test_every_rank_holds_the_same_to_the_last_bit(outcome: Callable[..., Outcome], name: str) -> None:
     assert is_equal(outcome(name, 2, 0).tensors, outcome(name, 2, 1).tensors)
 
@@ -188,6 +192,7 @@ def test_two_ranks_that_drop_out_go_on_from_a_state_bit_for_bit(outcome: Callabl
     [
         ("broken", "RankFailed: learner rank 1 is failing", "RuntimeError: shapes do not fit"),
         ("strayed", "RankFailed: 1 of 2 learner ranks hold another adapter", "RankFailed"),
+        ("strayed critic", "RankFailed: 1 of 2 learner ranks hold another adapter or critic", "RankFailed"),
         ("ignorant", "ConfigError: Alone does not call ranks.sum_gradients", "ConfigError"),
     ],
 )

@@ -44,6 +44,10 @@ class Job:
     """A rank whose forward pass raises."""
     strayed: int | None = None
     """A rank that begins with another adapter."""
+    strayed_critic: int | None = None
+    """A rank that begins with another critic."""
+    has_seeds: bool = False
+    """Each rank draws what it begins with from a seed of its own."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ def perform(directory: Path, name: str, rank: int = 0) -> None:
     messages = decode((directory / f"{name}.messages").read_bytes())
     torch.manual_seed(3)
     config = Config.model_validate_json(job.config_json)
+    if job.has_seeds:
+        config = config.model_copy(update={"run": config.run.model_copy(update={"seed": rank})})
     learner = load_learner(config, "cpu")
     generator = torch.Generator().manual_seed(1)
     critic = getattr(learner, "critic", None)
@@ -161,6 +167,8 @@ def _spoil(learner: Any, job: Job, rank: int) -> None:
         learner.policy._base.model.register_forward_pre_hook(fail)
     if job.strayed == rank:
         next(iter(learner.policy.parameters.values())).data += 1e-6
+    if job.strayed_critic == rank:
+        next(iter(learner.critic.parameters.values())).data += 1e-6
     if job.starved == rank:
         learner.policy._base.model.layers[-1].register_forward_pre_hook(in_a_pass)
     if job.starved_step == rank:

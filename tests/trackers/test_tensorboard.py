@@ -167,6 +167,13 @@ def test_histograms_count_each_trained_step_and_token_once_and_weights_as_the_lo
     assert (weights.counts[-1], weights.counts[BUCKETS // 2]) == (2, 3)  # cut at 2; on-policy at 1
 
 
+@pytest.mark.parametrize("cap", [1.0, 2.0, 3.0, 5.0, 10.0])
+def test_tokens_whose_weight_was_cut_are_counted_at_the_cap_whatever_it_is(cap: float) -> None:
+    result = UpdateResult(metrics={}, skipped=None, logprobs=(np.full(7, 200.0, np.float32),))
+    found = {one.name: one for one in histograms_of([item(7, -1.0, 1.0)], result, importance_weight_cap=cap)}
+    assert found["importance_weight"].counts[-1] == 7
+
+
 def test_a_critics_advantages_are_told_in_place_of_rewards_and_what_is_no_number_is_left_out() -> None:
     items = [item(3, -1.0, 7.0), item(3, -1.0, 7.0)]
     result = UpdateResult(metrics={}, skipped=None, advantages=(0.5, float("nan")))

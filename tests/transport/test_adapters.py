@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from unstable_lite.transport import adapters
 from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas
+from unstable_lite.transport.sockets import make_socket_directory
 
 
 @pytest.fixture
@@ -106,6 +108,14 @@ def test_the_arena_of_a_killed_process_is_reaped_at_the_next_start(shared_memory
     holder.stdout.close()
     assert reap_stale_arenas(shared_memory) == [shared_memory / "unstable_lite-dead"]
     assert list(shared_memory.iterdir()) == []
+
+
+def test_the_directory_of_a_runs_sockets_is_taken_for_no_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as with TMPDIR=/dev/shm
+    sockets = make_socket_directory()
+    assert sockets.parent == tmp_path
+    assert reap_stale_arenas(tmp_path) == []
+    assert sockets.is_dir()
 
 
 async def test_two_runs_of_one_name_have_an_arena_each(tmp_path: Path) -> None:

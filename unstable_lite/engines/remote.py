@@ -187,7 +187,7 @@ def work(
     for path in reap_stale_arenas():
         say(f"removed {path}, left behind by a process that was killed")
     with contextlib.ExitStack() as kept:
-        fallback = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="unstable_lite-worker-")))
+        fallback = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="ul-worker-")))
         arena = AdapterArena(f"worker-{uuid.uuid4().hex[:12]}", fallback, bytes_needed=0)
         kept.callback(arena.close)
         hello = Hello(host=hosts.gethostname(), device=device, run_token="")

@@ -10,7 +10,9 @@ import json
 import os
 import traceback
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+
+import numpy as np
 
 from unstable_lite.games.environments import Environment
 from unstable_lite.transport.child import WorkerSocket, WorkerSpec
@@ -34,9 +36,8 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
                 continue
             assert isinstance(message, (MakeEnv, StepEnv)), message
             _write(under_way, message.game)
-            reply = _answer(games, message)
+            socket.send(_answer(games, message))  # which may fail, too: an env may say what no message can hold
             _write(under_way, NO_GAME)
-            socket.send(reply)
 
 
 def file_of_call(endpoint: str, name: str) -> Path:
@@ -84,5 +85,10 @@ def _advance(games: dict[int, Environment], message: MakeEnv | StepEnv) -> EnvSt
         pid=0,
         observation="",
         rewards=tuple(rewards[pid] for pid in range(env.num_players)),
-        game_info=json.dumps(game_info, default=str),
+        game_info=json.dumps(game_info, default=_plain),
     )
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know: the numbers of NumPy as what they are, anything else as text."""
+    return value.item() if isinstance(value, np.generic) else str(value)

@@ -186,7 +186,8 @@ class Environment:
         Raises EnvError if a reward is missing or not a finite number.
         """
         rewards, game_info = self._call(self._env.close)
-        return _checked_rewards(self.env_id, self.num_players, rewards), game_info
+        remarks = {int(pid): about for pid, about in game_info.items()}
+        return _checked_rewards(self.env_id, self.num_players, rewards), remarks
 
     def _start(self, observation: Observation) -> Any:
         env_id = self._registered_id
@@ -202,7 +203,7 @@ class Environment:
     def _checked_turn(self, pid: int, observation: Any) -> tuple[int, str]:
         if not isinstance(observation, str):
             raise EnvError(f"{self.env_id}: observation is {type(observation).__name__}, not text")
-        return pid, observation
+        return int(pid), observation
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """With the streams of this game, and under the guard of this thread, if it has one."""

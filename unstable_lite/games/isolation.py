@@ -19,7 +19,6 @@ import logging
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +29,7 @@ from unstable_lite.games.environments import Environment, hang_guard, is_isolate
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import DropEnv, EnvState, MakeEnv, Message, StepEnv
 from unstable_lite.transport.processes import WorkerProcess
-from unstable_lite.transport.sockets import Peer, Router
+from unstable_lite.transport.sockets import Peer, Router, make_socket_directory
 from unstable_lite.types import GameSpec
 
 log = logging.getLogger(__name__)
@@ -108,7 +107,7 @@ class Environments:
         return environment
 
     async def _start(self) -> None:
-        self._sockets = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
+        self._sockets = make_socket_directory()
         self._router = Router(self._sockets)
         self._logs.mkdir(parents=True, exist_ok=True)
         for index in range(min(MOST_PROCESSES, len(os.sched_getaffinity(0)))):

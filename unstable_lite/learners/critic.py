@@ -41,6 +41,7 @@ class Critic:
         }
         if config.lora.initial_critic_path is not None:
             self.load(config.lora.initial_critic_path)
+        ranks.copy_from_first(self.parameters)
 
     @torch.no_grad()
     def estimate(self, items: Sequence[TrainItem]) -> Figures:

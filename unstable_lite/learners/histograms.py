@@ -19,8 +19,9 @@ BUCKETS = 30
 def histograms_of(
     items: Sequence[TrainItem], result: UpdateResult, importance_weight_cap: float
 ) -> tuple[Histogram, ...]:
-    """Of the items that were trained on. Importance weights, one a token, are those that the loss was given: cut at the
-    cap. A learner that does not tell its log-probabilities gets none of them.
+    """Of the items that were trained on. Completions are as long as they were sampled, cut for training or not.
+    Importance weights, one a token, are those that the loss was given: cut at the cap. A learner that does not tell its
+    log-probabilities gets none of them.
     """
     told = [(item, logp) for item, logp in zip(items, result.logprobs, strict=False) if len(logp)]
     trained = [item for item, _ in told] or list(items)
@@ -30,7 +31,8 @@ def histograms_of(
     ]
     if told:
         log_ratio = np.concatenate([logp - item.logprobs[: len(logp)] for item, logp in told])
-        weights = np.exp(np.minimum(log_ratio, np.log(importance_weight_cap)))
+        # Cut twice: the exponential of a large ratio overflows, and that of the cap's logarithm may be just above it.
+        weights = np.minimum(np.exp(np.minimum(log_ratio, np.log(importance_weight_cap))), importance_weight_cap)
         spread.append(_histogram("importance_weight", weights, (0.0, importance_weight_cap)))
     return tuple(spread)
 

@@ -17,9 +17,10 @@ import transformers
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from unstable_lite.config import Config, LoraConfig
-from unstable_lite.errors import ModelError
+from unstable_lite.config import Config, LoraConfig, no_adapter_at
+from unstable_lite.errors import ConfigError, ModelError
 from unstable_lite.learners import adapter_files, batching, ranks
 from unstable_lite.models import resolve_model
 from unstable_lite.rng import derive_seed
@@ -59,8 +60,7 @@ class Policy:
         self._through = _shard(self._base, self.device) if self.is_sharded else _straight
         self.model.eval()
         self._check_head()
-        # transformers checkpoints only in training mode, and loads in evaluation mode.
-        self.model.train()
+        self._train()
         ranks.copy_from_first(self.parameters)
 
     @property
@@ -170,7 +170,20 @@ class Policy:
         try:
             yield
         finally:
+            self._train()
+
+    def _train(self) -> None:
+        """Training mode for what asks for it, checkpointed layers and the adapter's dropout, and for nothing else.
+
+        A base may draw where it trains, as the routers of PhiMoE and Mixtral do: that is another policy than was
+        sampled from. Where no layer is of transformers' own kind (remote code) nobody can tell what checkpoints, and
+        the whole base is in training mode.
+        """
+        if not any(isinstance(module, GradientCheckpointingLayer) for module in self._base.modules()):
             self.model.train()
+        for name, module in self.model.named_modules():
+            if isinstance(module, GradientCheckpointingLayer) or ".lora_dropout." in name:
+                module.training = True
 
     def add_adapter(self, name: str, lora: LoraConfig) -> dict[str, nn.Parameter]:
         """A second fresh adapter on the same base, at rest until `using` it; its parameters."""
@@ -293,7 +306,7 @@ def _load_base(
 ) -> transformers.PreTrainedModel:
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        # Training mode serves checkpointing alone: with dropout the base would be another distribution than was
+        # Layers that checkpoint are in training mode: with dropout the base would be another distribution than was
         # sampled from.
         for part in (config, config.get_text_config()):
             for name, value in part.to_dict().items():
@@ -374,7 +387,10 @@ def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def _add_lora(base: transformers.PreTrainedModel, lora: LoraConfig, path: str) -> peft.PeftModel:
     """`base` with a fresh adapter, which changes nothing yet."""
     names = [name for name, module in base.named_modules() if getattr(module, "weight", None) is not None]
+    ends: list[nn.Module] = [base.get_input_embeddings(), base.get_output_embeddings()]  # type: ignore[no-untyped-call]
     for target in lora.target_modules:
+        if any(f".{name}".endswith(f".{target}") for name, module in base.named_modules() if module in ends):
+            raise ConfigError(no_adapter_at(target))
         if not any(f".{name}".endswith(f".{target}") for name in names):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise ModelError(

@@ -239,7 +239,9 @@ def check_alike(parameters: Mapping[str, nn.Parameter]) -> None:
     differs = torch.tensor([float(ours != theirs)])
     dist.all_reduce(differs)
     if differs.item():
-        raise RankFailed(f"{differs.item():.0f} of {num_ranks()} learner ranks hold another adapter than rank 0")
+        raise RankFailed(
+            f"{differs.item():.0f} of {num_ranks()} learner ranks hold another adapter or critic than rank 0"
+        )
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -51,7 +51,7 @@ from unstable_lite.transport.messages import (
 from unstable_lite.types import LearnerLogprobs, TrainItem
 
 CHECK_EVERY = 10
-"""Updates from one look at whether all ranks hold the same adapter to the next."""
+"""Updates from one look at whether all ranks hold the same adapter, and critic, to the next."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 OOM_ADVICE = (
     "lower learner.max_train_len or learner.logits_chunk_tokens, set learner.activation_checkpointing = true, or leave "
@@ -256,7 +256,8 @@ class _Worker:
                     "learner ranks would each learn something else; give it one entry in learner.devices"
                 )
             if version % CHECK_EVERY == 1:
-                ranks.check_alike(self.learner.policy.parameters)
+                critic = getattr(self.learner, "critic", None)
+                ranks.check_alike(self.learner.policy.parameters | (critic.parameters if critic is not None else {}))
         return result
 
     def _halve_micro_batches(self, items: Sequence[TrainItem], reason: str) -> None:

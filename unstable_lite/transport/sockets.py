@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,15 @@ WAITING_FRAMES = 1000
 """Of one connection at most, between the network and the event loop; then who sends has to wait."""
 FRAMES_AT_ONCE = 1000
 """Then the event loop goes round: somebody who sends without end keeps nobody else from their turn."""
+
+
+def make_socket_directory() -> Path:
+    """A private one, in the system's place for what is temporary.
+
+    Short, for an ipc path ends at 107 bytes; and not called like an arena, which another run may take for a dead run's
+    where that place is shared memory.
+    """
+    return Path(tempfile.mkdtemp(prefix="ul-"))
 
 
 class Router:
