@@ -156,7 +156,8 @@ def load_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
 def make_plan(config: Config, side_by_side: bool = True) -> Plan:
     """Decide devices, engine and threads for a config. Raises ConfigError with every problem of meaning.
 
-    `side_by_side`: engines and a learner will run at the same time, and may have to share a device.
+    `side_by_side`: it is to be a run: engines and a learner at the same time, which may have to share a device, and a
+    run directory.
     """
     if problems := find_problems(config, side_by_side):
         raise ConfigError(*problems)
@@ -217,7 +218,7 @@ def find_problems(config: Config, side_by_side: bool = True) -> list[str]:
     """Every impossible combination and every name that names nothing."""
     config = resolve_defaults(config)
     problems = [*_env_problems(config), *check_league(config), *_number_problems(config), *algorithm_problems(config)]
-    problems += _rank_problems(config)
+    problems += [*_rank_problems(config), *(_directory_problems(config) if side_by_side else [])]
     problems += [*template_problems(config.templates), *_spending_problems(config.opponents)]
     problems += alarm_problems(config.alarms)
     try:
@@ -335,6 +336,10 @@ def _number_problems(config: Config) -> Iterable[str]:
         yield "run.max_eval_games_per_ckpt bounds the games of run.num_eval_workers, and that is 0"
     if config.run.eval_games and not config.eval_envs:
         yield f"run.eval_games = {config.run.eval_games}, but there are no eval_envs"
+
+
+def _directory_problems(config: Config) -> Iterable[str]:
+    """Why no run directory can be made."""
     output = config.run.output_dir
     try:
         parent = next(path for path in (output, *output.absolute().parents) if path.exists())

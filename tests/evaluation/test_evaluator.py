@@ -148,6 +148,34 @@ async def test_how_a_model_was_trained_is_of_no_concern(run: Path, tmp_path: Pat
     assert (await evaluated(["base", run], tmp_path / "out", *of_another_machine, games=1)).played == 5
 
 
+@pytest.mark.parametrize(
+    "learning",
+    [
+        ("algorithm=grpo", "run.group_size=4"),
+        ("algorithm=rloo", "run.group_size=2"),
+        ("rewards.group_baseline=grpo", "run.group_size=4", "rewards.final_reward_transformation=[]"),
+        ("algorithm=ppo", "lora.initial_lora_path=/nowhere", "lora.initial_critic_path=/nowhere/critic"),
+        ("run.mode=sleep", "run.output_dir=/dev/null/of/another/machine", "learner.shard_base=true"),
+        ("run.eval_games=9", "run.max_eval_games_per_ckpt=5", "run.num_eval_workers=0", "buffer.buffer_size=24"),
+        ("remote.workers=2", "remote.keys=/nowhere", "league.max_active_checkpoints=6"),
+    ],
+)
+def test_no_key_about_learning_stands_against_an_evaluation(
+    run: Path, tmp_path: Path, learning: tuple[str, ...]
+) -> None:
+    overrides = (*SCRIPTED, *learning)
+    assert plan_evaluation([str(run)], output=tmp_path, overrides=overrides).plan.config.run.group_size == 1
+
+
+def test_code_that_comes_with_the_model_is_trusted_in_an_evaluation_where_its_user_says_so(
+    run: Path, tmp_path: Path
+) -> None:
+    for word, is_trusted in (("true", True), ("false", False)):
+        overrides = (*SCRIPTED, f"trust_remote_code={word}")
+        plan = plan_evaluation([str(run)], output=tmp_path, overrides=overrides).plan
+        assert plan.config.trust_remote_code is is_trusted
+
+
 async def test_an_output_directory_of_something_else_or_of_other_settings_is_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("")

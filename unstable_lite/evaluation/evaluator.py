@@ -393,15 +393,24 @@ def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
         TrainEnvSpec(num_actors=env.num_players, **{name: getattr(env, name) for name in ENV_KEYS}) for env in envs
     )
     mode = "sync" if config.run.mode == "sync" else "auto"  # the others are about a learner
-    run = {"mode": mode, "eval_games": 0, "eval_every": None, "num_eval_workers": 1, "max_eval_games_per_ckpt": None}
+    run = {
+        "mode": mode,
+        "group_size": 1,
+        "eval_games": 0,
+        "eval_every": None,
+        "num_eval_workers": 1,
+        "max_eval_games_per_ckpt": None,
+    }
+    lora = {"lora_rank": rank, "initial_lora_path": None, "initial_critic_path": None}
     plan = make_plan(
         # What concerns learning alone is left at its defaults: it may fit no other algorithm, or not this machine.
         Config(
             model_name=config.model_name,
+            trust_remote_code=config.trust_remote_code,
             run=config.run.model_copy(update=run),
             engine=config.engine,
             learner=LearnerConfig(devices=("cpu",)),
-            lora=config.lora.model_copy(update={"lora_rank": rank, "initial_lora_path": None}),
+            lora=config.lora.model_copy(update=lora),
             league=LeagueConfig(fixed_opponents=(), trueskill_beta=config.league.trueskill_beta),
             opponents=config.opponents,
             templates=config.templates,
