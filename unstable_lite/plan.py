@@ -382,7 +382,7 @@ def _env_problems(config: Config) -> Iterable[str]:
         *((f"eval_envs.{index}", spec) for index, spec in enumerate(config.eval_envs)),
     ]
     for where, spec in entries:
-        facts = probe(spec.env_id, spec.num_players)
+        facts = probe(spec.env_id, spec.num_players, spec.observation)
         if facts.problem is not None:
             yield f"{where}: env_id = {spec.env_id!r}: {facts.problem}"
         yield from _unknown(f"{where}: prompt_template", spec.prompt_template, known_templates(config.templates))
