@@ -169,6 +169,11 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
         ({"rewards": {"step_reward_transformation": ["RewardForFormt"]}}, "'RewardForFormat'"),
         ({"eval_envs": [{**EVAL_ENV, "fixed_opponent": "scripted:perfect"}]}, "scripted:random"),
         ({"eval_envs": [{**EVAL_ENV, "env_id": "Othello-v0-train"}]}, "Othello"),
+        ({"train_envs": [{**ENV, "max_turns": 0}]}, "train_envs.0: max_turns = 0 must be at least 1"),
+        ({"eval_envs": [{**EVAL_ENV, "max_turns": -3}]}, "eval_envs.0: max_turns = -3 must be at least 1"),
+        ({"train_envs": [{**ENV, "num_players": 0, "num_actors": 0}]}, "num_actors = 0 must be between 1 and"),
+        ({"train_envs": [{**ENV, "num_actors": -1}]}, "num_actors = -1 must be between 1 and num_players = 2"),
+        ({"eval_envs": [{**EVAL_ENV, "num_players": 0}]}, "num_players = 0 must be at least 1"),
         (
             {"buffer": {"batch_delay_buffer": 2.5}},
             "2.5 times learner.batch_size = 384 is over",

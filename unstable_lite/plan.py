@@ -385,6 +385,8 @@ def _env_problems(config: Config) -> Iterable[str]:
         facts = probe(spec.env_id, spec.num_players, spec.observation)
         if facts.problem is not None:
             yield f"{where}: env_id = {spec.env_id!r}: {facts.problem}"
+        if spec.max_turns < 1:
+            yield f"{where}: max_turns = {spec.max_turns} must be at least 1"
         yield from _unknown(f"{where}: prompt_template", spec.prompt_template, known_templates(config.templates))
         for problem in extraction_problems(spec.action_extraction_fn):
             yield f"{where}: {problem}"
