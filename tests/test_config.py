@@ -321,6 +321,7 @@ def test_the_plan_says_what_goes_where() -> None:
     assert "engine-1" in rows
     assert "reinforce on the CPU" in rows["learner"]
     assert "at least 2 needed" in rows["adapter slots"]
+    assert rows["engine memory"] == "up to 1 GB for the KV cache"
 
 
 @pytest.mark.parametrize(
@@ -352,6 +353,21 @@ def test_the_plan_fits_the_active_checkpoints_to_the_adapter_slots(
 def test_an_opponent_strategy_that_nobody_will_use_is_said() -> None:
     plan = make_plan(Config.model_validate({"train_envs": [ENV], "league": {"opponent_sampling_strategy": "mirror"}}))
     assert "is not used" in plan.opponents()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "says"),
+    [
+        ("mirror", "mirror"),
+        ("lagged", "lagged"),
+        ("fixed", "fixed, fixed ones: scripted:random"),
+        ("pfsp", "pfsp, fixed ones: scripted:random"),
+    ],
+)
+def test_only_opponents_that_may_be_drawn_are_listed(strategy: str, says: str) -> None:
+    league = {"opponent_sampling_strategy": strategy, "fixed_opponents": ["scripted:random"]}
+    sections = {"train_envs": [{**ENV, "num_actors": 1}], "engine": {"max_loras": 16}}
+    assert make_plan(Config.model_validate({**sections, "league": league})).opponents() == says
 
 
 def test_a_chat_template_is_refused_where_there_is_no_tokenizer_or_none_in_it(tmp_path: Path) -> None:

@@ -82,7 +82,8 @@ class Plan:
             ignored = league.opponent_sampling_strategy != "none"
             remark = f" (so opponent_sampling_strategy = {league.opponent_sampling_strategy} is not used)" * ignored
             return f"none: num_actors = num_players, every seat is the current policy's{remark}"
-        return f"{league.opponent_sampling_strategy}, fixed ones: {', '.join(league.fixed_opponents) or 'none'}"
+        fixed = f", fixed ones: {', '.join(league.fixed_opponents) or 'none'}" * uses_fixed(league)
+        return f"{league.opponent_sampling_strategy}{fixed}"
 
     def describe(self) -> list[tuple[str, str]]:
         """(what, where) of every process and memory, for a person."""
@@ -120,7 +121,7 @@ class Plan:
             "the servers' own"
             if config.engine.kind == VLLM_SERVER
             else f"{self.divided.engine.gpu_share:.0%} of the GPU"
-            if self.engine_devices != ("cpu",)
+            if set(self.engine_devices) != {"cpu"}
             else f"up to {config.engine.kv_cache_gb:g} GB for the KV cache"
         )
         rows.append(("engine memory", memory))
