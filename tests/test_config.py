@@ -164,6 +164,11 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
         ({"run": {"eval_games": 10}}, "there are no eval_envs"),
         ({"run": {"eval_every": 10}}, "run.eval_every needs run.eval_games"),
         ({"run": {"output_dir": __file__ + "/out"}}, "not a directory that can be written to"),
+        ({"run": {"name": "ablations/no-kl"}}, "run.name = 'ablations/no-kl' is to be part of a directory's name"),
+        ({"run": {"name": "two\nlines"}}, "run.name = 'two\\nlines' is to be part"),
+        ({"run": {"name": "nul\0"}}, "no control character"),
+        ({"run": {"name": "../up"}}, "no slash in it"),
+        ({"run": {"name": ".hidden"}}, "no dot in front"),
         ({"lora": {"initial_lora_path": "/nowhere"}}, "/nowhere has no adapter_model.safetensors"),
         ({"league": {"env_sampling_strategy": "randm"}}, "'random'"),
         ({"rewards": {"step_reward_transformation": ["RewardForFormt"]}}, "'RewardForFormat'"),
@@ -241,6 +246,11 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
 )
 def test_what_cannot_run_is_refused_with_the_key_and_a_way_out(sections: dict[str, Any], says: str) -> None:
     assert any(says in problem for problem in problems_of(**sections)), problems_of(**sections)
+
+
+@pytest.mark.parametrize("name", ["", "lr=1e-5, seed 3", "größer", "v1.2_[b]"])
+def test_a_run_may_have_any_name_that_a_directory_may_have(name: str) -> None:
+    assert problems_of(run={"name": name}) == []
 
 
 def test_top_p_below_one_can_be_insisted_on() -> None:

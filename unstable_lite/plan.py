@@ -340,7 +340,13 @@ def _number_problems(config: Config) -> Iterable[str]:
 
 
 def _directory_problems(config: Config) -> Iterable[str]:
-    """Why no run directory can be made."""
+    """Why no run directory can be made, or none that `runs` and `top` would find."""
+    name = config.run.name or ""
+    if "/" in name or not name.isprintable() or name.startswith("."):
+        yield (
+            f"run.name = {name!r} is to be part of a directory's name: no slash in it, no control character, and no "
+            "dot in front"
+        )
     output = config.run.output_dir
     try:
         parent = next(path for path in (output, *output.absolute().parents) if path.exists())
