@@ -135,6 +135,12 @@ async def test_what_cannot_be_evaluated_is_said_before_an_engine_starts(run: Pat
     assert not (tmp_path / "out").exists()
 
 
+async def test_a_checkpoint_against_another_runs_of_the_same_number_is_told_from_it(run: Path, tmp_path: Path) -> None:
+    other = write_adapter(tmp_path / "other" / "checkpoints" / "ckpt-1", small(99))
+    done = await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", games=2, opponents=[str(other)])
+    assert [(e.model, e.opponent) for e in done.evaluations] == [("run/ckpt-1", "other/ckpt-1")]
+
+
 async def test_where_nobody_can_win_the_reward_is_shown(run: Path, tmp_path: Path) -> None:
     ones = [run / "checkpoints" / "ckpt-1"]
     done = await evaluated(ones, tmp_path / "out", games=3, envs=["GuessTheNumber-v0-train:1"])

@@ -30,7 +30,7 @@ from unstable_lite.engines.client import EngineClient
 from unstable_lite.errors import AdapterError, ConfigError, RequestError, UnstableError
 from unstable_lite.evaluation.cells import Cell, game_spec, in_rounds, make_cells, make_tournament
 from unstable_lite.evaluation.ladder import Placed, RatedGame, make_ladder
-from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_models, find_run
+from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_models, find_run, find_sides
 from unstable_lite.evaluation.results import Results, write_ladder, write_tables
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.game_runner import GameRunner
@@ -119,8 +119,7 @@ def plan_evaluation(
     envs.
     opponents: default: each eval env's own `fixed_opponent`.
     """
-    found = find_models(models)
-    others = find_models(opponents)
+    found, others = find_sides(models, opponents)
     run = find_run(models)
     if config is None:
         if run is None:
