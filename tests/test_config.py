@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import importlib.util
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from unstable_lite.checkpoints import to_toml
 from unstable_lite.config import Config, parse_config, read_config
 from unstable_lite.errors import ConfigError
 from unstable_lite.models import BUILTIN
@@ -89,6 +91,13 @@ def test_an_explicit_transformation_wins() -> None:
     plan = make_plan(Config.model_validate({"train_envs": [ENV], "algorithm": "a2c", "rewards": rewards}))
     assert names_of(plan.config.rewards.sampling_reward_transformation) == ["NormalizeRewards"]
     assert plan.config.rewards.step_reward_transformation == ()
+
+
+def test_what_is_none_is_left_out_of_a_table_beside_a_name_too() -> None:
+    transforms = ["RewardForFormat", {"name": "mine:Transform", "bound": None, "inner": {"x": None, "y": 1}}]
+    config = Config.model_validate({"train_envs": [ENV], "rewards": {"step_reward_transformation": transforms}})
+    again = tomllib.loads(to_toml(config.model_dump(mode="json")))["rewards"]["step_reward_transformation"]
+    assert again == ["RewardForFormat", {"name": "mine:Transform", "inner": {"y": 1}}]
 
 
 def test_a_config_survives_the_way_to_a_worker() -> None:
