@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 from collections import Counter
@@ -188,8 +189,14 @@ async def test_an_output_directory_of_something_else_or_of_other_settings_is_ref
     with pytest.raises(ConfigError, match="no evaluation's"):
         await evaluated(["base", run], tmp_path / "full", games=1)
     await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", games=1)
-    with pytest.raises(ConfigError, match=r"temperature was 1\.0 and is 0\.5"):
-        await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", "engine.temperature=0.5", games=1)
+    for override, says in (
+        ("engine.temperature=0.5", "mixed: temperature was 1.0 and is 0.5"),
+        ("opponents.temperature=0.5", "opponents.temperature was None and is 0.5"),
+        ("opponents.base_url=http://localhost:1/v1", "opponents.base_url was None and is 'http://localhost:1/v1'"),
+        ("opponents.max_tokens=9", "opponents.max_tokens was None and is 9"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", override, games=1)
 
 
 async def test_an_env_that_keeps_breaking_ends_the_evaluation_and_void_games_are_played_again(

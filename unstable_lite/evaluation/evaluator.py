@@ -72,7 +72,7 @@ class EvaluationPlan:
     def settings(self) -> dict[str, Any]:
         """What must be the same for all games of one output directory."""
         config = self.plan.config
-        engine = config.engine
+        engine, opponents = config.engine, config.opponents
         return {
             "format": 1,
             "model_name": config.model_name,
@@ -84,6 +84,9 @@ class EvaluationPlan:
             "max_generation_len": engine.max_generation_len,
             "max_model_len": engine.max_model_len,
             "max_action_chars": config.run.max_action_chars,
+            "opponents.base_url": opponents.base_url,
+            "opponents.temperature": opponents.temperature,
+            "opponents.max_tokens": opponents.max_tokens,
             "templates": config.model_dump(mode="json")["templates"],
         }
 
