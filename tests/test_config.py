@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import importlib.util
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from unstable_lite.checkpoints import to_toml
 from unstable_lite.config import Config, parse_config, read_config
 from unstable_lite.errors import ConfigError
 from unstable_lite.models import BUILTIN
@@ -91,6 +93,13 @@ def test_an_explicit_transformation_wins() -> None:
     assert plan.config.rewards.step_reward_transformation == ()
 
 
+def test_what_is_none_is_left_out_of_a_table_beside_a_name_too() -> None:
+    transforms = ["RewardForFormat", {"name": "mine:Transform", "bound": None, "inner": {"x": None, "y": 1}}]
+    config = Config.model_validate({"train_envs": [ENV], "rewards": {"step_reward_transformation": transforms}})
+    again = tomllib.loads(to_toml(config.model_dump(mode="json")))["rewards"]["step_reward_transformation"]
+    assert again == ["RewardForFormat", {"name": "mine:Transform", "inner": {"y": 1}}]
+
+
 def test_a_config_survives_the_way_to_a_worker() -> None:
     config = Config.model_validate({"train_envs": [ENV], "eval_envs": [EVAL_ENV]})
     assert Config.model_validate_json(config.model_dump_json()) == config
@@ -164,11 +173,21 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
         ({"run": {"eval_games": 10}}, "there are no eval_envs"),
         ({"run": {"eval_every": 10}}, "run.eval_every needs run.eval_games"),
         ({"run": {"output_dir": __file__ + "/out"}}, "not a directory that can be written to"),
+        ({"run": {"name": "ablations/no-kl"}}, "run.name = 'ablations/no-kl' is to be part of a directory's name"),
+        ({"run": {"name": "two\nlines"}}, "run.name = 'two\\nlines' is to be part"),
+        ({"run": {"name": "nul\0"}}, "no control character"),
+        ({"run": {"name": "../up"}}, "no slash in it"),
+        ({"run": {"name": ".hidden"}}, "no dot in front"),
         ({"lora": {"initial_lora_path": "/nowhere"}}, "/nowhere has no adapter_model.safetensors"),
         ({"league": {"env_sampling_strategy": "randm"}}, "'random'"),
         ({"rewards": {"step_reward_transformation": ["RewardForFormt"]}}, "'RewardForFormat'"),
         ({"eval_envs": [{**EVAL_ENV, "fixed_opponent": "scripted:perfect"}]}, "scripted:random"),
         ({"eval_envs": [{**EVAL_ENV, "env_id": "Othello-v0-train"}]}, "Othello"),
+        ({"train_envs": [{**ENV, "max_turns": 0}]}, "train_envs.0: max_turns = 0 must be at least 1"),
+        ({"eval_envs": [{**EVAL_ENV, "max_turns": -3}]}, "eval_envs.0: max_turns = -3 must be at least 1"),
+        ({"train_envs": [{**ENV, "num_players": 0, "num_actors": 0}]}, "num_actors = 0 must be between 1 and"),
+        ({"train_envs": [{**ENV, "num_actors": -1}]}, "num_actors = -1 must be between 1 and num_players = 2"),
+        ({"eval_envs": [{**EVAL_ENV, "num_players": 0}]}, "num_players = 0 must be at least 1"),
         (
             {"buffer": {"batch_delay_buffer": 2.5}},
             "2.5 times learner.batch_size = 384 is over",
@@ -237,6 +256,11 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
 )
 def test_what_cannot_run_is_refused_with_the_key_and_a_way_out(sections: dict[str, Any], says: str) -> None:
     assert any(says in problem for problem in problems_of(**sections)), problems_of(**sections)
+
+
+@pytest.mark.parametrize("name", ["", "lr=1e-5, seed 3", "größer", "v1.2_[b]"])
+def test_a_run_may_have_any_name_that_a_directory_may_have(name: str) -> None:
+    assert problems_of(run={"name": name}) == []
 
 
 def test_top_p_below_one_can_be_insisted_on() -> None:
@@ -317,6 +341,7 @@ def test_the_plan_says_what_goes_where() -> None:
     assert "engine-1" in rows
     assert "reinforce on the CPU" in rows["learner"]
     assert "at least 2 needed" in rows["adapter slots"]
+    assert rows["engine memory"] == "up to 1 GB for the KV cache"
 
 
 @pytest.mark.parametrize(
@@ -348,6 +373,21 @@ def test_the_plan_fits_the_active_checkpoints_to_the_adapter_slots(
 def test_an_opponent_strategy_that_nobody_will_use_is_said() -> None:
     plan = make_plan(Config.model_validate({"train_envs": [ENV], "league": {"opponent_sampling_strategy": "mirror"}}))
     assert "is not used" in plan.opponents()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "says"),
+    [
+        ("mirror", "mirror"),
+        ("lagged", "lagged"),
+        ("fixed", "fixed, fixed ones: scripted:random"),
+        ("pfsp", "pfsp, fixed ones: scripted:random"),
+    ],
+)
+def test_only_opponents_that_may_be_drawn_are_listed(strategy: str, says: str) -> None:
+    league = {"opponent_sampling_strategy": strategy, "fixed_opponents": ["scripted:random"]}
+    sections = {"train_envs": [{**ENV, "num_actors": 1}], "engine": {"max_loras": 16}}
+    assert make_plan(Config.model_validate({**sections, "league": league})).opponents() == says
 
 
 def test_a_chat_template_is_refused_where_there_is_no_tokenizer_or_none_in_it(tmp_path: Path) -> None:

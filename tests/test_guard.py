@@ -203,8 +203,8 @@ async def test_a_pause_ends_with_the_run_and_a_run_begins_without_one(
 
 
 async def test_a_collapse_is_told_with_the_best_checkpoint_that_was_kept(watched: Watched) -> None:
-    for update in (4, 10):
-        (watched.directory / "checkpoints" / f"ckpt-{update}").mkdir(parents=True)
+    for name in ("ckpt-4", "ckpt-10", "ckpt-5-best"):  # the last is somebody's own copy
+        (watched.directory / "checkpoints" / name).mkdir(parents=True)
     watched.guard.check_evaluation(evaluation(20, 0))
     watched.guard.check_evaluation(evaluation(90, 5))
     assert watched.guard.collapsed() == []

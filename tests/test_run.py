@@ -66,6 +66,7 @@ def test_who_looks_on_at_the_end_sees_a_run_that_has_ended(finished: tuple[Path,
     live = json.loads((finished[0] / "live.json").read_text())
     assert (live["learning_steps"], live["has_ended"]) == (3, True)
     assert {worker["name"]: worker["is_asleep"] for worker in live["workers"]} == {"engine-0": False, "learner": False}
+    assert [worker["gpu"] for worker in live["workers"]] == ["", ""]
     state = json.loads((finished[0] / "checkpoints" / "ckpt-3" / "league.json").read_text())
     steps = [json.loads(line) for line in (finished[0] / "league.jsonl").read_text().splitlines()]
     assert [line["step"] for line in steps] == [0, 1, 2, 3, 3]  # the evaluations' too

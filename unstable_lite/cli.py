@@ -286,7 +286,7 @@ def resample(
     with _ErrorsAsMessages(debug):
         from unstable_lite.evaluation.evaluator import plan_evaluation
         from unstable_lite.evaluation.resampling import resample as resample_models
-        from unstable_lite.evaluation.resampling import resampled_table, write_resampled
+        from unstable_lite.evaluation.resampling import resampled_table
         from unstable_lite.runtime import run_in_loop
         from unstable_lite.trackers.terminal import TerminalInterface
 
@@ -301,7 +301,6 @@ def resample(
         )
         say = TerminalInterface().say
         rows = run_in_loop(resample_models(evaluation, run_directory, observations, samples, say))
-        write_resampled(target, rows)
         console = _console()
         console.print(resampled_table(rows))
         console.print(f"{samples} actions for each observation, entropy in nats; {target}", soft_wrap=True)

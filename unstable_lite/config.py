@@ -43,7 +43,7 @@ class RunConfig(Section):
     the last bit. Slower, and for finding out what changed a result; there are no games of `num_eval_workers` then.
     `auto`: `share` where a device is both engine's and learner's, else `async`."""
     name: str | None = None
-    """Name of the run directory; default: `unstable-lite-<model>-<envs>`."""
+    """Name of the run directory, without slashes; default: `unstable-lite-<model>-<envs>`."""
     learning_steps: int = Field(200, ge=1)
     """Updates of the learner, and so adapter versions."""
     num_collection_workers: int = Field(256, ge=1)

@@ -239,9 +239,10 @@ class Guard:
         if best.update == 0:
             return "That is what training started from."
         kept = {
-            int(path.name.removeprefix("ckpt-")): path
+            int(number): path
             for place in ("adapters", "checkpoints")
             for path in (self._directory / place).glob("ckpt-*")
+            if (number := path.name.removeprefix("ckpt-")).isdecimal()
         }
         if best.update in kept:
             return f"That is {kept[best.update]}"

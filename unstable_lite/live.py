@@ -17,6 +17,7 @@ from typing import Any
 from unstable_lite.trackers.records import replaced
 from unstable_lite.training import Training
 from unstable_lite.transport.sockets import Peer
+from unstable_lite.workers import environment
 
 EVERY_S = 2.0
 LIVE = "live.json"
@@ -71,6 +72,7 @@ def _picture(training: Training) -> dict[str, Any]:
             "name": name,
             "pid": pid,
             "device": device,
+            "gpu": environment(device, 1)["CUDA_VISIBLE_DEVICES"],
             "is_up": peer.is_up,
             "is_asleep": name in engines and engines[name].is_asleep,
             "waited_for": peer.num_pending,

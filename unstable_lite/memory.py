@@ -303,7 +303,8 @@ def _learner(
     num_ranks: int = 1,
 ) -> LearnerMemory:
     switches = dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), is_checkpointed)
-    return learner_memory(shape, learner.model_copy(update=switches), lora, has_critic=has_critic, num_ranks=num_ranks)
+    learner = learner.model_copy(update=switches)
+    return learner_memory(shape, learner, lora, learner.dtype != "float32", has_critic, num_ranks)
 
 
 def _tokens(count: int) -> str:

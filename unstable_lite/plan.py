@@ -82,7 +82,8 @@ class Plan:
             ignored = league.opponent_sampling_strategy != "none"
             remark = f" (so opponent_sampling_strategy = {league.opponent_sampling_strategy} is not used)" * ignored
             return f"none: num_actors = num_players, every seat is the current policy's{remark}"
-        return f"{league.opponent_sampling_strategy}, fixed ones: {', '.join(league.fixed_opponents) or 'none'}"
+        fixed = f", fixed ones: {', '.join(league.fixed_opponents) or 'none'}" * uses_fixed(league)
+        return f"{league.opponent_sampling_strategy}{fixed}"
 
     def describe(self) -> list[tuple[str, str]]:
         """(what, where) of every process and memory, for a person."""
@@ -120,7 +121,7 @@ class Plan:
             "the servers' own"
             if config.engine.kind == VLLM_SERVER
             else f"{self.divided.engine.gpu_share:.0%} of the GPU"
-            if self.engine_devices != ("cpu",)
+            if set(self.engine_devices) != {"cpu"}
             else f"up to {config.engine.kv_cache_gb:g} GB for the KV cache"
         )
         rows.append(("engine memory", memory))
@@ -156,7 +157,8 @@ def load_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
 def make_plan(config: Config, side_by_side: bool = True) -> Plan:
     """Decide devices, engine and threads for a config. Raises ConfigError with every problem of meaning.
 
-    `side_by_side`: engines and a learner will run at the same time, and may have to share a device.
+    `side_by_side`: it is to be a run: engines and a learner at the same time, which may have to share a device, and a
+    run directory.
     """
     if problems := find_problems(config, side_by_side):
         raise ConfigError(*problems)
@@ -217,7 +219,7 @@ def find_problems(config: Config, side_by_side: bool = True) -> list[str]:
     """Every impossible combination and every name that names nothing."""
     config = resolve_defaults(config)
     problems = [*_env_problems(config), *check_league(config), *_number_problems(config), *algorithm_problems(config)]
-    problems += _rank_problems(config)
+    problems += [*_rank_problems(config), *(_directory_problems(config) if side_by_side else [])]
     problems += [no_adapter_at(target) for target in config.lora.target_modules if target in EMBEDDINGS]
     problems += [*template_problems(config.templates), *_spending_problems(config.opponents)]
     problems += alarm_problems(config.alarms)
@@ -336,6 +338,16 @@ def _number_problems(config: Config) -> Iterable[str]:
         yield "run.max_eval_games_per_ckpt bounds the games of run.num_eval_workers, and that is 0"
     if config.run.eval_games and not config.eval_envs:
         yield f"run.eval_games = {config.run.eval_games}, but there are no eval_envs"
+
+
+def _directory_problems(config: Config) -> Iterable[str]:
+    """Why no run directory can be made, or none that `runs` and `top` would find."""
+    name = config.run.name or ""
+    if "/" in name or not name.isprintable() or name.startswith("."):
+        yield (
+            f"run.name = {name!r} is to be part of a directory's name: no slash in it, no control character, and no "
+            "dot in front"
+        )
     output = config.run.output_dir
     try:
         parent = next(path for path in (output, *output.absolute().parents) if path.exists())
@@ -378,9 +390,11 @@ def _env_problems(config: Config) -> Iterable[str]:
         *((f"eval_envs.{index}", spec) for index, spec in enumerate(config.eval_envs)),
     ]
     for where, spec in entries:
-        facts = probe(spec.env_id, spec.num_players)
+        facts = probe(spec.env_id, spec.num_players, spec.observation)
         if facts.problem is not None:
             yield f"{where}: env_id = {spec.env_id!r}: {facts.problem}"
+        if spec.max_turns < 1:
+            yield f"{where}: max_turns = {spec.max_turns} must be at least 1"
         yield from _unknown(f"{where}: prompt_template", spec.prompt_template, known_templates(config.templates))
         for problem in extraction_problems(spec.action_extraction_fn):
             yield f"{where}: {problem}"

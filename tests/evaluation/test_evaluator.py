@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 from collections import Counter
@@ -135,6 +136,12 @@ async def test_what_cannot_be_evaluated_is_said_before_an_engine_starts(run: Pat
     assert not (tmp_path / "out").exists()
 
 
+async def test_a_checkpoint_against_another_runs_of_the_same_number_is_told_from_it(run: Path, tmp_path: Path) -> None:
+    other = write_adapter(tmp_path / "other" / "checkpoints" / "ckpt-1", small(99))
+    done = await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", games=2, opponents=[str(other)])
+    assert [(e.model, e.opponent) for e in done.evaluations] == [("run/ckpt-1", "other/ckpt-1")]
+
+
 async def test_where_nobody_can_win_the_reward_is_shown(run: Path, tmp_path: Path) -> None:
     ones = [run / "checkpoints" / "ckpt-1"]
     done = await evaluated(ones, tmp_path / "out", games=3, envs=["GuessTheNumber-v0-train:1"])
@@ -148,14 +155,48 @@ async def test_how_a_model_was_trained_is_of_no_concern(run: Path, tmp_path: Pat
     assert (await evaluated(["base", run], tmp_path / "out", *of_another_machine, games=1)).played == 5
 
 
+@pytest.mark.parametrize(
+    "learning",
+    [
+        ("algorithm=grpo", "run.group_size=4"),
+        ("algorithm=rloo", "run.group_size=2"),
+        ("rewards.group_baseline=grpo", "run.group_size=4", "rewards.final_reward_transformation=[]"),
+        ("algorithm=ppo", "lora.initial_lora_path=/nowhere", "lora.initial_critic_path=/nowhere/critic"),
+        ("run.mode=sleep", "run.output_dir=/dev/null/of/another/machine", "learner.shard_base=true"),
+        ("run.eval_games=9", "run.max_eval_games_per_ckpt=5", "run.num_eval_workers=0", "buffer.buffer_size=24"),
+        ("remote.workers=2", "remote.keys=/nowhere", "league.max_active_checkpoints=6"),
+    ],
+)
+def test_no_key_about_learning_stands_against_an_evaluation(
+    run: Path, tmp_path: Path, learning: tuple[str, ...]
+) -> None:
+    overrides = (*SCRIPTED, *learning)
+    assert plan_evaluation([str(run)], output=tmp_path, overrides=overrides).plan.config.run.group_size == 1
+
+
+def test_code_that_comes_with_the_model_is_trusted_in_an_evaluation_where_its_user_says_so(
+    run: Path, tmp_path: Path
+) -> None:
+    for word, is_trusted in (("true", True), ("false", False)):
+        overrides = (*SCRIPTED, f"trust_remote_code={word}")
+        plan = plan_evaluation([str(run)], output=tmp_path, overrides=overrides).plan
+        assert plan.config.trust_remote_code is is_trusted
+
+
 async def test_an_output_directory_of_something_else_or_of_other_settings_is_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("")
     with pytest.raises(ConfigError, match="no evaluation's"):
         await evaluated(["base", run], tmp_path / "full", games=1)
     await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", games=1)
-    with pytest.raises(ConfigError, match=r"temperature was 1\.0 and is 0\.5"):
-        await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", "engine.temperature=0.5", games=1)
+    for override, says in (
+        ("engine.temperature=0.5", "mixed: temperature was 1.0 and is 0.5"),
+        ("opponents.temperature=0.5", "opponents.temperature was None and is 0.5"),
+        ("opponents.base_url=http://localhost:1/v1", "opponents.base_url was None and is 'http://localhost:1/v1'"),
+        ("opponents.max_tokens=9", "opponents.max_tokens was None and is 9"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(says)):
+            await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", override, games=1)
 
 
 async def test_an_env_that_keeps_breaking_ends_the_evaluation_and_void_games_are_played_again(

@@ -9,7 +9,7 @@ from handmade_adapters import small, write_adapter, write_run
 import runs
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.models import check_base, find_models, find_run
+from unstable_lite.evaluation.models import check_base, find_models, find_run, find_sides
 from unstable_lite.types import TrainEnvSpec
 
 
@@ -45,6 +45,16 @@ def test_checkpoints_of_two_runs_are_told_apart_by_the_runs_name(run: Path, tmp_
     other = write_adapter(tmp_path / "other" / "checkpoints" / "ckpt-1", small(99))
     names = [model.name for model in find_models([str(run / "checkpoints" / "ckpt-1"), str(other)])]
     assert names == ["run/ckpt-1", "other/ckpt-1"]
+
+
+def test_models_and_their_opponents_are_told_apart_too(run: Path, tmp_path: Path) -> None:
+    first, second = (str(run / "checkpoints" / f"ckpt-{number}") for number in (1, 2))
+    other = write_adapter(tmp_path / "other" / "checkpoints" / "ckpt-1", small(99))
+    copy = write_adapter(tmp_path / "copy", small(2))
+    models, opponents = find_sides([first, second], [str(other), str(copy), "base"])
+    assert [model.name for model in models] == ["run/ckpt-1", "ckpt-2"]
+    assert [model.name for model in opponents] == ["other/ckpt-1", "ckpt-2", "base"]
+    assert opponents[1] == models[1]
 
 
 def test_an_adapter_whose_b_matrices_are_zero_is_known_to_be_the_base(tmp_path: Path) -> None:

@@ -72,3 +72,26 @@ async def test_a_model_that_no_engine_serves_is_refused(run: Path) -> None:
     plan = plan_evaluation(["scripted:random"], output=run, config=run / "config.toml", opponents=["base"])
     with pytest.raises(ConfigError, match="scripted:random: only the base and adapters"):
         await resample(plan, run, observations=1, samples=2, say=lambda _: None)
+
+
+def test_an_observation_that_cannot_be_answered_is_one_message_and_the_rows_before_it_stay(
+    run: Path, tmp_path: Path
+) -> None:
+    with (run / "games.jsonl").open("a") as file:
+        file.write(game([(0, "too long " * 2000)], env_id="TicTacToe-v0-train"))
+    arguments = ("--samples", "2", "--env", NIM, "--env", "TicTacToe-v0-train", "--output", tmp_path / "r.csv")
+    code, out, err = runs.run("resample", run, *arguments, "--set", "engine.kind=scripted")
+    assert code == 1
+    assert "Traceback" not in out + err
+    assert "error: " in err and "prompt" in err.splitlines()[-1]
+    with (tmp_path / "r.csv").open(newline="") as file:
+        assert [(row["model"], row["env_id"]) for row in csv.DictReader(file)] == [
+            (model, NIM) for model in ("base", "ckpt-1", "ckpt-2")
+        ]
+
+
+async def test_an_output_that_cannot_be_written_is_said_before_an_engine_starts(run: Path, tmp_path: Path) -> None:
+    for output in (tmp_path / "nowhere" / "r.csv", tmp_path):
+        plan = plan_evaluation(["base"], output=output, config=run / "config.toml", opponents=["base"])
+        with pytest.raises(ConfigError, match=f"--output {output}: "):
+            await resample(plan, run, observations=1, samples=2, say=pytest.fail)

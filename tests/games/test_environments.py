@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from unstable_lite.config import Config
 from unstable_lite.errors import EnvError
 from unstable_lite.games.environments import (
     DENIED,
@@ -17,6 +18,8 @@ from unstable_lite.games.environments import (
     probe,
 )
 from unstable_lite.games.players.scripted import random_legal_action
+from unstable_lite.plan import find_problems
+from unstable_lite.sft.session import find_sft_problems
 
 # Envs that draw in the middle of a game (REFERENCE.md 3.6), from `random` or `numpy.random`.
 DRAWING = [
@@ -163,6 +166,30 @@ def test_an_env_of_ones_own_is_found_by_its_module_and_draws_from_its_games_stre
     assert Environment(env_id, 2, 0, observation="first-last").observe()[1]
     assert "cannot import 'custom_envs'" in str(probe("custom_envs:RaceTo20-v0-train", 2).problem)
     assert "'custom_env' registers no env 'RaceTo21-v0'" in str(probe("custom_env:RaceTo21-v0", 2).problem)
+
+
+def test_an_env_without_a_bare_id_cannot_be_seen_by_its_first_and_last_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrapped_env.py").write_text(
+        "import textarena as ta\n"
+        "ta.envs.registration.register(\n"
+        "    'Wrapped-v0', 'textarena.envs.Nim.env:NimEnv', [ta.wrappers.LLMObservationWrapper], piles=[3, 4]\n"
+        ")\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    says = "env without wrappers, and no 'Wrapped-v0-raw' is registered"
+    assert probe("wrapped_env:Wrapped-v0", 2).problem is None
+    assert says in str(probe("wrapped_env:Wrapped-v0", 2, "first-last").problem)
+    players = {"num_players": 2, "observation": "first-last"}
+    entry = {"env_id": "wrapped_env:Wrapped-v0", **players}
+    evaluated = {**entry, "fixed_opponent": "scripted:random"}
+    config = Config.model_validate(
+        {"train_envs": [{**entry, "num_actors": 2}], "eval_envs": [evaluated], "sft": {"players": ["scripted:random"]}}
+    )
+    assert [says in problem for problem in find_problems(config)] == [True, True]
+    assert find_sft_problems(config) == []  # what is wrong with the env is told once
+    assert probe("Nim-v0-train", 2, "first-last").problem is None
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="the env's code is valid from Python 3.12 on")

@@ -175,6 +175,12 @@ def test_check_memory_says_what_fits_with_or_without_a_config(tmp_path: Path) ->
     assert "its shape is not known" in err
 
 
+@pytest.mark.parametrize(("dtype", "base"), [("auto", "7.49"), ("bfloat16", "7.49"), ("float32", "14.98")])
+def test_check_memory_counts_the_base_in_the_learners_own_numbers(tmp_path: Path, dtype: str, base: str) -> None:
+    rows = dict(memory.describe("Qwen/Qwen3-4B", 80, config_of(tmp_path, dtype=dtype)))
+    assert rows["learner: frozen base"] == f"{base} GiB"
+
+
 def test_the_table_in_the_docs_is_what_is_computed() -> None:
     rows = memory.table(["Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B"], [16, 24, 48, 80, 141])
     text = GPUS.read_text()

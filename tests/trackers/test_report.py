@@ -28,7 +28,9 @@ from unstable_lite.trackers.jsonl import JsonlSink
 from unstable_lite.trackers.records import write_whole
 from unstable_lite.trackers.report import write_report
 from unstable_lite.trackers.report.games import Sample
+from unstable_lite.trackers.report.page import _changes
 from unstable_lite.trackers.report.prompts import templates_by_env
+from unstable_lite.trackers.report.runs import read_run
 from unstable_lite.trackers.report.tokens import CUT, pieces
 from unstable_lite.trackers.tracker import Tally, Tracker
 from unstable_lite.trackers.train_data import step_to_json
@@ -608,6 +610,30 @@ def test_a_sample_that_grows_too_large_stays_even() -> None:
         sample.add({"turns": [], "game_idx": number})
     assert sample.stride == 128
     assert [one["game_idx"] for one in sample.games] == list(range(0, 1000, 128))
+
+
+def test_an_evaluation_that_comes_late_stands_at_its_updates_time_and_in_its_updates_place(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "12-00-00-late")
+    write_lines(
+        run / "metrics.jsonl",
+        {"step": 0, "time": 0.0, "evaluation/before": 0.1},
+        {"step": 1, "time": 3600.0, "run/games": 9},
+        {"step": 2, "time": 7200.0, "run/games": 18},
+        {"step": 1, "time": 9000.0, "evaluation/of 1": 0.5},
+        {"step": 0, "time": 9999.0, "evaluation/of 0": 0.5},
+    )
+    evaluations = map(json.loads, (run / "eval.jsonl").read_text().splitlines())
+    before, after = (line for line in evaluations if line["label"] != "concurrent")
+    write_lines(run / "eval.jsonl", before, after | {"step": 20}, after | {"step": 10, "wins": 40, "losses": 60})
+    data = read_run(run)
+    assert (data.steps, data.hours) == ([0, 1, 2], [0.0, 1.0, 2.0])
+    assert data.series["evaluation/of 1"] == [None, 0.5, None]
+    (change,) = _changes([data])
+    assert (change.first, change.last, change.updates) == (0.5, 0.9, 20)
+
+
+def write_lines(path: Path, *lines: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_every_model_of_the_matrix_stands_there_once(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.trackers.league_log import LeagueLog
 from unstable_lite.trackers.run_view import Pace, RunView, newest_run
 from unstable_lite.trackers.top import MachineLoad, draw, sparkline
+from unstable_lite.workers import environment
 
 UPDATES = 12
 CONFIG = """
@@ -214,6 +215,9 @@ class NoMeter:
             raise self.NVMLError
         return index
 
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return self.nvmlDeviceGetHandleByIndex(["GPU-a", "GPU-b"].index(uuid))
+
     def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
         if handle == 1:
             raise self.NVMLError
@@ -232,6 +236,34 @@ def test_a_gpu_shows_power_and_memory_as_far_as_it_tells_them() -> None:
     assert "% CPU" in load.of({"device": "cpu", "pid": os.getpid()})
     load._nvml = None
     assert "MiB" in load.of({"device": 0, "pid": os.getpid()})
+
+
+@pytest.mark.parametrize("visible", ["1,0", "1, 0", "GPU-b,GPU-a"])
+def test_a_gpu_is_the_one_that_the_run_was_shown_under_its_number(
+    visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    given = [environment(device, threads=1)["CUDA_VISIBLE_DEVICES"] for device in (0, 1)]
+    load = MachineLoad()
+    load._nvml = NoMeter()
+    told = [load.of({"device": device, "gpu": gpu, "pid": 2**22}) for device, gpu in enumerate(given)]
+    assert told == ["3.0/80 GiB", "346 W  3.0/80 GiB"]
+
+
+def test_a_busy_process_is_seen_to_be_busy_at_the_first_look() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        told = MachineLoad().of({"device": "cpu", "pid": process.pid})
+        process.kill()
+    assert int(told.split(" % CPU")[0]) > 0
+
+
+def test_who_looks_back_at_a_run_that_goes_on_is_not_told_that_it_does_not(directory: Path) -> None:
+    view = RunView(directory)
+    view.refresh()
+    view.at = 3
+    text = "\n".join(frame(view, 100, 32))
+    assert "what they did then is not kept" in text
+    assert "not running" not in text
 
 
 def test_the_league_is_as_it_was_at_the_update_that_is_looked_at(directory: Path) -> None:

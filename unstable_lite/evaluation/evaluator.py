@@ -30,7 +30,7 @@ from unstable_lite.engines.client import EngineClient
 from unstable_lite.errors import AdapterError, ConfigError, RequestError, UnstableError
 from unstable_lite.evaluation.cells import Cell, game_spec, in_rounds, make_cells, make_tournament
 from unstable_lite.evaluation.ladder import Placed, RatedGame, make_ladder
-from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_models, find_run
+from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_models, find_run, find_sides
 from unstable_lite.evaluation.results import Results, write_ladder, write_tables
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.game_runner import GameRunner
@@ -72,7 +72,7 @@ class EvaluationPlan:
     def settings(self) -> dict[str, Any]:
         """What must be the same for all games of one output directory."""
         config = self.plan.config
-        engine = config.engine
+        engine, opponents = config.engine, config.opponents
         return {
             "format": 1,
             "model_name": config.model_name,
@@ -84,6 +84,9 @@ class EvaluationPlan:
             "max_generation_len": engine.max_generation_len,
             "max_model_len": engine.max_model_len,
             "max_action_chars": config.run.max_action_chars,
+            "opponents.base_url": opponents.base_url,
+            "opponents.temperature": opponents.temperature,
+            "opponents.max_tokens": opponents.max_tokens,
             "templates": config.model_dump(mode="json")["templates"],
         }
 
@@ -119,8 +122,7 @@ def plan_evaluation(
     envs.
     opponents: default: each eval env's own `fixed_opponent`.
     """
-    found = find_models(models)
-    others = find_models(opponents)
+    found, others = find_sides(models, opponents)
     run = find_run(models)
     if config is None:
         if run is None:
@@ -393,15 +395,24 @@ def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
         TrainEnvSpec(num_actors=env.num_players, **{name: getattr(env, name) for name in ENV_KEYS}) for env in envs
     )
     mode = "sync" if config.run.mode == "sync" else "auto"  # the others are about a learner
-    run = {"mode": mode, "eval_games": 0, "eval_every": None, "num_eval_workers": 1, "max_eval_games_per_ckpt": None}
+    run = {
+        "mode": mode,
+        "group_size": 1,
+        "eval_games": 0,
+        "eval_every": None,
+        "num_eval_workers": 1,
+        "max_eval_games_per_ckpt": None,
+    }
+    lora = {"lora_rank": rank, "initial_lora_path": None, "initial_critic_path": None}
     plan = make_plan(
         # What concerns learning alone is left at its defaults: it may fit no other algorithm, or not this machine.
         Config(
             model_name=config.model_name,
+            trust_remote_code=config.trust_remote_code,
             run=config.run.model_copy(update=run),
             engine=config.engine,
             learner=LearnerConfig(devices=("cpu",)),
-            lora=config.lora.model_copy(update={"lora_rank": rank, "initial_lora_path": None}),
+            lora=config.lora.model_copy(update=lora),
             league=LeagueConfig(fixed_opponents=(), trueskill_beta=config.league.trueskill_beta),
             opponents=config.opponents,
             templates=config.templates,

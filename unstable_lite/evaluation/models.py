@@ -46,6 +46,19 @@ def find_models(words: Iterable[str]) -> list[EvaluatedModel]:
 
     The same weights under two names count once. Raises ConfigError with every word that names nothing.
     """
+    return _with_distinct_names(_found(words))
+
+
+def find_sides(words: Iterable[str], others: Iterable[str]) -> tuple[list[EvaluatedModel], list[EvaluatedModel]]:
+    """`find_models` of both, in which different models have different names, on whichever side they are."""
+    sides = _found(words), _found(others)
+    distinct = {model.key: model for side in reversed(sides) for model in side}
+    named = {model.key: model for model in _with_distinct_names(list(distinct.values()))}
+    ours, theirs = ([named[model.key] for model in side] for side in sides)
+    return ours, theirs
+
+
+def _found(words: Iterable[str]) -> list[EvaluatedModel]:
     models: dict[str, EvaluatedModel] = {}
     problems: list[str] = []
     for word in words:
@@ -58,7 +71,7 @@ def find_models(words: Iterable[str]) -> list[EvaluatedModel]:
             problems.append(str(error))
     if problems:
         raise ConfigError(*problems)
-    return _with_distinct_names(list(models.values()))
+    return list(models.values())
 
 
 def find_run(words: Iterable[str]) -> Path | None:

@@ -24,6 +24,7 @@ from unstable_lite.evaluation.evaluator import AdapterSlots, EvaluationPlan, ada
 from unstable_lite.evaluation.results import write_csv
 from unstable_lite.games.players.player import Player
 from unstable_lite.games.seats import Seats
+from unstable_lite.runtime import first_reason
 from unstable_lite.trackers.records import read_records
 from unstable_lite.trackers.tracker import Z_95
 from unstable_lite.types import Reply
@@ -67,30 +68,39 @@ def kept_observations(run: Path, env_id: str, most: int) -> list[str]:
 async def resample(
     evaluation: EvaluationPlan, run: Path, observations: int, samples: int, say: Callable[[str], None]
 ) -> list[Resampled]:
-    """Every model of the plan, in every env of it.
+    """Every model of the plan, in every env of it; the table of those that are through is in the plan's output.
 
-    Raises ConfigError for a model that no engine serves, and what `evaluate` raises.
+    Raises ConfigError for a model that no engine serves and for an output that cannot be written, RequestError for an
+    observation that cannot be answered, and what `evaluate` raises.
     """
     if fixed := sorted({cell.model.name for cell in evaluation.cells if cell.model.is_fixed}):
         raise ConfigError(f"{', '.join(fixed)}: only the base and adapters can be sampled again")
     envs = dict.fromkeys(cell.env.env_id for cell in evaluation.cells)
     kept = {env_id: kept_observations(run, env_id, observations) for env_id in envs}
+    try:
+        evaluation.output.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--output {evaluation.output}: {error.strerror}") from error
     (run / "logs" / "resample").mkdir(parents=True, exist_ok=True)
-    async with opened(evaluation, run / "logs" / "resample", say) as (workers, seats, slots):
-        work = _resample_all(evaluation, kept, samples, seats, slots)
-        return await while_alive(workers.processes, work)
+    try:
+        async with opened(evaluation, run / "logs" / "resample", say) as (workers, seats, slots):
+            work = _resample_all(evaluation, kept, samples, seats, slots)
+            return await while_alive(workers.processes, work)
+    except BaseExceptionGroup as group:
+        raise first_reason(group) from group
 
 
 async def _resample_all(
     evaluation: EvaluationPlan, kept: dict[str, list[str]], samples: int, seats: Seats, slots: AdapterSlots
 ) -> list[Resampled]:
-    rows = []
+    rows: list[Resampled] = []
     for round_ in in_rounds(evaluation.cells, evaluation.plan.config.engine.max_loras):
         await slots.hold({model.key: model for cell in round_ for model in adapters_of(cell)})
         for cell in round_:
             player = seats.players(game_spec(cell, 0, 0, slots.ref))[seat_of(cell, 0)]
             observations = kept[cell.env.env_id]
             rows.append(_summarise(cell, await _ask(player, observations, samples, evaluation.concurrency)))
+            write_csv(evaluation.output, [field.name for field in fields(Resampled)], map(asdict, rows))
     return rows
 
 
@@ -131,10 +141,6 @@ def entropy(counts: Sequence[int]) -> float:
     """Of frequencies, in nats."""
     total = sum(counts)
     return math.log(total) - sum(count * math.log(count) for count in counts) / total
-
-
-def write_resampled(path: Path, rows: Sequence[Resampled]) -> None:
-    write_csv(path, [field.name for field in fields(Resampled)], map(asdict, rows))
 
 
 def resampled_table(rows: Sequence[Resampled]) -> Table:

@@ -315,8 +315,12 @@ def hang_guard(limit_s: float) -> Iterator[None]:
 
 def _make_first_last(env_id: str) -> Any:
     """The env without its own wrappers, seen through TextArena's `FirstLastObservationWrapper`."""
-    bare = ta.make(env_id.removesuffix("-train") + "-raw")
-    return FirstLastObservationWrapper(ta.wrappers.ActionFormattingWrapper(bare))
+    return FirstLastObservationWrapper(ta.wrappers.ActionFormattingWrapper(ta.make(_bare_id(env_id))))
+
+
+def _bare_id(env_id: str) -> str:
+    """Under which TextArena knows the env without wrappers."""
+    return env_id.removesuffix("-train") + "-raw"
 
 
 def _checked_rewards(env_id: str, num_players: int, rewards: Any) -> dict[int, float]:
@@ -384,8 +388,8 @@ def is_isolated(env_id: str, num_players: int, wanted: bool | None = None) -> bo
 
 
 @cache
-def probe(env_id: str, num_players: int) -> EnvFacts:
-    """Make, reset and observe the env once; the reason why it cannot be used with so many players, if any.
+def probe(env_id: str, num_players: int, observation: Observation = "env") -> EnvFacts:
+    """Make, reset and observe the env once; the reason why it cannot be used with so many players, or seen so, if any.
 
     Runs in a thread with a time limit, since an env's start may run any code (downloads, endless loops).
     """
@@ -406,12 +410,16 @@ def probe(env_id: str, num_players: int) -> EnvFacts:
         return EnvFacts("'-raw' ids have no text observation; use the id without it, or with '-train'")
     if (reason := DENIED.get(env_family(env_id))) is not None:
         return EnvFacts(f"broken in TextArena: {reason}")
+    if observation == "first-last" and (bare := _bare_id(registered_id)) not in known:
+        return EnvFacts(
+            f"observation = 'first-last' is made from the env without wrappers, and no {bare!r} is registered"
+        )
 
     def attempt() -> float:
         with hang_guard(PROBE_TIMEOUT_S):
-            Environment(env_id, num_players, seed=0).observe()  # the first one imports
+            Environment(env_id, num_players, 0, observation).observe()  # the first one imports
             started = time.thread_time()  # of this thread alone, however busy the machine is
-            Environment(env_id, num_players, seed=0)
+            Environment(env_id, num_players, 0, observation)
             return time.thread_time() - started
 
     future = _in_daemon_thread(attempt)

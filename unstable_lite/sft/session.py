@@ -223,7 +223,7 @@ def _not_seated(name: str, config: Config) -> Iterator[str]:
     """Why `name` cannot play, once for each reason."""
     reasons = {}
     for env in config.train_envs:
-        if probe(env.env_id, env.num_players).problem is None:
+        if probe(env.env_id, env.num_players, env.observation).problem is None:
             observation = Environment(env.env_id, env.num_players, seed=0, observation=env.observation).observe()[1]
             reasons[opponent_problem(name, env.env_id, observation, config.opponents)] = True
     yield from (reason for reason in reasons if reason is not None)

@@ -28,6 +28,9 @@ SAMPLES = 128
 """Updates in a sparkline at most (reference: `terminal_interface.py`)."""
 GOOD, FAIR = 0.75, 0.40
 """Shares of a bar from which it is drawn as well, and as fair (reference)."""
+PAST = Text("what they did then is not kept", style="dim")
+FIRST_LOOK_S = 0.1
+"""At a process: a share of time is over some time, and afterwards that is from one frame to the next."""
 ROOMY = 30
 """Lines from which there is a panel for alarms; with fewer the newest one stands under the header."""
 
@@ -99,7 +102,12 @@ def draw(view: RunView, width: int, height: int, load: MachineLoad) -> Renderabl
         Layout(_header(view, width, not has_alarms), name="header", size=3),
         Layout(name="middle", ratio=1),
         Layout(
-            Panel(_workers(workers, workers_a_row, load, width), title="workers", title_align="left"), size=of_workers
+            Panel(
+                _workers(workers, workers_a_row, load, width) if view.at is None else PAST,
+                title="workers",
+                title_align="left",
+            ),
+            size=of_workers,
         ),
     ]
     if has_alarms:
@@ -351,27 +359,35 @@ class MachineLoad:
 
     def of(self, worker: dict[str, Any]) -> str:
         """Empty where nobody can tell: the process is gone, or of another machine."""
-        device = worker["device"]
-        if worker["pid"] is None:  # on another machine
+        device, pid = worker["device"], worker["pid"]
+        if pid is None:  # on another machine
             return str(device)
         if isinstance(device, int) and self._nvml is not None:
+            # The run's number of a GPU is not the machine's where the run was shown only some of them.
+            gpu = worker.get("gpu", str(device)).strip()
             # One figure at a time: some GPUs have no power meter.
-            return "  ".join(filter(None, (self._power(device), self._memory(device))))
+            return "  ".join(filter(None, (self._power(gpu), self._memory(gpu))))
         try:
-            process = self._processes.setdefault(worker["pid"], psutil.Process(worker["pid"]))
-            return f"{process.cpu_percent():.0f} % CPU  {process.memory_info().rss / 2**20:,.0f} MiB"
+            interval = None if pid in self._processes else FIRST_LOOK_S
+            process = self._processes.setdefault(pid, psutil.Process(pid))
+            return f"{process.cpu_percent(interval):.0f} % CPU  {process.memory_info().rss / 2**20:,.0f} MiB"
         except psutil.Error:
             return ""
 
-    def _power(self, device: int) -> str:
+    def _handle(self, gpu: str) -> Any:
+        """`gpu`: a number or a UUID, as CUDA_VISIBLE_DEVICES has them."""
+        if gpu.isdecimal():
+            return self._nvml.nvmlDeviceGetHandleByIndex(int(gpu))
+        return self._nvml.nvmlDeviceGetHandleByUUID(gpu)
+
+    def _power(self, gpu: str) -> str:
         with contextlib.suppress(self._nvml.NVMLError):
-            handle = self._nvml.nvmlDeviceGetHandleByIndex(device)
-            return f"{self._nvml.nvmlDeviceGetPowerUsage(handle) / 1000:.0f} W"
+            return f"{self._nvml.nvmlDeviceGetPowerUsage(self._handle(gpu)) / 1000:.0f} W"
         return ""
 
-    def _memory(self, device: int) -> str:
+    def _memory(self, gpu: str) -> str:
         with contextlib.suppress(self._nvml.NVMLError):
-            memory = self._nvml.nvmlDeviceGetMemoryInfo(self._nvml.nvmlDeviceGetHandleByIndex(device))
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle(gpu))
             return f"{memory.used / 2**30:.1f}/{memory.total / 2**30:.0f} GiB"
         return ""
 

@@ -165,7 +165,7 @@ def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
     found: dict[tuple[int, str, str], list[list[dict[str, Any]]]] = {}
     for run in runs:
         of_run: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
-        for row in run.evaluations:
+        for row in sorted(run.evaluations, key=lambda row: int(row["step"])):
             if row["label"] != "concurrent" and row["n"]:
                 of_run.setdefault((run.group, row["env_id"], row["opponent"]), []).append(row)
         for key, rows in of_run.items():

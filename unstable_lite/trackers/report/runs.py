@@ -122,10 +122,11 @@ def read_run(directory: Path) -> RunData:
 
 
 def _read_metrics(path: Path) -> tuple[list[int], list[float], dict[str, list[float | None]]]:
-    """One row for each update; what several lines say of one goes together."""
+    """One row for each update; what several lines say of one goes together, at the time of the update's own."""
     rows: dict[int, dict[str, Any]] = {}
     for line in _lines(path):
-        rows.setdefault(int(line["step"]), {}).update(line)
+        row = rows.setdefault(int(line["step"]), line)
+        row |= line if "run/games" in line else {**line, "time": row["time"]}  # an evaluation may be long in coming
     steps = sorted(rows)
     first = min((row["time"] for row in rows.values()), default=0.0)
     names = dict.fromkeys(name for row in rows.values() for name in row if name not in ("step", "time"))
