@@ -42,8 +42,8 @@ class Watched:
         )
         self.directory = directory
         self.buffer = StepBuffer(100, filter_opponent_invalid=True)
-        self.tracker = Tracker(directory, [], TrackerConfig())
         self.said: list[str] = []
+        self.tracker = Tracker(directory, [], TrackerConfig(), self.said.append)
         self.going, self.stop = asyncio.Event(), asyncio.Event()
         self.going.set()
         self.guard = self.new_guard()

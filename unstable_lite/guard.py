@@ -198,7 +198,6 @@ class Guard:
     def _act(self, change: Change) -> None:
         log.warning("after update %d: %s", self._update, change.text)
         self._tracker.alarm(self._update, change.text)
-        self._say(f"alarm after update {self._update}: {change.text}")
         if change.action == "pause":
             self._reasons.append(f"after update {self._update}: {change.text}")
             self.asks_for_pause.set()

@@ -345,7 +345,6 @@ class Run:
 
         def alarm(text: str) -> None:
             tracker.alarm(scheduler.registry.get(scheduler.registry.get_current_ckpt()).iteration or 0, text)
-            self._terminal.say(f"alarm: {text}")
 
         loop_watch.alarm = alarm
         return Training(

@@ -371,7 +371,6 @@ class Training:
 
     def _alarm(self, text: str) -> None:
         self.tracker.alarm(self.updates, text)
-        self.terminal.say(f"alarm after update {self.updates}: {text}")
 
     def _checkpoint(self) -> Coroutine[Any, Any, Path]:
         """Everything that has to survive, as it is at this moment; it is written while the result is awaited."""

@@ -282,7 +282,8 @@ class Tracker:
                 await self._train_data.write(update, version, batch, logprobs)
 
     def alarm(self, step: int, text: str) -> None:
-        """Kept for the summary, and a line of alarms.jsonl."""
+        """Said, kept for the summary, and a line of alarms.jsonl."""
+        self._say(f"alarm after update {step}: {text}")
         self.alarms.append(f"update {step}: {text}")
         with contextlib.suppress(OSError):  # it may be this that is told
             self._alarms_file.write(to_line({"step": step, "time": time.time(), "text": text}))
@@ -409,22 +410,20 @@ class Tracker:
             self._failed_lately.add(what)
             if what not in self._failing:
                 self._failing[what] = error.filename or what
-                self._tell(
+                self.alarm(
+                    self._step,
                     f"cannot write {self._failing[what]}: {error.strerror}. The run goes on without what belongs there "
-                    "(run/lost_records counts it) and goes on trying: make room"
+                    "(run/lost_records counts it) and goes on trying: make room",
                 )
 
     def _tell_of_recovery(self) -> None:
         for what in self._failing.keys() - self._failed_lately:
             where = self._failing.pop(what)
-            self._tell(
-                f"writing works again, which had failed at {where}; {self.lost_records} records were lost in all"
+            self.alarm(
+                self._step,
+                f"writing works again, which had failed at {where}; {self.lost_records} records were lost in all",
             )
         self._failed_lately.clear()
-
-    def _tell(self, text: str) -> None:
-        self.alarm(self._step, text)
-        self._say(f"alarm after update {self._step}: {text}")
 
     def _write_evaluation(self, evaluation: Evaluation) -> None:
         with self._surviving("eval.jsonl"):
