@@ -185,9 +185,9 @@ class LearnerConfig(Section):
     gradient_clipping: float = Field(0.2, gt=0)
     """Largest L2 norm of the gradient."""
     activation_checkpointing: bool = True
-    """Recompute a layer's activations in the backward pass. `gradient_checkpointing` means the same; one is enough."""
+    """Recompute a layer's activations in the backward pass; this or `gradient_checkpointing` = false turns it off."""
     gradient_checkpointing: bool = True
-    """The same as `activation_checkpointing`."""
+    """Another name of `activation_checkpointing`, as in the reference."""
     use_trainer_cache: bool = False
     """Keep the model's KV cache on in training forwards. Reference option; only costs memory."""
     max_train_len: int | None = Field(None, ge=1)
@@ -229,6 +229,11 @@ class LearnerConfig(Section):
     """An update that takes longer counts as stuck."""
     canary_tolerance: float = Field(0.1, gt=0)
     """Mean |Δ log p| between engine and learner on the canary's tokens that fails an adapter."""
+
+    @property
+    def is_checkpointed(self) -> bool:
+        """Whether activations are recomputed."""
+        return self.activation_checkpointing and self.gradient_checkpointing
 
 
 class LoraConfig(Section):

@@ -167,7 +167,6 @@ def learner_memory(
 
     `is_bfloat16`: of the frozen base; adapter and optimiser are float32. A critic is a second adapter.
     """
-    is_checkpointed = learner.activation_checkpointing or learner.gradient_checkpointing
     h, i, q, k, r = shape.hidden, shape.inner, shape.queries, shape.keys, lora.lora_rank
     if is_bfloat16:
         width, layer, recomputed, ends = 2, 12.4 * h + 8 * i + 14 * q + 12 * k + 18 * r, 2.4 * h + 4 * i, 19 * h
@@ -178,7 +177,7 @@ def learner_memory(
             3.8 * h + 6.5 * i,
             31 * h,
         )
-    if is_checkpointed:
+    if learner.is_checkpointed:
         kept, passing = float(shape.layers * width * h), layer + recomputed
     else:
         kept, passing = shape.layers * layer + ends, 0.0

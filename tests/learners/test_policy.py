@@ -171,11 +171,19 @@ def test_layers_of_no_known_kind_are_in_training_mode_as_a_whole(
     assert all(module.training for module in policy.model.modules())
 
 
-@pytest.mark.parametrize(("checkpointing", "forwards"), [(True, 2), (False, 1)])
-def test_gradient_checkpointing_really_recomputes(
-    make_learner: MakeLearner, make_items: Callable[..., Any], checkpointing: bool, forwards: int
+@pytest.mark.parametrize(
+    ("switches", "forwards"),
+    [
+        ({}, 2),
+        ({"gradient_checkpointing": False}, 1),
+        ({"activation_checkpointing": False}, 1),
+        ({"gradient_checkpointing": False, "activation_checkpointing": False}, 1),
+    ],
+)
+def test_checkpointing_really_recomputes_and_either_of_its_names_turns_it_off(
+    make_learner: MakeLearner, make_items: Callable[..., Any], switches: dict[str, bool], forwards: int
 ) -> None:
-    learner = make_learner(learner={"gradient_checkpointing": checkpointing, "activation_checkpointing": checkpointing})
+    learner = make_learner(learner=switches)
     calls = []
     learner.policy._base.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     learner.add_gradient(make_items(3))

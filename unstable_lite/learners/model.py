@@ -55,7 +55,7 @@ class Policy:
         }
         if config.lora.initial_lora_path is not None:
             self.load_adapter(config.lora.initial_lora_path)
-        if config.learner.gradient_checkpointing or config.learner.activation_checkpointing:
+        if config.learner.is_checkpointed:
             self._base.gradient_checkpointing_enable({"use_reentrant": False})
         self._through = _shard(self._base, self.device) if self.is_sharded else _straight
         self.model.eval()
