@@ -86,9 +86,6 @@ class AdapterArena:
             if version != 0:
                 self.unreferenced.put_nowait(version)
 
-    def is_referenced(self, version: int) -> bool:
-        return version in self._references
-
     def references(self, version: int) -> int:
         return self._references[version]
 
