@@ -261,7 +261,7 @@ async def test_adapter_versions_are_held_while_games_play_them_and_let_go_after(
     held: list[bool] = []
 
     async def look(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        held.append(league.arena.is_referenced(version))
+        held.append(league.arena.references(version) > 0)
         return await any_cell(prompt, version, stop)
 
     league = League(tmp_path, look)
@@ -269,7 +269,7 @@ async def test_adapter_versions_are_held_while_games_play_them_and_let_go_after(
     await league.collect_until(lambda: len(league.records) >= 10)
     assert held
     assert all(held)
-    assert not league.arena.is_referenced(1)
+    assert not league.arena.references(1)
     league.arena.close()
 
 
@@ -440,14 +440,14 @@ async def test_the_adapters_of_a_group_are_held_until_its_last_game_and_let_go_w
     while not league.records:
         await asyncio.sleep(0.001)
     league.registry.add_checkpoint("ckpt-2", adapter_version=2, iteration=2)
-    assert league.arena.is_referenced(1)
+    assert league.arena.references(1)
     while league.collector._rest_of_group or league.collector.games_in_flight["train"]:
-        assert league.arena.is_referenced(1)
+        assert league.arena.references(1)
         await asyncio.sleep(0)
     assert {agent.model.adapter_version for r in league.records[:6] for agent in r.spec.agent_specs} == {1, None}
     while len(league.records) < 8:
         await asyncio.sleep(0)
-    assert not league.arena.is_referenced(1)
+    assert not league.arena.references(1)
     one_game.cancel()
     await asyncio.gather(one_game, return_exceptions=True)
     assert league.arena.live_versions == set()

@@ -9,10 +9,8 @@ import importlib.util
 from collections.abc import Iterable
 
 from unstable_lite.config import Config, RewardConfig, Transformation
-from unstable_lite.learners import LEARNERS, Algorithm
+from unstable_lite.learners import CRITIC_HEAD, LEARNERS, Algorithm
 from unstable_lite.outside_files import is_file
-
-CRITIC_HEAD = "value_head.safetensors"
 
 
 def _transformation(name: str, **keywords: float | bool) -> Transformation:

@@ -202,7 +202,7 @@ def test_the_state_survives_json():
     assert after.get_all_models() == before.get_all_models()
     assert after.match_counts == before.match_counts
     assert after.current == before.current
-    assert after.snapshot() == before.snapshot()
+    assert after.state_dict() == before.state_dict()
 
 
 def test_a_model_more_and_two_more_that_met_take_few_bytes_of_a_checkpoint():

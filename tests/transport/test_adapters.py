@@ -40,10 +40,10 @@ def test_a_version_is_unreferenced_exactly_when_its_last_holder_lets_go(shared_m
     arena.release(5)
     arena.release(5)
     assert arena.unreferenced.empty()
-    assert arena.is_referenced(5)
+    assert arena.references(5)
     arena.release(5)
     assert arena.unreferenced.get_nowait() == 5
-    assert not arena.is_referenced(5)
+    assert not arena.references(5)
     arena.close()
 
 

@@ -55,10 +55,6 @@ def choose_dtype(dtype: str, device: torch.device, width: int) -> torch.dtype:
     return torch.bfloat16 if device.type == "cpu" and has_bfloat16 and width >= 256 else torch.float32
 
 
-def position_limit(model: Any) -> int | None:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
 def cache_shape(model: Any) -> CacheShape:
     """What the model's attention layers store for a token, seen by running one. Raises ModelError if they differ."""
     seen: dict[int, tuple[int, int, int]] = {}

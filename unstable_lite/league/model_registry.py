@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 import trueskill
@@ -205,14 +205,6 @@ class ModelRegistry:
         uids = columns["uid"]
         self.match_counts = defaultdict(int, {(uids[a], uids[b]): count for a, b, count in state["match_counts"]})
         self.touched_pairs = dict.fromkeys(self.match_counts)
-
-    def snapshot(self) -> dict[str, Any]:
-        """For trackers: current uid, every model's meta, match counts as `[uid, uid, games]`."""
-        return {
-            "current": self._current_uid,
-            "models": [asdict(meta) | {"rating": list(meta.rating)} for meta in self._models.values()],
-            "match_counts": [[*pair, count] for pair, count in self.match_counts.items()],
-        }
 
     def _register(self, meta: ModelMeta) -> None:
         self._numbers[meta.uid] = len(self._models)

@@ -12,6 +12,9 @@ from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.types import Logprobs, TrainItem
 
+CRITIC_HEAD = "value_head.safetensors"
+"""Beside a critic's adapter."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:

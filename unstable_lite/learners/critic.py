@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 from unstable_lite.config import Config
 from unstable_lite.errors import ModelError
-from unstable_lite.learners import adapter_files, ranks
+from unstable_lite.learners import CRITIC_HEAD, adapter_files, ranks
 from unstable_lite.learners.advantages import Figures
 from unstable_lite.learners.batching import PromptBatch, make_prompt_batches
 from unstable_lite.learners.model import Policy
 from unstable_lite.types import TrainItem
 
 _ADAPTER = "critic"
-_HEAD = "value_head.safetensors"
 
 
 class Critic:
@@ -69,14 +68,14 @@ class Critic:
         """Adapter and head, into a directory that exists."""
         adapter_files.write(directory, *self._policy.adapter_state(_ADAPTER))
         head = {name: tensor.detach().cpu().contiguous() for name, tensor in self.head.state_dict().items()}
-        adapter_files.write_file(directory / _HEAD, safetensors.torch.save(head))
+        adapter_files.write_file(directory / CRITIC_HEAD, safetensors.torch.save(head))
 
     def load(self, directory: Path) -> None:
         """Go on from what `save` wrote. Raises ModelError unless it is of this base, rank and targets."""
         try:
-            head = adapter_files.read_tensors(directory / _HEAD)
+            head = adapter_files.read_tensors(directory / CRITIC_HEAD)
         except ModelError as error:
-            raise ModelError(f"{directory} is no critic with {_HEAD}: {error}") from error
+            raise ModelError(f"{directory} is no critic with {CRITIC_HEAD}: {error}") from error
         _check_head(directory, head, self.head.state_dict())
         self._policy.load_adapter(directory, _ADAPTER)
         self.head.load_state_dict(head)

@@ -81,14 +81,12 @@ class Policy:
     def max_position_embeddings(self) -> int | None:
         return getattr(self._base.config.get_text_config(), "max_position_embeddings", None)
 
-    def micro_batches(self, items: Sequence[TrainItem]) -> Iterator[batching.MicroBatch]:
-        """This rank's share of `items` in parts that fit the memory, on the device."""
-        return self._micro_batches(items, self.max_tokens_per_micro_batch, self.share)
-
-    def _micro_batches(
-        self, items: Sequence[TrainItem], max_tokens: int, share: batching.Share
+    def micro_batches(
+        self, items: Sequence[TrainItem], max_tokens: int | None = None, share: batching.Share | None = None
     ) -> Iterator[batching.MicroBatch]:
-        for batch in batching.make_micro_batches(items, max_tokens, self._max_rows, share):
+        """This rank's share of `items`, or the one that is given, in parts that fit the memory, on the device."""
+        max_tokens = max_tokens or self.max_tokens_per_micro_batch
+        for batch in batching.make_micro_batches(items, max_tokens, self._max_rows, share or self.share):
             yield batch.to(self.device)
 
     @property
@@ -136,7 +134,7 @@ class Policy:
         share = self.share if self.is_sharded else batching.WHOLE
         adapter_logp, base_logp = ([torch.empty(0)] * len(items) for _ in range(2))
         rows: list[int] = []
-        for batch in self._micro_batches(items, max_tokens or self.max_tokens_per_micro_batch, share):
+        for batch in self.micro_batches(items, max_tokens, share):
             rows += batch.rows
             with self.evaluating():
                 logp_N, _ = self.logprobs(batch)

@@ -96,9 +96,6 @@ class AdapterArena:
         finally:
             self.release(version)
 
-    def is_referenced(self, version: int) -> bool:
-        return version in self._references
-
     def references(self, version: int) -> int:
         return self._references[version]
 
