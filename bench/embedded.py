@@ -63,13 +63,16 @@ WORK: dict[str, dict[str, int]] = {
     "400 + 8": {"requests": 64, "prompt": 400, "new": 8},
     "400, 360 shared + 8": {"requests": 64, "prompt": 400, "new": 8, "shared": 360},
 }
-SMALL = {"requests": 8, "new": 4}
+SMALL = {
+    name: {"requests": 8, "prompt": work["prompt"] // 10, "new": 4, "shared": work.get("shared", 0) // 10}
+    for name, work in WORK.items()
+}
 FIRST, _, LONG, SHARED = WORK
 
 
 def run(options: Options) -> Report:
     report = Report(bench="embedded", question="Tokens a second of the embedded engine", options=options)
-    works = {name: {**work, **SMALL} if options.small else work for name, work in WORK.items()}
+    works = SMALL if options.small else WORK
     threads = 1 if options.small else cores()
     report.sizes = {**works, "model": "shape of builtin:tiny, random weights", "lora_rank": RANK, "threads": threads}
     with tempfile.TemporaryDirectory() as directory, Subjects() as subjects:
