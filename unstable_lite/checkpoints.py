@@ -28,6 +28,7 @@ from typing import Any
 from unstable_lite.config import Config
 from unstable_lite.errors import ProtocolError, UnstableError
 from unstable_lite.trackers.records import replaced
+from unstable_lite.trackers.run_view import by_update
 from unstable_lite.transport.messages import pack_all, unpack_all
 from unstable_lite.types import Step
 
@@ -170,8 +171,7 @@ def newest_checkpoint(checkpoints: Path, say: Callable[[str], None]) -> Path:
 
     Raises UnstableError if there is none.
     """
-    numbered = sorted(checkpoints.glob("ckpt-*"), key=_update_of, reverse=True)
-    for directory in numbered:
+    for directory in reversed(by_update(checkpoints).values()):
         if (damage := find_damage(directory)) is None:
             return directory
         aside = directory.with_name(f"damaged-{directory.name}")
@@ -266,11 +266,6 @@ def _not_understood(path: Path, reason: str) -> UnstableError:
         f"the version that wrote it (its commit is in versions.json), or remove {path.parent} to go on from the "
         "checkpoint before it"
     )
-
-
-def _update_of(directory: Path) -> int:
-    number = directory.name.removeprefix("ckpt-")
-    return int(number) if number.isdigit() else -1
 
 
 def _size(path: Path) -> int:

@@ -19,6 +19,7 @@ from unstable_lite.alarms import SAY_EVERY, Alarms, Change, Contests, Reading, R
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.config import Config
 from unstable_lite.trackers.repetition import repetition
+from unstable_lite.trackers.run_view import by_update
 from unstable_lite.trackers.tracker import WINDOW, Evaluation, Tracker
 from unstable_lite.trackers.train_data import steps_of
 from unstable_lite.types import Batch, GameRecord
@@ -237,12 +238,7 @@ class Guard:
     def _where(self, best: Result) -> str:
         if best.update == 0:
             return "That is what training started from."
-        kept = {
-            int(number): path
-            for place in ("adapters", "checkpoints")
-            for path in (self._directory / place).glob("ckpt-*")
-            if (number := path.name.removeprefix("ckpt-")).isdecimal()
-        }
+        kept = by_update(self._directory / "adapters") | by_update(self._directory / "checkpoints")
         if best.update in kept:
             return f"That is {kept[best.update]}"
         nearest = min(kept, key=lambda update: abs(update - best.update), default=None)

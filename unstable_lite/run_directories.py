@@ -22,7 +22,7 @@ from unstable_lite.checkpoints import find_damage
 from unstable_lite.errors import UnstableError
 from unstable_lite.guard import PAUSED
 from unstable_lite.trackers.report.runs import RunData, flat, read_run
-from unstable_lite.trackers.run_view import RunView
+from unstable_lite.trackers.run_view import RunView, by_update
 from unstable_lite.transport.adapters import try_lock
 
 LOCK = "lock"
@@ -308,8 +308,7 @@ def _runs_in(outputs: Path) -> list[Path]:
 def _old_checkpoints(view: RunView, keep: int, wanted: Collection[Path]) -> tuple[list[Path], list[str]]:
     """(what may go, the names of what stays)."""
     checkpoints = view.directory / "checkpoints"
-    numbers = [path.name.removeprefix("ckpt-") for path in checkpoints.glob("ckpt-*")]
-    newest_first = [checkpoints / f"ckpt-{n}" for n in sorted(map(int, filter(str.isdigit, numbers)), reverse=True)]
+    newest_first = list(reversed(by_update(checkpoints).values()))
     whole: list[Path] = []
     for path in newest_first:
         if len(whole) < keep and find_damage(path) is None:

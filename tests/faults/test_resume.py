@@ -177,6 +177,16 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_is_taken(copy: 
     ]
 
 
+def test_a_directory_of_another_name_beside_the_checkpoints_is_neither_taken_nor_touched(tmp_path: Path) -> None:
+    (tmp_path / "ckpt-9-best").mkdir()
+    (tmp_path / "ckpt-²").mkdir()
+    said: list[str] = []
+    with pytest.raises(UnstableError, match="no checkpoint to go on from"):
+        newest_checkpoint(tmp_path, said.append)
+    assert said == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-9-best", "ckpt-²"]
+
+
 def test_a_run_goes_on_before_a_damaged_checkpoint_and_writes_it_anew(copy: Path) -> None:
     newest, before = damage_newest(copy / "checkpoints", "adapter_model.safetensors")
     code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={newest}", "run.eval_games=0")

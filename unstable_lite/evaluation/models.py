@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.games.seats import is_remote
 from unstable_lite.models import resolve_model
 from unstable_lite.outside_files import CONFIG, FLOAT_BYTES, PICKLES, WEIGHTS, Entry, check_adapter, read_json
+from unstable_lite.trackers.run_view import by_update, update_of
 from unstable_lite.types import ModelRef
 
 
@@ -115,10 +115,10 @@ def _find(word: str) -> list[EvaluatedModel]:
         if any((path / name).exists() for name in (CONFIG, WEIGHTS, *PICKLES)):
             return [_adapter(path)]
         if (path / "checkpoints").is_dir():
-            checkpoints = [found for found in (path / "checkpoints").glob("ckpt-*") if _number(found) is not None]
+            checkpoints = by_update(path / "checkpoints")
             if not checkpoints:
                 raise ConfigError(f"{path} has no checkpoint: {path / 'checkpoints'} holds no ckpt-<n>")
-            return [_adapter(found) for found in sorted(checkpoints, key=lambda found: _number(found) or 0)]
+            return [_adapter(found) for found in checkpoints.values()]
         raise ConfigError(f"{path} is neither a run directory (checkpoints/) nor an adapter ({CONFIG})")
     if "/" not in word or word.startswith((".", "/", "~")) or Path(path.parts[0]).exists():
         raise ConfigError(
@@ -138,8 +138,9 @@ def _adapter(path: Path) -> EvaluatedModel:
         is_zero = _is_zero(path / WEIGHTS, header)
     except OSError as error:
         raise AdapterError(f"{path} is no adapter that can be read: {error}") from error
-    scale = f"{stored.get('r')}-{stored.get('lora_alpha')}"  # the same matrices under another scale are another model
-    return EvaluatedModel(name=path.name, key=f"{digest}-{scale}", path=path, is_zero=is_zero, step=_number(path) or 0)
+    # The same matrices under another scale are another model.
+    key = f"{digest}-{stored.get('r')}-{stored.get('lora_alpha')}"
+    return EvaluatedModel(name=path.name, key=key, path=path, is_zero=is_zero, step=update_of(path) or 0)
 
 
 def _is_zero(weights: Path, header: Mapping[str, Entry]) -> bool:
@@ -153,11 +154,6 @@ def _is_zero(weights: Path, header: Mapping[str, Entry]) -> bool:
                 if numbers.any():
                     return False
     return True
-
-
-def _number(path: Path) -> int | None:
-    match = re.fullmatch(r"ckpt-(\d+)", path.name)
-    return int(match[1]) if match else None
 
 
 def _with_distinct_names(models: list[EvaluatedModel]) -> list[EvaluatedModel]:

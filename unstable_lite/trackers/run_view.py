@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -169,3 +170,15 @@ def newest_run(outputs: Path) -> Path:
     if not found:
         raise UnstableError(f"there is no run in {outputs.absolute()}; name its directory")
     return found[-1].parent
+
+
+def update_of(path: Path) -> int | None:
+    """The number in `ckpt-<number>`; None for any other name, which is no checkpoint's."""
+    match = re.fullmatch(r"ckpt-(\d+)", path.name)
+    return int(match[1]) if match else None
+
+
+def by_update(directory: Path) -> dict[int, Path]:
+    """The checkpoints or adapters in a directory, the oldest first."""
+    found = [(update, path) for path in directory.glob("ckpt-*") if (update := update_of(path)) is not None]
+    return dict(sorted(found))

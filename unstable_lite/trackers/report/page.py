@@ -271,7 +271,7 @@ def _matrix(games: RunGames) -> tuple[list[str], list[tuple[str, list[dict[str, 
 def _by_age(name: str) -> tuple[int, int, str]:
     """Checkpoints by number, then fixed opponents."""
     digits = name.rpartition("-")[2]
-    return int(name.startswith("fixed-")), int(digits) if digits.isdigit() else -1, name
+    return int(name.startswith("fixed-")), int(digits) if digits.isdecimal() else -1, name
 
 
 def _met(games: RunGames, model: str, other: str) -> dict[str, Any] | None:
