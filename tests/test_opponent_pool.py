@@ -353,6 +353,31 @@ async def test_what_is_remembered_of_canaries_survives_json(tmp_path: Path) -> N
     await other.close()
 
 
+@pytest.mark.parametrize(("max_loras", "for_want_of"), [(5, "was not stored"), (2, "have no slot left")])
+async def test_a_league_that_goes_on_says_of_each_opponent_that_stays_away_why(
+    tmp_path: Path, max_loras: int, for_want_of: str
+) -> None:
+    first = await a_league_of(tmp_path, 3, size=3)
+    parts = ("registry", "publisher", "pool")
+    state = json.loads(json.dumps({part: getattr(first, part).state_dict() for part in parts}))
+    await first.close()
+    if max_loras == 5:
+        del state["pool"]["published_as"]["ckpt-1"]
+    league = League(tmp_path, 3, max_loras=max_loras)
+    for part in parts:
+        getattr(league, part).load_state_dict(state[part])
+    path = league.arena.path(3)
+    shutil.copytree(tmp_path / "adapters" / "ckpt-3", path)
+    await league.publisher.publish(3)
+    await league.pool.resume()
+    missing = ["ckpt-1"] if max_loras == 5 else ["ckpt-1", "ckpt-2"]
+    assert sorted(alarm.split()[0] for alarm in league.alarms) == missing
+    assert all(for_want_of in alarm for alarm in league.alarms)
+    assert league.active == [uid for uid in ("ckpt-2", "ckpt-3") if uid not in missing]
+    league.check_what_is_active_is_loaded_as_itself()
+    await league.close()
+
+
 async def test_the_newest_are_active_and_no_more_than_the_pool_holds(tmp_path: Path) -> None:
     league = await a_league_of(tmp_path, 6, size=3)
     assert league.active == ["ckpt-4", "ckpt-5", "ckpt-6"]

@@ -131,10 +131,10 @@ class OpponentPool:
             self._to_store.append((current.uid, current.adapter_version))
         for meta in self._others():
             self._registry.set_active(meta.uid, False)
-            if self._can_play(meta):
-                await self._return(meta, meta.adapter_version or 0)
-            if not meta.active:
+            if not self._can_play(meta):
                 self._alarm(f"{meta.uid} was an opponent, and its adapter was not stored: it does not come back")
+            elif not await self._return(meta, meta.adapter_version or 0):
+                self._alarm(f"{meta.uid} was an opponent, and the engines have no slot left for it: it waits for one")
         self.num_returned = num_returned
 
     def tell_saving(self) -> None:
