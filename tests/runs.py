@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -94,6 +96,23 @@ def num_updates(directory: Path) -> int:
     """Updates that metrics.jsonl of the one run in `directory` tells of."""
     lines = [line for path in directory.glob("outputs/*/*/metrics.jsonl") for line in path.read_text().splitlines()]
     return sum('"learner/loss"' in line for line in lines)
+
+
+def untold_figures(directory: Path) -> list[str]:
+    """The metrics of a run that docs/curves.md does not name, whole or, where it names a group's by themselves, so."""
+    page = (Path(__file__).parents[1] / "docs" / "curves.md").read_text()
+    recorded = {name for line in (directory / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
+    untold = []
+    for name in recorded - {"step", "time"}:
+        general = re.sub(r"^(collection-|exploration/)[^/]+", r"\1{env}", name)
+        general = re.sub(r"^evaluation-[^/]+", "evaluation-{env} ({opponent})", general)
+        general = re.sub(r"/engine-\d+/", "/engine-{i}/", general)
+        general = re.sub(r"^alarms/\w+", "alarms/{name}", general)
+        general = re.sub(r"pid=\d+", "pid=0", re.sub(r"\d-gram$", "1-gram", general))
+        general = re.sub(r"(checkpoint Win Rate) (low|high)$", r"\1", general.replace("/concurrent ", "/"))
+        if f"`{general}`" not in page and f"`{general.rpartition('/')[2]}`" not in page:
+            untold.append(name)
+    return sorted(untold)
 
 
 def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:

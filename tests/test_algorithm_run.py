@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from runs import run, write_small
+from runs import run, untold_figures, write_small
 
 OFF = ("run.eval_games=0", "run.num_eval_workers=0", "learner.critic_learning_rate=1e-3")
 
@@ -50,4 +50,5 @@ def test_a2c_learns_from_real_games_and_ppo_goes_on_from_its_adapter_and_critic(
     assert [update["learner/step"] for update in updates] == [1, 2]
     assert updates[0]["learner/value_mean"] != 0  # a fresh critic expects nothing
     assert {"learner/clip_fraction", "learner/approx_kl"} <= updates[0].keys()
+    assert untold_figures(first) == untold_figures(second) == []
     assert (second / "checkpoints/ckpt-2/critic/value_head.safetensors").is_file()

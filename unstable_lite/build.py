@@ -48,8 +48,8 @@ def build(
 ) -> Run:
     """A run that is ready to `start()`.
 
-    Sections of the config (`run`, `engine`, `learner`, `buffer`, `rewards`, `league`, `tracker`, `alarms`) may be given
-    as dictionaries for everything that the reference has no keyword for: `engine={"kind": "vllm"}`.
+    Sections of the config (docs/config.md) may be given as dictionaries for what the reference has no keyword for:
+    `engine={"kind": "vllm"}`.
     Raises ConfigError with every problem at once.
     """
     engine = {"max_generation_len": max_generation_len}

@@ -174,7 +174,10 @@ def worker(
     keys: Annotated[Path, typer.Option("--keys", help="A directory with run.key and the worker's key.")] = Path("keys"),
     name: Annotated[str, typer.Option("--name", help="Of the worker's key.")] = "worker",
     device: Annotated[str, typer.Option("--device", help="A CUDA device's number, or cpu.")] = "0",
-    threads: Annotated[int | None, typer.Option("--threads", help="On a CPU; default: all cores.")] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option("--threads", help="On a CPU, unless the run has engine.threads; default: all cores."),
+    ] = None,
     patience: Annotated[float, typer.Option("--patience", help="Seconds without a connection to give up after.")] = 600,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
 ) -> None:
@@ -197,14 +200,17 @@ def evaluate_models(
     models: Annotated[
         list[str],
         typer.Argument(
-            help="'base', run directories (all their checkpoints), adapters' directories, 'scripted:…', 'vendor/model'."
+            help="'base', run directories (all their checkpoints), adapters' directories, 'scripted:…', "
+            "'module:Class', 'vendor/model'."
         ),
     ],
     output: Annotated[Path, typer.Option(help="Games and tables; the same directory again goes on with it.")],
     games: Annotated[int, typer.Option(min=1, help="Games of each model, opponent and env; seats are balanced.")] = 200,
     env: Annotated[
         list[str] | None,
-        typer.Option(help="env_id[:players[:template]], repeated for more; default: the config's eval envs."),
+        typer.Option(
+            help="env_id[:players[:template]], repeated for more; default: the config's eval (else train) envs."
+        ),
     ] = None,
     opponent: Annotated[
         list[str] | None,
@@ -212,7 +218,7 @@ def evaluate_models(
     ] = None,
     tournament: Annotated[bool, typer.Option("--tournament", help="Each model against each other; a ladder.")] = False,
     config: Annotated[Path | None, typer.Option(help="A TOML file; default: the first run's own config.")] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Games in flight.")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Games in flight; default: the run's.")] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value, repeated for more; engine.temperature=0.6")
     ] = None,

@@ -90,10 +90,11 @@ class RunConfig(Section):
 
 class EngineConfig(Section):
     kind: str = "auto"
-    """`vllm`, `transformers`, `vllm-server`, `scripted`, `auto` (vLLM where it is usable, else transformers), or
-    `module:Class`."""
+    """`vllm`, `transformers`, `vllm-server`, `scripted`, `auto` (vLLM on GPUs where it is usable, else
+    transformers), or `module:Class`."""
     devices: tuple[int | Literal["cpu"], ...] | Literal["auto"] = "auto"
-    """One worker for each: CUDA device numbers, or "cpu"."""
+    """One worker for each: CUDA device numbers, or "cpu". `auto`: every GPU but the learner's; one alone is shared;
+    without any, one worker on the CPU."""
     temperature: float = Field(0.6, gt=0)
     """Of sampling; the learner divides its logits by the same."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -161,7 +162,8 @@ class RemoteConfig(Section):
 class LearnerConfig(Section):
     devices: tuple[int | Literal["cpu"], ...] | Literal["auto"] = "auto"
     """One rank for each: CUDA device numbers, or "cpu" as often as wanted. The ranks divide every batch among them,
-    by tokens, and make the update that one alone would make. `auto`: the first GPU, or the CPU where there is none."""
+    by tokens, and make the update that one alone would make. `auto`: the first GPU that
+    `engine.devices` leaves, or the CPU where there is none."""
     remote_ranks: int = Field(0, ge=0)
     """Further ranks that join from other machines, by `torchrun … -m unstable_lite.learners.join HOST:PORT`."""
     rendezvous: str | None = None
@@ -171,7 +173,7 @@ class LearnerConfig(Section):
     """Each rank holds its part of the frozen base and is lent the rest layer by layer: for a base that does not fit one
     device. Slower; needs torch 2.7. Memory that runs out then ends the run: lower `max_tokens_per_micro_batch`."""
     batch_size: int = Field(384, ge=1)
-    """Steps of one update."""
+    """Steps of one update; where it learns from whole trajectories (`a2c`, `ppo`), at least so many."""
     mini_batch_size: int | None = Field(None, ge=1)
     """Sequences of one micro-batch at most; the gradient is the same whatever it is. Reference: 1."""
     max_tokens_per_micro_batch: int = Field(16384, ge=1)
@@ -290,13 +292,13 @@ class Transformation(Section):
 class RewardConfig(Section):
     """Lists of transforms, applied in order: a name, or a table of `name` and its keyword arguments.
 
-    What is None depends on the algorithm (`algorithms.resolve_defaults`); `check` shows what it comes to.
+    What is None depends on the algorithm (docs/rewards.md); `check` shows what it comes to.
     """
 
     final_reward_transformation: tuple[Transformation | str, ...] | None = None
-    """`(reward, pid, env_id)` to a reward, once for each player of a game."""
+    """`(reward, pid, env_id)` to a reward, once for each trained player of a game."""
     step_reward_transformation: tuple[Transformation | str, ...] | None = None
-    """`(player_traj, step_index, reward)` to a reward, once a turn."""
+    """`(player_traj, step_index, reward)` to a reward, once for each of its turns."""
     sampling_reward_transformation: tuple[Transformation | str, ...] | None = None
     """`(steps)` to steps, once a batch."""
 
@@ -314,7 +316,7 @@ class LeagueConfig(Section):
     opponent_sampling_strategy: str | dict[str, Any] = "none"
     """`none`, `mirror`, `fixed`, `lagged`, `uniform`, `random`, `match-quality`, `ts-dist`, `ts-dist-biased`, `pfsp`,
     `module:Class`, or a mixture: `{ mirror = 0.6, fixed = 0.1, pfsp = { weight = 0.3, weighting = "even" } }`.
-    What each draws, and its options: league/samplers/model_samplers.py. From `random` on they draw fixed opponents too.
+    What each draws, and its options: docs/league.md. From `random` on they draw fixed opponents too.
     """
     fixed_opponents: tuple[str, ...] = ("google/gemini-2.0-flash-lite-001",)
     """`scripted:random`, `scripted:optimal`, a class of your own as `module:Class`, or else a model behind the endpoint
@@ -370,7 +372,7 @@ class OpponentsConfig(Section):
     max_pause_s: float = Field(600.0, gt=0)
     """The longest such pause."""
     outage_s: float = Field(600.0, gt=0)
-    """Evaluations of so many games wait so long for a model that is down; then their games are void."""
+    """An evaluation by `run.eval_games` waits so long for a model that is down; then its games are void."""
 
 
 class TemplateConfig(Section):
@@ -427,7 +429,7 @@ class AlarmConfig(Section):
 class AlarmsConfig(Section):
     """What learning gone wrong looks like. A table changes what it names: `entropy = { action = "stop" }`.
 
-    What each alarm means, and what to try: alarms.py, and the alarm itself.
+    What each alarm means, and what to try: docs/collapse.md, and the alarm itself.
     """
 
     mismatch: AlarmConfig = AlarmConfig(threshold=0.1)

@@ -75,6 +75,11 @@ class Plan:
         """Of the learner, on all machines."""
         return len(self.learner_devices) + self.config.learner.remote_ranks
 
+    @property
+    def num_eval_workers(self) -> int:
+        """Evaluation games in flight beside training."""
+        return self.config.run.num_eval_workers if self.config.eval_envs else 0
+
     def opponents(self) -> str:
         """Who sits where the current policy does not."""
         league = self.config.league
@@ -125,7 +130,7 @@ class Plan:
             else f"up to {config.engine.kv_cache_gb:g} GB for the KV cache"
         )
         rows.append(("engine memory", memory))
-        games = f"{config.run.num_collection_workers} training, {config.run.num_eval_workers} evaluation"
+        games = f"{config.run.num_collection_workers} training, {self.num_eval_workers} evaluation"
         if config.run.mode == "sync":
             games = f"rounds of {config.run.num_collection_workers}, each to its end; then the learner learns"
         rows.append(("games in flight", games))

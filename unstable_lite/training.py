@@ -107,8 +107,7 @@ class Training:
     async def _learn(self, tasks: asyncio.TaskGroup) -> None:
         """Updates while games are played, until there are enough of them."""
         config = self.plan.config.run
-        num_eval_workers = config.num_eval_workers if self.plan.config.eval_envs else 0
-        collecting = tasks.create_task(self.collector.run(config.num_collection_workers, num_eval_workers))
+        collecting = tasks.create_task(self.collector.run(config.num_collection_workers, self.plan.num_eval_workers))
         evaluations: list[asyncio.Task[None]] = []
         with self._timed():
             while self.updates < config.learning_steps and not self.stop.is_set():

@@ -24,7 +24,8 @@ Outcome = Literal["win", "draw", "loss", "na"]
 Observation = Literal["env", "first-last"]
 """What a seat is shown: what the env id's own wrapper makes of the game so far, or its first and its last message."""
 GameEnd = Literal["natural", "invalid", "truncated", "void"]
-"""How a game ended: by its rules, by an invalid move, by our turn or time cap, or because something broke."""
+"""How a game ended: by its rules, by an invalid move, by our turn cap, or because something broke or took too
+long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class TrainEnvSpec:
     """What a seat is shown: what the env id's own wrapper makes of the game so far, or its first and last message."""
     isolated: bool | None = None
     """Whether its games live in processes that can be killed, whatever they hang in; default: those of envs that are
-    known to loop, and of envs whose reset is slow. What a turn then costs: games/isolation.py."""
+    known to loop, and of envs whose reset is slow. A turn then costs a round trip, 0.1 ms and more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -267,6 +267,10 @@ def test_every_metric_that_a_page_names_is_recorded(run: Path) -> None:
         assert is_known, f"docs/curves.md names {name}"
 
 
+def test_every_metric_that_is_recorded_is_named_on_the_page_of_curves(run: Path) -> None:
+    assert runs.untold_figures(run) == []
+
+
 def test_the_readmes_first_screen_has_both_commands() -> None:
     first_screen = PAGES[0].read_text().splitlines()[:25]
     assert any(

@@ -61,8 +61,8 @@ def choose_engine(kind: str, devices: Sequence[int | str]) -> tuple[str, str]:
         return kind, "asked for by name"
     if "cpu" in devices:
         return "transformers", (
-            "on the CPU the embedded engine serves several live adapters at more than five times the speed of vLLM's "
-            "CPU build, so auto takes vLLM on GPUs only; engine.kind = 'vllm' takes it by name"
+            "on the CPU the embedded engine serves several live adapters several times as fast as vLLM's CPU build, so "
+            "auto takes vLLM on GPUs only; engine.kind = 'vllm' takes it by name"
         )
     return ("vllm" if is_usable else "transformers"), why
 

@@ -30,7 +30,7 @@ from unstable_lite.engines.client import EngineClient
 from unstable_lite.errors import AdapterError, ConfigError, RequestError, UnstableError
 from unstable_lite.evaluation.cells import Cell, game_spec, in_rounds, make_cells, make_tournament
 from unstable_lite.evaluation.ladder import Placed, RatedGame, make_ladder
-from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_models, find_run, find_sides
+from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_run, find_sides, fixed
 from unstable_lite.evaluation.results import Results, write_ladder, write_tables
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.game_runner import GameRunner
@@ -136,7 +136,7 @@ def plan_evaluation(
         raise ConfigError("a tournament's models are each other's opponents: leave --opponent out")
 
     def opponents_of(env: EvalEnvSpec) -> list[EvaluatedModel]:
-        return others or find_models([env.fixed_opponent])
+        return others or [fixed(env.fixed_opponent)]
 
     if tournament:
         cells = make_tournament(found, _distinct_envs(specs))

@@ -109,7 +109,7 @@ def _find(word: str) -> list[EvaluatedModel]:
     if word == BASE.name:
         return [BASE]
     if not is_remote(ModelRef(uid=word, kind="fixed", name=word)):  # scripted, or a class of one's own
-        return [EvaluatedModel(name=word, key=word, is_fixed=True)]
+        return [fixed(word)]
     path = Path(word).expanduser()
     if path.is_dir():
         if any((path / name).exists() for name in (CONFIG, WEIGHTS, *PICKLES)):
@@ -125,7 +125,12 @@ def _find(word: str) -> list[EvaluatedModel]:
             f"{word!r} names no model: give 'base', a run directory, an adapter's directory, 'scripted:…', "
             "'module:Class' or 'vendor/model' at the API"
         )
-    return [EvaluatedModel(name=word, key=word, is_fixed=True)]
+    return [fixed(word)]
+
+
+def fixed(name: str) -> EvaluatedModel:
+    """What a config calls a fixed opponent: a player in this process, or a model behind an endpoint."""
+    return EvaluatedModel(name=name, key=name, is_fixed=True)
 
 
 def _adapter(path: Path) -> EvaluatedModel:

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ DENIED = {
     "Checkers": "it raises at the end of a game (TextArena 0.7.4)",
 }
 """Env families that are broken in TextArena 0.7.4, and how."""
+NEEDS_NEWER_PYTHON = f"TextArena's code for it needs Python 3.12 (this is {sys.version.split()[0]})"
 LOOPS = {"PublicGoodsGame": "some games loop for ever when all players are eliminated; isolated, those are void"}
 """Env families that are well but for a loop."""
 
@@ -430,7 +432,7 @@ def probe(env_id: str, num_players: int, observation: Observation = "env") -> En
     if error is None:
         return EnvFacts(None, future.result())
     if isinstance(error, SyntaxError):
-        return EnvFacts(f"TextArena's code for it needs Python 3.12 (this is {sys.version.split()[0]})")
+        return EnvFacts(NEEDS_NEWER_PYTHON)
     summary = " ".join(str(error).split())[:300]
     return EnvFacts(f"does not start with num_players = {num_players}: {type(error).__name__}: {summary}")
 
@@ -460,7 +462,9 @@ def describe_envs() -> list[tuple[str, str, str]]:
             if source is None:
                 rows.append((env_id, "?", remark or "its module is not in the package"))
                 continue
-            if not remark and "nltk" in source:
+            if not remark and not _compiles(source):
+                remark = NEEDS_NEWER_PYTHON
+            elif not remark and "nltk" in source:
                 remark = "downloads word lists (nltk) at its first start"
             elif not remark and "OpenRouter" in source:
                 remark = "calls OpenRouter: needs OPENROUTER_API_KEY"
@@ -474,6 +478,15 @@ def _entry_source(env_id: str) -> str | None:
     relative = module.removeprefix("textarena.").replace(".", "/") + ".py"
     path = Path(ta.__file__).parent / relative
     return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def _compiles(source: str) -> bool:
+    with warnings.catch_warnings(action="ignore"):  # escape sequences that Python will not know for ever
+        try:
+            compile(source, "textarena", "exec")
+        except SyntaxError:
+            return False
+    return True
 
 
 def _players(source: str) -> str:
