@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from statistics import fmean
+
 import pytest
 
 from unstable_lite.config import OpponentsConfig
@@ -45,26 +48,52 @@ def problem(name: str, env_id: str = "TicTacToe-v0-train") -> str | None:
     return opponent_problem(name, env_id, OBSERVATION)
 
 
-async def test_a_class_of_ones_own_plays_a_game() -> None:
-    own = fixed(f"{__name__}:FirstCell")
+def game_between(*names: str, env_id: str, seed: int) -> GameSpec:
     agents = tuple(
-        AgentSpec(pid=pid, model=model, collect_data=False, prompt_template="tiny", action_extraction_fn="default")
-        for pid, model in enumerate((own, fixed("scripted:optimal")))
+        AgentSpec(
+            pid=pid, model=fixed(name), collect_data=False, prompt_template="tiny", action_extraction_fn="default"
+        )
+        for pid, name in enumerate(names)
     )
-    spec = GameSpec(
-        game_idx=0, kind="train", env_id="TicTacToe-v0-train", num_players=2, seed=8, agent_specs=agents, max_turns=9
-    )
+    return GameSpec(game_idx=0, kind="train", env_id=env_id, num_players=2, seed=seed, agent_specs=agents, max_turns=99)
+
+
+async def no_engine(*_: object) -> None:
+    raise AssertionError
+
+
+async def test_a_class_of_ones_own_plays_a_game() -> None:
+    name = f"{__name__}:FirstCell"
+    spec = game_between(name, "scripted:optimal", env_id="TicTacToe-v0-train", seed=8)
     record = new_record(spec)
-
-    async def no_engine(*_: object) -> None:
-        raise AssertionError
-
     async with Seats(no_engine) as seats:  # type: ignore[arg-type]
-        assert seats.can_play(own)
+        assert seats.can_play(fixed(name))
         await run_game(record, make_in_process(spec), seats.players(spec), max_action_chars=100)
     assert record.end == "natural"
     assert record.outcomes[0] != "win"
-    assert record.turns[0].text == "TicTacToe-v0-train 8: [0]"
+    env_id, seed, action = record.turns[0].text.split()
+    assert (env_id, action) == ("TicTacToe-v0-train", "[0]")
+    assert seed != "8:"
+
+
+@pytest.mark.parametrize("seat", [0, 1])
+async def test_what_a_random_player_does_says_nothing_of_the_card_that_it_was_dealt(seat: int) -> None:
+    bets: dict[str, list[bool]] = {"J": [], "Q": [], "K": []}
+    async with Seats(no_engine) as seats:  # type: ignore[arg-type]
+        for seed in range(0, 1200, 2):
+            spec = game_between("scripted:random", "scripted:random", env_id="KuhnPoker-v0-train", seed=seed)
+            environment = make_in_process(spec)
+            pid, observation = environment.observe()
+            if pid != seat:
+                turn = await environment.play("[check]")
+                assert turn is not None and turn[0] == seat
+                observation = turn[1]
+            card = re.findall(r"Your card is: '(.)'", observation)[-1]
+            reply = await seats.players(spec)[seat].act(observation)
+            bets[card].append(reply.action == "[bet]")
+    for of_card in bets.values():
+        assert len(of_card) > 150
+        assert 0.4 < fmean(of_card) < 0.6
 
 
 @pytest.mark.parametrize("name", [*SCRIPTED_PLAYERS, f"{__name__}:FirstCell"])

@@ -107,7 +107,9 @@ class Seats:
             own_seed = None if seed is None else derive_seed(seed, spec.game_idx, agent.pid)
             return PolicyPlayer(self._generate, template, agent, spec.num_players, own_seed)
         if not is_remote(agent.model):
-            return _player_class(_name(agent.model))(env_id=spec.env_id, seed=spec.seed ^ agent.pid)
+            # Not the game's own seed: equal streams would make moves follow from the cards that were dealt.
+            seed_of_player = derive_seed(spec.seed, "player", agent.pid)
+            return _player_class(_name(agent.model))(env_id=spec.env_id, seed=seed_of_player)
         # Imported here only, because its library takes a second.
         from unstable_lite.games.players.openai_compatible import Endpoint, OpenAICompatiblePlayer
 
