@@ -14,6 +14,7 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations import (
     GROUP_BASELINES,
     NormalizeRewards,
+    PenaltyForInvalidMove,
     RewardForFormat,
     RoleAdvantageFormatter,
 )
@@ -493,6 +494,22 @@ def test_games_ended_by_anothers_invalid_move_are_left_out_on_request_and_counte
     everything.add_game(a_game([1.0, -1.0], group_idx=None, end="invalid", invalid=[1]))
     assert everything.size() == 2
     assert everything.filtered == 0
+
+
+@pytest.mark.parametrize("baseline", ["grpo", "rloo"])
+async def test_who_never_had_a_turn_is_not_compared(baseline):
+    """The other side's first move was invalid: a win, but without the steps that the others were paid for."""
+    buffer = a_grouped_buffer(4, baseline, step_reward_transformation=PenaltyForInvalidMove(reward=2.5, penalty=-1.0))
+    buffer.add_game(a_game([1.0], num_steps=0))
+    buffer.add_game(a_game([1.0], num_steps=2, game_idx=1))
+    buffer.add_game(a_game([-1.0], num_steps=4, game_idx=2))
+    buffer.add_game(a_game([1.0], num_steps=0, game_idx=3))
+    advantages = {step.act[0]: step.reward for step in await buffer.get_batch(6, 0)}
+    assert advantages["1"] > 0 > advantages["2"]
+    assert advantages["1"] == -advantages["2"]
+    for index in range(4):
+        buffer.add_game(a_game([1.0], num_steps=0 if index else 1, group_idx=1, game_idx=index))
+    assert buffer.group_counters() == {"whole": 2, "without_spread": 0, "of_one": 1}
 
 
 async def test_a_filtered_game_makes_its_group_smaller():

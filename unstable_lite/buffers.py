@@ -297,8 +297,9 @@ class StepBuffer(_Waiting):
         group.num_games += 1
         for trajectory in self._learnt_from(record):
             self._set_rewards(trajectory)
-            group.trajectories.setdefault(trajectory.pid, []).append(trajectory)
-            self._size_of_groups += len(trajectory.steps)
+            if trajectory.steps:  # who never had a turn has no rewards of steps to be compared with
+                group.trajectories.setdefault(trajectory.pid, []).append(trajectory)
+                self._size_of_groups += len(trajectory.steps)
         if group.num_games == self._group_size:
             del self._groups[record.spec.group_idx]
             for trajectories in group.trajectories.values():
@@ -328,10 +329,7 @@ class StepBuffer(_Waiting):
         if len(trajectories) == 1:
             self.groups_of_one += 1
             return
-        rewards = [
-            fmean(step.reward for step in trajectory.steps) if trajectory.steps else trajectory.final_reward
-            for trajectory in trajectories
-        ]
+        rewards = [fmean(step.reward for step in trajectory.steps) for trajectory in trajectories]
         self.groups_without_spread += not has_spread(rewards)
         for trajectory, advantage in zip(trajectories, baseline(rewards), strict=True):
             for step in trajectory.steps:
