@@ -159,7 +159,7 @@ class _Waiting:
     def _learnt_from(self, record: GameRecord) -> list[PlayerTrajectory]:
         if record.end == "void":
             return []
-        if not self.filter_opponent_invalid or not record.invalid_pids:
+        if not self.filter_opponent_invalid or record.end != "invalid":
             return record.trajectories
         own = [trajectory for trajectory in record.trajectories if trajectory.pid in record.invalid_pids]
         self.filtered += len(record.trajectories) - len(own)

@@ -187,6 +187,8 @@ class Turn:
     text: str
     action: str
     format_ok: bool
+    is_invalid: bool = False
+    """The rules do not allow `action`."""
     seconds: float = field(default=0.0, compare=False)
     """How long the player took to answer."""
     generation: Generation | None = field(default=None, compare=False)
@@ -205,7 +207,7 @@ class GameRecord:
     outcomes: dict[int, Outcome]
     end: GameEnd
     invalid_pids: tuple[int, ...] = ()
-    """Players who ended the game by an invalid move."""
+    """Players whose last turn was an invalid move. With `end` "invalid" it ended the game; else it ended their part."""
     game_info: dict[int, Any] = field(default_factory=dict)
     error: str | None = None
     seconds: float = 0.0

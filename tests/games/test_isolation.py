@@ -45,6 +45,7 @@ async def play(environment: GameEnvironment, seed: int, pause_s: float = 0.0) ->
         words = ["[check]", "[bet]", "[call]", "[up]", "[left]", "[Bid: 1, 3]", f"[{noise.randrange(4)} 1]"]
         await asyncio.sleep(pause_s)
         turn = await environment.play(noise.choice(words))
+        seen.append((environment.was_invalid, environment.has_teams))
         if turn is None:
             seen.append(environment.close())
             break

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
 import pytest
 
+from unstable_lite.games.environments import Environment, outcomes_from_rewards
 from unstable_lite.games.isolation import make_in_process
 from unstable_lite.games.players.policy import PolicyPlayer
+from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.games.run_game import new_record, run_game
 from unstable_lite.games.seats import Seats
 from unstable_lite.games.templates import TEMPLATES, format_prompt
@@ -114,6 +117,85 @@ async def test_an_opponents_invalid_move_is_not_ours() -> None:
     assert record.invalid_pids == (1,)
     assert not record.trajectories[0].steps[-1].format_feedback["invalid_move"]
     assert record.trajectories[1].steps[-1].format_feedback["invalid_move"]
+
+
+def several(env_id: str, num_players: int, seed: int = 4, max_turns: int = 60) -> GameSpec:
+    agents = tuple(
+        AgentSpec(pid=pid, model=POLICY, collect_data=True, prompt_template="tiny", action_extraction_fn="default")
+        for pid in range(num_players)
+    )
+    return GameSpec(
+        game_idx=0,
+        kind="train",
+        env_id=env_id,
+        num_players=num_players,
+        seed=seed,
+        agent_specs=agents,
+        max_turns=max_turns,
+    )
+
+
+def marked(record: GameRecord) -> list[tuple[int, int]]:
+    """Player and turn of each step that is marked as invalid."""
+    steps = [(step, trajectory.pid) for trajectory in record.trajectories for step in trajectory.steps]
+    return [(pid, step.step_info["turn"]) for step, pid in steps if step.format_feedback["invalid_move"]]
+
+
+async def test_an_invalid_move_that_puts_one_of_three_out_does_not_end_the_game() -> None:
+    asked = itertools.count()
+
+    async def first_is_illegal(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
+        if next(asked) == 0:
+            return generation("garbage")
+        return generation(f"\\boxed{{{legal_actions('LiarsDice-v0-small-train', prompt)[-1]}}}")
+
+    record = await played(several("LiarsDice-v0-small-train", 3), first_is_illegal)
+    (offender,) = record.invalid_pids
+    assert record.turns[0].pid == offender
+    assert record.end == "natural"
+    assert len(record.turns) > 4
+    assert marked(record) == [(offender, 0)]
+
+
+async def test_an_invalid_move_is_marked_where_it_was_made_though_its_player_plays_on() -> None:
+    asked = itertools.count()
+
+    async def every_fifth_is_illegal(
+        prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None
+    ) -> Generation:
+        if next(asked) % 5 == 0:
+            return generation("garbage")
+        return generation("\\boxed{[draw]}" if "[draw], [take]" in prompt else "\\boxed{[discard]}")
+
+    record = await played(several("Golf-v0-train", 3, max_turns=18), every_fifth_is_illegal)
+    assert [index for index, turn in enumerate(record.turns) if turn.is_invalid] == [0, 5, 10, 15]
+    assert sorted(marked(record)) == sorted((record.turns[index].pid, index) for index in (0, 5, 10, 15))
+    assert record.end == "truncated"
+    assert record.invalid_pids == ()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "has_teams", "outcomes"),
+    [
+        ((1, 1, -1), True, ["win", "win", "loss"]),
+        ((1, 1, -1), False, ["draw", "draw", "loss"]),
+        ((0, 0, 0), True, ["draw"] * 3),
+        ((0.5, 1, -1), False, ["loss", "win", "loss"]),
+        ((0.3,), False, ["na"]),
+    ],
+)
+def test_a_team_wins_together_and_elsewhere_a_tie_is_a_draw(
+    rewards: tuple[float, ...], has_teams: bool, outcomes: list[str]
+) -> None:
+    assert list(outcomes_from_rewards(dict(enumerate(rewards)), has_teams).values()) == outcomes
+
+
+@pytest.mark.parametrize(
+    ("env_id", "num_players", "has_teams"),
+    [("SecretMafia-v0-train", 6, True), ("Nim-v0-train", 2, False), ("LiarsDice-v0-small-train", 3, False)],
+)
+def test_games_of_teams_are_told_from_others(env_id: str, num_players: int, has_teams: bool) -> None:
+    assert Environment(env_id, num_players, 0).has_teams == has_teams
 
 
 async def test_a_game_at_its_turn_cap_is_truncated_and_pays_nobody() -> None:

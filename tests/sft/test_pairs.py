@@ -53,11 +53,19 @@ def game(*players: str, wins: int | None = 0, invalid: tuple[int, ...] = (), bad
         agent_specs=agents,
         max_turns=9,
     )
+    last_turns = {n % len(players): n for n in range(6)}
     outcomes: dict[int, Outcome] = {
         pid: "draw" if wins is None else "win" if pid == wins else "loss" for pid in range(len(players))
     }
     turns = [
-        Turn(pid=n % len(players), observation=f"o{n}", text=f"said {n}", action=f"[{n}]", format_ok=n != badly_formed)
+        Turn(
+            pid=n % len(players),
+            observation=f"o{n}",
+            text=f"said {n}",
+            action=f"[{n}]",
+            format_ok=n != badly_formed,
+            is_invalid=n in [last_turns[pid] for pid in invalid],
+        )
         for n in range(6)
     ]
     return GameRecord(

@@ -76,12 +76,21 @@ def _advance(games: dict[int, Environment], message: MakeEnv | StepEnv) -> EnvSt
     if turn is not None:
         pid, seen = turn
         return EnvState(
-            request_id=message.request_id, is_over=False, pid=pid, observation=seen, rewards=(), game_info=""
+            request_id=message.request_id,
+            is_over=False,
+            was_invalid=env.was_invalid,
+            has_teams=env.has_teams,
+            pid=pid,
+            observation=seen,
+            rewards=(),
+            game_info="",
         )
     rewards, game_info = env.close()
     return EnvState(
         request_id=message.request_id,
         is_over=True,
+        was_invalid=env.was_invalid,
+        has_teams=env.has_teams,
         pid=0,
         observation="",
         rewards=tuple(rewards[pid] for pid in range(env.num_players)),

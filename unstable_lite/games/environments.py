@@ -147,8 +147,16 @@ class Environment:
         self._seeding = seed, 2
         self._stream: random.Random | None = None
         self._numpy_random: np.random.RandomState | None = None
+        self.was_invalid = False
+        """Whether the rules do not allow what was just played."""
+        self._offenders: set[int] = set()
         self._registered_id = _prepare(env_id)
         self._env = self._call(self._start, observation)
+
+    @property
+    def has_teams(self) -> bool:
+        """Whether its players win and lose together, in teams."""
+        return isinstance(self._env.state, ta.TeamMultiPlayerState)
 
     def seed(self, a: Any, version: int) -> None:
         """Of `random`, at its next draw: every env seeds, most never draw, and it takes half as long as a turn."""
@@ -178,8 +186,15 @@ class Environment:
         return bool(done)
 
     def play(self, action: str) -> tuple[int, str] | None:
-        """`step`, and `observe` unless the game is over."""
+        """`step`, and `observe` unless the game is over; then `was_invalid` tells of this move."""
         turn = self._call(self._step_and_observe, action)
+        self.was_invalid = False
+        # TextArena raises a player's flag for good, and the player may play on: it is put down until the next time.
+        for pid, remarks in self._env.state.game_info.items():
+            if remarks.get("invalid_move"):
+                remarks["invalid_move"] = False
+                self.was_invalid = True
+                self._offenders.add(int(pid))
         return None if turn is None else self._checked_turn(*turn)
 
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
@@ -189,6 +204,8 @@ class Environment:
         """
         rewards, game_info = self._call(self._env.close)
         remarks = {int(pid): about for pid, about in game_info.items()}
+        for pid in self._offenders:
+            remarks[pid]["invalid_move"] = True
         return _checked_rewards(self.env_id, self.num_players, rewards), remarks
 
     def _start(self, observation: Observation) -> Any:
@@ -335,12 +352,14 @@ def _checked_rewards(env_id: str, num_players: int, rewards: Any) -> dict[int, f
     return {pid: float(rewards[pid]) for pid in range(num_players)}
 
 
-def outcomes_from_rewards(rewards: dict[int, float]) -> dict[int, Outcome]:
-    """Win, draw or loss by rank: alone at the top, tied at the top, below it."""
+def outcomes_from_rewards(rewards: dict[int, float], has_teams: bool = False) -> dict[int, Outcome]:
+    """Win, draw or loss by rank: alone at the top, tied at the top, below it. A team is at the top together."""
     if len(rewards) == 1:
         return dict.fromkeys(rewards, "na")
     best = max(rewards.values())
-    at_top: Outcome = "win" if sum(reward == best for reward in rewards.values()) == 1 else "draw"
+    num_best = sum(reward == best for reward in rewards.values())
+    has_winner = num_best < len(rewards) if has_teams else num_best == 1
+    at_top: Outcome = "win" if has_winner else "draw"
     return {pid: at_top if reward == best else "loss" for pid, reward in rewards.items()}
 
 
@@ -353,12 +372,17 @@ def _prepare(env_id: str) -> str:
     module, _, registered_id = env_id.rpartition(":")
     if module:
         importlib.import_module(module)
-    entry_point = ta.envs.registration.ENV_REGISTRY[registered_id].entry_point
-    home: str = entry_point.partition(":")[0] if isinstance(entry_point, str) else entry_point.__module__
+    home = _home(registered_id)
     importlib.import_module(home)
     for package in ("textarena", home):
         _give_own_streams(package)
     return registered_id
+
+
+def _home(registered_id: str) -> str:
+    """The module with the env's class."""
+    entry_point = ta.envs.registration.ENV_REGISTRY[registered_id].entry_point
+    return entry_point.partition(":")[0] if isinstance(entry_point, str) else str(entry_point.__module__)
 
 
 def env_ids() -> list[str]:
@@ -473,9 +497,7 @@ def describe_envs() -> list[tuple[str, str, str]]:
 
 
 def _entry_source(env_id: str) -> str | None:
-    entry_point = ta.envs.registration.ENV_REGISTRY[env_id].entry_point
-    module = entry_point.partition(":")[0] if isinstance(entry_point, str) else entry_point.__module__
-    relative = module.removeprefix("textarena.").replace(".", "/") + ".py"
+    relative = _home(env_id).removeprefix("textarena.").replace(".", "/") + ".py"
     path = Path(ta.__file__).parent / relative
     return path.read_text(encoding="utf-8") if path.is_file() else None
 

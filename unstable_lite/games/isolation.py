@@ -50,6 +50,14 @@ class GameEnvironment(Protocol):
     async def play(self, action: str) -> tuple[int, str] | None:
         """Whose turn it is after `action`, and what that player sees; None: the game is over."""
 
+    @property
+    def was_invalid(self) -> bool:
+        """Whether the rules do not allow what was just played."""
+
+    @property
+    def has_teams(self) -> bool:
+        """Whether its players win and lose together, in teams."""
+
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
         """Rewards and the env's own remarks, for every player."""
 
@@ -68,6 +76,14 @@ class InProcess:
 
     async def play(self, action: str) -> tuple[int, str] | None:
         return self._environment.play(action)
+
+    @property
+    def was_invalid(self) -> bool:
+        return self._environment.was_invalid
+
+    @property
+    def has_teams(self) -> bool:
+        return self._environment.has_teams
 
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
         return self._environment.close()
@@ -159,6 +175,16 @@ class IsolatedEnvironment:
         self._actions.append(action.encode("utf-8", "replace").decode())
         self._state = await self._advance()
         return None if self._state.is_over else (self._state.pid, self._state.observation)
+
+    @property
+    def was_invalid(self) -> bool:
+        assert self._state is not None
+        return self._state.was_invalid
+
+    @property
+    def has_teams(self) -> bool:
+        assert self._state is not None
+        return self._state.has_teams
 
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
         assert self._state is not None

@@ -63,19 +63,22 @@ async def run_game(
                 )
             )
         turn = await environment.play(action)
+        if environment.was_invalid:
+            record.turns[-1].is_invalid = True
+            if pid in trajectories:
+                trajectories[pid].steps[-1].format_feedback["invalid_move"] = True
 
     if turn is None:
         record.rewards, record.game_info = environment.close()
-        record.invalid_pids = tuple(pid for pid, info in record.game_info.items() if info["invalid_move"])
-        record.end = "invalid" if record.invalid_pids else "natural"
+        record.end = "invalid" if record.turns[-1].is_invalid else "natural"
     else:
         record.rewards = dict.fromkeys(range(spec.num_players), 0.0)
         record.end = "truncated"
-    record.outcomes = outcomes_from_rewards(record.rewards)
+    last_turns = {turn.pid: turn for turn in record.turns}
+    record.invalid_pids = tuple(pid for pid, last in last_turns.items() if last.is_invalid)
+    record.outcomes = outcomes_from_rewards(record.rewards, environment.has_teams)
     for pid, trajectory in trajectories.items():
         trajectory.final_reward = record.rewards[pid]
         trajectory.num_turns = len(record.turns)
         trajectory.game_info = record.game_info.get(pid, {})
-        if pid in record.invalid_pids and trajectory.steps:
-            trajectory.steps[-1].format_feedback["invalid_move"] = True
     record.seconds = time.monotonic() - started

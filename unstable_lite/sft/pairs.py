@@ -43,8 +43,6 @@ def pairs_of_game(record: GameRecord, config: SftConfig) -> tuple[list[Pair], Co
     """The turns of a finished game that are kept, and how many are left out for which reason."""
     pairs: list[Pair] = []
     left_out: Counter[str] = Counter()
-    last_turn = {turn.pid: number for number, turn in enumerate(record.turns)}
-    invalid = {last_turn[pid] for pid in record.invalid_pids if pid in last_turn}
     cut_off = {
         step.step_info["turn"]
         for trajectory in record.trajectories
@@ -60,7 +58,7 @@ def pairs_of_game(record: GameRecord, config: SftConfig) -> tuple[list[Pair], Co
             left_out["not the winner's"] += 1
         elif number in cut_off:
             left_out["cut off at max_generation_len"] += 1
-        elif "valid" in config.filter and (number in invalid or not turn.format_ok):
+        elif "valid" in config.filter and (turn.is_invalid or not turn.format_ok):
             left_out["not valid"] += 1
         else:
             # What a model said stays as it said it; scripted players say nothing but their action.

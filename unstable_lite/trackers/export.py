@@ -78,9 +78,8 @@ def _eval_rows(game: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _turn_rows(game: Mapping[str, Any], **same_for_all: Any) -> Iterator[dict[str, Any]]:
     names = {agent["pid"]: agent["model"] for agent in game["agents"]}
-    last_turn_of = {turn[0]: index for index, turn in enumerate(game["turns"])}
     for index, (pid, observation, text, action, format_ok, *_) in enumerate(game["turns"]):
-        is_invalid = pid in game["invalid_pids"] and last_turn_of[pid] == index
+        step_info = {"correct_answer_format": format_ok, "invalid_move": index in game["invalid_turns"]}
         yield {
             "game_idx": game["game_idx"],
             "turn_idx": index,
@@ -89,7 +88,7 @@ def _turn_rows(game: Mapping[str, Any], **same_for_all: Any) -> Iterator[dict[st
             "obs": observation,
             "full_action": text,
             "extracted_action": action,
-            "step_info": json.dumps({"correct_answer_format": format_ok, "invalid_move": is_invalid}),
+            "step_info": json.dumps(step_info),
             "final_reward": game["rewards"][str(pid)],
             **same_for_all,
         }

@@ -501,7 +501,7 @@ class Tracker:
             of_seat[f"Win Rate (pid={pid})"].append(outcome == "win")
         own_invalid = pid in record.invalid_pids
         of_games["Ended by own invalid move"].append(own_invalid)
-        of_games["Ended by others' invalid move"].append(bool(record.invalid_pids) and not own_invalid)
+        of_games["Ended by others' invalid move"].append(record.end == "invalid" and not own_invalid)
         of_games["Truncated"].append(record.end == "truncated")
         of_games["Game Length"].append(len(record.turns))
         of_games["Time per Game (s)"].append(record.seconds)
@@ -537,6 +537,7 @@ def record_to_json(record: GameRecord, keep_tokens: bool) -> dict[str, Any]:
         "outcomes": record.outcomes,
         "end": record.end,
         "invalid_pids": record.invalid_pids,
+        "invalid_turns": [index for index, turn in enumerate(record.turns) if turn.is_invalid],
         "error": record.error,
         "seconds": round(record.seconds, 4),
     }

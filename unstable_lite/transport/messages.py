@@ -26,7 +26,7 @@ from unstable_lite.types import FinishReason, Generation, Histogram, LearnerLogp
 
 T = TypeVar("T")
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_FRAME_BYTES = 1 << 30
 MAX_ITEMS = 1 << 20
 """Of one list or table. What a frame claims to hold is not believed before it is read: room is made for so many."""
@@ -220,6 +220,10 @@ class EnvState:
 
     request_id: int
     is_over: bool
+    was_invalid: bool
+    """The rules do not allow the last action."""
+    has_teams: bool
+    """Its players win and lose together."""
     pid: int
     """Whose turn it is, and below what that player sees; not set when the game is over."""
     observation: str
