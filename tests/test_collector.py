@@ -338,6 +338,7 @@ async def test_a_quota_goes_on_through_a_resume_without_the_games_that_were_in_f
     assert played - 3 <= counted <= played < 20
     task.cancel()
     await asyncio.wait([task])
+    assert league.collector.state_dict()["eval_games_of"]["base"] <= evaluated(league)  # without those broken off now
     league.arena.close()
     resumed = League(tmp_path, max_eval_games_per_ckpt=20)
     resumed.collector.load_state_dict(state)

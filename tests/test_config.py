@@ -267,6 +267,17 @@ def test_top_p_below_one_can_be_insisted_on() -> None:
     assert problems_of(engine={"top_p": 0.95, "allow_top_p": True}) == []
 
 
+def test_envs_that_no_figure_could_tell_apart_are_refused() -> None:
+    wider = {**ENV, "prompt_template": "default"}
+    (problem,) = problems_of(train_envs=[ENV, wider])
+    assert problem.startswith(f"train_envs: {ENV['env_id']} is there 2 times")
+    evaluated = {"env_id": ENV["env_id"], "num_players": 2, "prompt_template": "tiny"}
+    against = [{**evaluated, "fixed_opponent": name} for name in ("scripted:random", "scripted:optimal")]
+    assert problems_of(eval_envs=against) == []
+    (problem,) = problems_of(eval_envs=[*against, {**against[0], "prompt_template": "default"}])
+    assert problem.startswith(f"eval_envs: {ENV['env_id']} against scripted:random is there 2 times")
+
+
 def test_a_sound_group_has_no_problems() -> None:
     sections = {"run": {"group_size": 4}, "rewards": {**NO_BASELINE, "group_baseline": "rloo"}}
     assert problems_of(**sections) == []

@@ -60,7 +60,7 @@ class Collector:
         self.evaluating: Counter[str] = Counter()
         """Evaluation games without a quota that are in flight, by the checkpoint's uid."""
         self._eval_games_of: Counter[str] = Counter()
-        """Those started, by the checkpoint's uid."""
+        """Those that are over, by the checkpoint's uid."""
         self._new_checkpoint = asyncio.Event()
         self._rest_of_group: deque[GameSpec] = deque()
         """Games of the group begun last that nobody plays yet; what they need is retained."""
@@ -183,7 +183,7 @@ class Collector:
     async def _play_eval_games(self) -> None:
         most = self._config.max_eval_games_per_ckpt
         while True:
-            while most is not None and self._eval_games_of[self._scheduler.registry.get_current_ckpt()] >= most:
+            while most is not None and self._num_begun(self._scheduler.registry.get_current_ckpt()) >= most:
                 await self._new_checkpoint.wait()
             try:
                 spec = self._scheduler.next_eval_job(can_play=self.seats.can_play)
@@ -191,17 +191,20 @@ class Collector:
                 await asyncio.sleep(REDRAW_S)
                 continue
             uid = self._scheduler.registry.get_current_ckpt()
-            self._eval_games_of[uid] += 1
             self.evaluating[uid] += 1
             try:
                 self._retain(spec)
                 await self._count_with_others(await self._to_its_end(spec))
+                self._eval_games_of[uid] += 1
             finally:
                 self.evaluating[uid] -= 1
 
+    def _num_begun(self, uid: str) -> int:
+        return self._eval_games_of[uid] + self.evaluating[uid]
+
     def state_dict(self) -> dict[str, Any]:
-        """Games in flight are played anew, and so do not count."""
-        return {"eval_games_of": dict(self._eval_games_of - self.evaluating)}
+        """Games in flight, or broken off, are played anew, and so do not count."""
+        return {"eval_games_of": dict(self._eval_games_of)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._eval_games_of = Counter(state["eval_games_of"])

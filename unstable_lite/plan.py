@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,6 +226,7 @@ def find_problems(config: Config, side_by_side: bool = True) -> list[str]:
     config = resolve_defaults(config)
     problems = [*_env_problems(config), *check_league(config), *_number_problems(config), *algorithm_problems(config)]
     problems += [*_rank_problems(config), *(_directory_problems(config) if side_by_side else [])]
+    problems += twin_problems(config) if side_by_side else []
     problems += [no_adapter_at(target) for target in config.lora.target_modules if target in EMBEDDINGS]
     problems += [*template_problems(config.templates), *_spending_problems(config.opponents)]
     problems += alarm_problems(config.alarms)
@@ -279,6 +281,16 @@ def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterable[
     different = [f"{key} is {value} there, {ours[key]} here" for key, value in theirs.items() if value != ours[key]]
     if different:
         yield f"{where}: {directory} does not fit section lora: {'; '.join(different)}; set them alike"
+
+
+def twin_problems(config: Config) -> Iterable[str]:
+    """Envs that no figure, reward baseline or evaluation could tell apart."""
+    for env_id, n in Counter(env.env_id for env in config.train_envs).items():
+        if n > 1:
+            yield f"train_envs: {env_id} is there {n} times: averages, curves and samplers go by env_id; keep one"
+    for (env_id, opponent), n in Counter((env.env_id, env.opponent) for env in config.eval_envs).items():
+        if n > 1:
+            yield f"eval_envs: {env_id} against {opponent} is there {n} times: results go by these two; keep one"
 
 
 def _rank_problems(config: Config) -> Iterable[str]:
