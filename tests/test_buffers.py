@@ -117,6 +117,16 @@ def test_a_reward_that_is_not_finite_never_enters(buffer_class, reward):
     assert buffer.size() == 0
 
 
+@pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
+@pytest.mark.parametrize("stage", ["final_reward_transformation", "step_reward_transformation"])
+def test_a_transform_that_returns_nothing_is_named(buffer_class, stage):
+    def forgets_to_return(*_):
+        pass
+
+    with pytest.raises(ConfigError, match="forgets_to_return"):
+        buffer_class(10, **{stage: forgets_to_return}).add_player_trajectory(a_trajectory(2))
+
+
 # capacity
 
 

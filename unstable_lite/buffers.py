@@ -18,6 +18,7 @@ import math
 import random
 from dataclasses import dataclass, field
 from itertools import chain
+from numbers import Real
 from statistics import fmean
 from typing import Any
 
@@ -169,6 +170,10 @@ class _Waiting:
         reward = trajectory.final_reward
         if self._final is not None:
             reward = self._final(reward, trajectory.pid, trajectory.env_id)
+            if not isinstance(reward, Real):
+                raise ConfigError(
+                    f"{trajectory.env_id}: {self._final!r} made {reward!r} of a reward; it must be a number"
+                )
         return reward
 
     def _set_reward(self, trajectory: PlayerTrajectory, index: int, env_reward: float) -> None:
@@ -176,7 +181,7 @@ class _Waiting:
         reward = env_reward
         if self._step is not None:
             reward = self._step(trajectory, index, reward)
-        if not math.isfinite(reward):
+        if not isinstance(reward, Real) or not math.isfinite(reward):
             raise ConfigError(
                 f"{trajectory.env_id}: player {trajectory.pid}: reward {trajectory.final_reward} became {reward} "
                 f"in the final ({self._final!r}) and step ({self._step!r}) reward transformations"

@@ -136,7 +136,9 @@ class Plan:
             games = f"rounds of {config.run.num_collection_workers}, each to its end; then the learner learns"
         rows.append(("games in flight", games))
         specs: list[TrainEnvSpec | EvalEnvSpec] = [*config.train_envs, *config.eval_envs]
-        isolated = [spec.env_id for spec in specs if is_isolated(spec.env_id, spec.num_players, spec.isolated)]
+        isolated = [
+            spec.env_id for spec in specs if is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated)
+        ]
         if isolated:
             rows.append(("isolated", f"{', '.join(dict.fromkeys(isolated))}: in processes that can be killed"))
         if config.run.group_size > 1:

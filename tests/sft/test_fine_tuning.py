@@ -172,6 +172,9 @@ def test_no_prompt_is_both_trained_on_and_held_out(make_config: MakeConfig, pair
     assert not {item.prompt_ids.tobytes() for item in train} & {item.prompt_ids.tobytes() for item in held_out}
     one_prompt = [item for item in items if np.array_equal(item.prompt_ids, items[0].prompt_ids)]
     assert tuner.split(one_prompt) == (one_prompt, [])
+    other = next(item for item in items if not np.array_equal(item.prompt_ids, items[0].prompt_ids))
+    for number in range(4, 10):  # most begin alike, wherever the shuffle puts them
+        assert tuner.split([one_prompt[0]] * number + [other]) == ([one_prompt[0]] * number, [other])
 
 
 def test_pairs_that_a_run_could_not_use_are_left_out_and_counted(make_config: MakeConfig, pairs: list[Pair]) -> None:

@@ -406,11 +406,11 @@ class EnvFacts:
         return self.reset_s > SLOW_RESET_S
 
 
-def is_isolated(env_id: str, num_players: int, wanted: bool | None = None) -> bool:
+def is_isolated(env_id: str, num_players: int, observation: Observation = "env", wanted: bool | None = None) -> bool:
     """Whether its games live in other processes than the one that plays all games: as `wanted`, else if need be."""
     if wanted is not None:
         return wanted
-    return env_family(env_id) in LOOPS or probe(env_id, num_players).has_slow_reset
+    return env_family(env_id) in LOOPS or probe(env_id, num_players, observation).has_slow_reset
 
 
 @cache

@@ -110,7 +110,7 @@ class Environments:
 
     async def make(self, spec: GameSpec) -> GameEnvironment:
         """Raises what the env raises; EnvError, where it is isolated. WorkerDied if no process starts."""
-        if not is_isolated(spec.env_id, spec.num_players, spec.isolated):
+        if not is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated):
             return make_in_process(spec)
         async with self._is_starting:
             if not self._hosts:

@@ -93,11 +93,11 @@ class FineTuner:
         by_prompt: dict[bytes, list[TrainItem]] = {}
         for item in items:
             by_prompt.setdefault(item.prompt_ids.tobytes(), []).append(item)
-        groups = _shuffled(list(by_prompt.values()), self._seed("holdout"))
-        num_wanted, held_out = self._config.sft.holdout * len(items), list[TrainItem]()
-        while len(groups) > 1 and len(held_out) + len(groups[-1]) <= num_wanted:
-            held_out += groups.pop()
-        return [item for group in groups for item in group], held_out
+        num_wanted, trained, held_out = self._config.sft.holdout * len(items), list[TrainItem](), list[TrainItem]()
+        for group in _shuffled(list(by_prompt.values()), self._seed("holdout")):
+            side = held_out if len(held_out) + len(group) <= num_wanted else trained
+            side += group
+        return trained, held_out
 
     def train(self, items: Sequence[TrainItem], after_update: Callable[[int, int, float], None]) -> list[float]:
         """`sft.epochs` passes over `items`; the mean loss of a token in each. Calls back with (update, of, loss).
