@@ -353,6 +353,7 @@ def test_the_plan_says_what_goes_where() -> None:
     assert "reinforce on the CPU" in rows["learner"]
     assert "at least 2 needed" in rows["adapter slots"]
     assert rows["engine memory"] == "up to 1 GB for the KV cache"
+    assert rows["games in flight"] == "256 training, 0 evaluation"  # without eval_envs
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import shutil
 import subprocess
 import sys
@@ -38,8 +39,8 @@ def test_shellcheck_finds_nothing_in_a_batch_script(script: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_the_batch_scripts_find_each_other(tmp_path: Path) -> None:
-    """Both, with `vllm`, `srun` and `hostname` that write down what they were called with."""
+def test_the_batch_scripts_find_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both, on the page's config, with `vllm`, `srun` and `hostname` that write down what they were called with."""
     for name in ("vllm", "srun", "hostname"):
         say = "echo node-7" if name == "hostname" else f'printf "%s\\n" "$@" > {tmp_path / name}.called'
         (tmp_path / name).write_text(f"#!/bin/bash\n{say}\n")
@@ -50,13 +51,19 @@ def test_the_batch_scripts_find_each_other(tmp_path: Path) -> None:
         subprocess.run(["bash", CLUSTER / "slurm" / "serve.sbatch"], env=environment, check=True)
     served = (tmp_path / "vllm.called").read_text().split()
     assert served[:4] == ["serve", "some/model", "--port", "8001"] and "--enable-lora" in served
-    environment = {**shared, "CONFIG": str(CLUSTER / "vllm_server.toml"), "SERVERS": "2"}
+    environment = {**shared, "CONFIG": str(CLUSTER.parent / "selfplay_gpu.toml"), "SERVERS": "2"}
     subprocess.run(["bash", CLUSTER / "slurm" / "train.sbatch"], env=environment, check=True)
     called = (tmp_path / "srun.called").read_text().splitlines()
     assert called[:4] == ["python", "-m", "unstable_lite", "run"]
-    plan = load_plan(Path(called[4]), tuple(called[5:]))
+    monkeypatch.setenv("OPENROUTER_API_KEY", "not called by a check")
+    plan = load_plan(Path(called[4]), (*called[5:], "model_name=builtin:tiny"))  # theirs is not at hand here
     assert plan.engine_devices == ("http://node-7:8000", "http://node-7:8001")
     assert plan.config.engine.adapter_folder == tmp_path / "shared" / "adapters"
+    served_with = dict(itertools.pairwise(served))
+    assert int(served_with["--max-loras"]) == plan.config.engine.max_loras
+    assert int(served_with["--max-cpu-loras"]) == 2 * plan.config.engine.max_loras
+    assert int(served_with["--max-lora-rank"]) >= plan.config.lora.lora_rank
+    assert int(served_with["--max-model-len"]) >= plan.config.engine.max_model_len
 
 
 @pytest.mark.skipif(

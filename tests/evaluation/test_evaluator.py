@@ -174,6 +174,14 @@ def test_no_key_about_learning_stands_against_an_evaluation(
     assert plan_evaluation([str(run)], output=tmp_path, overrides=overrides).plan.config.run.group_size == 1
 
 
+def test_the_opponent_that_an_eval_env_names_needs_no_slash(run: Path, tmp_path: Path) -> None:
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace('fixed_opponent = "scripted:random"', 'fixed_opponent = "llama3:8b"'))
+    overrides = (*SCRIPTED, "opponents.base_url=http://127.0.0.1:9/v1")
+    cells = plan_evaluation([str(run)], output=tmp_path, overrides=overrides).cells
+    assert {cell.opponent_name for cell in cells} == {"llama3:8b"}
+
+
 def test_code_that_comes_with_the_model_is_trusted_in_an_evaluation_where_its_user_says_so(
     run: Path, tmp_path: Path
 ) -> None:

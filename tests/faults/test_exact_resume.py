@@ -59,14 +59,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (2, "update 5", signal.SIGKILL, 4),
         (3, "update 2", signal.SIGINT, 2),
         (3, "ckpt-6", signal.SIGKILL, 6),
-        (3, "ckpt-6", signal.SIGINT, 6),
     ],
     ids=[
         "killed between two checkpoints",
         "killed after an evaluation that a checkpoint was beside",
         "stopped in an evaluation without one",
         "killed in the last evaluation",
-        "stopped in the last evaluation",
     ],
 )
 def test_a_run_that_was_broken_off_equals_one_that_was_not_bit_for_bit(
@@ -91,5 +89,8 @@ def test_a_run_that_was_broken_off_equals_one_that_was_not_bit_for_bit(
             assert (ours / file).read_bytes() == (theirs / file).read_bytes(), (update, file)
         assert state_of(ours) == state_of(theirs)
     assert (broken / "eval.jsonl").read_text() == (whole / "eval.jsonl").read_text()
-    code, _, err = runs.run("run", "--resume", broken)
+
+
+def test_a_run_that_is_over_is_not_gone_on_with(whole: Path) -> None:
+    code, _, err = runs.run("run", "--resume", whole)
     assert (code, "has made its 6 updates" in err) == (1, True)

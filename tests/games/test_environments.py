@@ -195,6 +195,7 @@ def test_an_env_without_a_bare_id_cannot_be_seen_by_its_first_and_last_message(
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="the env's code is valid from Python 3.12 on")
 def test_an_env_in_newer_syntax_names_the_python_it_needs() -> None:
     assert "Python 3.12" in str(probe("Chess-v0-train", 2).problem)
+    assert "Python 3.12" in {env_id: remark for env_id, _, remark in describe_envs()}["Chess-v0-train"]
 
 
 def test_a_slow_reset_is_noticed() -> None:
