@@ -152,11 +152,14 @@ class Environment:
         self._offenders: set[int] = set()
         self._registered_id = _prepare(env_id)
         self._env = self._call(self._start, observation)
+        self._unwrapped = self._env  # wrappers look up `state` slowly
+        while isinstance(self._unwrapped, ta.Wrapper):
+            self._unwrapped = self._unwrapped.env
 
     @property
     def has_teams(self) -> bool:
         """Whether its players win and lose together, in teams."""
-        return isinstance(self._env.state, ta.TeamMultiPlayerState)
+        return isinstance(self._unwrapped.state, ta.TeamMultiPlayerState)
 
     def seed(self, a: Any, version: int) -> None:
         """Of `random`, at its next draw: every env seeds, most never draw, and it takes half as long as a turn."""
@@ -190,7 +193,7 @@ class Environment:
         turn = self._call(self._step_and_observe, action)
         self.was_invalid = False
         # TextArena raises a player's flag for good, and the player may play on: it is put down until the next time.
-        for pid, remarks in self._env.state.game_info.items():
+        for pid, remarks in self._unwrapped.state.game_info.items():
             if remarks.get("invalid_move"):
                 remarks["invalid_move"] = False
                 self.was_invalid = True
