@@ -63,11 +63,11 @@ WORK: dict[str, dict[str, int]] = {
     "400 + 8": {"requests": 64, "prompt": 400, "new": 8},
     "400, 360 shared + 8": {"requests": 64, "prompt": 400, "new": 8, "shared": 360},
 }
-SMALL = {
-    name: {"requests": 8, "prompt": work["prompt"] // 10, "new": 4, "shared": work.get("shared", 0) // 10}
-    for name, work in WORK.items()
-}
 FIRST, _, LONG, SHARED = WORK
+SMALL = {
+    name: {"requests": 8, "prompt": WORK[name]["prompt"] // 10, "new": 4, "shared": WORK[name].get("shared", 0) // 10}
+    for name in (FIRST, LONG, SHARED)
+}
 
 
 def run(options: Options) -> Report:

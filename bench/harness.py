@@ -427,15 +427,11 @@ T = TypeVar("T")
 
 
 def alternate(cases: Mapping[str, Callable[[], T]], options: Options) -> dict[str, list[T]]:
-    """Samples of every case: one round warms up, then each round measures all, every other one backwards.
-
-    A smoke test does not warm up: its figures mean nothing anyway.
-    """
+    """Samples of every case: one round warms up, then each round measures all, every other one backwards."""
     samples: dict[str, list[T]] = {name: [] for name in cases}
     names = list(cases)
-    if not options.small:
-        for name in names:
-            cases[name]()
+    for name in names:
+        cases[name]()
     for number in range(options.rounds):
         for name in names if number % 2 == 0 else reversed(names):
             samples[name].append(cases[name]())
