@@ -79,6 +79,13 @@ def test_a_run_can_be_stopped_before_it_is_up_and_after_its_end(tmp_path: Path) 
     run.stop()
 
 
+def test_a_run_is_started_once(tmp_path: Path) -> None:
+    run = small(tmp_path)
+    run.start(learning_steps=1, num_collection_workers=8, num_eval_workers=0)
+    with pytest.raises(ConfigError, match="started before"):
+        run.start(learning_steps=2)
+
+
 def test_an_error_in_the_background_is_raised_by_wait(tmp_path: Path) -> None:
     run = small(tmp_path, lora_config={"target_modules": ["no_such_proj"]})
     run.start(learning_steps=1, num_collection_workers=4, num_eval_workers=0, block=False)

@@ -124,6 +124,7 @@ class Run:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_started = False
         self._stop = asyncio.Event()
         self._is_up = False
         """The workers are there: what is interrupted from now on may be worth saving."""
@@ -137,8 +138,11 @@ class Run:
     ) -> Summary | None:
         """Run to the end and return the summary; with `block=False` return at once (see `wait`, `stop`).
 
-        Numbers that are given replace those of the config. Raises ConfigError for what cannot run.
+        Numbers that are given replace those of the config. Raises ConfigError for what cannot run, and for a run that
+        was started before: its parts hold what became of them then.
         """
+        if self._is_started:
+            raise ConfigError("this run was started before: build another one, or go on with `run --resume DIRECTORY`")
         given = {
             "learning_steps": learning_steps,
             "num_collection_workers": num_collection_workers,
@@ -150,6 +154,7 @@ class Run:
         if problems or config is None:
             raise ConfigError(*problems)
         self.plan = make_plan(config)
+        self._is_started = True
         if block:
             self._summary = run_in_loop(self.execute())
             return self._summary
@@ -269,7 +274,7 @@ class Run:
         with checkpoint.understood():
             updates, state = int(checkpoint.state["updates"]), checkpoint.state["tracker"]
             num_games, num_ended = sum(checkpoint.state["scheduler"]["games"].values()), int(state["games"])
-            unfinished = {(model, env_id, opponent) for model, env_id, opponent, _ in state["tallies"]}
+            unfinished = {model for model, *_ in state["tallies"]} | {checkpoint.state["registry"]["current"]}
             evaluated = {(env_id, opponent) for env_id, opponent in checkpoint.state["evaluated"]}
         config = self.plan.config
         known = {
@@ -288,7 +293,7 @@ class Run:
         def is_told_again(line: dict[str, Any]) -> bool:
             what = line["env_id"], line["opponent"]
             if line["label"] == "concurrent":
-                return (line["model"], *what) in unfinished
+                return line["model"] in unfinished
             return is_made_again and line["step"] == updates and what not in evaluated
 
         try:

@@ -321,6 +321,8 @@ async def test_adapters_that_do_not_fit_or_cannot_be_told_apart_are_errors(train
             with pytest.RaisesGroup(pytest.RaisesExc(AdapterError, match=says), allow_unwrapped=True):
                 await hold(checkpoint, path)
         await hold(trained / "checkpoints" / "ckpt-1", trained / "checkpoints" / "ckpt-2")
+        untrained = [scaled(tmp_path / f"zero-{of_a}", checkpoint, of_a, 0) for of_a in (1, 2)]
+        await hold(*untrained)  # both are the base, and say so
 
 
 async def test_an_engine_that_serves_the_base_in_silence_is_caught(

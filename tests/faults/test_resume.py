@@ -69,6 +69,10 @@ def test_a_killed_run_goes_on_and_tells_every_update_and_game_once(copy: Path) -
     newest = max(int(path.name.removeprefix("ckpt-")) for path in (copy / "checkpoints").glob("ckpt-*"))
     state = json.loads((copy / "checkpoints" / f"ckpt-{newest}" / "league.json").read_text())
     config = (copy / "config.toml").read_text()
+    told_early = {"label": "concurrent", "model": f"ckpt-{newest}", "step": newest, "n": 777}  # before it was killed
+    with (copy / "eval.jsonl").open("a") as file:
+        first = (copy / "eval.jsonl").read_text().splitlines()[0]
+        file.write(json.dumps(json.loads(first) | told_early) + "\n")
     count = state["buffer"]["counters"]
     last = newest + 3 + (count["added"] - count["taken"]) // 24  # more updates than the steps that waited can feed
     code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={last}")
@@ -93,6 +97,10 @@ def test_a_killed_run_goes_on_and_tells_every_update_and_game_once(copy: Path) -
     assert all(games >= rated.get(uid, 0) for uid, games in games_of(after).items())
     assert games_of(after).keys() >= {f"ckpt-{n}" for n in range(1, last + 1)}
     assert after["buffer"]["counters"]["added"] > count["added"]
+    evaluations = list(read_records(copy / "eval.jsonl"))
+    assert 777 not in [line["n"] for line in evaluations]
+    told = [(line["label"], line["model"], line["env_id"]) for line in evaluations]
+    assert len(told) == len(set(told))
     assert out.count("evaluation before") == 0
 
 

@@ -107,6 +107,23 @@ def test_an_optimiser_step_that_runs_out_of_memory_half_way_is_taken_back(
     assert is_equal(snapshot(starved), snapshot(modest))
 
 
+def test_a_critic_that_is_asked_about_many_prompts_at_once_is_asked_about_fewer(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
+) -> None:
+    """However small the micro-batches are that it trains in."""
+    learner, items = make_learner("a2c", learner={"mini_batch_size": 1}), make_items(8, turns=2)
+    most = 3 * max(map(length, items))
+
+    def allocate(layer: Any, args: Any) -> None:
+        if not layer.training and args[0].shape[:2].numel() > most:
+            torch.empty(TOO_MUCH)
+
+    learner.policy._base.model.layers[-1].register_forward_pre_hook(allocate)
+    reply = worker._Worker(learner, learner._config).answer(update(tmp_path, items))
+    assert isinstance(reply, Updated), reply
+    assert reply.metrics["oom_retries"] >= 1
+
+
 def test_what_was_learned_about_memory_is_kept_for_later_updates_and_by_a_successor(
     make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
 ) -> None:

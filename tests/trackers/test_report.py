@@ -32,7 +32,7 @@ from unstable_lite.trackers.report.page import _changes
 from unstable_lite.trackers.report.prompts import templates_by_env
 from unstable_lite.trackers.report.runs import read_run
 from unstable_lite.trackers.report.tokens import CUT, pieces
-from unstable_lite.trackers.tracker import Tally, Tracker
+from unstable_lite.trackers.tracker import Tally, Tracker, wilson_interval
 from unstable_lite.trackers.train_data import step_to_json
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, PlayerTrajectory, Step, Turn
 
@@ -344,6 +344,31 @@ def shared_page(browser: Browser, one_run: Path) -> Iterator[Page]:
 
 
 @pytest.mark.browser
+def test_a_share_has_the_interval_of_its_own_number_of_games(shared_page: Page) -> None:
+    group = "evaluation-E (o)"
+    series = {
+        f"{group}/n": [512.0],
+        f"{group}/Win Rate": [0.5],
+        f"{group}/checkpoint n": [50.0],
+        f"{group}/checkpoint Win Rate": [0.5],
+        f"{group}/checkpoint Win Rate low": [0.366],
+        f"{group}/concurrent checkpoint n": [20.0],
+        f"{group}/concurrent checkpoint Invalid Rate": [0.1],
+    }
+    run = {"steps": [1], "hours": [0.0], "series": series}
+    points = shared_page.evaluate(
+        "([run, names]) => Object.fromEntries(names.map((name) => [name, metricPoints(run, name)[0]]))",
+        [run, [name for name in series if not name.endswith("n")]],
+    )
+    of = {name.removeprefix(f"{group}/"): point for name, point in points.items()}
+    for name, n in (("Win Rate", 512), ("checkpoint Win Rate", 50), ("concurrent checkpoint Invalid Rate", 20)):
+        point = of[name]
+        assert point["n"] == n
+        assert [point["low"], point["high"]] == pytest.approx(wilson_interval(round(point["y"] * n), n), abs=2e-3)
+    assert of["checkpoint Win Rate low"]["low"] is None
+
+
+@pytest.mark.browser
 def test_a_game_is_stepped_through_by_clicks_and_by_keys(one_run: Path, opened: Opened) -> None:
     page = opened(one_run)
     choose(page, 9)
@@ -617,8 +642,8 @@ def test_an_evaluation_that_comes_late_stands_at_its_updates_time_and_in_its_upd
     write_lines(
         run / "metrics.jsonl",
         {"step": 0, "time": 0.0, "evaluation/before": 0.1},
-        {"step": 1, "time": 3600.0, "run/games": 9},
-        {"step": 2, "time": 7200.0, "run/games": 18},
+        {"step": 1, "time": 3600.0, "run/seconds": 3600.0, "run/games": 9},
+        {"step": 2, "time": 99999.0, "run/seconds": 7200.0, "run/games": 18},  # after a night without it
         {"step": 1, "time": 9000.0, "evaluation/of 1": 0.5},
         {"step": 0, "time": 9999.0, "evaluation/of 0": 0.5},
     )

@@ -5,6 +5,7 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from unstable_lite.config import TrackerConfig
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.trackers.records import read_part, read_records
 from unstable_lite.trackers.terminal import evaluation_tables
-from unstable_lite.trackers.tracker import WINDOW, Tally, Tracker, wilson_interval
+from unstable_lite.trackers.tracker import WINDOW, Tally, Tracker, summarise_evaluation, wilson_interval
 from unstable_lite.trackers.transcripts import transcript
 from unstable_lite.types import (
     AgentSpec,
@@ -165,6 +166,21 @@ def test_every_mean_is_of_as_many_entries_as_its_n_says(tmp_path: Path) -> None:
     }
     assert sink.lines[-1][1]["run/void_games"] == 1
     assert sink.lines[-1][1]["exploration/E/Unique Actions"] == 1
+    tracker.close()
+
+
+def test_an_evaluation_without_a_result_tells_no_rates(tmp_path: Path) -> None:
+    sink = Kept()
+    tracker = make_tracker(tmp_path, sink)
+    policy = tracker.registry.current if tracker.registry else None
+    assert policy is not None
+    void = summarise_evaluation("before", 0, policy, "E", "scripted:random", [game(kind="eval", end="void")] * 3)
+    tracker.add_evaluation(void)
+    ((_, figures),) = sink.lines
+    assert figures == {"evaluation-E (scripted:random)/checkpoint n": 0}
+    assert "all of its 3 games are void" in void.describe()
+    (table,) = evaluation_tables([void, replace(void, label="after", n=1, wins=1, mean_reward=1.0)])
+    assert [list(column.cells) for column in table.columns[3:5]] == [["–", "100.0%"], ["–", "20.7% – 100.0%"]]
     tracker.close()
 
 

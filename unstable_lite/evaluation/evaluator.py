@@ -256,6 +256,8 @@ class AdapterSlots:
         self._versions: dict[str, int] = {}
         """By the model's key."""
         self._names: dict[str, str] = {}
+        self._zeros = {"base"}
+        """Keys of those that answer as the base does."""
         self._answers: dict[tuple[str, str], list[Generation]] = {}
         """By engine and the model's key."""
         self._gaps: dict[str, float] = {}
@@ -286,6 +288,8 @@ class AdapterSlots:
             raise AdapterError(f"{model.name} ({model.path}): {first_reason(errors)}") from errors
         self._versions[model.key] = version
         self._names[model.key] = model.name
+        if model.is_zero:
+            self._zeros.add(model.key)
 
     async def _unload(self, key: str) -> None:
         version = self._versions.pop(key)
@@ -312,7 +316,7 @@ class AdapterSlots:
                 self._gaps[name] = max(LEAST_GAP, 4 * _gap(self._answers[name, "base"], again))
             answers = await self._ask(engine, self._versions[model.key])
             for (of, key), others in self._answers.items():
-                is_other = of == name and not (model.is_zero and key == "base")
+                is_other = of == name and not (model.is_zero and key in self._zeros)
                 if is_other and _gap(answers, others) <= self._gaps[name]:
                     raise AdapterError(
                         f"{name} answers as {self._names.get(key, 'the base model')} where {model.name} "

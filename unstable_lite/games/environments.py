@@ -7,6 +7,7 @@ sees them. Calls into an env are synchronous, and short where the env is well.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import difflib
@@ -489,7 +490,7 @@ def describe_envs() -> list[tuple[str, str, str]]:
             if source is None:
                 rows.append((env_id, "?", remark or "its module is not in the package"))
                 continue
-            if not remark and not _compiles(source):
+            if not remark and not _can_be_parsed(source):
                 remark = NEEDS_NEWER_PYTHON
             elif not remark and "nltk" in source:
                 remark = "downloads word lists (nltk) at its first start"
@@ -505,10 +506,10 @@ def _entry_source(env_id: str) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
-def _compiles(source: str) -> bool:
+def _can_be_parsed(source: str) -> bool:
     with warnings.catch_warnings(action="ignore"):  # escape sequences that Python will not know for ever
         try:
-            compile(source, "textarena", "exec")
+            ast.parse(source)
         except SyntaxError:
             return False
     return True

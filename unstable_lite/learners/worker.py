@@ -264,7 +264,10 @@ class _Worker:
         """Raises RequestError if they are of one sequence already."""
         config, policy = self._config, self.learner.policy
         longest = min(max(map(length, items)), config.max_train_len or sys.maxsize)
-        most_rows = min(len(items), config.mini_batch_size or sys.maxsize)
+        most_rows = config.mini_batch_size or sys.maxsize
+        if getattr(self.learner, "critic", None) is not None:
+            most_rows = max(most_rows, config.infer_mini_batch_size)
+        most_rows = min(most_rows, len(items))
         largest = min(policy.max_tokens_per_micro_batch, longest * most_rows)
         if largest <= longest:
             raise RequestError(

@@ -122,9 +122,9 @@ class RunView:
     def pace(self) -> Pace | None:
         """Over the newest updates; None before there are two of them."""
         lines = self.updates()[-PACE_UPDATES:]
-        if len(lines) < 2 or lines[-1]["time"] <= lines[0]["time"]:  # the clock may jump
+        if len(lines) < 2:
             return None
-        seconds = lines[-1]["time"] - lines[0]["time"]
+        seconds = lines[-1]["run/seconds"] - lines[0]["run/seconds"]  # without the time that it was not going on
         games = lines[-1]["run/games"] - lines[0]["run/games"]
         return Pace(seconds_per_update=seconds / (lines[-1]["step"] - lines[0]["step"]), games_per_s=games / seconds)
 

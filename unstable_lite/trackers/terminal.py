@@ -157,7 +157,9 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
         for name in ("games", "won" if has_winners else "reward", "95 % interval", "drawn", "own invalid"):
             table.add_column(name, justify="right")
         for evaluation in rows:
-            if has_winners:
+            if not evaluation.n:
+                share = interval = "–"
+            elif has_winners:
                 share, (low, high) = f"{evaluation.win_rate:.1%}", evaluation.interval
                 interval = f"{low:.1%} – {high:.1%}"
             else:
@@ -170,7 +172,7 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
                 share,
                 interval,
                 f"{evaluation.draws}" if has_winners else "–",
-                f"{evaluation.invalid} ({evaluation.invalid / max(evaluation.n, 1):.1%})",
+                f"{evaluation.invalid}" + (f" ({evaluation.invalid / evaluation.n:.1%})" if evaluation.n else ""),
             )
         tables.append(table)
     return tables

@@ -92,6 +92,8 @@ class Evaluation:
         return self.mean_reward - half, self.mean_reward + half
 
     def describe(self) -> str:
+        if not self.n:
+            return f"{self.model} has no result in {self.env_id}: all of its {self.void} games are void"
         if not math.isfinite(self.win_rate):
             low, high = self.reward_interval
             return (
@@ -429,13 +431,13 @@ class Tracker:
         with self._surviving("eval.jsonl"):
             self._eval_file.write(to_line(evaluation.to_json()))
         group = evaluation_group(evaluation.label, evaluation.env_id, evaluation.opponent)
-        low, high = evaluation.interval
+        low, high = evaluation.interval if math.isfinite(evaluation.win_rate) else (math.nan, math.nan)
         metrics = {
             f"{group} Reward": evaluation.mean_reward,
             f"{group} Win Rate": evaluation.win_rate,
             f"{group} Win Rate low": low,
             f"{group} Win Rate high": high,
-            f"{group} Invalid Rate": evaluation.invalid / max(evaluation.n, 1),
+            f"{group} Invalid Rate": evaluation.invalid / evaluation.n if evaluation.n else math.nan,
             f"{group} n": evaluation.n,
         }
         self._send(evaluation.step, {name: value for name, value in metrics.items() if math.isfinite(value)})

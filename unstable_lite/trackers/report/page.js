@@ -73,7 +73,8 @@ const split = (name) => [name.slice(0, name.lastIndexOf("/")), name.slice(name.l
 function countOf(name) {
   const [group, metric] = split(name);
   if (!/^(collection|evaluation)-/.test(group)) return null;
-  const seat = metric.match(/\(pid=\d+\)$/);
+  const own = metric.match(/^(concurrent )?checkpoint /), seat = metric.match(/\(pid=\d+\)$/);
+  if (own) return `${group}/${own[0]}n`;
   if (seat) return `${group}/n ${seat[0]}`;
   if (OF_TURNS.test(metric)) return `${group}/n (turns)`;
   return metric.startsWith("Time per Token") ? `${group}/n (answered)` : `${group}/n`;
@@ -90,7 +91,7 @@ function wilson(share, n) {
 function metricPoints(run, name) {
   const values = run.series[name], counts = run.series[countOf(name)];
   if (!values) return [];
-  const isShare = SHARE.test(split(name)[1]) && /^(collection|evaluation)-/.test(name);
+  const isShare = SHARE.test(split(name)[1]) && /^(collection|evaluation)-/.test(name) && !/ (low|high)$/.test(name);
   const points = [];
   values.forEach((y, i) => {
     if (y === null) return;

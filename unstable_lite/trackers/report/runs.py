@@ -32,7 +32,7 @@ class RunData:
     steps: list[int]
     """Updates that have metrics, thinned."""
     hours: list[float]
-    """Since the first of them."""
+    """That the run had been going on."""
     series: dict[str, list[float | None]]
     """By metric name, a value for each of `steps`."""
     latest: dict[str, float]
@@ -122,16 +122,18 @@ def read_run(directory: Path) -> RunData:
 
 
 def _read_metrics(path: Path) -> tuple[list[int], list[float], dict[str, list[float | None]]]:
-    """One row for each update; what several lines say of one goes together, at the time of the update's own."""
+    """One row for each update, and one for step 0; what several lines say of one goes together."""
     rows: dict[int, dict[str, Any]] = {}
     for line in _lines(path):
-        row = rows.setdefault(int(line["step"]), line)
-        row |= line if "run/games" in line else {**line, "time": row["time"]}  # an evaluation may be long in coming
+        rows.setdefault(int(line["step"]), {}).update(line)
     steps = sorted(rows)
-    first = min((row["time"] for row in rows.values()), default=0.0)
     names = dict.fromkeys(name for row in rows.values() for name in row if name not in ("step", "time"))
     series = {name: [_rounded(rows[step].get(name)) for step in steps] for name in names}
-    return steps, [round((rows[step]["time"] - first) / 3600, 4) for step in steps], series
+    hours, seconds = list[float](), 0.0
+    for step in steps:  # by the run's own clock, which stands still between a kill and a resume
+        seconds = rows[step].get("run/seconds", seconds)
+        hours.append(round(seconds / 3600, 4))
+    return steps, hours, series
 
 
 def _read_ladder(path: Path) -> dict[str, list[tuple[int, float, float, int]]]:
