@@ -104,7 +104,8 @@ class EngineConfig(Section):
     max_generation_len: int = Field(4096, ge=1)
     """Tokens of one completion at most; also the loss's constant divisor."""
     max_model_len: int = Field(8192, ge=2)
-    """Prompt and completion together; no longer than the model's own limit."""
+    """Prompt and completion together; no longer than the model's own limit, which with LongRoPE is that of its short
+    factors (`original_max_position_embeddings`): no two libraries rotate alike past it."""
     max_parallel_seq: int = Field(128, ge=1)
     """Requests that one worker runs at once."""
     max_loras: int = Field(8, ge=1)

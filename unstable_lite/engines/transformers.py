@@ -25,13 +25,14 @@ from unstable_lite.engines.adapters import BASE, AdapterVersions
 from unstable_lite.engines.attention import CachedAttention
 from unstable_lite.engines.fused_model import FusedModel, fuse
 from unstable_lite.engines.kv_cache import CacheShape, KVCache
-from unstable_lite.engines.lora import LoraModel, neighbours, position_limit
+from unstable_lite.engines.lora import LoraModel, neighbours
 from unstable_lite.engines.requests import Throughput, check_length
 from unstable_lite.engines.sampling import sample, uniforms
 from unstable_lite.engines.tokenization import StopWatch, Tokenizer
 from unstable_lite.errors import ModelError, is_out_of_memory
 from unstable_lite.games.templates import chats_in_use
 from unstable_lite.models import resolve_model
+from unstable_lite.models.positions import longest_sequence
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
 from unstable_lite.types import FinishReason, Generation, TokenIds
@@ -91,7 +92,7 @@ class TransformersEngine:
         path = resolve_model(config.model_name)
         self._tokenizer = Tokenizer(path, config.trust_remote_code)
         model = stock_model.load(path, config.engine.dtype, self._device, config.trust_remote_code)
-        self._max_model_len = min(config.engine.max_model_len, position_limit(model))
+        self._max_model_len = longest_sequence(config.engine.max_model_len, model.config)
         self._max_rank = config.lora.lora_rank
         shape = stock_model.cache_shape(model)
         num_slots = self._num_slots(shape, config.engine.kv_cache_gb, config.engine.gpu_share)
