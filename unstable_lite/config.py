@@ -28,7 +28,8 @@ class Section(BaseModel):
         extra="forbid",
         use_attribute_docstrings=True,
         protected_namespaces=(),
-        ser_json_inf_nan="constants",  # a time-out may be inf, and workers get their config as JSON
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # an option of a class of one's own may be inf, and workers get JSON
     )
 
 
@@ -96,7 +97,7 @@ class EngineConfig(Section):
     """One worker for each: CUDA device numbers, or "cpu". `auto`: every GPU but the learner's; one alone is shared;
     without any, one worker on the CPU."""
     temperature: float = Field(0.6, gt=0)
-    """Of sampling; the learner divides its logits by the same."""
+    """Of sampling; the learner divides its logits by the same. Training needs 0.01 at least."""
     top_p: float = Field(1.0, gt=0, le=1)
     """The reference hides 0.95 here; below 1 the learner's importance ratio has no meaning."""
     allow_top_p: bool = False
@@ -418,7 +419,7 @@ class TrackerConfig(Section):
 class AlarmConfig(Section):
     """One guard of learning."""
 
-    threshold: float = Field(allow_inf_nan=False)
+    threshold: float
     """The alarm is on while its figure is beyond it: over it, and for `entropy` under it."""
     action: Literal["off", "warn", "pause", "stop"] = "warn"
     """`warn`: say so. `pause`: also save a checkpoint, play and learn no more, and wait until the file PAUSED in the

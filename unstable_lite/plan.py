@@ -35,6 +35,9 @@ from unstable_lite.transport.keys import read_run_keys
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 MIB = 1 << 20
+LEAST_TRAINED_TEMPERATURE = 0.01
+"""Below it engines do not sample at what they are told: vLLM raises it to this, and of the lowest, all take the most
+probable token and report it as at temperature 1. The learner would divide by what stands in the config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +228,7 @@ def find_problems(config: Config, side_by_side: bool = True) -> list[str]:
     config = resolve_defaults(config)
     problems = [*_env_problems(config), *check_league(config), *_number_problems(config), *algorithm_problems(config)]
     problems += [*_rank_problems(config), *(_directory_problems(config) if side_by_side else [])]
+    problems += temperature_problems(config) if side_by_side else []
     problems += [no_adapter_at(target) for target in config.lora.target_modules if target in EMBEDDINGS]
     problems += [*template_problems(config.templates), *_spending_problems(config.opponents)]
     problems += alarm_problems(config.alarms)
@@ -257,6 +261,16 @@ def find_problems(config: Config, side_by_side: bool = True) -> list[str]:
     if config.tracker.wandb_project and importlib.util.find_spec("wandb") is None:
         problems.append("tracker.wandb_project: wandb is not installed; pip install 'unstable-lite[wandb]'")
     return problems
+
+
+def temperature_problems(config: Config) -> Iterable[str]:
+    """Why what is sampled cannot be trained on. Without training any temperature will do."""
+    if config.engine.temperature < LEAST_TRAINED_TEMPERATURE:
+        yield (
+            f"engine.temperature = {config.engine.temperature:g}: below {LEAST_TRAINED_TEMPERATURE} engines do not "
+            "sample at the temperature that the learner divides by; set at least that (without training, as in `eval`, "
+            "any will do)"
+        )
 
 
 def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterable[str]:
