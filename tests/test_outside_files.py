@@ -62,6 +62,11 @@ def test_what_peft_writes_is_taken(tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save cannot be served"),
         ({"use_dora": True}, "use_dora"),
         ({"bias": "all"}, "bias"),
+        ({"init_lora_weights": "pissa_niter_16"}, "'pissa_niter_16': .*path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"init_lora_weights": "corda"}, "init_lora_weights is 'corda'"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights is 'lora_ga'"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights is 'loftq'"),
         ({"runs_this": {"module": "os"}}, "runs_this cannot be served"),
         ({"r": 0}, "r = 0 is no rank"),
         ({"r": True}, "r = True is no rank"),
@@ -78,6 +83,11 @@ def test_what_peft_writes_is_taken(tmp_path: Path) -> None:
 def test_an_adapter_config_that_is_not_plain_lora_is_refused(tmp_path: Path, config: dict[str, Any], says: str) -> None:
     with pytest.raises(AdapterError, match=says):
         check_adapter(adapter(tmp_path, **config))
+
+
+@pytest.mark.parametrize("initial", [True, False, "gaussian", "eva", "orthogonal", None])
+def test_pairs_that_began_beside_the_base_as_it_is_are_taken(tmp_path: Path, initial: Any) -> None:
+    assert check_adapter(adapter(tmp_path, init_lora_weights=initial))
 
 
 @pytest.mark.parametrize(
