@@ -281,6 +281,20 @@ def test_a_run_may_have_any_name_that_a_directory_may_have(name: str) -> None:
     assert problems_of(run={"name": name}) == []
 
 
+@pytest.mark.parametrize("content", ['{"hidden_si', "[]", "\ufffe"])
+def test_a_models_config_or_tokenizer_config_that_was_cut_is_one_of_the_problems(tmp_path: Path, content: str) -> None:
+    chat = {**ENV, "prompt_template": "mine"}
+    sections: dict[str, Any] = {"train_envs": [chat], "templates": {"mine": {"user": "{observation}", "chat": True}}}
+    (tmp_path / "config.json").write_text(content)
+    (problem, *_) = problems_of(model_name=str(tmp_path), run={"name": "a/b"}, **sections)[1:]
+    assert problem.startswith(f"{tmp_path}/config.json ")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    assert any(
+        str(tmp_path / "tokenizer_config.json") in one for one in problems_of(model_name=str(tmp_path), **sections)
+    )
+
+
 def test_any_temperature_will_do_without_training() -> None:
     config = Config.model_validate({"train_envs": [ENV], "engine": {"temperature": 1e-6}})
     assert find_problems(config, side_by_side=False) == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,7 +175,7 @@ def _check_config(config: Mapping[str, Any], directory: Path, max_rank: int) -> 
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if type(rank) is not int or rank < 1:
         raise AdapterError(f"{directory}: r = {str(rank)[:40]} is no rank")
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+    if not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
         raise AdapterError(f"{directory}: lora_alpha = {str(alpha)[:40]} is no finite number")
     if rank > max_rank:
         raise AdapterError(f"{directory}: rank {rank}; the engine was started for at most lora_rank = {max_rank}")

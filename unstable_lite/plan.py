@@ -6,6 +6,7 @@ Loads neither torch nor transformers; makes and resets each env once.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -237,11 +238,10 @@ def find_problems(config: Config, side_by_side: bool = True) -> list[str]:
     except ConfigError as error:
         problems += error.problems
     try:
-        resolve_model(config.model_name)
+        shape_of(config.model_name)
+        problems += _chat_problems(config)
     except ModelError as error:
         problems.append(str(error))
-    else:
-        problems += _chat_problems(config)
     for key in ("initial_lora_path", "initial_critic_path"):
         if (path := getattr(config.lora, key)) is not None:
             problems += adapter_problems(f"lora.{key}", path, config.lora)
@@ -276,9 +276,16 @@ def temperature_problems(config: Config) -> Iterable[str]:
 def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterable[str]:
     """Why the adapter in `directory` is not of the kind that section `lora` describes."""
     try:
-        stored, _ = check_adapter(directory)
+        stored, header = check_adapter(directory)
     except AdapterError as error:
         yield f"{where}: {error}"
+        return
+    if not isinstance(stored.get("target_modules"), list):
+        names = sorted({name.split(".")[-3] for name in header})
+        yield (
+            f"{where}: {directory} does not name its target_modules; set them in its adapter_config.json: "
+            f"{json.dumps(names)}"
+        )
         return
     theirs = {
         "lora_rank": stored["r"],
