@@ -24,6 +24,7 @@ def load(path: Path, **engine: Any) -> TransformersEngine:
     return TransformersEngine(engine_spec(model=str(path), kind="transformers", **({"max_model_len": 128} | engine)))
 
 
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
 MODELS: list[tuple[str, dict[str, Any], bool]] = [
     ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 0.01}, True),
     ("Llama", {"num_key_value_heads": 1, "head_dim": 16}, True),
@@ -76,6 +77,8 @@ def test_stock_models_of_many_kinds_are_served_with_adapters(
         ("Bloom", {"n_head": 4, "n_layer": 2}, "BloomForCausalLM"),
         ("Gemma2", {"sliding_window": 64}, "sliding window"),
         ("Mistral", {"sliding_window": 64}, "sliding window"),
+        ("Phimoe", {"sliding_window": 64, **EXPERTS}, "sliding window"),  # told by the mask alone
+        ("Qwen2Moe", {"sliding_window": 64, "use_sliding_window": True, **EXPERTS}, "sliding window"),
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "attend"),
     ],
 )
@@ -87,8 +90,19 @@ def test_a_model_that_would_be_computed_wrongly_is_refused_with_what_to_do(
     assert "engine.kind = 'vllm'" in str(caught.value)
 
 
-def test_a_model_with_a_wide_window_is_served_within_it(tmp_path: Path) -> None:
-    assert len(generate(load(make_model(tmp_path, "Mistral", sliding_window=128)), 0)) == 1
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("Mistral", {"sliding_window": 128}),
+        ("Phimoe", {"sliding_window": 128, **EXPERTS}),
+        ("Phimoe", {"sliding_window": None, **EXPERTS}),
+        ("Qwen2Moe", {"sliding_window": 64, "use_sliding_window": False, **EXPERTS}),
+    ],
+)
+def test_a_model_with_a_wide_window_or_one_that_is_not_used_is_served(
+    name: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    assert len(generate(load(make_model(tmp_path, name, **fields)), 0)) == 1
 
 
 def test_no_sequence_is_so_long_that_longrope_would_rotate_its_neighbours_otherwise(

@@ -94,7 +94,7 @@ class TransformersEngine:
         model = stock_model.load(path, config.engine.dtype, self._device, config.trust_remote_code)
         self._max_model_len = longest_sequence(config.engine.max_model_len, model.config)
         self._max_rank = config.lora.lora_rank
-        shape = stock_model.cache_shape(model)
+        shape = stock_model.cache_shape(model, self._max_model_len)
         num_slots = self._num_slots(shape, config.engine.kv_cache_gb, config.engine.gpu_share)
         num_running = min(num_slots, config.engine.max_parallel_seq)
         num_kept = min(num_slots - num_running, KEPT_PER_RUNNING * num_running)
