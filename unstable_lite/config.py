@@ -64,7 +64,8 @@ class RunConfig(Section):
     eval_every: int | None = Field(None, ge=1)
     """Also evaluate by `eval_games` after every so many updates, while training goes on."""
     seed: int = Field(0, ge=0)
-    """What envs, samplers and sampling draw from; training and evaluation envs have seeds of their own."""
+    """What envs, samplers and sampling draw from; training and evaluation envs have seeds of their own. Outside mode
+    `sync`, an engine that starts again, or with `--resume`, draws from chance: not once more what it drew before."""
     output_dir: Path = Path("outputs")
     """Where run directories are made: `<output_dir>/<date>/<time>-<name>/`."""
     checkpoint_every: int = Field(10, ge=1)

@@ -103,7 +103,7 @@ class TransformersEngine:
         self._adapters = AdapterVersions(config.engine.max_loras)
         self._queue: deque[Row] = deque()
         self._running: list[Row] = []
-        self._rng = np.random.default_rng([config.run.seed, *spec.name.encode()])
+        self._rng = np.random.default_rng(None if spec.goes_on else [config.run.seed, *spec.name.encode()])
         self._prompt_tokens_per_step = PROMPT_TOKENS_PER_STEP[self._device.type]
         self._max_running = num_running
         """Fewer than there are slots once memory has run out."""

@@ -61,7 +61,7 @@ class VLLMEngine:
             trust_remote_code=config.trust_remote_code,
             load_format="safetensors",
             dtype=config.engine.dtype,
-            seed=_seed(config.run.seed, spec.name),
+            seed=_seed(config.run.seed, spec),
             max_model_len=self._max_model_len,
             max_num_seqs=self._max_parallel_seq,
             enable_lora=True,
@@ -211,6 +211,7 @@ def _prepare_environment(config: EngineConfig, spec: WorkerSpec) -> None:
         torch.set_num_threads(spec.threads)
 
 
-def _seed(run_seed: int, name: str) -> int:
+def _seed(run_seed: int, spec: WorkerSpec) -> int:
     """Workers of one run must not draw alike."""
-    return int(np.random.SeedSequence([run_seed, *name.encode()]).generate_state(1)[0] >> 1)
+    sequence = np.random.SeedSequence(None if spec.goes_on else [run_seed, *spec.name.encode()])
+    return int(sequence.generate_state(1)[0] >> 1)
