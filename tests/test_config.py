@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from unstable_lite.checkpoints import to_toml
-from unstable_lite.config import Config, parse_config, read_config
+from unstable_lite.config import Config, Section, parse_config, read_config
 from unstable_lite.errors import ConfigError
 from unstable_lite.models import BUILTIN
 from unstable_lite.plan import find_problems, load_plan, make_plan
@@ -164,6 +165,23 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
     ("sections", "says"),
     [
         ({"engine": {"top_p": 0.95}}, "engine.top_p = 0.95"),
+        ({"engine": {"temperature": 0.009}}, "engine.temperature = 0.009: below 0.01 engines do not sample at"),
+        (
+            {"league": {"opponent_sampling_strategy": {"mirror": 1, "fixed": math.inf}}},
+            "the weight of 'fixed' is inf; a finite number above 0",
+        ),
+        (
+            {"league": {"env_sampling_strategy": {"weighted": {"weights": {ENV["env_id"]: math.inf}}}}},
+            f"the weight of {ENV['env_id']!r} is inf; it must be a finite number above 0",
+        ),
+        (
+            {"league": {"opponent_sampling_strategy": {"pfsp": {"prior_games": math.nan}}}},
+            "opponent_sampling_strategy 'pfsp': prior_games = nan: must be finite",
+        ),
+        (
+            {"rewards": {"step_reward_transformation": [{"name": "RewardForFormat", "reward": -math.inf}]}},
+            "reward transformation 'RewardForFormat': reward = -inf: must be finite",
+        ),
         ({"engine": {"max_loras": 1}}, "needs at least 2 adapter slots"),
         ({"engine": {"kind": "vlm"}}, "did you mean 'vllm'?"),
         ({"engine": {"kind": "no_such_module:Engine"}}, "no module 'no_such_module'"),
@@ -261,6 +279,40 @@ def test_what_cannot_run_is_refused_with_the_key_and_a_way_out(sections: dict[st
 @pytest.mark.parametrize("name", ["", "lr=1e-5, seed 3", "größer", "v1.2_[b]"])
 def test_a_run_may_have_any_name_that_a_directory_may_have(name: str) -> None:
     assert problems_of(run={"name": name}) == []
+
+
+@pytest.mark.parametrize("content", ['{"hidden_si', "[]", "\ufffe"])
+def test_a_models_config_or_tokenizer_config_that_was_cut_is_one_of_the_problems(tmp_path: Path, content: str) -> None:
+    chat = {**ENV, "prompt_template": "mine"}
+    sections: dict[str, Any] = {"train_envs": [chat], "templates": {"mine": {"user": "{observation}", "chat": True}}}
+    (tmp_path / "config.json").write_text(content)
+    (problem, *_) = problems_of(model_name=str(tmp_path), run={"name": "a/b"}, **sections)[1:]
+    assert problem.startswith(f"{tmp_path}/config.json ")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    assert any(
+        str(tmp_path / "tokenizer_config.json") in one for one in problems_of(model_name=str(tmp_path), **sections)
+    )
+
+
+def test_any_temperature_will_do_without_training() -> None:
+    config = Config.model_validate({"train_envs": [ENV], "engine": {"temperature": 1e-6}})
+    assert find_problems(config, side_by_side=False) == []
+
+
+def test_no_number_of_a_config_may_be_infinite() -> None:
+    """Of every section's; those of `league` and `rewards` that are anything until they are looked at come later."""
+    sections = {name: info.default for name, info in Config.model_fields.items() if isinstance(info.default, Section)}
+    keys = [
+        (name, key)
+        for name, section in sections.items()
+        for key, info in type(section).model_fields.items()
+        if info.annotation in (float, float | None)
+    ]
+    assert ("run", "game_timeout_s") in keys and ("engine", "temperature") in keys
+    raw = {"train_envs": [ENV], **{name: {key: math.inf for of, key in keys if of == name} for name, _ in keys}}
+    _, problems = parse_config(raw)
+    assert sorted(problems) == sorted(f"{name}.{key} = inf: Input should be a finite number" for name, key in keys)
 
 
 def test_top_p_below_one_can_be_insisted_on() -> None:

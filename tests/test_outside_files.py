@@ -16,11 +16,11 @@ import pytest
 import safetensors.numpy
 
 from unstable_lite.checkpoints import LEAGUE, MANIFEST, WAITING, find_damage
-from unstable_lite.config import parse_config
+from unstable_lite.config import LoraConfig, parse_config
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
 from unstable_lite.evaluation.models import find_models
 from unstable_lite.outside_files import CONFIG, WEIGHTS, check_adapter, read_header, read_json
-from unstable_lite.plan import find_problems
+from unstable_lite.plan import adapter_problems, find_problems
 
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
@@ -62,6 +62,11 @@ def test_what_peft_writes_is_taken(tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save cannot be served"),
         ({"use_dora": True}, "use_dora"),
         ({"bias": "all"}, "bias"),
+        ({"init_lora_weights": "pissa_niter_16"}, "'pissa_niter_16': .*path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"init_lora_weights": "corda"}, "init_lora_weights is 'corda'"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights is 'lora_ga'"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights is 'loftq'"),
         ({"runs_this": {"module": "os"}}, "runs_this cannot be served"),
         ({"r": 0}, "r = 0 is no rank"),
         ({"r": True}, "r = True is no rank"),
@@ -70,6 +75,7 @@ def test_what_peft_writes_is_taken(tmp_path: Path) -> None:
         ({"r": 8}, "no half of a pair of rank 8"),
         ({"lora_alpha": float("nan")}, "lora_alpha = nan"),
         ({"lora_alpha": "8"}, "lora_alpha = 8"),
+        ({"lora_alpha": 10**400}, "lora_alpha = 1000.* is no finite number"),
         ({"target_modules": "(a+)+$"}, "target_modules is no list"),
         ({"target_modules": ["k_proj"]}, "none of its target_modules"),
         ({"padding": "x" * (1 << 20)}, "larger than any of its kind"),
@@ -78,6 +84,11 @@ def test_what_peft_writes_is_taken(tmp_path: Path) -> None:
 def test_an_adapter_config_that_is_not_plain_lora_is_refused(tmp_path: Path, config: dict[str, Any], says: str) -> None:
     with pytest.raises(AdapterError, match=says):
         check_adapter(adapter(tmp_path, **config))
+
+
+@pytest.mark.parametrize("initial", [True, False, "gaussian", "eva", "orthogonal", None])
+def test_pairs_that_began_beside_the_base_as_it_is_are_taken(tmp_path: Path, initial: Any) -> None:
+    assert check_adapter(adapter(tmp_path, init_lora_weights=initial))
 
 
 @pytest.mark.parametrize(
@@ -189,6 +200,18 @@ def test_a_run_that_would_start_from_pickles_is_refused_with_advice(evil: Path, 
     with pytest.raises(ConfigError, match=ADVICE):
         raise ConfigError(*find_problems(config))
     assert not (tmp_path / "it ran").exists()
+
+
+@pytest.mark.parametrize("targets", [{"target_modules": None}, {"target_modules": "all-linear"}, {}])
+def test_an_adapter_that_does_not_name_its_targets_is_told_which_they_are(
+    tmp_path: Path, targets: dict[str, Any]
+) -> None:
+    directory = adapter(tmp_path)
+    plain = {key: value for key, value in PLAIN.items() if key != "target_modules"}
+    (directory / CONFIG).write_text(json.dumps(plain | targets))
+    (problem,) = adapter_problems("lora.initial_lora_path", directory, LoraConfig())
+    assert problem.startswith(f"lora.initial_lora_path: {directory} does not name its target_modules")
+    assert problem.endswith('in its adapter_config.json: ["q_proj"]')
 
 
 def test_pickles_are_no_model_of_an_evaluation(evil: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -75,6 +76,6 @@ def _type_problem(annotation: Any, value: Any) -> str | None:
     if allowed is None:
         return None
     is_bool_for_number = isinstance(value, bool) and bool not in allowed
-    if isinstance(value, allowed) and not is_bool_for_number:
-        return None
-    return f"must be of type {type_name}"
+    if not isinstance(value, allowed) or is_bool_for_number:
+        return f"must be of type {type_name}"
+    return "must be finite" if isinstance(value, float) and not math.isfinite(value) else None

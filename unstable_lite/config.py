@@ -28,7 +28,8 @@ class Section(BaseModel):
         extra="forbid",
         use_attribute_docstrings=True,
         protected_namespaces=(),
-        ser_json_inf_nan="constants",  # a time-out may be inf, and workers get their config as JSON
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # an option of a class of one's own may be inf, and workers get JSON
     )
 
 
@@ -63,7 +64,8 @@ class RunConfig(Section):
     eval_every: int | None = Field(None, ge=1)
     """Also evaluate by `eval_games` after every so many updates, while training goes on."""
     seed: int = Field(0, ge=0)
-    """What envs, samplers and sampling draw from; training and evaluation envs have seeds of their own."""
+    """What envs, samplers and sampling draw from; training and evaluation envs have seeds of their own. Outside mode
+    `sync`, an engine that starts again, or with `--resume`, draws from chance: not once more what it drew before."""
     output_dir: Path = Path("outputs")
     """Where run directories are made: `<output_dir>/<date>/<time>-<name>/`."""
     checkpoint_every: int = Field(10, ge=1)
@@ -96,7 +98,7 @@ class EngineConfig(Section):
     """One worker for each: CUDA device numbers, or "cpu". `auto`: every GPU but the learner's; one alone is shared;
     without any, one worker on the CPU."""
     temperature: float = Field(0.6, gt=0)
-    """Of sampling; the learner divides its logits by the same."""
+    """Of sampling; the learner divides its logits by the same. Training needs 0.01 at least."""
     top_p: float = Field(1.0, gt=0, le=1)
     """The reference hides 0.95 here; below 1 the learner's importance ratio has no meaning."""
     allow_top_p: bool = False
@@ -104,7 +106,8 @@ class EngineConfig(Section):
     max_generation_len: int = Field(4096, ge=1)
     """Tokens of one completion at most; also the loss's constant divisor."""
     max_model_len: int = Field(8192, ge=2)
-    """Prompt and completion together; no longer than the model's own limit."""
+    """Prompt and completion together; no longer than the model's own limit, which with LongRoPE is that of its short
+    factors (`original_max_position_embeddings`): no two libraries rotate alike past it."""
     max_parallel_seq: int = Field(128, ge=1)
     """Requests that one worker runs at once."""
     max_loras: int = Field(8, ge=1)
@@ -417,7 +420,7 @@ class TrackerConfig(Section):
 class AlarmConfig(Section):
     """One guard of learning."""
 
-    threshold: float = Field(allow_inf_nan=False)
+    threshold: float
     """The alarm is on while its figure is beyond it: over it, and for `entropy` under it."""
     action: Literal["off", "warn", "pause", "stop"] = "warn"
     """`warn`: say so. `pause`: also save a checkpoint, play and learn no more, and wait until the file PAUSED in the

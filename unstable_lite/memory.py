@@ -8,7 +8,6 @@ Loads neither torch nor transformers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 from unstable_lite.config import Config, EngineConfig, LearnerConfig, LoraConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.learners import LEARNERS
-from unstable_lite.models import resolve_model
+from unstable_lite.models import read_json, resolve_model
 
 GIB = 1 << 30
 RESERVED_BYTES = GIB
@@ -100,29 +99,25 @@ KNOWN_SHAPES = {
 """From the models' published config.json, for machines that have not downloaded them; `-Base`, `-Instruct` alike."""
 
 
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
+
 def shape_of(model_name: str) -> ModelShape | None:
     """From the model's config.json where it is local, else by its well-known name; None if neither is there.
 
-    Raises ModelError for a path or a built-in name that is no model.
+    Raises ModelError for a path or a built-in name that is no model, and for a config.json that cannot be read.
     """
     path = Path(resolve_model(model_name)) / "config.json"
     if not path.is_file():
         names = [name for name in KNOWN_SHAPES if model_name == name or model_name.startswith(f"{name}-")]
         return KNOWN_SHAPES[names[0]] if names else None
-    model = json.loads(path.read_text())
-    try:
-        heads = model["num_attention_heads"]
-        size = model.get("head_dim") or model["hidden_size"] // heads
-        return _shape(
-            model["hidden_size"],
-            model["intermediate_size"],
-            (heads, model.get("num_key_value_heads", heads), size),
-            model["num_hidden_layers"],
-            model["vocab_size"],
-            bool(model.get("tie_word_embeddings", False)),
-        )
-    except KeyError:
+    model = read_json(path)
+    sizes = [size for key in _SIZES if isinstance(size := model.get(key), int) and size > 0]
+    if len(sizes) < len(_SIZES):
         return None
+    hidden, inner, heads, layers, vocab_size = sizes
+    key_heads, size = model.get("num_key_value_heads") or heads, model.get("head_dim") or hidden // heads
+    return _shape(hidden, inner, (heads, key_heads, size), layers, vocab_size, bool(model.get("tie_word_embeddings")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

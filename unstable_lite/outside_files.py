@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ _NOT_PLAIN_LORA = (
     "use_bdlora",
     "use_qalora",
 )
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""How `init_lora_weights` begins where PEFT takes the fresh pair off the base's weights."""
 _TABLES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "loftq_config", "auto_mapping")
 """Entries that may be lists or tables, and are not asked for; any other that is one asks for more than plain LoRA.
 
@@ -163,10 +166,16 @@ def _check_config(config: Mapping[str, Any], directory: Path, max_rank: int) -> 
     )
     if present := list(dict.fromkeys(refused + tables)):
         raise AdapterError(f"{directory}: {', '.join(present)[:200]} cannot be served; plain LoRA can")
+    if (start := str(config.get("init_lora_weights"))[:40]).lower().startswith(_CHANGES_THE_BASE):
+        raise AdapterError(
+            f"{directory}: init_lora_weights is {start!r}: its pairs belong to a base whose weights PEFT changed, and "
+            "would be served over the plain one. Where it was trained, save it as plain LoRA: "
+            "save_pretrained(…, path_initial_model_for_weight_conversion=<the adapter as saved before training>)"
+        )
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if type(rank) is not int or rank < 1:
         raise AdapterError(f"{directory}: r = {str(rank)[:40]} is no rank")
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+    if not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
         raise AdapterError(f"{directory}: lora_alpha = {str(alpha)[:40]} is no finite number")
     if rank > max_rank:
         raise AdapterError(f"{directory}: rank {rank}; the engine was started for at most lora_rank = {max_rank}")

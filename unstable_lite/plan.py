@@ -6,6 +6,7 @@ Loads neither torch nor transformers; makes and resets each env once.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 from collections import Counter
@@ -36,6 +37,9 @@ from unstable_lite.transport.keys import read_run_keys
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 MIB = 1 << 20
+LEAST_TRAINED_TEMPERATURE = 0.01
+"""Below it engines do not sample at what they are told: vLLM raises it to this, and of the lowest, all take the most
+probable token and report it as at temperature 1. The learner would divide by what stands in the config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +232,7 @@ def find_problems(config: Config, side_by_side: bool = True) -> list[str]:
     config = resolve_defaults(config)
     problems = [*_env_problems(config), *check_league(config), *_number_problems(config), *algorithm_problems(config)]
     problems += [*_rank_problems(config), *(_directory_problems(config) if side_by_side else [])]
-    problems += twin_problems(config) if side_by_side else []
+    problems += learning_problems(config) if side_by_side else []
     problems += [no_adapter_at(target) for target in config.lora.target_modules if target in EMBEDDINGS]
     problems += [*template_problems(config.templates), *_spending_problems(config.opponents)]
     problems += alarm_problems(config.alarms)
@@ -237,11 +241,10 @@ def find_problems(config: Config, side_by_side: bool = True) -> list[str]:
     except ConfigError as error:
         problems += error.problems
     try:
-        resolve_model(config.model_name)
+        shape_of(config.model_name)
+        problems += _chat_problems(config)
     except ModelError as error:
         problems.append(str(error))
-    else:
-        problems += _chat_problems(config)
     for key in ("initial_lora_path", "initial_critic_path"):
         if (path := getattr(config.lora, key)) is not None:
             problems += adapter_problems(f"lora.{key}", path, config.lora)
@@ -263,12 +266,35 @@ def find_problems(config: Config, side_by_side: bool = True) -> list[str]:
     return problems
 
 
+def learning_problems(config: Config) -> Iterable[str]:
+    """Why what is sampled cannot be learnt from, or what came of it not be told. An evaluation has no such problems."""
+    if config.engine.temperature < LEAST_TRAINED_TEMPERATURE:
+        yield (
+            f"engine.temperature = {config.engine.temperature:g}: below {LEAST_TRAINED_TEMPERATURE} engines do not "
+            "sample at the temperature that the learner divides by; set at least that (without training, as in `eval`, "
+            "any will do)"
+        )
+    for env_id, n in Counter(env.env_id for env in config.train_envs).items():
+        if n > 1:
+            yield f"train_envs: {env_id} is there {n} times: averages, curves and samplers go by env_id; keep one"
+    for (env_id, opponent), n in Counter((env.env_id, env.opponent) for env in config.eval_envs).items():
+        if n > 1:
+            yield f"eval_envs: {env_id} against {opponent} is there {n} times: results go by these two; keep one"
+
+
 def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterable[str]:
     """Why the adapter in `directory` is not of the kind that section `lora` describes."""
     try:
-        stored, _ = check_adapter(directory)
+        stored, header = check_adapter(directory)
     except AdapterError as error:
         yield f"{where}: {error}"
+        return
+    if not isinstance(stored.get("target_modules"), list):
+        names = sorted({name.split(".")[-3] for name in header})
+        yield (
+            f"{where}: {directory} does not name its target_modules; set them in its adapter_config.json: "
+            f"{json.dumps(names)}"
+        )
         return
     theirs = {
         "lora_rank": stored["r"],
@@ -283,16 +309,6 @@ def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterable[
     different = [f"{key} is {value} there, {ours[key]} here" for key, value in theirs.items() if value != ours[key]]
     if different:
         yield f"{where}: {directory} does not fit section lora: {'; '.join(different)}; set them alike"
-
-
-def twin_problems(config: Config) -> Iterable[str]:
-    """Envs that no figure, reward baseline or evaluation could tell apart."""
-    for env_id, n in Counter(env.env_id for env in config.train_envs).items():
-        if n > 1:
-            yield f"train_envs: {env_id} is there {n} times: averages, curves and samplers go by env_id; keep one"
-    for (env_id, opponent), n in Counter((env.env_id, env.opponent) for env in config.eval_envs).items():
-        if n > 1:
-            yield f"eval_envs: {env_id} against {opponent} is there {n} times: results go by these two; keep one"
 
 
 def _rank_problems(config: Config) -> Iterable[str]:

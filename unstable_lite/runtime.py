@@ -215,7 +215,9 @@ class Run:
             ):
                 async with (
                     opened_environments(directory / "logs", config.run.env_timeout_s) as environments,
-                    started_workers(self.plan, directory / "logs", self._terminal.say) as workers,
+                    started_workers(
+                        self.plan, directory / "logs", self._terminal.say, goes_on=checkpoint is not None
+                    ) as workers,
                 ):
                     self._is_up = True
                     starting.close()

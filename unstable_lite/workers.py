@@ -59,12 +59,15 @@ class Workers(EngineWorkers):
 
 
 @contextlib.asynccontextmanager
-async def started_workers(plan: Plan, logs: Path, say: Callable[[str], None]) -> AsyncIterator[Workers]:
-    """Every worker of `plan`, up; every worker ended afterwards, however that comes.
+async def started_workers(
+    plan: Plan, logs: Path, say: Callable[[str], None], goes_on: bool = False
+) -> AsyncIterator[Workers]:
+    """Every worker of `plan`, up; every worker ended afterwards, however that comes. `goes_on`: with a run that others
+    began.
 
     Raises WorkerDied for a worker that ends by itself, UnstableError for one that is not up in time.
     """
-    async with _household(plan, logs) as household:
+    async with _household(plan, logs, goes_on) as household:
         far = household.open_door() if plan.config.remote.workers else []
         engines = EnginePool([*await household.start_engines(), *far])
         if any(isinstance(device, int) for device in plan.shared_devices):
@@ -87,11 +90,13 @@ async def started_workers(plan: Plan, logs: Path, say: Callable[[str], None]) ->
 
 
 @contextlib.asynccontextmanager
-async def started_engines(plan: Plan, logs: Path, say: Callable[[str], None]) -> AsyncIterator[EngineWorkers]:
+async def started_engines(
+    plan: Plan, logs: Path, say: Callable[[str], None], goes_on: bool = False
+) -> AsyncIterator[EngineWorkers]:
     """The engines of `plan` alone, under the same rules as `started_workers`."""
     if not plan.engine_devices:
         raise ConfigError("engine.devices = []: workers on other machines serve `run` only; name a device of this one")
-    async with _household(plan, logs) as household:
+    async with _household(plan, logs, goes_on) as household:
         engines = EnginePool(await household.start_engines())
         facts = await household.wait_until_up(say)
         yield EngineWorkers(engines=engines, processes=household.processes, facts=facts["engine-0"])
@@ -126,11 +131,11 @@ async def while_alive(processes: Iterable[WorkerProcess], work: Awaitable[T]) ->
 
 
 @contextlib.asynccontextmanager
-async def _household(plan: Plan, logs: Path) -> AsyncIterator[_Household]:
+async def _household(plan: Plan, logs: Path, goes_on: bool = False) -> AsyncIterator[_Household]:
     """Nobody yet; whoever is started is ended at the end."""
     sockets = make_socket_directory()
     router = Router(sockets)
-    household = _Household(plan, logs, router, sockets)
+    household = _Household(plan, logs, router, sockets, goes_on)
     try:
         yield household
     finally:
@@ -143,7 +148,7 @@ async def _household(plan: Plan, logs: Path) -> AsyncIterator[_Household]:
 class _Household:
     """The processes that hang on one router, and the places at its door for others."""
 
-    def __init__(self, plan: Plan, logs: Path, router: Router, sockets: Path) -> None:
+    def __init__(self, plan: Plan, logs: Path, router: Router, sockets: Path, goes_on: bool) -> None:
         self.router = router
         self._sockets = sockets
         self.processes: list[WorkerProcess] = []
@@ -151,6 +156,7 @@ class _Household:
         self.door: Door | None = None
         self._plan = plan
         self._logs = logs
+        self._goes_on = goes_on
 
     async def start_engines(self) -> list[EngineClient]:
         plan = self._plan
@@ -220,6 +226,7 @@ class _Household:
             device=device if isinstance(device, str) else "cuda:0",
             threads=threads,
             config_json=self._plan.divided.model_dump_json(),
+            goes_on=self._goes_on,
             rank=rank,
             num_ranks=num_ranks,
         )

@@ -53,6 +53,16 @@ def make_model(directory: Path, name: str = "Qwen3", **fields: Any) -> Path:
     return directory
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 16,
+    "long_factor": [1.0 + 3 * index for index in range(16)],
+}
+"""For a head of 32."""
+
+
 def make_adapter(model_dir: Path, directory: Path, seed: int, **fields: Any) -> Path:
     """A LoRA adapter that changes the model a great deal."""
     import peft

@@ -10,19 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from random_models import make_adapter, make_model, make_tokenizer
+from random_models import LONGROPE, make_adapter, make_model, make_tokenizer
 from remote_engine import engine_spec, generate
 from unstable_lite.engines.fused_model import FusedModel
 from unstable_lite.engines.lora import LoraModel
 from unstable_lite.engines.transformers import TransformersEngine
-from unstable_lite.errors import ModelError
+from unstable_lite.errors import ModelError, RequestError
 from unstable_lite.plan import make_plan
+from unstable_lite.transport.messages import Generate
 
 
 def load(path: Path, **engine: Any) -> TransformersEngine:
     return TransformersEngine(engine_spec(model=str(path), kind="transformers", **({"max_model_len": 128} | engine)))
 
 
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
 MODELS: list[tuple[str, dict[str, Any], bool]] = [
     ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 0.01}, True),
     ("Llama", {"num_key_value_heads": 1, "head_dim": 16}, True),
@@ -75,6 +77,8 @@ def test_stock_models_of_many_kinds_are_served_with_adapters(
         ("Bloom", {"n_head": 4, "n_layer": 2}, "BloomForCausalLM"),
         ("Gemma2", {"sliding_window": 64}, "sliding window"),
         ("Mistral", {"sliding_window": 64}, "sliding window"),
+        ("Phimoe", {"sliding_window": 64, **EXPERTS}, "sliding window"),  # told by the mask alone
+        ("Qwen2Moe", {"sliding_window": 64, "use_sliding_window": True, **EXPERTS}, "sliding window"),
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "attend"),
     ],
 )
@@ -86,8 +90,42 @@ def test_a_model_that_would_be_computed_wrongly_is_refused_with_what_to_do(
     assert "engine.kind = 'vllm'" in str(caught.value)
 
 
-def test_a_model_with_a_wide_window_is_served_within_it(tmp_path: Path) -> None:
-    assert len(generate(load(make_model(tmp_path, "Mistral", sliding_window=128)), 0)) == 1
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("Mistral", {"sliding_window": 128}),
+        ("Phimoe", {"sliding_window": 128, **EXPERTS}),
+        ("Phimoe", {"sliding_window": None, **EXPERTS}),
+        ("Qwen2Moe", {"sliding_window": 64, "use_sliding_window": False, **EXPERTS}),
+    ],
+)
+def test_a_model_with_a_wide_window_or_one_that_is_not_used_is_served(
+    name: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    assert len(generate(load(make_model(tmp_path, name, **fields)), 0)) == 1
+
+
+def test_no_sequence_is_so_long_that_longrope_would_rotate_its_neighbours_otherwise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = load(make_model(tmp_path, "Llama", rope_parameters=LONGROPE), max_model_len=256)
+    assert engine.facts["max_model_len"] == 64
+    assert "engine.max_model_len = 256 is cut to 64: past it the model's LongRoPE" in caplog.text
+    with pytest.raises(RequestError, match="the limit is 63"):
+        engine.add_request(
+            Generate(
+                request_id=1,
+                prompt="x" * 64,
+                adapter_version=0,
+                max_tokens=1,
+                temperature=1.0,
+                top_p=1.0,
+                stop=(),
+                seed=1,
+            )
+        )
+    (generation,) = generate(engine, 0)
+    assert len(generation.prompt_ids) + len(generation.completion_ids) < 64
 
 
 def test_a_directory_without_model_or_tokenizer_is_refused(tmp_path: Path, model_dir: Path) -> None:

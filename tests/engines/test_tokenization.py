@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from byte_tokens import BYTE_TOKENS, ids_of
 
 from random_models import make_model, make_tokenizer
-from unstable_lite.engines.tokenization import Tokenizer
+from unstable_lite.engines.tokenization import StopWatch, Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +57,11 @@ def test_every_end_token_of_the_model_counts(tmp_path: Path) -> None:
     make_model(tmp_path)
     transformers.GenerationConfig(eos_token_id=[1, 7]).save_pretrained(tmp_path)
     assert Tokenizer(str(tmp_path)).stop_ids == {1, 7}
+
+
+def test_a_stop_string_is_found_after_bytes_that_make_no_character() -> None:
+    watch = StopWatch(BYTE_TOKENS, ("b]",))
+    ids = ids_of("a", "é".encode(), b"\x80", "[", "b", "]", "a")
+    size = next(count for count, token in enumerate(ids, start=1) if watch.is_stopped_by(token))
+    assert size == len(ids) - 1
+    assert watch.text == "aé\ufffd["

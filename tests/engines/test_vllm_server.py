@@ -326,6 +326,14 @@ def test_a_server_that_reports_raw_log_probabilities_is_refused(server: FakeVLLM
         connect()
 
 
+def test_a_server_that_rotates_by_the_long_factors_of_longrope_is_refused(connect: Connect, tmp_path: Path) -> None:
+    from random_models import LONGROPE, make_model
+
+    model = make_model(tmp_path / "model", "Llama", rope_parameters=LONGROPE)
+    with pytest.raises(ModelError, match="start it with --max-model-len 64"):
+        connect(model=str(model))
+
+
 def test_a_server_without_tokenize_is_taken(server: FakeVLLM, connect: Connect) -> None:
     server.misbehave = _is("/tokenize", (404, {"detail": "Not Found"}))
     assert connect().facts["vllm"] == "0.32.0"

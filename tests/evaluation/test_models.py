@@ -37,8 +37,9 @@ def test_the_same_weights_under_two_names_are_one_model(run: Path) -> None:
 
 
 def test_the_same_matrices_under_another_scale_are_another_model(tmp_path: Path) -> None:
-    paths = [str(write_adapter(tmp_path / name, small(), lora_alpha=alpha)) for name, alpha in (("a", 8), ("b", 16))]
-    assert len(find_models(paths)) == 2
+    scales: dict[str, dict[str, object]] = {"a": {}, "b": {"lora_alpha": 16}, "c": {"use_rslora": True}}
+    paths = [str(write_adapter(tmp_path / name, small(), **scale)) for name, scale in scales.items()]
+    assert len(find_models(paths)) == 3
 
 
 def test_checkpoints_of_two_runs_are_told_apart_by_the_runs_name(run: Path, tmp_path: Path) -> None:

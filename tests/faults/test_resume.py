@@ -104,6 +104,14 @@ def test_a_killed_run_goes_on_and_tells_every_update_and_game_once(copy: Path) -
     assert out.count("evaluation before") == 0
 
 
+def test_the_engines_of_a_resumed_run_are_told_that_they_go_on(tmp_path: Path) -> None:
+    engine, steps = "engine.kind=told_engines:TellsWhetherItGoesOn", "run.learning_steps={}"
+    code, out, err = runs.run("run", runs.write_small(tmp_path), engine, steps.format(1), "run.eval_games=0")
+    assert code == 0 and "goes on False" in out, out + err
+    code, out, err = runs.run("run", "--resume", runs.run_directory(tmp_path), steps.format(2))
+    assert code == 0 and "goes on True" in out, out + err
+
+
 def test_a_run_goes_on_after_what_may_be_pruned_of_it_is_gone(copy: Path) -> None:
     numbers = sorted(int(path.name.removeprefix("ckpt-")) for path in (copy / "checkpoints").glob("ckpt-*"))
     code, out, err = runs.run("runs", "prune", copy, "--train-data", "--yes")

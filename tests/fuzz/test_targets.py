@@ -65,7 +65,6 @@ STRATEGY = "[league]\nopponent_sampling_strategy = "
         pytest.param("[run]\nseed = " + "9" * 5000, "not TOML", id="a number of more digits than Python reads"),
         pytest.param("[run]\nseed = 0x" + "f" * 4000, "16000 bits", id="a number of more digits than Python writes"),
         pytest.param("[run]\nseed = 9223372036854775808", "seed is an integer of 64 bits", id="a number over 64 bits"),
-        pytest.param("[run]\ngame_timeout_s = inf", None, id="no time-out"),
         pytest.param(f"{STRATEGY}{{ pfsp = {{ weight = inf }} }}", None, id="inf where anything may stand"),
         pytest.param(f"{STRATEGY}{{ pfsp = {{ weight = nan }} }}", None, id="nan where anything may stand"),
         pytest.param(f"{STRATEGY}{{ since = 1979-05-27 }}", None, id="a date where anything may stand"),

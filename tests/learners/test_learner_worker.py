@@ -59,7 +59,7 @@ async def test_a_learner_updates_publishes_scores_saves_and_stops(
     peer = process.peer
     facts = await asyncio.wait_for(asyncio.shield(peer.ready), TIMEOUT_S)
     assert facts["vocab_size"] == 300
-    assert facts["max_position_embeddings"] == 256
+    assert facts["position_limit"] == 256
     assert facts["lora_parameters"] * 4 == facts["adapter_bytes"]
     assert (facts["dtype"], facts["device"], facts["threads"]) == ("float32", "cpu", 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,27 @@ def test_parameters_of_base_and_adapter_are_counted_as_they_are(tmp_path: Path) 
     lora = config_of(tmp_path).lora
     assert shape.lora_parameters(lora) == sum(parameter.numel() for parameter in policy.parameters.values())
     assert shape.base_parameters == pytest.approx(policy.num_base_parameters, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({}, 4 * 16),
+        ({"num_key_value_heads": None}, 4 * 16),  # one of its own for each head of the queries
+        ({"num_key_value_heads": 2}, 2 * 16),
+        ({"head_dim": None}, 4 * 8),
+        ({"num_attention_heads": None}, None),
+        ({"num_hidden_layers": "3"}, None),
+    ],
+)
+def test_a_shape_is_read_where_sizes_are_left_out_and_unknown_where_they_must_not_be(
+    tmp_path: Path, changes: dict[str, Any], keys: int | None
+) -> None:
+    config = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3}
+    whole = {**config, "vocab_size": 300, "head_dim": 16, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    shape = memory.shape_of(str(tmp_path))
+    assert (None if shape is None else shape.keys) == keys
 
 
 @pytest.mark.parametrize(

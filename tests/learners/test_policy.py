@@ -113,6 +113,19 @@ def test_heads_of_other_architectures_are_reproduced(make_config: MakeConfig, tm
     assert scored.adapter == pytest.approx(logprobs_by_transformers(policy.model, 0.7), abs=1e-4)
 
 
+def test_a_sequence_past_the_short_factors_of_longrope_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + 3 * index for index in range(8)]}
+    config = transformers.LlamaConfig(**SMALL, rope_parameters=rope | factors)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    policy = Policy(make_config().model_copy(update={"model_name": str(tmp_path)}), "cpu")
+    assert policy.position_limit == 16
+    long = replace(ITEM, prompt_ids=np.arange(17 - len(ITEM.completion_ids), dtype=np.int32))
+    policy.score([ITEM, replace(long, prompt_ids=long.prompt_ids[1:])])
+    with pytest.raises(RequestError, match="a sequence of 17 tokens: past 16 the model's LongRoPE"):
+        policy.score([ITEM, long])
+
+
 def test_an_unknown_head_is_refused_and_not_trained_wrongly(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,7 @@ def test_a_model_behind_an_endpoint_is_imitated_word_by_word_until_its_budget_is
         (['sft.imitate=["base"]'], "sft.imitate: 'base' is none of sft.players"),
         (['sft.filter=["loosers"]'], "sft.filter.0 = 'loosers'"),
         (["sft.pears=3"], "did you mean 'pairs'"),
+        (["engine.temperature=1e-3"], "engine.temperature = 0.001: below 0.01"),
         (["sft.data=/nowhere.jsonl"], "sft.data: there is no file /nowhere.jsonl"),
     ],
 )

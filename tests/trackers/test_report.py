@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from byte_tokens import BYTE_TOKENS, ids_of
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from typer.testing import CliRunner
 
@@ -24,6 +25,7 @@ from unstable_lite.errors import UnstableError
 from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.models import BUILTIN
+from unstable_lite.token_text import CUT
 from unstable_lite.trackers.jsonl import JsonlSink
 from unstable_lite.trackers.records import write_whole
 from unstable_lite.trackers.report import write_report
@@ -31,7 +33,7 @@ from unstable_lite.trackers.report.games import Sample
 from unstable_lite.trackers.report.page import _changes
 from unstable_lite.trackers.report.prompts import templates_by_env
 from unstable_lite.trackers.report.runs import read_run
-from unstable_lite.trackers.report.tokens import CUT, pieces
+from unstable_lite.trackers.report.tokens import pieces
 from unstable_lite.trackers.tracker import Tally, Tracker, wilson_interval
 from unstable_lite.trackers.train_data import step_to_json
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, PlayerTrajectory, Step, Turn
@@ -488,6 +490,12 @@ def test_the_pieces_of_a_completion_keep_broken_characters_together() -> None:
     assert pieces(ids[:-3], "a", TOKENIZER)[-1][0] == CUT  # type: ignore[index]
     assert pieces(ids, "another text", TOKENIZER) is None
     assert pieces(ids, "a", None) is None
+
+
+def test_the_pieces_of_bytes_that_make_no_character_are_all_there() -> None:
+    ids = ids_of("a", b"\xc3\xa9\x80", "b")
+    made = pieces(ids, BYTE_TOKENS.decode(ids), BYTE_TOKENS)
+    assert made == [("a", 1), ("é", 2), (f"{CUT}b", 2)]
 
 
 @pytest.mark.browser

@@ -109,6 +109,16 @@ async def test_a_killed_worker_fails_every_waiting_request_and_is_named_with_its
         await wire.engine.generate("p", 0)
 
 
+async def test_a_worker_in_the_place_of_one_that_died_is_told_so(wire: Wire) -> None:
+    assert not wire.process.spec.goes_on
+    os.kill(wire.process.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied):
+        await wire.process.watch()
+    await wire.process.start()
+    await wire.process.ready(30)
+    assert wire.process.spec.goes_on
+
+
 async def test_a_worker_that_does_not_answer_fails_the_request_at_its_deadline(wire: Wire) -> None:
     os.kill(wire.process.pid, signal.SIGSTOP)
     started = time.monotonic()

@@ -170,10 +170,5 @@ def bare_model(path: str, trust_remote_code: bool) -> Any:
         raise ModelError(f"{path} cannot be loaded as a causal language model: {error}") from error
 
 
-def position_limit(model: Any) -> int:
-    """Tokens of the longest sequence that the model knows positions for."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 62
-
-
 def _is_conv1d(module: nn.Module) -> bool:
     return isinstance(module, transformers.pytorch_utils.Conv1D)

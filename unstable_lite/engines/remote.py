@@ -253,5 +253,6 @@ def _make_engine(link: Link, welcome: Welcome, device: str, threads: int, say: C
             device="cpu" if device == "cpu" else "cuda:0",
             threads=config.engine.threads or threads,
             config_json=welcome.config_json,
+            goes_on=True,
         )
     )

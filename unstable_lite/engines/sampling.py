@@ -31,15 +31,22 @@ def sample(
     if (top_p_B < 1).any():
         scaled_BV = _keep_top_p(scaled_BV, torch.from_numpy(top_p_B).to(device))
     prob_BV = scaled_BV.softmax(-1)
-    cumulative_BV = prob_BV.cumsum(-1)
-    total_B1 = cumulative_BV[:, -1:].contiguous()
-    # The first token whose cumulative weight exceeds u × total: u < 1, so a token of weight 0 is never the one.
-    target_B1 = torch.from_numpy(uniform_B).to(device)[:, None] * total_B1
-    id_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
+    id_B1 = draw(prob_BV, prob_BV.cumsum(-1), torch.from_numpy(uniform_B).to(device)[:, None])
     if is_greedy_B.any():
         greedy_B1 = torch.from_numpy(is_greedy_B).to(device)[:, None]
         id_B1 = torch.where(greedy_B1, scaled_BV.argmax(-1, keepdim=True), id_B1)
     return id_B1[:, 0].tolist(), prob_BV.gather(-1, id_B1)[:, 0].log().tolist()
+
+
+def draw(prob_BV: Tensor, cumulative_BV: Tensor, uniform_B1: Tensor) -> Tensor:
+    """The first token whose cumulative weight exceeds u × total, and never one of weight 0."""
+    target_B1 = uniform_B1 * cumulative_BV[:, -1:]
+    id_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True).clamp_(max=prob_BV.shape[-1] - 1)
+    if (prob_BV.gather(-1, id_B1) > 0).all():
+        return id_B1
+    # A GPU adds in parallel, and a sum may differ from the one before it though nothing was added.
+    at_V = torch.arange(prob_BV.shape[-1], device=prob_BV.device)
+    return torch.where((prob_BV > 0) & (at_V <= id_B1), at_V, 0).amax(-1, keepdim=True)
 
 
 def _keep_top_p(scaled_BV: Tensor, top_p_B: Tensor) -> Tensor:

@@ -55,21 +55,42 @@ def choose_dtype(dtype: str, device: torch.device, width: int) -> torch.dtype:
     return torch.bfloat16 if device.type == "cpu" and has_bfloat16 and width >= 256 else torch.float32
 
 
-def cache_shape(model: Any) -> CacheShape:
-    """What the model's attention layers store for a token, seen by running one. Raises ModelError if they differ."""
-    seen: dict[int, tuple[int, int, int]] = {}
+def cache_shape(model: Any, max_len: int) -> CacheShape:
+    """What the model's attention layers store for a token, seen by running one.
 
-    def look(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    Raises ModelError if they differ, or if one does not let the last of `max_len` tokens attend to the first: some tell
+    their window by the mask alone, and this engine has masks of its own.
+    """
+    seen: dict[int, tuple[int, int, int]] = {}
+    do_not_reach: list[int] = []
+
+    def reach(*_: Any, mask_function: Callable[..., Any], **__: Any) -> Tensor:
+        """Instead of the mask of one token, whether the last one would see the first."""
+        at = torch.tensor(0, device=model.device)
+        return torch.as_tensor(mask_function(at, at, at + max_len - 1, at)).view(1, 1, 1, 1)
+
+    def look(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
+    ) -> Any:
         seen[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[3])
-        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+        if mask is not None and mask.dtype == torch.bool and not mask.all():
+            do_not_reach.append(module.layer_idx)
+        return sdpa_attention_forward(module, query, key, value, None, *args, **kwargs)
 
     transformers.AttentionInterface.register(_PROBE, look)
+    transformers.AttentionMaskInterface.register(_PROBE, reach)
     model.set_attn_implementation(_PROBE)
     _stock_logits(model, [0])
     if not seen or sorted(seen) != list(range(len(seen))) or len(set(seen.values())) != 1:
         raise ModelError(
             f"{type(model).__name__}: its layers do not all attend in one way through transformers' attention "
             f"interface; {_ADVICE}"
+        )
+    if do_not_reach:
+        raise ModelError(
+            f"{type(model).__name__}: layer {do_not_reach[0]} attends within a sliding window or chunks of fewer than "
+            f"{max_len} tokens, which the embedded engine does not compute; lower engine.max_model_len to the window, "
+            f"{_ADVICE}"
         )
     num_heads, key_width, value_width = seen[0]
     return CacheShape(

@@ -14,10 +14,10 @@ import jinja2
 import numpy as np
 import tokenizers
 import transformers
-from tokenizers.decoders import DecodeStream
 
 from unstable_lite.errors import ModelError
 from unstable_lite.games.templates import ChatTemplate
+from unstable_lite.token_text import TextStream
 from unstable_lite.types import TokenIds
 
 KNOWN_PROMPTS = 8192
@@ -141,13 +141,12 @@ class StopWatch:
     def __init__(self, tokenizer: tokenizers.Tokenizer, stop: tuple[str, ...]) -> None:
         self.text = ""
         self.has_stopped = False
-        self._tokenizer = tokenizer
         self._stop = tuple(filter(None, stop))
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = TextStream(tokenizer, skip_special_tokens=True)
 
     def is_stopped_by(self, token_id: int) -> bool:
         """Whether this token completes a stop string; `text` is then what stands before it."""
-        new_text = self._stream.step(self._tokenizer, token_id) or ""
+        new_text = self._stream.step(token_id)
         if not new_text:
             return False
         searched = len(self.text)

@@ -25,13 +25,14 @@ from unstable_lite.engines.adapters import BASE, AdapterVersions
 from unstable_lite.engines.attention import CachedAttention
 from unstable_lite.engines.fused_model import FusedModel, fuse
 from unstable_lite.engines.kv_cache import CacheShape, KVCache
-from unstable_lite.engines.lora import LoraModel, neighbours, position_limit
+from unstable_lite.engines.lora import LoraModel, neighbours
 from unstable_lite.engines.requests import Throughput, check_length
 from unstable_lite.engines.sampling import sample, uniforms
 from unstable_lite.engines.tokenization import StopWatch, Tokenizer
 from unstable_lite.errors import ModelError, is_out_of_memory
 from unstable_lite.games.templates import chats_in_use
 from unstable_lite.models import resolve_model
+from unstable_lite.models.positions import longest_sequence
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
 from unstable_lite.types import FinishReason, Generation, TokenIds
@@ -91,9 +92,9 @@ class TransformersEngine:
         path = resolve_model(config.model_name)
         self._tokenizer = Tokenizer(path, config.trust_remote_code)
         model = stock_model.load(path, config.engine.dtype, self._device, config.trust_remote_code)
-        self._max_model_len = min(config.engine.max_model_len, position_limit(model))
+        self._max_model_len = longest_sequence(config.engine.max_model_len, model.config)
         self._max_rank = config.lora.lora_rank
-        shape = stock_model.cache_shape(model)
+        shape = stock_model.cache_shape(model, self._max_model_len)
         num_slots = self._num_slots(shape, config.engine.kv_cache_gb, config.engine.gpu_share)
         num_running = min(num_slots, config.engine.max_parallel_seq)
         num_kept = min(num_slots - num_running, KEPT_PER_RUNNING * num_running)
@@ -102,7 +103,7 @@ class TransformersEngine:
         self._adapters = AdapterVersions(config.engine.max_loras)
         self._queue: deque[Row] = deque()
         self._running: list[Row] = []
-        self._rng = np.random.default_rng([config.run.seed, *spec.name.encode()])
+        self._rng = np.random.default_rng(None if spec.goes_on else [config.run.seed, *spec.name.encode()])
         self._prompt_tokens_per_step = PROMPT_TOKENS_PER_STEP[self._device.type]
         self._max_running = num_running
         """Fewer than there are slots once memory has run out."""

@@ -17,13 +17,14 @@ import transformers
 
 from unstable_lite.config import EngineConfig
 from unstable_lite.engines.adapters import BASE, AdapterVersions
-from unstable_lite.engines.lora import bare_model, check_fits, position_limit, read_adapter
+from unstable_lite.engines.lora import bare_model, check_fits, read_adapter
 from unstable_lite.engines.requests import Throughput, check_length
 from unstable_lite.engines.sampling import GREEDY_BELOW
 from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import AdapterError, ModelError, RequestError
 from unstable_lite.games.templates import chats_in_use
 from unstable_lite.models import resolve_model
+from unstable_lite.models.positions import longest_sequence
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
 from unstable_lite.types import Generation, TokenIds
@@ -51,7 +52,7 @@ class VLLMEngine:
         path = resolve_model(config.model_name)
         self._tokenizer = Tokenizer(path, config.trust_remote_code)
         self._bare_model = bare_model(path, config.trust_remote_code)
-        self._max_model_len = min(config.engine.max_model_len, position_limit(self._bare_model))
+        self._max_model_len = longest_sequence(config.engine.max_model_len, self._bare_model.config)
         self._max_rank = config.lora.lora_rank
         self._max_parallel_seq = config.engine.max_parallel_seq
         is_cpu, eager = spec.device == "cpu", config.engine.enforce_eager
@@ -60,7 +61,7 @@ class VLLMEngine:
             trust_remote_code=config.trust_remote_code,
             load_format="safetensors",
             dtype=config.engine.dtype,
-            seed=_seed(config.run.seed, spec.name),
+            seed=_seed(config.run.seed, spec),
             max_model_len=self._max_model_len,
             max_num_seqs=self._max_parallel_seq,
             enable_lora=True,
@@ -210,6 +211,7 @@ def _prepare_environment(config: EngineConfig, spec: WorkerSpec) -> None:
         torch.set_num_threads(spec.threads)
 
 
-def _seed(run_seed: int, name: str) -> int:
+def _seed(run_seed: int, spec: WorkerSpec) -> int:
     """Workers of one run must not draw alike."""
-    return int(np.random.SeedSequence([run_seed, *name.encode()]).generate_state(1)[0] >> 1)
+    sequence = np.random.SeedSequence(None if spec.goes_on else [run_seed, *spec.name.encode()])
+    return int(sequence.generate_state(1)[0] >> 1)

@@ -27,7 +27,7 @@ import aiohttp
 import numpy as np
 
 from unstable_lite.engines.adapters import BASE, AdapterVersions
-from unstable_lite.engines.lora import bare_model, check_fits, position_limit, read_adapter
+from unstable_lite.engines.lora import bare_model, check_fits, read_adapter
 from unstable_lite.engines.requests import Throughput, check_length
 from unstable_lite.engines.sampling import GREEDY_BELOW
 from unstable_lite.engines.servers import server_url
@@ -36,6 +36,7 @@ from unstable_lite.errors import AdapterError, ModelError, RequestError
 from unstable_lite.games.api_keys import RECEIVER_KEY, SERVER_KEY
 from unstable_lite.games.templates import chats_in_use
 from unstable_lite.models import resolve_model
+from unstable_lite.models.positions import longest_sequence, longrope_limit
 from unstable_lite.outside_files import CONFIG, WEIGHTS
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Failed, Generate, Generated
@@ -115,7 +116,7 @@ class VLLMServerEngine:
         except (ModelError, OSError):
             self.close()
             raise
-        self._max_model_len = min(engine.max_model_len, position_limit(self._bare_model), its_max_len)
+        self._max_model_len = min(longest_sequence(engine.max_model_len, self._bare_model.config), its_max_len)
         self.facts: dict[str, Any] = {
             "kind": "vllm-server",
             "model": config.model_name,
@@ -367,6 +368,12 @@ class VLLMServerEngine:
             raise ModelError(f"{self._url} is no vLLM server: {reprlib.repr(listed)}") from None
         if not isinstance(served, str) or type(max_len) is not int or not all(isinstance(name, str) for name in names):
             raise ModelError(f"{self._url} is no vLLM server: {reprlib.repr(listed)}")
+        if max_len > (limit := longrope_limit(self._bare_model.config)):
+            raise ModelError(
+                f"{self._url} serves {served!r} with a max_model_len of {max_len}: past {limit} tokens vLLM rotates "
+                f"every sequence by the long factors of LongRoPE, and the learner none; start it with "
+                f"--max-model-len {limit}"
+            )
         await self._clean_up(names, delivered)
         return served, max_len
 

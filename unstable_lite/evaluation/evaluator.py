@@ -191,11 +191,11 @@ async def evaluate(evaluation: EvaluationPlan, say: Callable[[str], None]) -> Ev
 
 @contextlib.asynccontextmanager
 async def opened(
-    evaluation: EvaluationPlan, logs: Path, say: Callable[[str], None]
+    evaluation: EvaluationPlan, logs: Path, say: Callable[[str], None], goes_on: bool = False
 ) -> AsyncIterator[tuple[EngineWorkers, Seats, AdapterSlots]]:
-    """Engines, seats for players, and slots for adapters."""
+    """Engines, seats for players, and slots for adapters. `goes_on`: with games that others began."""
     plan = evaluation.plan
-    async with started_engines(plan, logs, say) as workers:
+    async with started_engines(plan, logs, say, goes_on) as workers:
         templates = templates_for(plan.config, workers.prompts)
         async with Seats(workers.engines.generate, templates, plan.config.opponents, say) as seats:
             env = evaluation.cells[0].env
@@ -208,9 +208,10 @@ async def _play_all(
     evaluation: EvaluationPlan, todo: dict[str, list[int]], results: Results, say: Callable[[str], None]
 ) -> None:
     logs, config = evaluation.output / "logs", evaluation.plan.config.run
+    goes_on = sum(map(len, todo.values())) < evaluation.games * len(evaluation.cells)
     async with (
         opened_environments(logs, config.env_timeout_s) as environments,
-        opened(evaluation, logs, say) as (workers, seats, slots),
+        opened(evaluation, logs, say, goes_on) as (workers, seats, slots),
     ):
         runner = GameRunner(seats, config, environments)
         await while_alive(workers.processes, _play_rounds(evaluation, todo, slots, runner, results, say))

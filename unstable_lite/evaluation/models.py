@@ -144,7 +144,7 @@ def _adapter(path: Path) -> EvaluatedModel:
     except OSError as error:
         raise AdapterError(f"{path} is no adapter that can be read: {error}") from error
     # The same matrices under another scale are another model.
-    key = f"{digest}-{stored.get('r')}-{stored.get('lora_alpha')}"
+    key = f"{digest}-{stored.get('r')}-{stored.get('lora_alpha')}" + "-rslora" * bool(stored.get("use_rslora"))
     return EvaluatedModel(name=path.name, key=key, path=path, is_zero=is_zero, step=update_of(path) or 0)
 
 

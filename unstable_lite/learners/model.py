@@ -20,9 +20,10 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from unstable_lite.config import Config, LoraConfig, no_adapter_at
-from unstable_lite.errors import ConfigError, ModelError
+from unstable_lite.errors import ConfigError, ModelError, RequestError
 from unstable_lite.learners import adapter_files, batching, ranks
 from unstable_lite.models import resolve_model
+from unstable_lite.models.positions import longrope_limit, position_limit
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import LearnerLogprobs, TrainItem
 
@@ -78,13 +79,23 @@ class Policy:
         return sum((weight.to_local() if hasattr(weight, "to_local") else weight).nbytes for weight in frozen)
 
     @property
-    def max_position_embeddings(self) -> int | None:
-        return getattr(self._base.config.get_text_config(), "max_position_embeddings", None)
+    def position_limit(self) -> int:
+        """Tokens of the longest sequence that it computes as engines do."""
+        return position_limit(self._base.config)
 
     def micro_batches(
         self, items: Sequence[TrainItem], max_tokens: int | None = None, share: batching.Share | None = None
     ) -> Iterator[batching.MicroBatch]:
-        """This rank's share of `items`, or the one that is given, in parts that fit the memory, on the device."""
+        """This rank's share of `items`, or the one that is given, in parts that fit the memory, on the device.
+
+        Raises RequestError for a sequence that would be rotated otherwise than where it was sampled.
+        """
+        longest, limit = max(map(batching.length, items), default=0), longrope_limit(self._base.config)
+        if longest > limit:
+            raise RequestError(
+                f"a sequence of {longest} tokens: past {limit} the model's LongRoPE rotates by other factors, whatever "
+                f"stands beside it too; set engine.max_model_len or learner.max_train_len = {limit}"
+            )
         max_tokens = max_tokens or self.max_tokens_per_micro_batch
         for batch in batching.make_micro_batches(items, max_tokens, self._max_rows, share or self.share):
             yield batch.to(self.device)

@@ -4,8 +4,8 @@ Owns the loop and what each message leads to. Knows nothing of algorithms, rewar
 several ranks, rank 0 hears the orchestrator, tells the others what concerns them, answers, and alone writes files.
 
 `Ready.facts`: `adapter_bytes` (of one published version), `lora_parameters`, `base_parameters`, `base_bytes` (of the
-base, as far as this rank holds it), `dtype` (of the base), `device`, `threads`, `vocab_size`, `max_position_embeddings`
-(None where the model has no limit), and the versions of `torch`, `transformers` and `peft`.
+base, as far as this rank holds it), `dtype` (of the base), `device`, `threads`, `vocab_size`, `position_limit` (of
+sequences, in tokens), and the versions of `torch`, `transformers` and `peft`.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ def _facts(learner: Learner, spec: WorkerSpec) -> dict[str, Any]:
         "device": spec.device,
         "threads": spec.threads,
         "vocab_size": policy.vocab_size,
-        "max_position_embeddings": policy.max_position_embeddings,
+        "position_limit": policy.position_limit,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "peft": peft.__version__,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from unstable_lite.errors import ModelError
 
@@ -30,8 +31,22 @@ def resolve_model(model_name: str) -> str:
 
 
 def has_chat_template(model: Path) -> bool:
-    """Whether the tokenizer in a model's directory brings one (transformers keeps it in either of these places)."""
+    """Whether the tokenizer in a model's directory brings one (transformers keeps it in either of these places).
+
+    Raises ModelError for a tokenizer_config.json that cannot be read.
+    """
     if (model / "chat_template.jinja").is_file() or (model / "additional_chat_templates").is_dir():
         return True
     config = model / "tokenizer_config.json"
-    return config.is_file() and bool(json.loads(config.read_text(encoding="utf-8")).get("chat_template"))
+    return config.is_file() and bool(read_json(config).get("chat_template"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A table that a model's directory holds. Raises ModelError where there is none to read."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; is the model's download complete?") from error
+    if not isinstance(table, dict):
+        raise ModelError(f"{path} is no JSON table")
+    return table

@@ -64,7 +64,7 @@ class FineTuner:
 
     def tokenise(self, pairs: Sequence[Pair]) -> Tokenised:
         """Ids as the engine would see the prompt and could sample the completion, with what stops it."""
-        engine, limit = self._config.engine, self.policy.max_position_embeddings or math.inf
+        engine, limit = self._config.engine, self.policy.position_limit
         max_len = min(engine.max_model_len, self._config.learner.max_train_len or math.inf, limit)
         items: list[TrainItem] = []
         left_out: Counter[str] = Counter()

@@ -20,7 +20,7 @@ from unstable_lite.games.environments import Environment, probe
 from unstable_lite.games.isolation import opened_environments
 from unstable_lite.games.seats import Seats, opponent_problem
 from unstable_lite.games.templates import templates_for
-from unstable_lite.plan import Plan, adapter_problems, find_problems, make_plan, twin_problems
+from unstable_lite.plan import Plan, adapter_problems, find_problems, learning_problems, make_plan
 from unstable_lite.runtime import cancelled_by_signals, log_file
 from unstable_lite.sft.collect import ADAPTER, BASE, Collected, adapter_versions, collect_pairs
 from unstable_lite.sft.pairs import Pair, read_pairs, write_line
@@ -63,7 +63,7 @@ def load_sft_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
 
 def find_sft_problems(config: Config) -> list[str]:
     """Every reason why section `sft` cannot be done; the other sections are `find_problems`'."""
-    sft, problems = config.sft, list(twin_problems(config))
+    sft, problems = config.sft, [*learning_problems(config)]
     pairs_file = sft.output / PAIRS
     if sft.data is None:
         problems += _player_problems(config)

@@ -42,6 +42,9 @@ class WorkerSpec:
     """`cpu`, or `cuda:0` within the worker's own CUDA_VISIBLE_DEVICES, or the URL of the server that it talks to."""
     threads: int
     config_json: str
+    goes_on: bool = False
+    """Whether it may not be the first of its name in its run: what that one drew from the run's seed, it is not to draw
+    again."""
     rank: int = 0
     num_ranks: int = 1
     rendezvous: str = ""

@@ -59,6 +59,7 @@ class WorkerProcess:
         if self.peer.is_dead:
             self.peer.revive()
             self._is_stuck = False
+            self.spec = replace(self.spec, goes_on=True)
         with self.log_path.open("ab") as log_file:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,

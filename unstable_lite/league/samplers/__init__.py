@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -128,8 +129,10 @@ def build_model_sampler(league: LeagueConfig, registry: ModelRegistry, rng: rand
     for name, given in strategy.items():
         options = dict(given) if isinstance(given, Mapping) else {"weight": given}
         weight = options.pop("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight > 0:
-            problems.append(f"opponent_sampling_strategy: the weight of {name!r} is {weight!r}; a number above 0")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+            problems.append(
+                f"opponent_sampling_strategy: the weight of {name!r} is {weight!r}; a finite number above 0"
+            )
         try:
             samplers.append(_build_one(name, options, league, registry, rng))
             weights.append(weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
@@ -86,8 +87,8 @@ class WeightedEnvSampler(BaseEnvSampler):
         problems = [f"weighted: no train env {name!r}; {suggestion(name, env_ids)}" for name in set(weights) - env_ids]
         problems += [f"weighted: train env {name!r} has no weight" for name in sorted(env_ids - set(weights))]
         for name, weight in weights.items():
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight > 0:
-                problems.append(f"weighted: the weight of {name!r} is {weight!r}; it must be a number above 0")
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+                problems.append(f"weighted: the weight of {name!r} is {weight!r}; it must be a finite number above 0")
         if problems:
             raise ConfigError(*problems)
         self._weights = [weights[spec.env_id] for spec in self.train_env_specs]

@@ -214,8 +214,8 @@ class MixtureModelSampler(BaseModelSampler):
         weights: Sequence[float],
     ) -> None:
         super().__init__(registry, rng)
-        if not samplers or len(samplers) != len(weights) or min(weights) <= 0:
-            raise ConfigError(f"a mixture needs one positive weight for each sampler, got {list(weights)}")
+        if not samplers or len(samplers) != len(weights) or not 0 < min(weights) <= sum(weights) < math.inf:
+            raise ConfigError(f"a mixture needs one positive, finite weight for each sampler, got {list(weights)}")
         self.samplers = list(samplers)
         self.weights = list(weights)
 

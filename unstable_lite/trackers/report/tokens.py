@@ -11,12 +11,10 @@ from pathlib import Path
 import tokenizers
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from tokenizers.decoders import DecodeStream
 
 from unstable_lite.errors import ModelError
 from unstable_lite.models import resolve_model
-
-CUT = "\N{REPLACEMENT CHARACTER}"
+from unstable_lite.token_text import CUT, TextStream
 
 
 def find_tokenizer(model_name: str) -> tokenizers.Tokenizer | None:
@@ -42,13 +40,12 @@ def pieces(ids: Sequence[int], text: str, tokenizer: tokenizers.Tokenizer | None
     whole: str = tokenizer.decode(ids, skip_special_tokens=True)
     if not whole.startswith(text.rstrip(CUT)):
         return None
-    stream = DecodeStream(skip_special_tokens=False)
+    stream = TextStream(tokenizer, skip_special_tokens=False)
     made: list[tuple[str, int]] = []
     waiting = 0
     for token_id in ids:
         waiting += 1
-        piece = stream.step(tokenizer, token_id)
-        if piece is not None:
+        if piece := stream.step(token_id):
             made.append((piece, waiting))
             waiting = 0
     if waiting:  # the completion ends within a character

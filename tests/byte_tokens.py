@@ -1,0 +1,23 @@
+"""A tokenizer as Llama 2's, Gemma's and Mistral's are: what has no token is written in tokens of single bytes."""
+
+from __future__ import annotations
+
+import tokenizers
+from tokenizers import decoders, models
+
+WORDS = ("a", "b", "]", "[", "\u2581a")
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+BYTE_TOKENS = tokenizers.Tokenizer(
+    models.BPE({token: token_id for token_id, token in enumerate([*BYTES, *WORDS])}, [], byte_fallback=True)
+)
+BYTE_TOKENS.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+
+
+def ids_of(*parts: bytes | str) -> list[int]:
+    """Bytes one by one; a word is one token."""
+    return [
+        token_id
+        for part in parts
+        for token_id in (part if isinstance(part, bytes) else [BYTE_TOKENS.token_to_id(part)])
+    ]
