@@ -1,7 +1,8 @@
 """The worker on another machine: `unstable-lite worker`. It comes to a run, serves as an engine, and comes again.
 
 Owns the link and the adapters that were fetched over it. The engine is that of any worker; it is made when the run has
-said what for, and kept over a link that is cut. A run that is another one, or was started again, finds a fresh process.
+said what for, and kept over a link that is cut, without the requests that came over it. A run that is another one, or
+was started again, finds a fresh process.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from unstable_lite.config import Config
-from unstable_lite.engines.engine import Engine, load_engine
+from unstable_lite.engines.engine import Engine, ReturningEngine, load_engine
 from unstable_lite.engines.worker import serve
 from unstable_lite.errors import ProtocolError, UnstableError
 from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas
@@ -205,20 +207,31 @@ def work(
                 elif welcome.run_token != hello.run_token:
                     say("this is another run, or the same one started again: starting afresh")
                     link.close()
-                    kept.close()
-                    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+                    _start_afresh(kept)
                 link.send(Ready(facts={**engine.facts, "adapters": sorted(loaded)}))
                 say(f"serving as {welcome.name}")
                 serve(engine, FetchingSocket(link, arena, loaded))
                 return
             except LinkLost as lost:
                 say(f"{lost}; connecting again")
+                # What came over it is asked of others meanwhile, and another place's requests have the same ids.
+                if isinstance(engine, ReturningEngine):
+                    engine.forget_requests()
+                if engine is not None and engine.has_unfinished():
+                    say(f"{type(engine).__name__} keeps its requests, see engines/engine.py: starting afresh")
+                    link.close()
+                    _start_afresh(kept)
             except Exception as error:
                 if link.is_connected:  # to a run that refuses it nothing can be sent, and trying would block
                     link.send(last_words(error))
                 raise
             finally:
                 link.close()
+
+
+def _start_afresh(kept: contextlib.ExitStack) -> NoReturn:
+    kept.close()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _wait_for_place(link: Link, hello: Hello, patience_s: float, say: Callable[[str], None]) -> Welcome | None:

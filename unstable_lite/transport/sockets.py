@@ -17,7 +17,7 @@ from typing import Any
 import zmq
 
 from unstable_lite.errors import NoRoomError, ProtocolError, RequestError, WorkerDied
-from unstable_lite.transport.messages import MAX_FRAME_BYTES, Crashed, Failed, Message, Ready, decode, encode
+from unstable_lite.transport.messages import MAX_FRAME_BYTES, REPLIES, Crashed, Failed, Message, Ready, decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,10 @@ class Router:
                 self._drop(peer, error)
                 continue
             for message in messages:
-                peer.receive(message)
+                try:
+                    peer.receive(message)
+                except ProtocolError as error:
+                    self._drop(peer, error)
         self._loop.call_soon(self.receive_waiting)
 
     def _take_from_stranger(self, identity: bytes, frame: bytes) -> None:
@@ -162,8 +165,8 @@ class Peer:
         """How many workers of this name died before the present one."""
         self._router = router
         self._on_message = on_message
-        self._pending: dict[int, tuple[asyncio.Future[Any], float]] = {}
-        """By request id: who waits, and until when."""
+        self._pending: dict[int, tuple[asyncio.Future[Any], float, type[Any]]] = {}
+        """By request id: who waits, until when, and for what."""
         self._sweep: asyncio.TimerHandle | None = None
         self._ids = itertools.count(1)
         self._dead: WorkerDied | None = None
@@ -233,19 +236,25 @@ class Peer:
         reply: asyncio.Future[Any] = self._loop.create_future()
         if not self._pending:
             self._busy_since = now
-        self._pending[request_id] = reply, now + timeout_s
+        self._pending[request_id] = reply, now + timeout_s, REPLIES[message_type]
         if self._sweep is None:
             self._sweep = self._loop.call_later(SWEEP_EVERY_S, self._fail_overdue)
         self._router.send(self.identity, message_type(request_id=request_id, **fields))
         return reply
 
     def receive(self, message: Message) -> None:
+        """Raises ProtocolError for a reply that does not answer what was asked; its request goes on waiting."""
         self._heard_at = self._loop.time()
         request_id: int | None = getattr(message, "request_id", None)
         if request_id is not None:
-            reply, _ = self._pending.pop(request_id, (None, None))
-            if reply is None or reply.done():
-                return  # it came after its deadline, or its game was cancelled
+            if (waiting := self._pending.get(request_id)) is None:
+                return  # it came after its deadline
+            reply, _, expected = waiting
+            if type(message) not in (expected, Failed):
+                raise ProtocolError(f"{type(message).__name__} as a reply where {expected.__name__} is expected")
+            del self._pending[request_id]
+            if reply.done():
+                return  # its game was cancelled
             if isinstance(message, Failed):
                 kind = NoRoomError if message.is_no_room else RequestError
                 reply.set_exception(kind(f"{self.name}: {message.error}"))
@@ -268,7 +277,7 @@ class Peer:
 
     def fail(self, message: Message, error: ProtocolError) -> None:
         """What was asked could not be sent."""
-        reply, _ = self._pending.pop(getattr(message, "request_id", 0), (None, None))
+        reply, *_ = self._pending.pop(getattr(message, "request_id", 0), (None,))
         if reply is not None and not reply.done():
             reply.set_exception(RequestError(f"{self.name}: {type(message).__name__} {error}"))
 
@@ -276,7 +285,7 @@ class Peer:
         """The worker is gone: every waiting request ends with `error`, and so does every later one."""
         self._dead = error
         waiting, self._pending = self._pending, {}
-        for reply in (self.ready, *(reply for reply, _ in waiting.values())):
+        for reply in (self.ready, *(reply for reply, *_ in waiting.values())):
             if not reply.done():
                 reply.set_exception(error)
                 reply.exception()  # mark as retrieved: nobody may be waiting for `ready` any more
@@ -285,7 +294,7 @@ class Peer:
         """One timer for all requests: a timer for each would cost more than the requests themselves."""
         self._router.receive_waiting()  # this process may have stood still, and replies wait in the socket
         now = self._loop.time()
-        over = [(id_, reply) for id_, (reply, deadline) in self._pending.items() if deadline <= now or reply.done()]
+        over = [(id_, reply) for id_, (reply, deadline, _) in self._pending.items() if deadline <= now or reply.done()]
         for request_id, reply in over:
             del self._pending[request_id]
             if not reply.done():  # else its game was cancelled
