@@ -290,6 +290,24 @@ async def test_an_engine_that_comes_back_and_refuses_to_unload_is_asked_again(
     await league.close()
 
 
+async def test_an_engine_that_comes_back_with_retired_adapters_in_its_slots_makes_room_first(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 3, size=3, max_loras=4, engines=2)
+    other, away = league.engines.engines
+    assert away.adapters == {1, 2, 3}
+    away.is_up = False
+    for _ in range(4):
+        await league.update()
+    async with asyncio.timeout(20):
+        while other.adapters != league.arena.live_versions:
+            await asyncio.sleep(0.001)
+    assert not other.adapters & away.adapters
+    await league.publisher.restore(away)
+    assert away.is_up
+    assert away.loaded == other.loaded
+    await league.update()
+    await league.close()
+
+
 @pytest.mark.parametrize("is_back_first", [True, False])
 async def test_an_adapter_that_is_published_while_an_engine_comes_back_is_tried_by_one_or_the_other(
     tmp_path: Path, is_back_first: bool
