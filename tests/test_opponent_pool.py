@@ -42,7 +42,7 @@ class LocalEngine:
     def __init__(self, name: str, max_loras: int) -> None:
         config = Config.model_validate({**CONFIG, "engine": {**CONFIG["engine"], "max_loras": max_loras}})  # type: ignore[dict-item]
         spec = WorkerSpec(name=name, endpoint="", device="cpu", threads=1, config_json=config.model_dump_json())
-        self.peer = SimpleNamespace(name=name, life=0)
+        self.peer = SimpleNamespace(name=name, life=0, give_up=None)
         self.at_once = self.most_at_once = 0
         """Requests."""
         self.num_asked = 0

@@ -113,8 +113,8 @@ class Publisher:
     async def publish(self, version: int) -> dict[str, float]:
         """Load `version` everywhere and try it; when this returns, games may use it.
 
-        Waits for a free adapter slot. Raises AdapterError if the canary fails, RequestError if an engine does not
-        load it.
+        Waits for a free adapter slot. Raises AdapterError if the canary fails, RequestError if an engine of this
+        machine, or every engine, does not load it.
         """
         async with self._slot_freed:
             if len(self._loaded) >= self._max_loras:

@@ -12,7 +12,7 @@ import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import zmq
 
@@ -76,7 +76,11 @@ class Router:
         """Messages of this dead worker may still arrive; they concern nobody."""
         self._peers[identity] = None
 
-    def send(self, identity: bytes, message: Message) -> None:
+    def send(self, identity: bytes, message: Message, is_large: bool = False) -> None:
+        """What is large goes in a frame of its own: of one that is under way nothing is heard before its end."""
+        if is_large:
+            self._put(identity, encode([message]))
+            return
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing.setdefault(identity, []).append(message)
@@ -159,6 +163,8 @@ class Peer:
         """A worker's own: what one that died has sent or been sent is never another's."""
         self.unreachable = asyncio.Event()
         """What is sent to it no longer arrives; only a worker on another machine comes to that alive."""
+        self.give_up: Callable[[str], NoReturn] | None = None
+        """Part with it for this reason, by raising WorkerDied: what can be done with a worker on another machine."""
         self._restored_life = 0
         """The last life in which it was given what it should hold."""
         self.life = 0
@@ -181,6 +187,11 @@ class Peer:
     @property
     def is_dead(self) -> bool:
         return self._dead is not None
+
+    @property
+    def death(self) -> WorkerDied | None:
+        """What it died of."""
+        return self._dead
 
     @property
     def is_up(self) -> bool:
@@ -220,9 +231,9 @@ class Peer:
         self._router.expect(self.identity, self)
         self._dead = None
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: Message, is_large: bool = False) -> None:
         """Send something that has no reply."""
-        self._router.send(self.identity, message)
+        self._router.send(self.identity, message, is_large)
 
     def ask(self, message_type: Callable[..., Message], timeout_s: float, **fields: Any) -> asyncio.Future[Any]:
         """Send a request; what is returned becomes its reply.
