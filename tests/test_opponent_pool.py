@@ -42,7 +42,7 @@ class LocalEngine:
     def __init__(self, name: str, max_loras: int) -> None:
         config = Config.model_validate({**CONFIG, "engine": {**CONFIG["engine"], "max_loras": max_loras}})  # type: ignore[dict-item]
         spec = WorkerSpec(name=name, endpoint="", device="cpu", threads=1, config_json=config.model_dump_json())
-        self.peer = SimpleNamespace(name=name, life=0)
+        self.peer = SimpleNamespace(name=name, life=0, give_up=None)
         self.at_once = self.most_at_once = 0
         """Requests."""
         self.num_asked = 0
@@ -287,6 +287,24 @@ async def test_an_engine_that_comes_back_and_refuses_to_unload_is_asked_again(
     league.arena.release(1)
     await league.settle()
     assert set(first.loaded) == set(second.loaded) == {2}
+    await league.close()
+
+
+async def test_an_engine_that_comes_back_with_retired_adapters_in_its_slots_makes_room_first(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 3, size=3, max_loras=4, engines=2)
+    other, away = league.engines.engines
+    assert away.adapters == {1, 2, 3}
+    away.is_up = False
+    for _ in range(4):
+        await league.update()
+    async with asyncio.timeout(20):
+        while other.adapters != league.arena.live_versions:
+            await asyncio.sleep(0.001)
+    assert not other.adapters & away.adapters
+    await league.publisher.restore(away)
+    assert away.is_up
+    assert away.loaded == other.loaded
+    await league.update()
     await league.close()
 
 

@@ -113,8 +113,8 @@ class Publisher:
     async def publish(self, version: int) -> dict[str, float]:
         """Load `version` everywhere and try it; when this returns, games may use it.
 
-        Waits for a free adapter slot. Raises AdapterError if the canary fails, RequestError if an engine does not
-        load it.
+        Waits for a free adapter slot. Raises AdapterError if the canary fails, RequestError if an engine of this
+        machine, or every engine, does not load it.
         """
         async with self._slot_freed:
             if len(self._loaded) >= self._max_loras:
@@ -134,14 +134,18 @@ class Publisher:
         given: set[int] = set()
         tried: set[int] = set()
         # What the others hold changes meanwhile. What is just being published nobody remembers: `publish` tries it.
-        while new := sorted(
-            version for version in {0, *self._held} - tried if version not in given or self._knows(version)
-        ):
+        while True:
+            # First, for it takes up slots: one that comes back from elsewhere may hold what was retired long ago.
+            while retired := engine.adapters - self._held.keys():
+                await engine.unload_adapter(min(retired))
+            new = sorted(
+                version for version in {0, *self._held} - tried if version not in given or self._knows(version)
+            )
+            if not new:
+                break
             given.update(new)
             tried.update(filter(self._knows, new))
             await _all_of(self._give_back(engine, version) for version in new)
-            for version in engine.adapters - self._held.keys():
-                await engine.unload_adapter(version)
         self._engines.take_back(engine)
 
     def _knows(self, version: int) -> bool:

@@ -179,18 +179,27 @@ def test_a_client_that_goes_away_leaves_nothing(receiver: AdapterReceiver, folde
         (["--folder", "/nonexistent"], "s", "not a directory that can be written to"),
         (["--folder", "FOLDER", "--max-adapters", "0"], "s", "at least 1"),
         ([], "s", "--folder"),
+        (
+            ["--folder", "FOLDER", "--port", "TAKEN"],
+            "s",
+            "--host 127.0.0.1 --port TAKEN cannot be listened at: Address",
+        ),
+        (["--folder", "FOLDER", "--port", "70000"], "s", "--port 70000 cannot be listened at: "),
+        (["--folder", "FOLDER", "--host", "no.such.invalid"], "s", "--host no.such.invalid --port 8001 cannot be"),
+        (["--folder", "FOLDER", "--host", "192.0.2.1"], "s", "--host 192.0.2.1 --port 8001 cannot be listened at: "),
     ],
     ids=str,
 )
-def test_it_does_not_start_without_a_secret_or_a_folder(
-    folder: Path, arguments: list[str], key: str | None, says: str
+def test_it_does_not_start_without_a_secret_a_folder_and_a_port(
+    receiver: AdapterReceiver, folder: Path, arguments: list[str], key: str | None, says: str
 ) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "ADAPTER_RECEIVER_API_KEY"}
     environment |= {"ADAPTER_RECEIVER_API_KEY": key} if key else {}
     command = [sys.executable, "-m", "unstable_lite.engines.adapter_receiver"]
-    command += [argument.replace("FOLDER", str(folder)) for argument in arguments]
+    taken = str(receiver.server_address[1])
+    command += [argument.replace("FOLDER", str(folder)).replace("TAKEN", taken) for argument in arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and says in done.stderr
+    assert done.returncode == 2 and says.replace("TAKEN", taken) in done.stderr.splitlines()[-1]
 
 
 def test_it_needs_no_library_that_a_servers_image_may_lack() -> None:

@@ -269,6 +269,22 @@ def test_an_adapter_that_the_server_refuses_leaves_nothing_behind(
     engine.load_adapter(1, adapter_dir)
 
 
+def test_an_adapter_that_the_server_does_not_unload_stays_loaded_and_can_be_unloaded_later(
+    server: FakeVLLM, connect: Connect, folder: Path, adapter_dir: Path
+) -> None:
+    engine = connect(max_loras=1)
+    engine.load_adapter(1, adapter_dir)
+    server.misbehave = _is("/v1/unload_lora_adapter", error(400, "not now"))
+    for _ in range(2):
+        with pytest.raises(AdapterError, match=f"{server.url}.*not now"):
+            engine.unload_adapter(1)
+    assert serve(engine, request(version=1))[0].generation.adapter_version == 1
+    server.misbehave = lambda path, body: None
+    engine.unload_adapter(1)
+    assert list(folder.iterdir()) == [] and server.loras == {}
+    engine.load_adapter(2, adapter_dir)
+
+
 def test_a_load_whose_answer_was_lost_is_a_load(server: FakeVLLM, connect: Connect, adapter_dir: Path) -> None:
     engine = connect()
 

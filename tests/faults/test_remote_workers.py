@@ -33,11 +33,11 @@ LOOPBACK = "tcp://127.0.0.1:*"
 class Run:
     """The orchestrator's side of a run with places for workers on other machines, without games."""
 
-    def __init__(self, directory: Path, endpoint: str = LOOPBACK, places: int = 1) -> None:
+    def __init__(self, directory: Path, endpoint: str = LOOPBACK, places: int = 1, kind: str = "scripted") -> None:
         self.directory = directory
         self.config = Config.model_validate(
             {
-                "engine": {"kind": "scripted", "replies": ["\\boxed{[1]}"], "devices": []},
+                "engine": {"kind": kind, "replies": ["\\boxed{[1]}"], "devices": []},
                 "remote": {"workers": places, "keys": directory / "keys", "silence_s": 4.0},
                 "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
             }
@@ -111,7 +111,13 @@ class Worker:
     def __init__(self, endpoint: str, keys: Path, before: tuple[str, ...], options: tuple[str, ...]) -> None:
         command = [*before, sys.executable, "-m", "unstable_lite", "worker", "--connect", endpoint]
         command += ["--keys", str(keys), "--device", "cpu", "--threads", "1", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
 
     async def ended(self) -> tuple[int, str]:
         out, _ = await asyncio.to_thread(self.process.communicate, timeout=PATIENCE_S)
@@ -140,8 +146,10 @@ async def run(tmp_path: Path, keys: Path) -> AsyncIterator[Run]:
 
 
 @contextlib.asynccontextmanager
-async def _a_run(directory: Path, endpoint: str = LOOPBACK, places: int = 1) -> AsyncIterator[Run]:
-    made = Run(directory, endpoint, places)
+async def _a_run(
+    directory: Path, endpoint: str = LOOPBACK, places: int = 1, kind: str = "scripted"
+) -> AsyncIterator[Run]:
+    made = Run(directory, endpoint, places, kind)
     try:
         yield made
     finally:
@@ -245,6 +253,88 @@ async def test_when_one_of_two_workers_is_killed_the_other_answers_and_its_place
         second.process.kill()
         await run.generate(10, version=1)
         assert "v1/adapter_model.safetensors" in third.adapters
+
+
+def small_shared_memory(size: str, *environment: str) -> tuple[str, ...]:
+    """Before a command that is to have no more of it, and this in its environment."""
+    mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec env "$@"'
+    namespace = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+    made = subprocess.run([*namespace, mount, "-", "true"], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no mount of one's own: {made.stderr.strip()}")
+    return (*namespace, mount, "-", *environment)
+
+
+async def test_where_shared_memory_is_full_a_worker_puts_adapters_elsewhere(run: Run) -> None:
+    worker = run.start_worker(*small_shared_memory("2m"))
+    await run.generate(1)
+    await run.load(1, size=PART_BYTES)
+    await run.load(2, size=3 * PART_BYTES)
+    await run.load(3, size=PART_BYTES)
+    for version in (1, 2, 3):
+        await run.generate(1, version=version)
+    await run.close()
+    code, out = await worker.ended()
+    assert code == 0, out
+    assert out.count("From now on adapters go through") == 1
+
+
+async def test_a_worker_that_has_no_room_at_all_is_given_up_and_the_others_go_on(tmp_path: Path, keys: Path) -> None:
+    (tmp_path / "keys").symlink_to(keys)
+    async with _a_run(tmp_path, places=2) as run:
+        run.start_worker()
+        await run.generate(1)
+        run.start_worker(*small_shared_memory("2m", "TMPDIR=/dev/shm"), options=("--patience", "3"))
+        async with asyncio.timeout(PATIENCE_S):
+            while len(run.pool.up) < 2:
+                await asyncio.sleep(0.05)
+        await run.load(1, size=3 * PART_BYTES)
+        assert len(run.pool.up) == 1
+        await run.generate(10, version=1)
+        async with asyncio.timeout(PATIENCE_S):
+            while not run.alarms:
+                await asyncio.sleep(0.05)
+        assert "could not load adapter 1: " in run.alarms[0]
+        assert "No space left on device" in run.alarms[0]
+
+
+async def test_a_busy_worker_takes_more_than_one_part_of_an_adapter_between_two_steps(
+    tmp_path: Path, keys: Path
+) -> None:
+    (tmp_path / "keys").symlink_to(keys)
+    async with _a_run(tmp_path, kind="stepwise_engines:Unhurried") as run:
+        worker = run.start_worker()
+        await run.generate(1)
+        asked = [asyncio.create_task(run.generate(1)) for _ in range(60)]
+        await asked[0]
+        before = sum(one.done() for one in asked)
+        path = await run.load(1, size=24 * PART_BYTES + 5)
+        num_steps = sum(one.done() for one in asked) - before
+        assert 0 < num_steps < 20
+        assert worker.adapters["v1/adapter_model.safetensors"] == (path / "adapter_model.safetensors").read_bytes()
+        await asyncio.gather(*asked)
+
+
+@pytest.mark.parametrize("engine", ["Unhurried", "ForgetsNothing"])
+async def test_a_worker_that_gets_another_place_answers_nothing_that_the_first_one_was_asked(
+    tmp_path: Path, keys: Path, engine: str
+) -> None:
+    """Every answer is compared with its prompt; both places count their requests from 1."""
+    (tmp_path / "keys").symlink_to(keys)
+    async with _a_run(tmp_path, places=2, kind=f"stepwise_engines:{engine}") as run:
+        worker = run.start_worker()
+        await run.generate(1)
+        first = run.pool.up[0]
+        asked = asyncio.create_task(run.generate(40))
+        await asyncio.sleep(0.1)
+        first.peer.unreachable.set()
+        await asked
+        assert run.pool.resent > 0
+        assert first not in run.pool.up
+        assert run.door.dropped_frames == 0
+    code, out = await worker.ended()
+    assert code == 0, out
+    assert ("starting afresh" in out) == (engine == "ForgetsNothing")
 
 
 async def test_a_run_that_is_started_again_finds_the_worker_made_afresh(tmp_path: Path, keys: Path) -> None:

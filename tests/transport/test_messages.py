@@ -16,6 +16,7 @@ from unstable_lite.errors import ProtocolError
 from unstable_lite.transport import messages
 from unstable_lite.transport.messages import (
     PROTOCOL,
+    REPLIES,
     SAME_LENGTH,
     Failed,
     Generate,
@@ -101,6 +102,12 @@ def test_every_message_comes_back_as_it_went(sent: list[Message]) -> None:
     received = decode(encode(sent))
     assert len(received) == len(sent)
     assert all(map(_same, sent, received))
+
+
+def test_what_answers_a_request_is_what_its_docstring_names() -> None:
+    requests = {cls: doc.partition("Reply: `")[2] for cls in get_args(Message) if "Reply: `" in (doc := cls.__doc__)}
+    named = {cls: reply.partition("`")[0] for cls, reply in requests.items() if "request_id" in cls.__slots__}
+    assert {cls: reply.__name__ for cls, reply in REPLIES.items()} == named
 
 
 def test_arrays_travel_as_four_bytes_a_token_whatever_their_byte_order() -> None:

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import zmq
@@ -24,7 +25,16 @@ from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.errors import ProtocolError, RequestError, WorkerDied
 from unstable_lite.transport import sockets
 from unstable_lite.transport.child import ORPHANED, WorkerSpec
-from unstable_lite.transport.messages import PROTOCOL, Crashed, Done, LoadAdapter, Ready, UnloadAdapter, encode
+from unstable_lite.transport.messages import (
+    PROTOCOL,
+    Crashed,
+    Done,
+    Generated,
+    LoadAdapter,
+    Ready,
+    UnloadAdapter,
+    encode,
+)
 from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
 from unstable_lite.transport.sockets import Peer, Router
 from unstable_lite.types import Generation
@@ -236,6 +246,29 @@ async def test_what_is_garbage_from_a_known_worker_is_dropped_and_what_is_right_
     while engine.peer.crash is None:
         await asyncio.sleep(0.01)
     assert (await engine.peer.ready) == {"kind": "x"}
+
+
+async def test_a_reply_of_another_kind_than_was_asked_for_is_dropped_and_the_right_one_taken(
+    alone: tuple[Router, EngineClient],
+) -> None:
+    router, engine = alone
+    asked = asyncio.ensure_future(engine.generate("p", 0))
+    ids = np.array([1], np.int32)
+    right = Generation(
+        prompt_ids=ids,
+        completion_ids=ids,
+        logprobs=np.array([-1], np.float32),
+        text="right",
+        finish_reason="stop",
+        adapter_version=0,
+    )
+    _sends(router, engine.peer.identity, [encode([Done(request_id=1, seconds=0), Crashed(error="e", is_final=False)])])
+    await _dropped(router, 1)
+    assert engine.peer.crash is not None, "the rest of the frame"
+    assert engine.peer.num_pending == 1
+    _sends(router, engine.peer.identity, [encode([Generated(request_id=1, generation=right)])])
+    assert (await asked).text == "right"
+    assert router.dropped_frames == 1
 
 
 async def test_a_worker_of_another_protocol_version_ends_the_start_with_both_versions(

@@ -199,7 +199,12 @@ def main() -> None:
     if given.max_adapters < 1 or given.max_mb < 1:
         parser.error("--max-adapters and --max-mb are at least 1")
     address = (given.host, given.port)
-    with AdapterReceiver(address, given.folder, secret, given.max_mb << 20, given.max_adapters) as receiver:
+    try:
+        receiver = AdapterReceiver(address, given.folder, secret, given.max_mb << 20, given.max_adapters)
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        parser.error(f"--host {given.host} --port {given.port} cannot be listened at: {reason}")
+    with receiver:
         log.info("adapters for %s:%d go to %s", given.host, receiver.server_address[1], receiver.folder)
         receiver.serve_forever()
 

@@ -37,12 +37,16 @@ class AdapterVersions:
         """It is loaded now."""
         self._in_use[version] = 0
 
-    def remove(self, version: int) -> None:
+    def check_unused(self, version: int) -> None:
         """Raises AdapterError if `version` is not loaded or still in use."""
         if version == BASE or version not in self._in_use:
             raise AdapterError(f"adapter version {version} is not loaded; {self._loaded()}")
         if count := self._in_use[version]:
             raise AdapterError(f"adapter version {version} has {count} unfinished requests")
+
+    def remove(self, version: int) -> None:
+        """Raises AdapterError if `version` is not loaded or still in use."""
+        self.check_unused(version)
         del self._in_use[version]
         self._retired.add(version)
 

@@ -6,7 +6,8 @@ Turns prompts into Generations and adapters into loaded versions. Knows no games
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from unstable_lite.config import EngineConfig
@@ -156,7 +157,7 @@ class EngineClient:
         if isinstance(message, EngineStats):
             self.stats = message
         elif isinstance(message, FetchAdapter):
-            self.peer.tell(adapter_part(self._paths.get(message.version), message))
+            self.peer.tell(adapter_part(self._paths.get(message.version), message), is_large=True)
 
 
 class EnginePool:
@@ -205,15 +206,36 @@ class EnginePool:
         self._return = asyncio.Event()
 
     async def load_adapter(self, version: int, path: Path) -> None:
-        """Returns when every engine that is up has it."""
-        await self._ask_each(lambda engine: engine.load_adapter(version, path))
+        """Returns when every engine that is up has it.
+
+        One on another machine that cannot load what another engine can is given up. Raises an ExceptionGroup of
+        RequestErrors where nobody can load it, or an engine of this machine cannot.
+        """
+        failures = await self._ask_each(lambda engine: engine.load_adapter(version, path))
+        if any(version in engine.adapters for engine in self.up):
+            for engine in list(failures):
+                if engine.peer.give_up is not None:
+                    with contextlib.suppress(WorkerDied):
+                        engine.peer.give_up(f"could not load adapter {version}: {failures.pop(engine)}")
+        _raise(failures)
 
     async def unload_adapter(self, version: int) -> None:
-        await self._ask_each(lambda engine: engine.unload_adapter(version))
+        _raise(await self._ask_each(lambda engine: engine.unload_adapter(version)))
 
-    async def _ask_each(self, ask: Callable[[EngineClient], Awaitable[None]]) -> None:
-        """Of all that are up, and wait for all; what one that dies should hold it is given when it is back."""
-        results = await asyncio.gather(*(ask(engine) for engine in self.up), return_exceptions=True)
-        errors = [result for result in results if isinstance(result, Exception) and not isinstance(result, WorkerDied)]
-        if errors:
-            raise ExceptionGroup("engines", errors)
+    async def _ask_each(self, ask: Callable[[EngineClient], Awaitable[None]]) -> dict[EngineClient, Exception]:
+        """Of all that are up, and wait for all; who could not, and why.
+
+        What one that dies should hold it is given when it is back.
+        """
+        asked = self.up
+        results = await asyncio.gather(*map(ask, asked), return_exceptions=True)
+        return {
+            engine: result
+            for engine, result in zip(asked, results, strict=True)
+            if isinstance(result, Exception) and not isinstance(result, WorkerDied)
+        }
+
+
+def _raise(failures: Mapping[EngineClient, Exception]) -> None:
+    if failures:
+        raise ExceptionGroup("engines", list(failures.values()))

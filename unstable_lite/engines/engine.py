@@ -57,6 +57,14 @@ class SleepingEngine(Engine, Protocol):
         """Take it again. Adapters are as they were, prefixes are forgotten."""
 
 
+@runtime_checkable
+class ReturningEngine(Engine, Protocol):
+    """One that a worker on another machine can keep when its link is cut while requests are unfinished."""
+
+    def forget_requests(self) -> None:
+        """Drop what is unfinished, and let go of its adapters: nobody waits for it, and its ids are used again."""
+
+
 def load_engine(spec: WorkerSpec) -> Engine:
     """The engine that `config.engine.kind` names; `auto` has been decided by the orchestrator."""
     kind = spec.config.engine.kind

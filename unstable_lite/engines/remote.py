@@ -1,7 +1,8 @@
 """The worker on another machine: `unstable-lite worker`. It comes to a run, serves as an engine, and comes again.
 
 Owns the link and the adapters that were fetched over it. The engine is that of any worker; it is made when the run has
-said what for, and kept over a link that is cut. A run that is another one, or was started again, finds a fresh process.
+said what for, and kept over a link that is cut, without the requests that came over it. A run that is another one, or
+was started again, finds a fresh process.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from unstable_lite.config import Config
-from unstable_lite.engines.engine import Engine, load_engine
+from unstable_lite.engines.engine import Engine, ReturningEngine, load_engine
 from unstable_lite.engines.worker import serve
 from unstable_lite.errors import ProtocolError, UnstableError
-from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas
+from unstable_lite.transport.adapters import NO_ROOM, PART_BYTES, AdapterArena, reap_stale_arenas
 from unstable_lite.transport.child import WorkerSocket, WorkerSpec, last_words
 from unstable_lite.transport.door import REFUSALS
 from unstable_lite.transport.keys import WorkerKeys
@@ -45,6 +47,10 @@ from unstable_lite.transport.messages import (
 )
 
 LOOK_EVERY_S = 1.0
+CONNECT_EVERY_S = 5.0
+"""No sooner: the run may give this worker up for something that does not change, such as a full disk."""
+PARTS_AHEAD = 8
+"""Asked for before they are needed: a worker that is busy looks at what has arrived once a step."""
 SILENT_MS = 15_000
 """Until the run has said what it takes for silence."""
 
@@ -112,15 +118,28 @@ class Link(WorkerSocket):
                 self.is_connected, self._is_cut = False, True
 
 
+@dataclass(slots=True)
+class _Fetch:
+    """An adapter that is on its way."""
+
+    load: LoadAdapter
+    file: int = 0
+    written: int = 0
+    """Bytes of this file."""
+    asked: int = 0
+    """Where the next part begins that was not asked for; how long the file is nobody has said yet."""
+
+
 class FetchingSocket:
     """The link as the engine's loop sees it: when an adapter is to be loaded, it is here already."""
 
-    def __init__(self, link: Link, arena: AdapterArena, loaded: set[int]) -> None:
+    def __init__(self, link: Link, arena: AdapterArena, loaded: set[int], say: Callable[[str], None]) -> None:
         """`loaded`: the versions that the engine holds, kept up to date."""
         self._link = link
         self._arena = arena
         self._loaded = loaded
-        self._fetching: dict[int, LoadAdapter] = {}
+        self._say = say
+        self._fetching: dict[int, _Fetch] = {}
         self._handed_on: dict[int, LoadAdapter | UnloadAdapter] = {}
         """By request, until the engine's reply."""
 
@@ -149,15 +168,35 @@ class FetchingSocket:
 
     def _begin(self, load: LoadAdapter) -> None:
         self._arena.unlink(load.version)  # what came of it over a link that was cut
-        self._arena.path(load.version).mkdir()
-        self._fetching[load.version] = load
-        self._link.send(FetchAdapter(version=load.version, file=0, offset=0))
+        self._fetching[load.version] = fetch = _Fetch(load)
+        try:
+            self._arena.path(load.version).mkdir()
+        except OSError as error:
+            self._cannot_write(load, error)
+        else:
+            self._ask_ahead(fetch)
+
+    def _ask_ahead(self, fetch: _Fetch) -> None:
+        offsets = range(fetch.asked, fetch.written + PARTS_AHEAD * PART_BYTES, PART_BYTES)
+        self._link.send(*(FetchAdapter(version=fetch.load.version, file=fetch.file, offset=at) for at in offsets))
+        fetch.asked += len(offsets) * PART_BYTES
+
+    def _cannot_write(self, load: LoadAdapter, error: OSError) -> None:
+        """Begin again in the fallback where shared memory is full; else the load has failed."""
+        del self._fetching[load.version]
+        self._arena.unlink(load.version)
+        if error.errno in NO_ROOM and self._arena.fall_back():
+            self._say(f"{error}. From now on adapters go through {self._arena.directory}")
+            self._begin(load)
+        else:
+            self._link.send(Failed(request_id=load.request_id, error=f"adapter version {load.version}: {error}"))
 
     def _take(self, part: AdapterPart) -> list[Message]:
-        """Write it and ask for the next one; with the last one, the request to load it from here."""
-        load = self._fetching.get(part.version)
-        if load is None:
-            return []
+        """Write it and ask for more; with the last one, the request to load it from here."""
+        fetch = self._fetching.get(part.version)
+        if fetch is None or (part.file, part.offset) != (fetch.file, fetch.written):
+            return []  # past the end of a file, or asked for before it was begun again
+        load = fetch.load
         directory = self._arena.path(part.version)
         try:
             if not part.name or Path(part.name).name != part.name:
@@ -165,15 +204,16 @@ class FetchingSocket:
             with (directory / part.name).open("ab") as file:
                 file.write(part.data)
         except OSError as error:
-            del self._fetching[part.version]
-            self._arena.unlink(part.version)
-            self._link.send(Failed(request_id=load.request_id, error=f"adapter version {part.version}: {error}"))
+            self._cannot_write(load, error)
             return []
         if part.is_end:
             del self._fetching[part.version]
             return [replace(load, path=str(directory))]
-        index, offset = (part.file + 1, 0) if part.is_end_of_file else (part.file, part.offset + len(part.data))
-        self._link.send(FetchAdapter(version=part.version, file=index, offset=offset))
+        if part.is_end_of_file:
+            fetch.file, fetch.written, fetch.asked = fetch.file + 1, 0, 0
+        else:
+            fetch.written += len(part.data)
+        self._ask_ahead(fetch)
         return []
 
 
@@ -190,11 +230,13 @@ def work(
         fallback = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="ul-worker-")))
         arena = AdapterArena(f"worker-{uuid.uuid4().hex[:12]}", fallback, bytes_needed=0)
         kept.callback(arena.close)
+        if arena.remark is not None:
+            say(arena.remark)
         hello = Hello(host=hosts.gethostname(), device=device, run_token="")
         engine: Engine | None = None
         loaded: set[int] = set()
         while True:
-            link = Link(endpoint, keys)
+            link, connected_at = Link(endpoint, keys), time.monotonic()
             try:
                 welcome = _wait_for_place(link, hello, patience_s, say)
                 if welcome is None:
@@ -205,20 +247,32 @@ def work(
                 elif welcome.run_token != hello.run_token:
                     say("this is another run, or the same one started again: starting afresh")
                     link.close()
-                    kept.close()
-                    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+                    _start_afresh(kept)
                 link.send(Ready(facts={**engine.facts, "adapters": sorted(loaded)}))
                 say(f"serving as {welcome.name}")
-                serve(engine, FetchingSocket(link, arena, loaded))
+                serve(engine, FetchingSocket(link, arena, loaded, say))
                 return
             except LinkLost as lost:
                 say(f"{lost}; connecting again")
+                # What came over it is asked of others meanwhile, and another place's requests have the same ids.
+                if isinstance(engine, ReturningEngine):
+                    engine.forget_requests()
+                if engine is not None and engine.has_unfinished():
+                    say(f"{type(engine).__name__} keeps its requests, see engines/engine.py: starting afresh")
+                    link.close()
+                    _start_afresh(kept)
             except Exception as error:
                 if link.is_connected:  # to a run that refuses it nothing can be sent, and trying would block
                     link.send(last_words(error))
                 raise
             finally:
                 link.close()
+            time.sleep(max(0.0, connected_at + CONNECT_EVERY_S - time.monotonic()))
+
+
+def _start_afresh(kept: contextlib.ExitStack) -> NoReturn:
+    kept.close()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _wait_for_place(link: Link, hello: Hello, patience_s: float, say: Callable[[str], None]) -> Welcome | None:

@@ -69,6 +69,9 @@ class ScriptedEngine:
     def has_unfinished(self) -> bool:
         return bool(self._finished)
 
+    def forget_requests(self) -> None:
+        self._finished.clear()
+
     def load_adapter(self, version: int, path: Path) -> None:
         self._adapters.check_new(version)
         if not (path / "adapter_config.json").is_file():

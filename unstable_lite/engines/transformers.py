@@ -168,6 +168,14 @@ class TransformersEngine:
     def has_unfinished(self) -> bool:
         return bool(self._queue or self._running)
 
+    def forget_requests(self) -> None:
+        for row in (*self._queue, *self._running):
+            self._adapters.release(row.request.adapter_version)
+        for row in self._running:
+            self._cache.give_back(row.slot, len(row.prompt_ids))
+        self._queue.clear()
+        self._running.clear()
+
     @torch.inference_mode()
     def step(self) -> list[Generated]:
         self._admit()

@@ -139,6 +139,12 @@ class VLLMEngine:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
+    def forget_requests(self) -> None:
+        self._engine.abort_request(list(self._requests))
+        for request, _ in self._requests.values():
+            self._adapters.release(request.adapter_version)
+        self._requests.clear()
+
     def load_adapter(self, version: int, path: Path) -> None:
         self._adapters.check_new(version)
         # vLLM takes more than it computes rightly: an adapter of unknown modules or of another base may pass.

@@ -181,8 +181,11 @@ class VLLMServerEngine:
         self._adapters.add(version)
 
     def unload_adapter(self, version: int) -> None:
+        self._adapters.check_unused(version)
+        self._in_time(self._unload(self._names[version]), f"unloading adapter version {version}")
+        # Only now: what the server refused is asked of it again.
         self._adapters.remove(version)
-        self._in_time(self._unload(self._names.pop(version)), f"unloading adapter version {version}")
+        del self._names[version]
 
     def stats(self) -> EngineStats:
         unfinished = len(self._tasks)
@@ -332,7 +335,7 @@ class VLLMServerEngine:
                 raise AdapterError(str(refusal)) from refusal
         try:
             await self._delivery.remove(name)
-        except (Refused, OSError) as error:  # what cannot be removed takes up room, and no more
+        except (RequestError, OSError) as error:  # what cannot be removed takes up room, and no more
             log.warning("%s cannot be removed: %s", name, error)
 
     async def _meet(self, patience_s: float) -> tuple[str, int]:

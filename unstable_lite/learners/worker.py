@@ -11,7 +11,6 @@ sequences, in tokens), and the versions of `torch`, `transformers` and `peft`.
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import json
 import logging
@@ -33,6 +32,7 @@ from unstable_lite.learners import Learner, UpdateResult, adapter_files, load_le
 from unstable_lite.learners.batching import length
 from unstable_lite.learners.client import UPDATED
 from unstable_lite.learners.histograms import histograms_of
+from unstable_lite.transport.adapters import NO_ROOM
 from unstable_lite.transport.child import WorkerSocket, WorkerSpec
 from unstable_lite.transport.messages import (
     Done,
@@ -52,7 +52,6 @@ from unstable_lite.types import LearnerLogprobs, TrainItem
 
 CHECK_EVERY = 10
 """Updates from one look at whether all ranks hold the same adapter, and critic, to the next."""
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 OOM_ADVICE = (
     "lower learner.max_train_len or learner.logits_chunk_tokens, set learner.activation_checkpointing = true, or leave "
     "it more memory"

@@ -22,6 +22,7 @@ from unstable_lite.transport.messages import AdapterPart, FetchAdapter
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "unstable_lite-"
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 PART_BYTES = 1 << 20
 """Of an adapter on its way to another machine: small enough that what else there is to say soon has its turn."""
 

@@ -129,6 +129,7 @@ class RemoteWorker:
         self._start_timeout_s = config.engine.start_timeout_s
         self._stall_timeout_s = config.engine.stall_timeout_s
         self._holds = holds
+        peer.give_up = self.give_up
         peer.fail_all(WorkerDied(f"{peer.name}: no worker has come yet"))
 
     async def take_one(self, say: Callable[[str], None]) -> dict[str, Any]:
@@ -167,6 +168,8 @@ class RemoteWorker:
         )
         try:
             while True:
+                if self.peer.death is not None:  # whoever asked it gave it up
+                    raise self.peer.death
                 if self.peer.crash is not None:
                     self.give_up(self.peer.crash.error)
                 if silence.done():

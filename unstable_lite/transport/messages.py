@@ -370,6 +370,23 @@ Message = (
     | Stop
 )
 
+REPLIES: dict[Any, Any] = {
+    Generate: Generated,
+    LoadAdapter: Done,
+    UnloadAdapter: Done,
+    Sleep: Done,
+    WakeUp: Done,
+    Update: Updated,
+    Publish: Done,
+    Score: Scored,
+    SaveLearner: Done,
+    LoadLearner: Done,
+    FineTune: FineTuned,
+    MakeEnv: EnvState,
+    StepEnv: EnvState,
+}
+"""What answers a request, if it is not `Failed`."""
+
 _Convert = Callable[[Any], Any]
 
 SAME_LENGTH: dict[Any, tuple[str, str]] = {

@@ -12,12 +12,12 @@ import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import zmq
 
 from unstable_lite.errors import NoRoomError, ProtocolError, RequestError, WorkerDied
-from unstable_lite.transport.messages import MAX_FRAME_BYTES, Crashed, Failed, Message, Ready, decode, encode
+from unstable_lite.transport.messages import MAX_FRAME_BYTES, REPLIES, Crashed, Failed, Message, Ready, decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,11 @@ class Router:
         """Messages of this dead worker may still arrive; they concern nobody."""
         self._peers[identity] = None
 
-    def send(self, identity: bytes, message: Message) -> None:
+    def send(self, identity: bytes, message: Message, is_large: bool = False) -> None:
+        """What is large goes in a frame of its own: of one that is under way nothing is heard before its end."""
+        if is_large:
+            self._put(identity, encode([message]))
+            return
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing.setdefault(identity, []).append(message)
@@ -131,7 +135,10 @@ class Router:
                 self._drop(peer, error)
                 continue
             for message in messages:
-                peer.receive(message)
+                try:
+                    peer.receive(message)
+                except ProtocolError as error:
+                    self._drop(peer, error)
         self._loop.call_soon(self.receive_waiting)
 
     def _take_from_stranger(self, identity: bytes, frame: bytes) -> None:
@@ -156,14 +163,16 @@ class Peer:
         """A worker's own: what one that died has sent or been sent is never another's."""
         self.unreachable = asyncio.Event()
         """What is sent to it no longer arrives; only a worker on another machine comes to that alive."""
+        self.give_up: Callable[[str], NoReturn] | None = None
+        """Part with it for this reason, by raising WorkerDied: what can be done with a worker on another machine."""
         self._restored_life = 0
         """The last life in which it was given what it should hold."""
         self.life = 0
         """How many workers of this name died before the present one."""
         self._router = router
         self._on_message = on_message
-        self._pending: dict[int, tuple[asyncio.Future[Any], float]] = {}
-        """By request id: who waits, and until when."""
+        self._pending: dict[int, tuple[asyncio.Future[Any], float, type[Any]]] = {}
+        """By request id: who waits, until when, and for what."""
         self._sweep: asyncio.TimerHandle | None = None
         self._ids = itertools.count(1)
         self._dead: WorkerDied | None = None
@@ -178,6 +187,11 @@ class Peer:
     @property
     def is_dead(self) -> bool:
         return self._dead is not None
+
+    @property
+    def death(self) -> WorkerDied | None:
+        """What it died of."""
+        return self._dead
 
     @property
     def is_up(self) -> bool:
@@ -217,9 +231,9 @@ class Peer:
         self._router.expect(self.identity, self)
         self._dead = None
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: Message, is_large: bool = False) -> None:
         """Send something that has no reply."""
-        self._router.send(self.identity, message)
+        self._router.send(self.identity, message, is_large)
 
     def ask(self, message_type: Callable[..., Message], timeout_s: float, **fields: Any) -> asyncio.Future[Any]:
         """Send a request; what is returned becomes its reply.
@@ -233,19 +247,25 @@ class Peer:
         reply: asyncio.Future[Any] = self._loop.create_future()
         if not self._pending:
             self._busy_since = now
-        self._pending[request_id] = reply, now + timeout_s
+        self._pending[request_id] = reply, now + timeout_s, REPLIES[message_type]
         if self._sweep is None:
             self._sweep = self._loop.call_later(SWEEP_EVERY_S, self._fail_overdue)
         self._router.send(self.identity, message_type(request_id=request_id, **fields))
         return reply
 
     def receive(self, message: Message) -> None:
+        """Raises ProtocolError for a reply that does not answer what was asked; its request goes on waiting."""
         self._heard_at = self._loop.time()
         request_id: int | None = getattr(message, "request_id", None)
         if request_id is not None:
-            reply, _ = self._pending.pop(request_id, (None, None))
-            if reply is None or reply.done():
-                return  # it came after its deadline, or its game was cancelled
+            if (waiting := self._pending.get(request_id)) is None:
+                return  # it came after its deadline
+            reply, _, expected = waiting
+            if type(message) not in (expected, Failed):
+                raise ProtocolError(f"{type(message).__name__} as a reply where {expected.__name__} is expected")
+            del self._pending[request_id]
+            if reply.done():
+                return  # its game was cancelled
             if isinstance(message, Failed):
                 kind = NoRoomError if message.is_no_room else RequestError
                 reply.set_exception(kind(f"{self.name}: {message.error}"))
@@ -268,7 +288,7 @@ class Peer:
 
     def fail(self, message: Message, error: ProtocolError) -> None:
         """What was asked could not be sent."""
-        reply, _ = self._pending.pop(getattr(message, "request_id", 0), (None, None))
+        reply, *_ = self._pending.pop(getattr(message, "request_id", 0), (None,))
         if reply is not None and not reply.done():
             reply.set_exception(RequestError(f"{self.name}: {type(message).__name__} {error}"))
 
@@ -276,7 +296,7 @@ class Peer:
         """The worker is gone: every waiting request ends with `error`, and so does every later one."""
         self._dead = error
         waiting, self._pending = self._pending, {}
-        for reply in (self.ready, *(reply for reply, _ in waiting.values())):
+        for reply in (self.ready, *(reply for reply, *_ in waiting.values())):
             if not reply.done():
                 reply.set_exception(error)
                 reply.exception()  # mark as retrieved: nobody may be waiting for `ready` any more
@@ -285,7 +305,7 @@ class Peer:
         """One timer for all requests: a timer for each would cost more than the requests themselves."""
         self._router.receive_waiting()  # this process may have stood still, and replies wait in the socket
         now = self._loop.time()
-        over = [(id_, reply) for id_, (reply, deadline) in self._pending.items() if deadline <= now or reply.done()]
+        over = [(id_, reply) for id_, (reply, deadline, _) in self._pending.items() if deadline <= now or reply.done()]
         for request_id, reply in over:
             del self._pending[request_id]
             if not reply.done():  # else its game was cancelled
