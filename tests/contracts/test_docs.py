@@ -117,6 +117,9 @@ def workplace(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for name in (RUN, RUN.with_name("13-00-00-another")):
         shutil.copytree(run, tmp_path / name, symlinks=True)
+        shutil.copytree(
+            run / "checkpoints" / "ckpt-2", tmp_path / name / "checkpoints" / "ckpt-20"
+        )  # as the pages have
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENROUTER_API_KEY", "not called by a check")
     return tmp_path
@@ -262,8 +265,11 @@ def test_every_metric_that_a_page_names_is_recorded(run: Path) -> None:
     )
     assert len(named) > 40
     for name in named:
+        if name.endswith("…"):
+            continue
         whole = name.replace("{env}", "Nim-v0-train").replace("{opponent}", "scripted:random").replace("{i}", "0")
-        is_known = whole in recorded or f'"{name}"' in sources or f'"{name.rpartition("/")[2]}"' in sources
+        own = name.rpartition("/")[2].removeprefix("groups_")
+        is_known = whole in recorded or f'"{name}"' in sources or f'"{own}"' in sources
         assert is_known, f"docs/curves.md names {name}"
 
 
