@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,6 +174,14 @@ def test_the_engine_computes_in_as_many_threads_as_configured(model_dir: Path, t
         assert torch.get_num_threads() == engine.facts["threads"] == threads
     finally:
         torch.set_num_threads(before)
+
+
+def test_an_engine_that_is_gone_leaves_no_cache_behind(model_dir: Path) -> None:
+    engine = TransformersEngine(engine_spec(model=str(model_dir), max_model_len=128))
+    cache = weakref.ref(engine._cache)
+    del engine
+    gc.collect()
+    assert cache() is None
 
 
 @pytest.mark.parametrize(("mode", "is_reused"), [("async", True), ("sync", False)])

@@ -9,6 +9,7 @@ Shapes: `N` tokens of the pass, `R` rows of a bucket, `Q` queries a row, `T` key
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,9 @@ class CachedAttention:
         self._asked_for: tuple[IntArray, IntArray, IntArray]
         """Slots and last tokens of the wanted rows, and the position of each of the N tokens."""
         self._cache = cache
-        transformers.AttentionInterface.register(self.name, self._attend)
+        # The registry keeps what it is given for ever, and the cache is to go with its engine.
+        this = weakref.proxy(self)
+        transformers.AttentionInterface.register(self.name, lambda *args, **kwargs: this._attend(*args, **kwargs))
 
     def plan(
         self, slot_R: IntArray, count_R: IntArray, position_N: IntArray, is_wanted_R: npt.NDArray[np.bool_]
