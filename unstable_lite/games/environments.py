@@ -506,6 +506,7 @@ def _entry_source(env_id: str) -> str | None:
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
+@cache
 def _can_be_parsed(source: str) -> bool:
     with warnings.catch_warnings(action="ignore"):  # escape sequences that Python will not know for ever
         try:
