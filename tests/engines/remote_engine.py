@@ -54,22 +54,29 @@ def engine_spec(
 def generate(engine: Engine, *versions: int) -> list[Generation]:
     """Drive an engine within this process: one request for each version."""
     for number, version in enumerate(versions):
-        engine.add_request(
-            Generate(
-                request_id=number,
-                prompt=f"Player {number}, your move:",
-                adapter_version=version,
-                max_tokens=6,
-                temperature=0.8,
-                top_p=1.0,
-                stop=(),
-                seed=number,
-            )
-        )
+        engine.add_request(request(number, version))
+    return finish(engine)
+
+
+def request(number: int, version: int = 0, **changes: Any) -> Generate:
+    """To a few tokens, with a seed of its own; `changes`: other fields than these."""
+    fields = {
+        "prompt": f"Player {number}, your move:",
+        "max_tokens": 6,
+        "temperature": 0.8,
+        "top_p": 1.0,
+        "stop": (),
+        "seed": number,
+    }
+    return Generate(request_id=number, adapter_version=version, **{**fields, **changes})
+
+
+def finish(engine: Engine) -> list[Generation]:
+    """What it makes of all that it was asked, by number."""
     finished = {}
     while engine.has_unfinished():
         finished.update({done.request_id: done.generation for done in engine.step()})
-    return [finished[number] for number in range(len(versions))]
+    return [generation for _, generation in sorted(finished.items())]
 
 
 class RemoteEngine:

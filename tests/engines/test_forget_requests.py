@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from remote_engine import engine_spec, generate
+from remote_engine import engine_spec, generate, request
 from unstable_lite.engines.engine import ReturningEngine, load_engine
-from unstable_lite.transport.messages import Generate
 
 IMPORTS_VLLM = pytest.mark.filterwarnings("ignore")
 """Its and its dependencies' own deprecations; other tests have it in a worker's process."""
@@ -43,18 +42,8 @@ def engine(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Any]:
 
 def ask(engine: Any, version: int, count: int) -> None:
     for number in range(count):
-        engine.add_request(
-            Generate(
-                request_id=number,
-                prompt=f"of the link that was cut, {number}",
-                adapter_version=version,
-                max_tokens=50,
-                temperature=1.0,
-                top_p=1.0,
-                stop=(),
-                seed=number,
-            )
-        )
+        prompt = f"of the link that was cut, {number}"
+        engine.add_request(request(number, version, prompt=prompt, max_tokens=50, temperature=1.0))
 
 
 @pytest.mark.parametrize("num_steps", [0, 3])

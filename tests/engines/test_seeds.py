@@ -5,31 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from remote_engine import engine_spec
+from remote_engine import engine_spec, finish, request
 from unstable_lite.engines.transformers import TransformersEngine
-from unstable_lite.transport.messages import Generate
 
 
 def drawn(seed: int | None, **spec: Any) -> list[list[int]]:
     """The tokens of the first few requests."""
     engine = TransformersEngine(replace(engine_spec(kind="transformers", max_model_len=64), **spec))
     for number in range(4):
-        engine.add_request(
-            Generate(
-                request_id=number,
-                prompt="Your move:",
-                adapter_version=0,
-                max_tokens=8,
-                temperature=1.0,
-                top_p=1.0,
-                stop=(),
-                seed=seed,
-            )
-        )
-    finished = {}
-    while engine.has_unfinished():
-        finished.update({done.request_id: done.generation.completion_ids.tolist() for done in engine.step()})
-    return [finished[number] for number in range(4)]
+        engine.add_request(request(number, prompt="Your move:", max_tokens=8, temperature=1.0, seed=seed))
+    return [generation.completion_ids.tolist() for generation in finish(engine)]
 
 
 def test_it_follows_from_the_runs_seed_and_the_engines_name_the_first_time_and_never_again() -> None:
