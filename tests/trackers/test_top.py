@@ -206,6 +206,11 @@ def test_a_pace_is_that_of_the_newest_updates_whatever_the_clock_says_and_howeve
     assert view.pace() == Pace(seconds_per_update=3.0, games_per_s=2.0)
     view.at = 1
     assert view.pace() is None  # one update has none
+    with path.open("a") as file:
+        file.write(json.dumps({**lines[-1], "step": 43, "run/seconds": 1.0}) + "\n")
+    view.at = None
+    view.refresh()
+    assert view.pace() is None
 
 
 class NoMeter:

@@ -217,7 +217,7 @@ def results_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
                     f"{low:.1%} – {high:.1%}" if is_decided else "–",
                     str(e.draws) if is_decided else "–",
                     f"{e.mean_reward:+.3f}" if e.n else "–",
-                    f"{e.invalid} ({e.invalid / max(e.n, 1):.1%})",
+                    e.own_invalid,
                 )
         tables.append(table)
     return tables

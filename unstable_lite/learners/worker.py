@@ -255,16 +255,21 @@ class _Worker:
                     "learner ranks would each learn something else; give it one entry in learner.devices"
                 )
             if version % CHECK_EVERY == 1:
-                critic = getattr(self.learner, "critic", None)
+                critic = self._critic
                 ranks.check_alike(self.learner.policy.parameters | (critic.parameters if critic is not None else {}))
         return result
+
+    @property
+    def _critic(self) -> Any:
+        """None where the algorithm has none."""
+        return getattr(self.learner, "critic", None)
 
     def _halve_micro_batches(self, items: Sequence[TrainItem], reason: str) -> None:
         """Raises RequestError if they are of one sequence already."""
         config, policy = self._config, self.learner.policy
         longest = min(max(map(length, items)), config.max_train_len or sys.maxsize)
         most_rows = config.mini_batch_size or sys.maxsize
-        if getattr(self.learner, "critic", None) is not None:
+        if self._critic is not None:
             most_rows = max(most_rows, config.infer_mini_batch_size)
         most_rows = min(most_rows, len(items))
         largest = min(policy.max_tokens_per_micro_batch, longest * most_rows)

@@ -125,6 +125,8 @@ class RunView:
         if len(lines) < 2:
             return None
         seconds = lines[-1]["run/seconds"] - lines[0]["run/seconds"]  # without the time that it was not going on
+        if seconds <= 0:  # of a run by a version whose clock began anew with a resume
+            return None
         games = lines[-1]["run/games"] - lines[0]["run/games"]
         return Pace(seconds_per_update=seconds / (lines[-1]["step"] - lines[0]["step"]), games_per_s=games / seconds)
 

@@ -172,7 +172,7 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
                 share,
                 interval,
                 f"{evaluation.draws}" if has_winners else "–",
-                f"{evaluation.invalid}" + (f" ({evaluation.invalid / evaluation.n:.1%})" if evaluation.n else ""),
+                evaluation.own_invalid,
             )
         tables.append(table)
     return tables

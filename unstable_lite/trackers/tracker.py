@@ -91,6 +91,11 @@ class Evaluation:
         half = Z_95 * self.reward_std / math.sqrt(self.n) if self.n else math.nan
         return self.mean_reward - half, self.mean_reward + half
 
+    @property
+    def own_invalid(self) -> str:
+        """How many of its games it ended by an invalid move, and which share they are, where there is any."""
+        return f"{self.invalid}" + (f" ({self.invalid / self.n:.1%})" if self.n else "")
+
     def describe(self) -> str:
         if not self.n:
             return f"{self.model} has no result in {self.env_id}: all of its {self.void} games are void"
