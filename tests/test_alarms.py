@@ -145,6 +145,18 @@ def test_the_newest_result_collapses_where_its_interval_lies_under_the_best_ones
     assert gaps(Contests(), [evaluation(200), evaluation(161)])[0] == pytest.approx(0.4511 - 0.4512, abs=2e-4)
 
 
+def test_results_that_come_late_are_judged_in_the_order_of_their_updates() -> None:
+    contests = Contests()
+    gaps(contests, [evaluation(200, step=0), evaluation(320, step=20), evaluation(220, step=10)])
+    newest, best = contests.of["S"].newest, contests.of["S"].best
+    assert newest is not None and newest == best
+    assert newest.who == "ckpt-20", "the better one of update 20 is the newest: nothing collapsed"
+    assert not any(gap > 0 for gap in gaps(contests, [evaluation(310, step=30)]))
+    assert gaps(contests, [evaluation(390, step=25)])[0] > 0, "update 30 is worse than 25, which came after it"
+    assert contests.of["S"].newest is not None
+    assert contests.of["S"].newest.who == "ckpt-30"
+
+
 def test_rewards_are_compared_where_nobody_can_win() -> None:
     first, second = (evaluation(0, losses=0, mean_reward=mean, reward_std=0.5) for mean in (0.9, 0.2))
     assert gaps(Contests(), [first, second])[0] == pytest.approx(0.7 - 2 * 1.96 * 0.5 / 20, abs=1e-3)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from unstable_lite.buffers import StepBuffer
 from unstable_lite.config import Config, TrackerConfig
@@ -259,6 +260,18 @@ async def test_training_games_are_compared_with_better_ones_before_them(watched:
         "(over 90%, 5 times in a row). It usually means: the policy does not know the form of a move, or has lost it. "
         "Try: look at games.jsonl for what it says",
     ]
+
+
+async def test_a_game_that_one_of_the_policys_own_seats_ended_by_an_invalid_move_counts_whole(watched: Watched) -> None:
+    both_seats = game(opponent=POLICY, end="invalid", invalid_pids=(1,))
+    seats = tuple(replace(agent, collect_data=True) for agent in both_seats.spec.agent_specs)
+    both_seats.spec = replace(both_seats.spec, agent_specs=seats)
+    for _ in range(512):
+        watched.guard.add_record(both_seats)
+    for update in range(1, 6):
+        watched.guard.check_update(update, {})
+    (told,) = watched.tracker.alarms
+    assert "invalid_moves: 100.0% of the newest 512 training games of E were ended by an own invalid move" in told
 
 
 async def test_games_of_which_none_brings_a_step_starve_the_learner_until_one_does(

@@ -298,28 +298,34 @@ class Result:
 
 @dataclass(slots=True)
 class Contest:
-    """Results of one kind: the newest against the best before it."""
+    """Results of one kind: that of the newest update against the best before it."""
 
     best: Result | None = None
     newest: Result | None = None
     compared: int = 0
     """How many results there were."""
 
-    def add(self, newest: Result) -> float | None:
-        """How far the newest one's interval lies under that of the best so far; None for the first one.
+    def add(self, result: Result) -> tuple[Result, float] | None:
+        """The best result of an earlier update than the newest one, and how far the newest one's interval lies under
+        its; None where there is none, or the newest is the best.
+
+        Evaluations overlap, so that one of an earlier update may come after the newest.
 
         The intervals are of 95 % for all comparisons together (Bonferroni): the best of many results was lucky, and
         the newest of many will once be unlucky.
         """
-        gap = None
-        if self.best is not None:
-            z = NormalDist().inv_cdf(1 - 0.025 / self.compared)
-            gap = self.best.interval(z)[0] - newest.interval(z)[1]
+        z = NormalDist().inv_cdf(1 - 0.025 / max(self.compared, 1))
         self.compared += 1
-        self.newest = newest
-        if self.best is None or newest.interval()[0] > self.best.interval()[0]:
-            self.best = newest
-        return gap
+        before = self.best
+        if before is None or result.interval()[0] > before.interval()[0]:
+            self.best = result
+        is_late = self.newest is not None and result.update < self.newest.update
+        if self.newest is None or not is_late:
+            self.newest = result
+        rival = self.best if is_late else before
+        if rival is None or rival == self.newest:
+            return None
+        return rival, rival.interval(z)[0] - self.newest.interval(z)[1]
 
 
 class Contests:
@@ -328,13 +334,14 @@ class Contests:
     def __init__(self) -> None:
         self.of: dict[str, Contest] = {}
 
-    def add(self, alarm: str, subject: str, newest: Result) -> list[Reading]:
+    def add(self, alarm: str, subject: str, result: Result) -> list[Reading]:
         """What the newest result says to `alarm`; the first one of a subject says nothing."""
         contest = self.of.setdefault(subject, Contest())
-        before, gap = contest.best, contest.add(newest)
-        if before is None or gap is None:
+        compared = contest.add(result)
+        if compared is None or contest.newest is None:
             return []
-        detail = f"{subject}: {newest.describe()}, but {before.describe()}"
+        (best, gap), newest = compared, contest.newest
+        detail = f"{subject}: {newest.describe()}, but {best.describe()}"
         return [Reading(alarm=alarm, value=gap, n=newest.n, subject=subject, detail=detail)]
 
     def state_dict(self) -> dict[str, Any]:

@@ -41,6 +41,16 @@ STEPS_IN_FRAME = 1000
 """Of the waiting ones: at a few hundred kB a step, and far under what a frame can hold."""
 LENGTH_BYTES = 4
 """Before each frame, little-endian."""
+LASTING = (
+    "algorithm",
+    "learner.optimizer",
+    "lora.lora_rank",
+    "lora.lora_alpha",
+    "lora.target_modules",
+    "buffer.kind",
+    "rewards.group_baseline",
+)
+"""Keys of a config that say what a checkpoint holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +101,19 @@ def replace_config(directory: Path, config: Config, update: int) -> None:
         raise UnstableError(
             f"cannot write {path}: {error.strerror}; make room, and see that it can be written"
         ) from error
+
+
+def lasting_changes(directory: Path, config: Config) -> Iterator[str]:
+    """What `config` says otherwise than the run's own, although checkpoints of the run are not of that."""
+    own, new = tomllib.loads((directory / CONFIG).read_text()), config.model_dump(mode="json")
+    for name in LASTING:
+        section, _, key = name.rpartition(".")
+        before, now = ((table[section] if section else table).get(key) for table in (own, new))
+        if before != now:
+            yield (
+                f"{name} = {_toml_value(now)}: what the run's checkpoints hold was made with {_toml_value(before)}. "
+                "Leave it as it is, or begin a new run from the adapter: lora.initial_lora_path"
+            )
 
 
 def default_run_name(config: Config) -> str:

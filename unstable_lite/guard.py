@@ -85,9 +85,9 @@ class Guard:
         own = [a.pid for a in spec.agent_specs if (a.collect_data if is_training else a.model.kind == "checkpoint")]
         others = {a.model.name for a in spec.agent_specs if a.pid not in own}
         opponent = others.pop() if len(others) == 1 else None
+        if is_training:
+            self._windows[VALID][spec.env_id].append(not set(own).intersection(record.invalid_pids))
         for pid in own:
-            if is_training:
-                self._windows[VALID][spec.env_id].append(pid not in record.invalid_pids)
             if opponent is not None and record.outcomes[pid] != "na":
                 games = f"{'training' if is_training else 'evaluation'} games of {spec.env_id} against {opponent}"
                 self._windows[WON][games].append(record.outcomes[pid] == "win")

@@ -27,9 +27,9 @@ from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.checkpoints import (
     Checkpoint,
     create_run_directory,
+    lasting_changes,
     newest_checkpoint,
     read_checkpoint,
-    replace_config,
     to_toml,
     versions,
 )
@@ -221,8 +221,6 @@ class Run:
                 ):
                     self._is_up = True
                     starting.close()
-                    if checkpoint is not None:  # the workers have started with it
-                        replace_config(directory, config, checkpoint.state["updates"])
                     needed = workers.adapter_bytes * adapters_in_memory(config)
                     arena = AdapterArena(directory.name, fallback=directory, bytes_needed=needed)
                     templates, say = templates_for(config, workers.prompts), self._terminal.say
@@ -263,7 +261,7 @@ class Run:
             dropped_stale_steps=training.buffer.dropped_stale,
             seconds=time.monotonic() - started,
             training_seconds=training.seconds,
-            evaluations=tuple(tracker.evaluations),
+            evaluations=tuple(sorted(tracker.evaluations, key=lambda evaluation: evaluation.step)),
             alarms=tuple(tracker.alarms),
             checkpoint=training.checkpoint,
             collapsed=tuple(training.guard.collapsed()),
@@ -271,7 +269,12 @@ class Run:
         )
 
     def _go_back(self, directory: Path) -> Checkpoint:
-        """The newest whole checkpoint; what the run told after it is taken back. Raises UnstableError."""
+        """The newest whole checkpoint; what the run told after it is taken back.
+
+        Raises UnstableError; ConfigError for a config that no checkpoint of the run is of.
+        """
+        if problems := [*lasting_changes(directory, self.plan.config)]:
+            raise ConfigError(*problems)
         checkpoint = read_checkpoint(newest_checkpoint(directory / "checkpoints", self._terminal.say))
         with checkpoint.understood():
             updates, state = int(checkpoint.state["updates"]), checkpoint.state["tracker"]
@@ -328,7 +331,8 @@ class Run:
         buffer = self._buffer or _buffer(config)
         tracker.registry = scheduler.registry
         for env in config.eval_envs:
-            scheduler.registry.add_fixed(env.fixed_opponent, active=False)
+            if env.num_players > 1:
+                scheduler.registry.add_fixed(env.fixed_opponent, active=False)
         publisher = Publisher(
             workers.engines,
             workers.learner,

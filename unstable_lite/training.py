@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
-from unstable_lite.checkpoints import Checkpoint, save_checkpoint
+from unstable_lite.checkpoints import Checkpoint, replace_config, save_checkpoint
 from unstable_lite.collector import Collector
 from unstable_lite.config import RunConfig
 from unstable_lite.errors import NoRoomError, UnstableError
@@ -227,7 +227,8 @@ class Training:
         with checkpoint.understood():
             self.updates, self.version, self.skipped = state["updates"], state["version"], state["skipped_updates"]
             self.registry.load_state_dict(state["registry"])
-            self.scheduler.load_state_dict(state["scheduler"])
+            for left_out in self.scheduler.load_state_dict(state["scheduler"]):
+                self.terminal.say(left_out)
             self.buffer.load_state_dict(state["buffer"])
             self.publisher.load_state_dict(state["publisher"])
             self.collector.load_state_dict(state["collector"])
@@ -242,6 +243,7 @@ class Training:
         await self.pool.resume()
         with checkpoint.understood():
             self.guard.load_state_dict(state["guard"])
+        replace_config(self.directory, self.plan.config, self.updates)  # it serves: all of the state came to its place
         return canary
 
     async def _evaluate(self, label: str) -> None:
@@ -352,7 +354,8 @@ class Training:
     def _against_fixed(self) -> Iterator[str]:
         """For each eval env that can be won: its last evaluation, or without one the newest games beside training."""
         eval_envs = self.plan.config.eval_envs
-        told = {(e.env_id, e.opponent): e for e in self.tracker.evaluations if math.isfinite(e.win_rate)}
+        in_order = sorted(self.tracker.evaluations, key=lambda e: e.step)  # they overlap, and end in any order
+        told = {(e.env_id, e.opponent): e for e in in_order if math.isfinite(e.win_rate)}
         for env in eval_envs:
             evaluation = told.get((env.env_id, env.fixed_opponent))
             group = f"evaluation-{env.env_id} ({env.fixed_opponent})"

@@ -104,6 +104,36 @@ def test_a_killed_run_goes_on_and_tells_every_update_and_game_once(copy: Path) -
     assert out.count("evaluation before") == 0
 
 
+def test_a_run_goes_on_with_other_opponents_and_another_way_to_draw_them(copy: Path) -> None:
+    newest = max(int(path.name.removeprefix("ckpt-")) for path in (copy / "checkpoints").glob("ckpt-*"))
+    num_games = len([*read_records(copy / "games.jsonl")])
+    judge = '{ env_id="Nim-v0-train", num_players=2, prompt_template="tiny", fixed_opponent="scripted:optimal" }'
+    changes = (
+        "league.opponent_sampling_strategy=pfsp",
+        "league.fixed_opponents=['scripted:optimal']",
+        f"eval_envs=[{judge}]",
+        f"run.learning_steps={newest + 8}",
+    )
+    code, out, err = runs.run("run", "--resume", copy, *changes)
+    assert code == 0, out + err
+    assert "PrioritizedFictitiousModelSampler begins anew" in out
+    new_games = [*read_records(copy / "games.jsonl")][num_games + 24 :]  # without those that were played anew
+    met = {agent["model"] for game in new_games if game["kind"] == "train" for agent in game["agents"]}
+    assert "fixed-scripted:optimal" in met
+    assert "fixed-scripted:random" not in met
+    assert "pfsp" in (copy / "config.toml").read_text()
+
+
+def test_what_checkpoints_are_made_of_cannot_be_changed_on_the_way(copy: Path) -> None:
+    config = (copy / "config.toml").read_text()
+    code, _, err = runs.run("run", "--resume", copy, "algorithm=rloo", "run.group_size=2", "lora.lora_rank=4")
+    assert code == 2, err
+    assert 'algorithm = "rloo": what the run\'s checkpoints hold was made with "reinforce"' in err
+    assert "lora.lora_rank = 4: what the run's checkpoints hold was made with 32" in err
+    assert "Traceback" not in err
+    assert (copy / "config.toml").read_text() == config
+
+
 def test_the_engines_of_a_resumed_run_are_told_that_they_go_on(tmp_path: Path) -> None:
     engine, steps = "engine.kind=told_engines:TellsWhetherItGoesOn", "run.learning_steps={}"
     code, out, err = runs.run("run", runs.write_small(tmp_path), engine, steps.format(1), "run.eval_games=0")

@@ -313,3 +313,12 @@ def test_a_restored_scheduler_goes_on_with_the_same_games():
     for _ in range(20):
         assert after.next_train_job() == before.next_train_job()
         assert after.next_eval_job() == before.next_eval_job()
+
+
+@pytest.mark.parametrize("strategy", ["mirror", "pfsp", {"mirror": 1, "lagged": 1}, {"mirror": 1, "pfsp": 1}], ids=str)
+def test_samplers_in_the_place_of_others_begin_anew_and_it_is_told(strategy):
+    before, after = a_scheduler({"mirror": 1, "fixed": 1}), a_scheduler(strategy)
+    before.next_train_job()
+    (told,) = after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert told.endswith("begins anew: until here the run had MirrorModelSampler + FixedOpponentModelSampler")
+    assert after.next_train_job().game_idx == before.next_train_job().game_idx

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unstable_lite.league.model_registry import ModelRegistry, Rating
+from unstable_lite.trackers.league_log import LeagueLog
 from unstable_lite.types import ModelRef
 
 PRIOR_SIGMA = 25 / 3
@@ -194,7 +195,7 @@ def test_the_state_survives_json():
     before.add_checkpoint("ckpt-1", 1, 1)
     before.set_active("base", False)
     before.update_ratings({0: "ckpt-1", 1: "fixed-x"}, {0: 1.0, 1: 0.0}, "E")
-    after = ModelRegistry()
+    after = a_registry("x")
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     for registry in (before, after):
         registry.update_ratings({0: "fixed-x", 1: "ckpt-1"}, {0: 1.0, 1: 0.0}, "E")
@@ -203,6 +204,24 @@ def test_the_state_survives_json():
     assert after.match_counts == before.match_counts
     assert after.current == before.current
     assert after.state_dict() == before.state_dict()
+
+
+def test_fixed_models_are_those_of_now_and_keep_the_ratings_of_then(tmp_path):
+    before = a_registry("x", "y")
+    for _ in range(9):
+        before.update_ratings({0: "fixed-x", 1: "fixed-y"}, {0: 1.0, 1: 0.0}, "E")
+    after = a_registry("y", "z")
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert [meta.name for meta in after.fixed()] == ["y", "z"]
+    assert not after.get("fixed-x").active
+    assert after.get("fixed-y").rating == before.get("fixed-y").rating
+    again = a_registry("x", "y", "z")
+    again.load_state_dict(json.loads(json.dumps(after.state_dict())))
+    assert [meta.name for meta in again.fixed()] == ["x", "y", "z"]
+    log = LeagueLog(tmp_path / "league.jsonl")
+    log.log(1, after)
+    log.close()
+    assert json.loads((tmp_path / "league.jsonl").read_text())["models"].keys() == after.get_all_models().keys()
 
 
 def test_a_model_more_and_two_more_that_met_take_few_bytes_of_a_checkpoint():

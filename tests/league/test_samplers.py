@@ -337,6 +337,15 @@ def test_pfsp_hard_prefers_who_wins_and_even_who_is_as_good(games):
     assert even == pytest.approx([rate * (1 - rate) for rate in rates])
 
 
+def test_pfsp_takes_a_warm_start_and_not_the_base_for_the_policy_at_both_seats():
+    registry = a_registry(0)
+    registry.add_checkpoint("initial", 1, 0)
+    sampler = a_pfsp(registry)
+    for seats in ({0: "initial", 1: "base"}, {0: "base", 1: "initial"}):
+        sampler.update(seats, {pid: 1.0 if uid == "initial" else -1.0 for pid, uid in seats.items()}, "E")
+    assert sampler.win_rate("base") > 0.5 == sampler.win_rate("initial")
+
+
 def test_pfsp_goes_on_where_it_was_saved():
     registry = a_registry(1, fixed="xy")
     before, after = a_pfsp(registry), a_pfsp(registry)

@@ -137,16 +137,23 @@ class GameScheduler:
             "games": dict(self._games),
             "eval_games_of": dict(self._eval_games_of),
             "rng": state_of(self._rng),
-            "model_sampler": self._model_sampler.state_dict(),
-            "env_sampler": self._env_sampler.state_dict(),
+            "model_sampler": [self._model_sampler.kind, self._model_sampler.state_dict()],
+            "env_sampler": [self._env_sampler.kind, self._env_sampler.state_dict()],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        """Returns what was left out: the state of samplers whose place others have taken, which begin anew."""
         self._games = Counter(state["games"])
         self._eval_games_of = Counter(state["eval_games_of"])
         restore(self._rng, state["rng"])
-        self._model_sampler.load_state_dict(state["model_sampler"])
-        self._env_sampler.load_state_dict(state["env_sampler"])
+        left_out = []
+        for name, sampler in (("model_sampler", self._model_sampler), ("env_sampler", self._env_sampler)):
+            kind, saved = state[name]
+            if kind == sampler.kind:
+                sampler.load_state_dict(saved)
+            else:
+                left_out.append(f"{sampler.kind} begins anew: until here the run had {kind}")
+        return left_out
 
     def _new_game(
         self,

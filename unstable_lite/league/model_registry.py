@@ -195,12 +195,22 @@ class ModelRegistry:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Fixed models that are registered already stay, and of all fixed ones only they may be active: which ones are
+        played against is for the config to say, and not for the state.
+        """
+        configured = {meta.uid: meta for meta in self._fixed}
         columns: dict[str, list[Any]] = state["models"]
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         models = [ModelMeta(**(row | {"rating": Rating(*row["rating"])})) for row in rows]
         self._models, self._numbers, self._checkpoints, self._fixed = {}, {}, [], []
+        self.touched = {}
         for meta in models:
+            if meta.kind == "fixed":
+                meta.active = meta.uid in configured and configured[meta.uid].active
             self._register(meta)
+        for uid, meta in configured.items():
+            if uid not in self._models:
+                self._register(meta)
         self._current_uid = self._models[state["current"]].uid
         uids = columns["uid"]
         self.match_counts = defaultdict(int, {(uids[a], uids[b]): count for a, b, count in state["match_counts"]})

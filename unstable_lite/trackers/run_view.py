@@ -135,8 +135,9 @@ class RunView:
         return lines[-1] if lines else {}
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Those with a quota, oldest first."""
-        return [line for line in self._until(self._evaluations) if line["label"] != "concurrent"]
+        """Those with a quota, by update: they overlap, and end in any order."""
+        with_quota = [line for line in self._until(self._evaluations) if line["label"] != "concurrent"]
+        return sorted(with_quota, key=lambda line: line["step"])
 
     def all_evaluations(self) -> list[dict[str, Any]]:
         """Those beside training, too."""

@@ -34,6 +34,11 @@ class BaseEnvSampler:
         self._train_rng = random.Random(derive_seed(rng_seed, "env", "train"))
         self._eval_rng = random.Random(derive_seed(rng_seed, "env", "eval"))
 
+    @property
+    def kind(self) -> str:
+        """What a state is of: one of another kind would not be understood."""
+        return type(self).__name__
+
     @overload
     def sample(self, kind: Literal["train"]) -> TrainEnvSpec: ...
     @overload

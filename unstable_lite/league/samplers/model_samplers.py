@@ -21,6 +21,11 @@ class BaseModelSampler:
         self.registry = registry
         self._rng = rng
 
+    @property
+    def kind(self) -> str:
+        """What a state is of: one of another kind would not be understood."""
+        return type(self).__name__
+
     def get_current_ckpt(self) -> str:
         return self.registry.get_current_ckpt()
 
@@ -188,7 +193,8 @@ class PrioritizedFictitiousModelSampler(WeightedModelSampler):
         checkpoints = [meta for uid in ranks if (meta := self.registry.get(uid)).iteration is not None]
         if not checkpoints:
             return
-        policy = max(checkpoints, key=lambda meta: meta.iteration or 0).uid
+        # `initial` has made as many updates as `base`: none.
+        policy = max(checkpoints, key=lambda meta: (meta.iteration or 0, meta.adapter_version or 0)).uid
         for uid, rank in ranks.items():
             if uid != policy:
                 points, games = self._results.get(uid, (0.0, 0.0))
@@ -218,6 +224,10 @@ class MixtureModelSampler(BaseModelSampler):
             raise ConfigError(f"a mixture needs one positive, finite weight for each sampler, got {list(weights)}")
         self.samplers = list(samplers)
         self.weights = list(weights)
+
+    @property
+    def kind(self) -> str:
+        return " + ".join(sampler.kind for sampler in self.samplers)
 
     def sample_opponent(self) -> ModelRef:
         (sampler,) = self._rng.choices(self.samplers, self.weights)
