@@ -10,6 +10,7 @@ import torch
 from remote_engine import engine_spec, generate
 from unstable_lite.engines.lora import Group, Groups, LoraLinear, LoraModel
 from unstable_lite.engines.transformers import TransformersEngine
+from unstable_lite.errors import ModelError
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -30,6 +31,14 @@ def test_each_group_of_rows_gets_its_own_terms(bias: bool) -> None:
     groups.current = [Group(0, 9, 3)]
     a, b = pairs[3]
     torch.testing.assert_close(layer(x), layer.base(x) + 0.5 * x @ a.T @ b.T)
+
+
+def test_a_layer_that_is_given_some_of_the_tokens_cannot_tell_their_adapters() -> None:
+    groups = Groups()
+    layer = LoraLinear(torch.nn.Linear(6, 5), groups)
+    groups.current = [Group(0, 2, 3), Group(2, 5, 8)]
+    with pytest.raises(ModelError, match="an adapted layer is given 3 of 5 tokens, as experts are"):
+        layer(torch.randn(3, 6))
 
 
 def test_an_unloaded_version_leaves_nothing_behind(model_dir: Path, adapter_dirs: list[Path]) -> None:

@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers.models.qwen3 import modeling_qwen3
 
-from unstable_lite.config import Config
+from unstable_lite.config import Config, LoraConfig
 from unstable_lite.errors import AdapterError, ConfigError, ModelError, RequestError
 from unstable_lite.learners import adapter_files
 from unstable_lite.learners import model as learners_model
@@ -93,6 +93,7 @@ SMALL = {
 }
 ARCHITECTURES = {
     "gemma2-softcap": transformers.Gemma2Config(**SMALL, final_logit_softcapping=2.0),
+    "gemma2-attention-softcap": transformers.Gemma2Config(**SMALL, query_pre_attn_scalar=1, attn_logit_softcapping=2.0),
     "granite-scaling": transformers.GraniteConfig(**SMALL, logits_scaling=3.0),
     "cohere-scale": transformers.CohereConfig(**SMALL, logit_scale=0.3),
     "llama-untied": transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),
@@ -110,7 +111,24 @@ def test_heads_of_other_architectures_are_reproduced(make_config: MakeConfig, tm
     transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name]).save_pretrained(tmp_path)
     policy = Policy(make_config().model_copy(update={"model_name": str(tmp_path)}), "cpu")
     (scored,) = policy.score([ITEM])
-    assert scored.adapter == pytest.approx(logprobs_by_transformers(policy.model, 0.7), abs=1e-4)
+    judge = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert scored.adapter == pytest.approx(logprobs_by_transformers(judge, 0.7), abs=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match any:RuntimeWarning")
+def test_experts_that_peft_would_adapt_as_one_are_refused_before_training(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Its first layer is dense, so that there are modules of the names that are asked for."""
+    config = transformers.Glm4MoeConfig(
+        **SMALL, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    given = make_config().model_copy(update={"model_name": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"fused experts; PEFT would adapt .*gate_up_proj"):
+        Policy(given.model_copy(update={"lora": LoraConfig()}), "cpu")
+    attention_alone = LoraConfig(target_modules=("q_proj", "v_proj"))
+    Policy(given.model_copy(update={"lora": attention_alone}), "cpu").score([ITEM])
 
 
 def test_a_sequence_past_the_short_factors_of_longrope_is_refused(make_config: MakeConfig, tmp_path: Path) -> None:

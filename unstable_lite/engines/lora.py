@@ -50,6 +50,12 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x)
         x_NI, out_NO = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+        if len(x_NI) != self._groups.current[-1].stop:
+            raise ModelError(
+                f"an adapted layer is given {len(x_NI)} of {self._groups.current[-1].stop} tokens, as experts are: "
+                "which adapter each of them is of cannot be told. Leave such layers out of lora.target_modules, or "
+                "take engine.kind = 'vllm'"
+            )
         for group in self._groups.current:
             if (pair := self._pairs.get(group.version)) is not None:
                 a_IR, b_RO = pair

@@ -321,8 +321,15 @@ def _load_base(
             for name, value in part.to_dict().items():
                 if "drop" in name and isinstance(value, float):
                     setattr(part, name, 0.0)
+        # torch's own attention knows no cap on attention's logits (Gemma 2), and leaves it out without a word.
+        is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
         base = transformers.AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code
+            path,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=trust_remote_code,
+            attn_implementation="eager" if is_capped else None,
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {path}: transformers cannot load it as a causal LM: {error}") from error
@@ -409,6 +416,12 @@ def _add_lora(base: transformers.PreTrainedModel, lora: LoraConfig, path: str) -
         model = peft.get_peft_model(base, _peft_config(lora, path), adapter_name=_ADAPTER, autocast_adapter_dtype=True)
     except ValueError as error:
         raise ModelError(f"lora: {error}") from error
+    if moved := model.peft_config[_ADAPTER].target_parameters:
+        raise ConfigError(
+            f"lora.target_modules: in {type(base).__name__} some of them are fused experts; PEFT would adapt "
+            f"{', '.join(sorted(moved))} and leave the dense layers out, and engines cannot serve that. Name the "
+            "projections of attention alone: ['q_proj', 'k_proj', 'v_proj', 'o_proj']"
+        )
     _cast_by_autocast_alone(model)
     return model
 
