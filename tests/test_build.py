@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import asyncio
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import runs
 import unstable_lite as unstable
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
@@ -91,6 +96,53 @@ def test_an_error_in_the_background_is_raised_by_wait(tmp_path: Path) -> None:
     run.start(learning_steps=1, num_collection_workers=4, num_eval_workers=0, block=False)
     with pytest.raises(unstable.errors.UnstableError, match="no_such_proj"):
         run.wait()
+
+
+async def test_a_run_does_not_block_an_event_loop_and_can_be_started_all_the_same(tmp_path: Path) -> None:
+    run = small(tmp_path)
+    with pytest.raises(ConfigError, match=r"event loop, which a notebook has, too: start\(block=False\), then wait"):
+        run.start(learning_steps=1)
+    run.start(learning_steps=1, num_collection_workers=8, num_eval_workers=0, block=False)
+    assert (await asyncio.to_thread(run.wait)).updates == 1
+
+
+def test_a_run_that_was_not_started_is_not_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"call start\(block=False\) first"):
+        small(tmp_path).wait()
+
+
+SCRIPT = """
+import unstable_lite as unstable
+nim = unstable.TrainEnvSpec(env_id="Nim-v0-train", num_players=2, num_actors=2, prompt_template="tiny")
+run = unstable.build(
+    train_envs=[nim], max_generation_len=12, batch_size=16, run={"output_dir": "OUTPUT"},
+    vllm_config={"temperature": 1.0, "max_model_len": 512},
+)
+run.start(learning_steps=STEPS, num_collection_workers=8, num_eval_workers=0, block=False)
+"""
+
+
+def script(tmp_path: Path, steps: int, end: str = "") -> subprocess.Popen[str]:
+    source = SCRIPT.replace("OUTPUT", str(tmp_path / "outputs")).replace("STEPS", str(steps)) + end
+    return subprocess.Popen([sys.executable, "-c", source], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_a_run_in_the_background_outlives_the_end_of_its_script(tmp_path: Path) -> None:
+    code, out, err = runs.finish(script(tmp_path, steps=3))
+    assert code == 0, out + err
+    assert (runs.run_directory(tmp_path) / "checkpoints" / "ckpt-3").is_dir()
+
+
+@pytest.mark.parametrize("end", ["print(run.wait().updates, 'made')", ""], ids=["in wait", "after the script's end"])
+def test_one_that_is_interrupted_while_it_is_waited_for_saves(tmp_path: Path, end: str) -> None:
+    process = script(tmp_path, 100_000, end)
+    runs.wait_for(lambda: runs.num_updates(tmp_path))
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process)
+    assert code == 0, out + err
+    assert "finishing the update at hand, then saving" in out
+    assert list((runs.run_directory(tmp_path) / "checkpoints").glob("ckpt-*"))
+    assert " made" in out or not end
 
 
 def test_start_refuses_numbers_that_make_no_sense(tmp_path: Path) -> None:

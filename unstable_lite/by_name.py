@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from unstable_lite.errors import ConfigError
+from unstable_lite.errors import ConfigError, UnstableError
 
 T = TypeVar("T")
 
@@ -39,19 +39,29 @@ def find(what: str, name: str, known: Mapping[str, T]) -> T:
     if not colon or name.startswith("."):
         raise ConfigError(f"unknown {what} {name!r}; {suggestion(name, known)}")
     try:
-        found: T = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{what} {name!r}: cannot import {module_name!r}: {error}") from error
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # whatever foreign code raises is the answer
+        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{what} {name!r}: cannot import {module_name!r}: {reason}") from error
+    try:
+        found: T = getattr(module, attribute)
     except AttributeError as error:
         raise ConfigError(f"{what} {name!r}: {module_name!r} has no {attribute!r}") from error
     return found
 
 
 def call(what: str, name: str, function: Callable[..., T], keywords: Mapping[str, Any]) -> T:
-    """`function(**keywords)`; a keyword unknown, missing or of a wrong plain type is a ConfigError."""
+    """`function(**keywords)`; a keyword unknown, missing or of a wrong plain type is a ConfigError, and so is whatever
+    it raises.
+    """
     if problems := _keyword_problems(function, keywords):
         raise ConfigError(*(f"{what} {name!r}: {problem}" for problem in problems))
-    return function(**keywords)
+    try:
+        return function(**keywords)
+    except UnstableError:
+        raise
+    except Exception as error:  # whatever foreign code raises is the answer
+        raise ConfigError(f"{what} {name!r}: {type(error).__name__}: {error}") from error
 
 
 def _keyword_problems(function: Callable[..., Any], keywords: Mapping[str, Any]) -> list[str]:

@@ -44,13 +44,20 @@ def run(
 ) -> None:
     """Train: play games, learn, evaluate, save."""
     with _ErrorsAsMessages(debug):
+        from unstable_lite.algorithms import resolve_defaults
+        from unstable_lite.checkpoints import lasting_changes
+        from unstable_lite.config import read_config
         from unstable_lite.plan import load_plan
         from unstable_lite.runtime import Run, run_in_loop
         from unstable_lite.trackers.terminal import TerminalInterface
 
         if resume is not None:  # its own config; what stands before it is an override
             changes = [*([config] if config is not None else []), *(overrides or [])]
-            plan = load_plan(resume / "config.toml", tuple(changes))
+            own = resume / "config.toml"
+            changed, _ = read_config(own, tuple(changes))
+            if changed is not None and (problems := [*lasting_changes(resume, resolve_defaults(changed))]):
+                raise ConfigError(*problems)
+            plan = load_plan(own, tuple(changes))
         elif config is not None:
             plan = load_plan(Path(config), tuple(overrides or ()))
         else:

@@ -248,14 +248,8 @@ class LoraConfig(Section):
     """The adapter's output is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
     """On the adapter's input, in training."""
-    target_modules: tuple[str, ...] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
+    target_modules: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
     """Linear layers that get an adapter."""
     initial_lora_path: Path | None = None

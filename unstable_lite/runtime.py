@@ -122,9 +122,12 @@ class Run:
         self._resume = resume
         self._summary: Summary | None = None
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._is_over: threading.Event | None = None
+        """Of a run in a thread of its own."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._whole_run: asyncio.Task[Any] | None = None
         self._is_started = False
+        self._is_waited_for = False
         self._stop = asyncio.Event()
         self._is_up = False
         """The workers are there: what is interrupted from now on may be worth saving."""
@@ -138,11 +141,15 @@ class Run:
     ) -> Summary | None:
         """Run to the end and return the summary; with `block=False` return at once (see `wait`, `stop`).
 
-        Numbers that are given replace those of the config. Raises ConfigError for what cannot run, and for a run that
-        was started before: its parts hold what became of them then.
+        Numbers that are given replace those of the config. Raises ConfigError for what cannot run, for a run that was
+        started before, whose parts hold what became of them then, and with `block=True` within an event loop.
         """
         if self._is_started:
             raise ConfigError("this run was started before: build another one, or go on with `run --resume DIRECTORY`")
+        if block and asyncio._get_running_loop() is not None:
+            raise ConfigError(
+                "start() cannot block within an event loop, which a notebook has, too: start(block=False), then wait()"
+            )
         given = {
             "learning_steps": learning_steps,
             "num_collection_workers": num_collection_workers,
@@ -158,17 +165,25 @@ class Run:
         if block:
             self._summary = run_in_loop(self.execute())
             return self._summary
-        self._thread = threading.Thread(target=self._run_in_thread, name="unstable-lite-run")
-        self._thread.start()
+        self._is_over = threading.Event()
+        threading.Thread(target=self._run_in_thread, args=(self._is_over,), name="unstable-lite-run").start()
+        # Where a script ends without `wait`: later than this, Python gives the run's own threads nothing more to do.
+        threading._register_atexit(self._wait_at_exit)  # type: ignore[attr-defined]
         return None
 
     def wait(self) -> Summary:
-        """Wait for a run that was started with `block=False`; raises what ended it, if anything did."""
-        if self._thread is not None:
-            self._thread.join()
+        """Wait for a run that was started with `block=False`; raises what ended it, if anything did.
+
+        Ctrl-C meanwhile is as without it: once, and the run ends well; twice, and it ends now. Raises ConfigError for a
+        run that was not started.
+        """
+        if not self._is_started:
+            raise ConfigError("wait() is for a run that was started: call start(block=False) first")
+        self._is_waited_for = True
+        self._wait_for_end()
         if self._error is not None:
             raise self._error
-        assert self._summary is not None, "wait() before start()"
+        assert self._summary is not None
         return self._summary
 
     def stop(self) -> None:
@@ -181,7 +196,7 @@ class Run:
 
     async def execute(self) -> Summary:
         """Start the workers, train, evaluate, save. Leaves no process and no shared memory, however it ends."""
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._whole_run = asyncio.get_running_loop(), asyncio.current_task()
         directory = create_run_directory(self.plan.config) if self._resume is None else self._resume.resolve()
         self._terminal.say(f"run directory {directory}")
         lock = try_lock(directory)
@@ -390,11 +405,29 @@ class Run:
             stop=self._stop,
         )
 
-    def _run_in_thread(self) -> None:
+    def _run_in_thread(self, is_over: threading.Event) -> None:
         try:
             self._summary = run_in_loop(self.execute())
         except BaseException as error:  # raised again by wait(), in the thread that asks
             self._error = error
+        finally:
+            is_over.set()
+
+    def _wait_for_end(self) -> None:
+        while self._is_over is not None and not self._is_over.is_set():
+            try:
+                self._is_over.wait()  # Python up to 3.12 takes a thread for ended whose `join` was interrupted
+            except KeyboardInterrupt:
+                if self._loop is None:
+                    self._stop.set()
+                else:
+                    self._loop.call_soon_threadsafe(self._interrupt)
+
+    def _wait_at_exit(self) -> None:
+        if not self._is_waited_for:
+            self._wait_for_end()
+            if self._error is not None:
+                self._terminal.say(f"the run has ended: {type(self._error).__name__}: {self._error}")
 
     @contextlib.contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:
@@ -402,27 +435,26 @@ class Run:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        loop, whole_run = asyncio.get_running_loop(), asyncio.current_task()
-        assert whole_run is not None
-
-        def interrupt() -> None:
-            if self._stop.is_set():
-                self._terminal.say("interrupted again: ending now")
-                whole_run.cancel()
-            elif not self._is_up:
-                self._terminal.say("interrupted while the workers start: ending them; there is nothing to save")
-                whole_run.cancel()
-            else:
-                self._terminal.say("interrupted: finishing the update at hand, then saving (Ctrl-C again: end now)")
-                self._stop.set()
-
+        loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, interrupt)
+            loop.add_signal_handler(signum, self._interrupt)
         try:
             yield
         finally:
             for signum in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(signum)
+
+    def _interrupt(self) -> None:
+        assert self._whole_run is not None
+        if self._stop.is_set():
+            self._terminal.say("interrupted again: ending now")
+            self._whole_run.cancel()
+        elif not self._is_up:
+            self._terminal.say("interrupted while the workers start: ending them; there is nothing to save")
+            self._whole_run.cancel()
+        else:
+            self._terminal.say("interrupted: finishing the update at hand, then saving (Ctrl-C again: end now)")
+            self._stop.set()
 
 
 def run_in_loop(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -1,5 +1,7 @@
 import json
 import math
+import re
+import sys
 
 import numpy as np
 import pytest
@@ -257,6 +259,35 @@ class Doubled:
 def test_a_mistake_in_a_name_or_keyword_says_what_to_write(entry, message):
     with pytest.raises(ConfigError, match=message):
         build_transforms([entry], STEP)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("nonsense", "cannot import 'of_a_user': NameError: name 'nonsense' is not defined"),
+        ("def (", "cannot import 'of_a_user': SyntaxError"),
+        ("import sys; sys.exit(3)", "cannot import 'of_a_user': SystemExit: 3"),
+        ("import no_such_module", "cannot import 'of_a_user': No module named 'no_such_module'"),
+        ("def Transform(): return {}['a key']", "KeyError: 'a key'"),
+        ("class Transform: pass", "cannot be called"),
+    ],
+)
+def test_whatever_a_users_own_module_does_is_told_with_where_it_is_named(tmp_path, monkeypatch, source, says):
+    (tmp_path / "of_a_user.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "of_a_user", raising=False)
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+        build_transforms(["of_a_user:Transform"], STEP)
+    assert "reward transformation 'of_a_user:Transform'" in str(caught.value)
+
+
+def test_a_sampling_transform_that_returns_no_steps_is_named():
+    with pytest.raises(ConfigError, match=r"forgets_to_return.* returned no steps: None"):
+        ComposeSamplingRewardTransforms([forgets_to_return])([])
+
+
+def forgets_to_return(steps):
+    list(steps)
 
 
 def test_all_mistakes_are_reported_at_once():

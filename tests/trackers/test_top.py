@@ -316,6 +316,13 @@ def test_a_file_that_is_written_anew_is_read_anew_and_half_a_line_is_waited_for(
     assert view.num_updates == 5
 
 
+def test_a_line_that_is_no_json_is_named(directory: Path) -> None:
+    with (directory / "eval.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n")
+    with pytest.raises(UnstableError, match=r"eval.jsonl: the line that begins .* is no JSON .* remove it"):
+        RunView(directory).refresh()
+
+
 def test_a_run_that_has_not_begun_or_is_gone_is_drawn_too(directory: Path) -> None:
     for name in ("metrics.jsonl", "league.jsonl", "eval.jsonl", "live.json"):
         (directory / name).unlink()

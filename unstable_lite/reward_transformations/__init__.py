@@ -91,7 +91,10 @@ def build_transforms(
         name, keywords = _name_and_keywords(entry)
         try:
             transform = by_name.find("reward transformation", name, registry)
-            transforms.append(by_name.call("reward transformation", name, transform, keywords))
+            made = by_name.call("reward transformation", name, transform, keywords)
+            if not callable(made):
+                raise ConfigError(f"reward transformation {name!r}: what it makes, {made!r}, cannot be called")
+            transforms.append(made)
         except ConfigError as error:
             problems.extend(error.problems)
     if problems:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations.compose import Compose
 from unstable_lite.types import Step
 
@@ -24,8 +25,14 @@ class ComposeSamplingRewardTransforms(Compose[SamplingRewardTransform]):
     """Apply in order."""
 
     def __call__(self, steps: Sequence[Step]) -> list[Step]:
+        """Raises ConfigError for a transform that does not return steps."""
         for transform in self.transforms:
-            steps = transform(steps)
+            given = transform(steps)
+            if not isinstance(given, Sequence) or not all(isinstance(step, Step) for step in given):
+                raise ConfigError(
+                    f"{transform!r} of the sampling reward transformations returned no steps: {given!r:.99}"
+                )
+            steps = given
         return list(steps)
 
 

@@ -45,7 +45,16 @@ class _Tail:
             return False, []
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return is_anew, [json.loads(line) for line in whole.splitlines()]
+        return is_anew, [self._parsed(line) for line in whole.split(b"\n")[:-1]]
+
+    def _parsed(self, line: bytes) -> dict[str, Any]:
+        try:
+            parsed: dict[str, Any] = json.loads(line)
+        except ValueError as error:
+            raise UnstableError(
+                f"{self._path}: the line that begins {line[:40]!r} is no JSON ({error}); remove it to read the rest"
+            ) from None
+        return parsed
 
 
 class RunView:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
 import sys
 
 from rich.console import Console
@@ -23,7 +25,7 @@ class HumanPlayer:
         self._console.rule("your turn")
         self._console.print(observation.strip())
         self._console.print("> ", end="", style="bold")
-        line = await (await self._reader()).readline()
+        line = await (await self._reader()).readline() if _may_block() else sys.stdin.buffer.readline()
         if not line:
             raise OpponentError("the input has ended: nobody is there to play")
         typed = line.decode(errors="replace").strip()
@@ -37,3 +39,9 @@ class HumanPlayer:
             loop = asyncio.get_running_loop()
             await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(cls._stdin), sys.stdin)  # type: ignore[arg-type]
         return cls._stdin
+
+
+def _may_block() -> bool:
+    """Whether the input is to be waited for; a file, or /dev/null, cannot be, and need not."""
+    mode = os.fstat(sys.stdin.fileno()).st_mode
+    return sys.stdin.isatty() or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

@@ -99,11 +99,13 @@ def read_run(directory: Path) -> RunData:
     if not (directory / "config.toml").is_file():
         raise UnstableError(f"{directory} is no run directory: it has no config.toml")
     config_text = (directory / "config.toml").read_text(encoding="utf-8")
+    name = "config.toml"
     try:
         config = tomllib.loads(config_text)
-        versions = json.loads((directory / "versions.json").read_text(encoding="utf-8"))
+        name = "versions.json"
+        versions = json.loads((directory / name).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UnstableError(f"{directory}: config.toml or versions.json cannot be read: {error}") from None
+        raise UnstableError(f"{directory / name} cannot be read: {error}") from None
     steps, hours, series = _read_metrics(directory / "metrics.jsonl")
     kept = _thin(len(steps))
     return RunData(
