@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
@@ -22,6 +23,7 @@ from unstable_lite.checkpoints import to_toml
 from unstable_lite.cli import app
 from unstable_lite.config import Config, TrackerConfig
 from unstable_lite.errors import UnstableError
+from unstable_lite.games.environments import outcomes_from_rewards
 from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.models import BUILTIN
@@ -29,12 +31,12 @@ from unstable_lite.token_text import CUT
 from unstable_lite.trackers.jsonl import JsonlSink
 from unstable_lite.trackers.records import write_whole
 from unstable_lite.trackers.report import write_report
-from unstable_lite.trackers.report.games import Sample
+from unstable_lite.trackers.report.games import Sample, read_games
 from unstable_lite.trackers.report.page import _changes
 from unstable_lite.trackers.report.prompts import templates_by_env
 from unstable_lite.trackers.report.runs import read_run
 from unstable_lite.trackers.report.tokens import pieces
-from unstable_lite.trackers.tracker import Tally, Tracker, wilson_interval
+from unstable_lite.trackers.tracker import Tally, Tracker, summarise_evaluation, wilson_interval
 from unstable_lite.trackers.train_data import step_to_json
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, PlayerTrajectory, Step, Turn
 
@@ -667,6 +669,48 @@ def test_an_evaluation_that_comes_late_stands_at_its_updates_time_and_in_its_upd
 
 def write_lines(path: Path, *lines: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def seated(*models: ModelRef, rewards: tuple[float, ...], has_teams: bool = False) -> GameRecord:
+    """A game with such models at its seats, one after the other."""
+    agents = tuple(
+        AgentSpec(pid=pid, model=model, collect_data=False, prompt_template="tiny", action_extraction_fn="default")
+        for pid, model in enumerate(models)
+    )
+    whole = game(0, kind="eval")
+    spec = msgspec.structs.replace(whole.spec, num_players=len(models), agent_specs=agents)
+    by_pid = dict(enumerate(rewards))
+    return dataclasses.replace(whole, spec=spec, rewards=by_pid, outcomes=outcomes_from_rewards(by_pid, has_teams))
+
+
+@pytest.mark.parametrize(
+    ("record", "result", "base", "other"),
+    [
+        (seated(BASE, RANDOM, RANDOM, rewards=(1, 0, -1)), "win", "win", "loss"),
+        (seated(RANDOM, BASE, RANDOM, rewards=(1, 0, -1)), "draw", "loss", "win"),
+        (seated(RANDOM, RANDOM, BASE, rewards=(1, 0, -1)), "loss", "loss", "win"),
+        (seated(RANDOM, BASE, RANDOM, rewards=(1, 1, -1)), "win", "draw", "draw"),
+        (seated(RANDOM, BASE, RANDOM, rewards=(1, -1, 1)), "loss", "loss", "win"),
+        (seated(BASE, RANDOM, RANDOM, RANDOM, rewards=(1, 1, -1, -1), has_teams=True), "win", "win", "win"),
+    ],
+    ids=["first", "second", "last", "first with one", "behind both", "in a team"],
+)
+def test_a_game_counts_once_for_a_pair_and_once_for_a_model_however_many_seats_they_have(
+    tmp_path: Path, record: GameRecord, result: str, base: str, other: str
+) -> None:
+    run = write_run(tmp_path / "12-00-00-seats", [record])
+    games = read_games(run, None, 10)
+    assert games.results == {("base", RANDOM.uid): {result: 1}}
+    assert games.outcomes == {"base": {base: 1}, RANDOM.uid: {other: 1}}
+    # The table of evaluations counts the model at one seat in the same way.
+    evaluation = summarise_evaluation("x", 0, BASE, NIM, "scripted:random", [record])
+    assert {"win": evaluation.wins, "draw": evaluation.draws, "loss": evaluation.losses}[base] == 1
+
+
+def test_seats_of_one_model_against_itself_are_no_game_against_another(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "12-00-00-mirror", [seated(BASE, BASE, BASE, rewards=(1, 0, -1))])
+    games = read_games(run, None, 10)
+    assert (games.results, games.outcomes) == ({}, {})
 
 
 def test_every_model_of_the_matrix_stands_there_once(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import gzip
 import hashlib
 import json
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,22 +225,19 @@ def _evaluation_tables(runs: Sequence[RunData]) -> Iterator[tuple[str, str, list
 def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
     """Models as they were rated last, best first, with where their bars begin and end, as shares of the widest.
 
-    What each had against the others is counted in the games that were kept.
+    How its games against others went is counted in those that were kept.
     """
     rated = {uid: rows[-1] for uid, rows in run.ladder.items()}
     low = min((mu - 2 * sigma for _, mu, sigma, _ in rated.values()), default=0.0)
     high = max((mu + 2 * sigma for _, mu, sigma, _ in rated.values()), default=1.0)
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for (first, second), met in games.results.items():
-        counts[first].update(wins=met["win"], draws=met["draw"], losses=met["loss"])
-        counts[second].update(wins=met["loss"], draws=met["draw"], losses=met["win"])
+    names = {"wins": "win", "draws": "draw", "losses": "loss"}
     return [
         {
             "uid": uid,
             "mu": mu,
             "sigma": sigma,
             "games": num_games,
-            **{name: counts[uid][name] for name in ("wins", "draws", "losses")},
+            **{name: games.outcomes.get(uid, Counter[str]())[outcome] for name, outcome in names.items()},
             "from": (mu - 2 * sigma - low) / (high - low),
             "to": (mu + 2 * sigma - low) / (high - low),
         }
