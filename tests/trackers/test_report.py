@@ -34,7 +34,7 @@ from unstable_lite.trackers.report import write_report
 from unstable_lite.trackers.report.games import Sample, read_games
 from unstable_lite.trackers.report.page import _changes
 from unstable_lite.trackers.report.prompts import templates_by_env
-from unstable_lite.trackers.report.runs import read_run
+from unstable_lite.trackers.report.runs import RunData, read_run
 from unstable_lite.trackers.report.tokens import pieces
 from unstable_lite.trackers.tracker import Tally, Tracker, summarise_evaluation, wilson_interval
 from unstable_lite.trackers.train_data import step_to_json
@@ -664,7 +664,41 @@ def test_an_evaluation_that_comes_late_stands_at_its_updates_time_and_in_its_upd
     assert (data.steps, data.hours) == ([0, 1, 2], [0.0, 1.0, 2.0])
     assert data.series["evaluation/of 1"] == [None, 0.5, None]
     (change,) = _changes([data])
-    assert (change.first, change.last, change.updates) == (0.5, 0.9, 20)
+    assert (change.first, change.last, change.updates) == (0.5, 0.9, (0, 20))
+
+
+def evaluated(directory: Path, *evaluations: tuple[int, float], n: int = 400, is_share: bool = True) -> RunData:
+    """A run as the report reads it: after which updates it was evaluated, and the share of games won then, or of games
+    with a reward of 1 instead of 0 in an env of one player.
+    """
+    run = write_run(directory, [])
+    (run / "eval.jsonl").unlink()
+    tracker = Tracker(run, [], TrackerConfig())
+    for update, share in evaluations:
+        tally = Tally()
+        for number in range(n):
+            is_won = number < share * n
+            tally.add(("win" if is_won else "loss") if is_share else "na", float(is_won), own_invalid=False)
+        tracker.add_evaluation(tally.evaluation("x", f"ckpt-{update}", update, NIM, "scripted:random"))
+    tracker.close()
+    return read_run(run)
+
+
+def test_seeds_are_compared_at_the_last_update_that_all_of_them_reached(tmp_path: Path) -> None:
+    whole = evaluated(tmp_path / "whole", (0, 0.4), (20, 0.5), (200, 0.9))
+    killed = evaluated(tmp_path / "killed", (0, 0.4), (20, 0.6))
+    (change,) = _changes([whole, killed])
+    assert (change.updates, change.first, change.last, change.games) == ((0, 20), 0.4, 0.55, (800, 800))
+    (change,) = _changes([whole, evaluated(tmp_path / "begun", (0, 0.4))])
+    assert (change.updates, change.last, change.seeds) == ((0, 200), 0.9, 1)  # of the other nothing is known yet
+    assert list(_changes([whole, evaluated(tmp_path / "apart", (0, 0.4), (30, 0.5))])) == []
+
+
+def test_only_update_0_is_before_training(tmp_path: Path) -> None:
+    for first, told in ((0, "before training"), (20, "at update 20")):
+        run = evaluated(tmp_path / f"from-{first}", (first, 0.5), (200, 0.9))
+        text = write_report([run.directory], tmp_path / "report.html").path.read_text("utf-8")
+        assert re.findall("<dt>(before training|at update .*?)</dt>", text) == [told, "at update 200"]
 
 
 def write_lines(path: Path, *lines: dict[str, Any]) -> None:

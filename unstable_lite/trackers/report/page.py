@@ -135,7 +135,9 @@ def _games_data(games: Sequence[RunGames]) -> tuple[dict[str, Any], list[list[An
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What training did to one group's play of one env against one opponent, from the first evaluation to the last."""
+    """What training did to one group's play of one env against one opponent, between the first and the last update at
+    which all of its seeds were evaluated.
+    """
 
     group: int
     env_id: str
@@ -150,7 +152,8 @@ class Change:
     """With its 95 % interval."""
     games: tuple[int, int]
     """Of the first and of the last evaluations."""
-    updates: int
+    updates: tuple[int, int]
+    """After which these were."""
     seeds: int
     spread: tuple[float, float] | None
     """Standard deviation over the seeds, of the first and of the last."""
@@ -162,17 +165,22 @@ class Change:
 
 
 def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
-    found: dict[tuple[int, str, str], list[list[dict[str, Any]]]] = {}
+    found: dict[tuple[int, str, str], list[dict[int, dict[str, Any]]]] = {}
     for run in runs:
-        of_run: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
-        for row in sorted(run.evaluations, key=lambda row: int(row["step"])):
+        of_run: dict[tuple[int, str, str], dict[int, dict[str, Any]]] = {}
+        for row in run.evaluations:
             if row["label"] != "concurrent" and row["n"]:
-                of_run.setdefault((run.group, row["env_id"], row["opponent"]), []).append(row)
-        for key, rows in of_run.items():
-            if len(rows) > 1:
-                found.setdefault(key, []).append(rows)
-    for (group, env_id, opponent), series in sorted(found.items()):
-        firsts, lasts = [rows[0] for rows in series], [rows[-1] for rows in series]
+                of_run.setdefault((run.group, row["env_id"], row["opponent"]), {})[row["step"]] = row
+        for key, by_update in of_run.items():
+            if len(by_update) > 1:
+                found.setdefault(key, []).append(by_update)
+    for group, env_id, opponent in sorted(found):
+        series = found[group, env_id, opponent]
+        shared = set(series[0]).intersection(*series)
+        if len(shared) < 2:
+            continue
+        updates = min(shared), max(shared)
+        firsts, lasts = ([rows[update] for rows in series] for update in updates)
         is_win_rate = firsts[0]["win_rate"] is not None
         ends = [(_pooled_wins if is_win_rate else _pooled_reward)(rows) for rows in (firsts, lasts)]
         (first, low_1, high_1), (last, low_2, high_2) = ends
@@ -192,7 +200,7 @@ def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
             last_interval=(low_2, high_2),
             difference=(last - first, last - first - below, last - first + above),
             games=(sum(row["n"] for row in firsts), sum(row["n"] for row in lasts)),
-            updates=max(row["step"] for row in lasts),
+            updates=updates,
             seeds=len(series),
             spread=None if spread is None else (spread[0], spread[1]),
         )
