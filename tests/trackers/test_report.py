@@ -32,7 +32,7 @@ from unstable_lite.trackers.jsonl import JsonlSink
 from unstable_lite.trackers.records import write_whole
 from unstable_lite.trackers.report import write_report
 from unstable_lite.trackers.report.games import Sample, read_games
-from unstable_lite.trackers.report.page import _changes
+from unstable_lite.trackers.report.page import T_95, Change, _changes
 from unstable_lite.trackers.report.prompts import templates_by_env
 from unstable_lite.trackers.report.runs import RunData, read_run
 from unstable_lite.trackers.report.tokens import pieces
@@ -692,6 +692,41 @@ def test_seeds_are_compared_at_the_last_update_that_all_of_them_reached(tmp_path
     (change,) = _changes([whole, evaluated(tmp_path / "begun", (0, 0.4))])
     assert (change.updates, change.last, change.seeds) == ((0, 200), 0.9, 1)  # of the other nothing is known yet
     assert list(_changes([whole, evaluated(tmp_path / "apart", (0, 0.4), (30, 0.5))])) == []
+
+
+@pytest.mark.parametrize("is_share", [True, False], ids=["won", "reward"])
+def test_what_seeds_differ_by_is_chance_too(tmp_path: Path, is_share: bool) -> None:
+    def change(*ends: float) -> Change:
+        directory = tmp_path / str(ends)
+        runs = [evaluated(directory / str(k), (0, 0.3), (20, end), is_share=is_share) for k, end in enumerate(ends)]
+        (one,) = _changes(runs)
+        return one
+
+    apart = change(0.3, 0.5, 0.9)  # 400 games each: the pooled ones alone would leave no doubt
+    assert (apart.seeds, apart.verdict) == (3, "undecided")
+    half = 4.303 * math.sqrt(0.28 / 3 / 3)  # gained 0, 0.2 and 0.6: variance 0.28 / 3
+    assert apart.difference == pytest.approx((0.8 / 3, 0.8 / 3 - half, 0.8 / 3 + half))
+    alike = change(0.5, 0.5, 0.5)
+    alone = change(0.5)
+    assert (alike.verdict, alone.verdict) == ("better", "better")
+    assert alike.difference[1] > alone.difference[1]  # of more games
+
+
+def test_the_quantiles_of_t_are_where_their_tails_are() -> None:
+    for freedom, quantile in enumerate(T_95, start=1):
+        x = (np.arange(100_000) + 0.5) * quantile / 100_000
+        scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi * freedom)
+        density = scale * (1 + x * x / freedom) ** (-(freedom + 1) / 2)
+        assert 2 * quantile * density.mean() == pytest.approx(0.95, abs=1e-4)
+
+
+def test_a_tile_says_of_how_many_seeds_it_is(tmp_path: Path) -> None:
+    runs = [evaluated(tmp_path / f"seed-{seed}", (0, 0.3), (20, 0.9)).directory for seed in range(3)]
+    for among, told in ((runs[:1], "One seed: this is of this run only."), (runs, "3 seeds: what they differ by")):
+        text = write_report(among, tmp_path / "report.html").path.read_text("utf-8")
+        (verdict,) = re.findall('<p class="verdict">(.*?)</p>', text, re.S)
+        assert verdict.startswith("Better, and by more than chance explains.")
+        assert told in verdict
 
 
 def test_only_update_0_is_before_training(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ HERE = Path(__file__).parent
 PAGE_CHARS = 400_000
 """Of games' JSON that is unpacked at once when one of them is opened."""
 MAX_IN_MATRIX = 16
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Student's t of two-sided 95 % by degrees of freedom, from 1 on (NIST/SEMATECH e-Handbook, 1.3.6.7.2); for more than
+these the last is a little too large, which is safe."""
 
 
 def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -> bytes:
@@ -149,7 +152,7 @@ class Change:
     last: float
     last_interval: tuple[float, float]
     difference: tuple[float, float, float]
-    """With its 95 % interval."""
+    """With its 95 % interval: of these runs for one seed, of any seed for several."""
     games: tuple[int, int]
     """Of the first and of the last evaluations."""
     updates: tuple[int, int]
@@ -184,10 +187,11 @@ def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
         is_win_rate = firsts[0]["win_rate"] is not None
         ends = [(_pooled_wins if is_win_rate else _pooled_reward)(rows) for rows in (firsts, lasts)]
         (first, low_1, high_1), (last, low_2, high_2) = ends
-        # Newcombe's (1998) hybrid of the two intervals.
-        below = math.hypot(last - low_2, high_1 - first)
-        above = math.hypot(high_2 - last, first - low_1)
         name = "win_rate" if is_win_rate else "mean_reward"
+        between = _t_half([after[name] - before[name] for before, after in zip(firsts, lasts, strict=True)])
+        # Newcombe's (1998) hybrid of the two intervals, or what the seeds differ by where that is more.
+        below = max(between, math.hypot(last - low_2, high_1 - first))
+        above = max(between, math.hypot(high_2 - last, first - low_1))
         spread = tuple(stdev(row[name] for row in rows) for rows in (firsts, lasts)) if len(series) > 1 else None
         yield Change(
             group=group,
@@ -204,6 +208,12 @@ def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
             seeds=len(series),
             spread=None if spread is None else (spread[0], spread[1]),
         )
+
+
+def _t_half(differences: Sequence[float]) -> float:
+    """Half the 95 % t-interval of the mean of what each seed's run gained; 0 for one seed, which tells of no other."""
+    k = len(differences)
+    return T_95[min(k - 1, len(T_95)) - 1] * stdev(differences) / math.sqrt(k) if k > 1 else 0.0
 
 
 def _pooled_wins(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
