@@ -720,6 +720,15 @@ def test_the_quantiles_of_t_are_where_their_tails_are() -> None:
         assert 2 * quantile * density.mean() == pytest.approx(0.95, abs=1e-4)
 
 
+def test_a_few_rewards_that_are_all_alike_are_no_proof_and_many_are(tmp_path: Path) -> None:
+    for n, verdict in ((3, "undecided"), (400, "better")):
+        (change,) = _changes([evaluated(tmp_path / str(n), (0, 0.0), (20, 1.0), n=n, is_share=False)])
+        rare = wilson_interval(0, n)[1]
+        assert change.first_interval == pytest.approx((-rare, rare))
+        assert change.last_interval == pytest.approx((1 - 2 * rare, 1))
+        assert change.verdict == verdict
+
+
 def test_a_tile_says_of_how_many_seeds_it_is(tmp_path: Path) -> None:
     runs = [evaluated(tmp_path / f"seed-{seed}", (0, 0.3), (20, 0.9)).directory for seed in range(3)]
     for among, told in ((runs[:1], "One seed: this is of this run only."), (runs, "3 seeds: what they differ by")):

@@ -23,7 +23,7 @@ import jinja2
 
 from unstable_lite.trackers.report.games import RunGames, policy_seats
 from unstable_lite.trackers.report.runs import RunData, groups_of
-from unstable_lite.trackers.tracker import Z_95, wilson_interval
+from unstable_lite.trackers.tracker import mean_interval, wilson_interval
 
 HERE = Path(__file__).parent
 PAGE_CHARS = 400_000
@@ -224,10 +224,16 @@ def _pooled_wins(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
 
 def _pooled_reward(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
     """Runs count alike; a run of a single game has no spread to tell of, and so no interval."""
-    mean = fmean(row["mean_reward"] for row in rows)
-    errors = [math.inf if row["reward_std"] is None else row["reward_std"] ** 2 / row["n"] for row in rows]
-    half = Z_95 * math.sqrt(sum(errors)) / len(rows)
-    return mean, mean - half, mean + half
+    means = [row["mean_reward"] for row in rows]
+    intervals = [
+        (-math.inf, math.inf) if row["reward_std"] is None else mean_interval(mean, row["reward_std"], row["n"])
+        for mean, row in zip(means, rows, strict=True)
+    ]
+    below, above = (
+        math.hypot(*(edge - mean for edge, mean in zip(edges, means, strict=True))) / len(rows)
+        for edges in zip(*intervals, strict=True)
+    )
+    return fmean(means), fmean(means) - below, fmean(means) + above
 
 
 def _evaluation_tables(runs: Sequence[RunData]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
