@@ -12,7 +12,7 @@ import pytest
 
 from unstable_lite.alarms import ALARMS, SAY_EVERY, Alarms, Contests, Reading, Result, readings_of
 from unstable_lite.config import AlarmConfig, AlarmsConfig
-from unstable_lite.trackers.tracker import Evaluation
+from unstable_lite.trackers.tracker import Evaluation, Tally
 
 PAGE = (Path(__file__).parents[1] / "docs" / "collapse.md").read_text()
 
@@ -161,6 +161,20 @@ def test_rewards_are_compared_where_nobody_can_win() -> None:
     first, second = (evaluation(0, losses=0, mean_reward=mean, reward_std=0.5) for mean in (0.9, 0.2))
     assert gaps(Contests(), [first, second])[0] == pytest.approx(0.7 - 2 * 1.96 * 0.5 / 20, abs=1e-3)
     assert Result.of(evaluation(0, n=0, losses=0)) is None
+
+
+def test_rewards_that_were_all_alike_decide_nothing_that_shares_would_not() -> None:
+    def paid(games: int) -> Evaluation:
+        """So many of 20 games ended with a reward of 1, the others with 0."""
+        tally = Tally()
+        for number in range(20):
+            tally.add("na", float(number < games), own_invalid=False)
+        return tally.evaluation("x", "ckpt-10", 10, "E", "none")
+
+    for last, is_collapse in ((15, False), (19, False), (0, True)):
+        (gap,) = gaps(Contests(), [paid(20), paid(last)])
+        (share_gap,) = gaps(Contests(), [evaluation(20, n=20), evaluation(last, n=20)])
+        assert (gap > 0, share_gap > 0) == (is_collapse, is_collapse)
 
 
 def test_a_policy_that_stays_the_same_does_not_collapse_however_often_it_is_evaluated() -> None:

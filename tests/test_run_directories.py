@@ -102,6 +102,12 @@ def checkpoints_of(run: Path) -> set[str]:
     return {path.name for path in (run / "checkpoints").iterdir()}
 
 
+async def test_a_mean_reward_without_an_interval_is_compared_without_one(two: tuple[Path, Path]) -> None:
+    alike = {"win_rate": None, "mean_reward": 1.0, "reward_interval": [None, None]}
+    write_lines(two[0] / "eval.jsonl", evaluated("ckpt-4", 0.0) | alike)
+    assert "reward 1.000, n=40, ckpt-4" in command("compare", *two)[1]
+
+
 async def test_runs_are_listed_newest_first_with_what_they_reached(two: tuple[Path, Path], tmp_path: Path) -> None:
     new, old = list_runs(tmp_path)
     assert (old.directory, new.directory) == two

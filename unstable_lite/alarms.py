@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from unstable_lite.config import AlarmConfig, AlarmsConfig
-from unstable_lite.trackers.tracker import Z_95, Evaluation, wilson_interval
+from unstable_lite.trackers.tracker import Z_95, Evaluation, mean_interval, wilson_interval
 
 SAY_EVERY = 20
 """An alarm that stays on is said again, and its action taken again, after so many further readings."""
@@ -286,8 +286,7 @@ class Result:
     def interval(self, z: float = Z_95) -> tuple[float, float]:
         if self.std is None:
             return wilson_interval(round(self.mean * self.n), self.n, z)
-        half = z * self.std / self.n**0.5
-        return self.mean - half, self.mean + half
+        return mean_interval(self.mean, self.std, self.n, z)
 
     def describe(self) -> str:
         low, high = self.interval()

@@ -263,7 +263,7 @@ def _figures(run: RunData) -> Iterator[tuple[str, str]]:
             continue
         between = " – ".join(map(form.format, interval))
         name = f"{env_id} against {opponent}{meanwhile}"
-        yield name, f"{figure} ({between}), n={line['n']}, {line['model']}"
+        yield name, f"{figure}{f' ({between})' * bool(interval)}, n={line['n']}, {line['model']}"
     for env in run.config.get("train_envs", []):
         group = f"collection-{env['env_id']}"
         for name, form in (("reward", "{:+.3f}"), ("Win Rate", "{:.1%}"), ("Ended by own invalid move", "{:.1%}")):

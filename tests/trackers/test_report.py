@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
@@ -22,6 +23,7 @@ from unstable_lite.checkpoints import to_toml
 from unstable_lite.cli import app
 from unstable_lite.config import Config, TrackerConfig
 from unstable_lite.errors import UnstableError
+from unstable_lite.games.environments import outcomes_from_rewards
 from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.models import BUILTIN
@@ -29,12 +31,12 @@ from unstable_lite.token_text import CUT
 from unstable_lite.trackers.jsonl import JsonlSink
 from unstable_lite.trackers.records import write_whole
 from unstable_lite.trackers.report import write_report
-from unstable_lite.trackers.report.games import Sample
-from unstable_lite.trackers.report.page import _changes
+from unstable_lite.trackers.report.games import Sample, read_games
+from unstable_lite.trackers.report.page import T_95, Change, _changes
 from unstable_lite.trackers.report.prompts import templates_by_env
-from unstable_lite.trackers.report.runs import read_run
+from unstable_lite.trackers.report.runs import RunData, read_run
 from unstable_lite.trackers.report.tokens import pieces
-from unstable_lite.trackers.tracker import Tally, Tracker, wilson_interval
+from unstable_lite.trackers.tracker import Tally, Tracker, summarise_evaluation, wilson_interval
 from unstable_lite.trackers.train_data import step_to_json
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, PlayerTrajectory, Step, Turn
 
@@ -662,11 +664,131 @@ def test_an_evaluation_that_comes_late_stands_at_its_updates_time_and_in_its_upd
     assert (data.steps, data.hours) == ([0, 1, 2], [0.0, 1.0, 2.0])
     assert data.series["evaluation/of 1"] == [None, 0.5, None]
     (change,) = _changes([data])
-    assert (change.first, change.last, change.updates) == (0.5, 0.9, 20)
+    assert (change.first, change.last, change.updates) == (0.5, 0.9, (0, 20))
+
+
+def evaluated(directory: Path, *evaluations: tuple[int, float], n: int = 400, is_share: bool = True) -> RunData:
+    """A run as the report reads it: after which updates it was evaluated, and the share of games won then, or of games
+    with a reward of 1 instead of 0 in an env of one player.
+    """
+    run = write_run(directory, [])
+    (run / "eval.jsonl").unlink()
+    tracker = Tracker(run, [], TrackerConfig())
+    for update, share in evaluations:
+        tally = Tally()
+        for number in range(n):
+            is_won = number < share * n
+            tally.add(("win" if is_won else "loss") if is_share else "na", float(is_won), own_invalid=False)
+        tracker.add_evaluation(tally.evaluation("x", f"ckpt-{update}", update, NIM, "scripted:random"))
+    tracker.close()
+    return read_run(run)
+
+
+def test_seeds_are_compared_at_the_last_update_that_all_of_them_reached(tmp_path: Path) -> None:
+    whole = evaluated(tmp_path / "whole", (0, 0.4), (20, 0.5), (200, 0.9))
+    killed = evaluated(tmp_path / "killed", (0, 0.4), (20, 0.6))
+    (change,) = _changes([whole, killed])
+    assert (change.updates, change.first, change.last, change.games) == ((0, 20), 0.4, 0.55, (800, 800))
+    (change,) = _changes([whole, evaluated(tmp_path / "begun", (0, 0.4))])
+    assert (change.updates, change.last, change.seeds) == ((0, 200), 0.9, 1)  # of the other nothing is known yet
+    assert list(_changes([whole, evaluated(tmp_path / "apart", (0, 0.4), (30, 0.5))])) == []
+
+
+@pytest.mark.parametrize("is_share", [True, False], ids=["won", "reward"])
+def test_what_seeds_differ_by_is_chance_too(tmp_path: Path, is_share: bool) -> None:
+    def change(*ends: float) -> Change:
+        directory = tmp_path / str(ends)
+        runs = [evaluated(directory / str(k), (0, 0.3), (20, end), is_share=is_share) for k, end in enumerate(ends)]
+        (one,) = _changes(runs)
+        return one
+
+    apart = change(0.3, 0.5, 0.9)  # 400 games each: the pooled ones alone would leave no doubt
+    assert (apart.seeds, apart.verdict) == (3, "undecided")
+    half = 4.303 * math.sqrt(0.28 / 3 / 3)  # gained 0, 0.2 and 0.6: variance 0.28 / 3
+    assert apart.difference == pytest.approx((0.8 / 3, 0.8 / 3 - half, 0.8 / 3 + half))
+    alike = change(0.5, 0.5, 0.5)
+    alone = change(0.5)
+    assert (alike.verdict, alone.verdict) == ("better", "better")
+    assert alike.difference[1] > alone.difference[1]  # of more games
+
+
+def test_the_quantiles_of_t_are_where_their_tails_are() -> None:
+    for freedom, quantile in enumerate(T_95, start=1):
+        x = (np.arange(100_000) + 0.5) * quantile / 100_000
+        scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi * freedom)
+        density = scale * (1 + x * x / freedom) ** (-(freedom + 1) / 2)
+        assert 2 * quantile * density.mean() == pytest.approx(0.95, abs=1e-4)
+
+
+def test_a_few_rewards_that_are_all_alike_are_no_proof_and_many_are(tmp_path: Path) -> None:
+    for n, verdict in ((3, "undecided"), (400, "better")):
+        (change,) = _changes([evaluated(tmp_path / str(n), (0, 0.0), (20, 1.0), n=n, is_share=False)])
+        rare = wilson_interval(0, n)[1]
+        assert change.first_interval == pytest.approx((-rare, rare))
+        assert change.last_interval == pytest.approx((1 - 2 * rare, 1))
+        assert change.verdict == verdict
+
+
+def test_a_tile_says_of_how_many_seeds_it_is(tmp_path: Path) -> None:
+    runs = [evaluated(tmp_path / f"seed-{seed}", (0, 0.3), (20, 0.9)).directory for seed in range(3)]
+    for among, told in ((runs[:1], "One seed: this is of this run only."), (runs, "3 seeds: what they differ by")):
+        text = write_report(among, tmp_path / "report.html").path.read_text("utf-8")
+        (verdict,) = re.findall('<p class="verdict">(.*?)</p>', text, re.S)
+        assert verdict.startswith("Better, and by more than chance explains.")
+        assert told in verdict
+
+
+def test_only_update_0_is_before_training(tmp_path: Path) -> None:
+    for first, told in ((0, "before training"), (20, "at update 20")):
+        run = evaluated(tmp_path / f"from-{first}", (first, 0.5), (200, 0.9))
+        text = write_report([run.directory], tmp_path / "report.html").path.read_text("utf-8")
+        assert re.findall("<dt>(before training|at update .*?)</dt>", text) == [told, "at update 200"]
 
 
 def write_lines(path: Path, *lines: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def seated(*models: ModelRef, rewards: tuple[float, ...], has_teams: bool = False) -> GameRecord:
+    """A game with such models at its seats, one after the other."""
+    agents = tuple(
+        AgentSpec(pid=pid, model=model, collect_data=False, prompt_template="tiny", action_extraction_fn="default")
+        for pid, model in enumerate(models)
+    )
+    whole = game(0, kind="eval")
+    spec = msgspec.structs.replace(whole.spec, num_players=len(models), agent_specs=agents)
+    by_pid = dict(enumerate(rewards))
+    return dataclasses.replace(whole, spec=spec, rewards=by_pid, outcomes=outcomes_from_rewards(by_pid, has_teams))
+
+
+@pytest.mark.parametrize(
+    ("record", "result", "base", "other"),
+    [
+        (seated(BASE, RANDOM, RANDOM, rewards=(1, 0, -1)), "win", "win", "loss"),
+        (seated(RANDOM, BASE, RANDOM, rewards=(1, 0, -1)), "draw", "loss", "win"),
+        (seated(RANDOM, RANDOM, BASE, rewards=(1, 0, -1)), "loss", "loss", "win"),
+        (seated(RANDOM, BASE, RANDOM, rewards=(1, 1, -1)), "win", "draw", "draw"),
+        (seated(RANDOM, BASE, RANDOM, rewards=(1, -1, 1)), "loss", "loss", "win"),
+        (seated(BASE, RANDOM, RANDOM, RANDOM, rewards=(1, 1, -1, -1), has_teams=True), "win", "win", "win"),
+    ],
+    ids=["first", "second", "last", "first with one", "behind both", "in a team"],
+)
+def test_a_game_counts_once_for_a_pair_and_once_for_a_model_however_many_seats_they_have(
+    tmp_path: Path, record: GameRecord, result: str, base: str, other: str
+) -> None:
+    run = write_run(tmp_path / "12-00-00-seats", [record])
+    games = read_games(run, None, 10)
+    assert games.results == {("base", RANDOM.uid): {result: 1}}
+    assert games.outcomes == {"base": {base: 1}, RANDOM.uid: {other: 1}}
+    # The table of evaluations counts the model at one seat in the same way.
+    evaluation = summarise_evaluation("x", 0, BASE, NIM, "scripted:random", [record])
+    assert {"win": evaluation.wins, "draw": evaluation.draws, "loss": evaluation.losses}[base] == 1
+
+
+def test_seats_of_one_model_against_itself_are_no_game_against_another(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "12-00-00-mirror", [seated(BASE, BASE, BASE, rewards=(1, 0, -1))])
+    games = read_games(run, None, 10)
+    assert (games.results, games.outcomes) == ({}, {})
 
 
 def test_every_model_of_the_matrix_stands_there_once(tmp_path: Path) -> None:

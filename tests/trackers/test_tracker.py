@@ -17,7 +17,14 @@ from unstable_lite.config import TrackerConfig
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.trackers.records import read_part, read_records
 from unstable_lite.trackers.terminal import evaluation_tables
-from unstable_lite.trackers.tracker import WINDOW, Tally, Tracker, summarise_evaluation, wilson_interval
+from unstable_lite.trackers.tracker import (
+    WINDOW,
+    Tally,
+    Tracker,
+    mean_interval,
+    summarise_evaluation,
+    wilson_interval,
+)
 from unstable_lite.trackers.transcripts import transcript
 from unstable_lite.types import (
     AgentSpec,
@@ -322,6 +329,30 @@ def test_games_that_nobody_can_win_have_a_reward_and_no_win_rate() -> None:
     assert "reward" in shown
     assert "0.500" in shown
     assert "nan" not in shown + evaluation.describe()
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
+def test_rewards_that_are_all_alike_show_no_interval(reward: float) -> None:
+    tally = Tally()
+    for _ in range(20):
+        tally.add("na", reward, own_invalid=False)
+    evaluation = tally.evaluation("l", "m", 0, "E", "none")
+    assert evaluation.reward_std == 0
+    assert evaluation.to_json()["reward_interval"] == [None, None]
+    assert (
+        evaluation.describe()
+        == f"m had a mean reward of {reward:.3f} in 20 games of E; 0 ended by its own invalid move"
+    )
+    (table,) = evaluation_tables([evaluation])
+    assert list(table.columns[4].cells) == ["–"]
+
+
+def test_the_interval_that_judges_rewards_does_not_vanish() -> None:
+    rare = wilson_interval(0, 20)[1]
+    assert mean_interval(1.0, 0.0, 20) == pytest.approx((1 - 2 * rare, 1))
+    assert mean_interval(0.0, 0.0, 20) == pytest.approx((-rare, rare))
+    assert mean_interval(-5.0, 0.0, 20) == pytest.approx((-5, -5 + 10 * rare))
+    assert mean_interval(0.5, 0.2, 100) == pytest.approx((0.5 - 0.0392, 0.5 + 0.0392))
 
 
 async def test_what_an_update_trained_on_is_kept_one_file_an_update(tmp_path: Path) -> None:

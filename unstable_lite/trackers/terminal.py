@@ -164,7 +164,7 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
                 interval = f"{low:.1%} – {high:.1%}"
             else:
                 share, (low, high) = f"{evaluation.mean_reward:.3f}", evaluation.reward_interval
-                interval = f"{low:.3f} – {high:.3f}"
+                interval = f"{low:.3f} – {high:.3f}" if math.isfinite(low) else "–"
             table.add_row(
                 evaluation.label,
                 evaluation.model,

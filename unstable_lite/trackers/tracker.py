@@ -87,9 +87,12 @@ class Evaluation:
 
     @property
     def reward_interval(self) -> tuple[float, float]:
-        """95 % interval of the mean reward, by the normal approximation."""
-        half = Z_95 * self.reward_std / math.sqrt(self.n) if self.n else math.nan
-        return self.mean_reward - half, self.mean_reward + half
+        """95 % interval of the mean reward, by the normal approximation; no numbers where all rewards are alike, since
+        they have no spread to tell one from.
+        """
+        if not self.reward_std > 0:
+            return math.nan, math.nan
+        return mean_interval(self.mean_reward, self.reward_std, self.n)
 
     @property
     def own_invalid(self) -> str:
@@ -102,8 +105,9 @@ class Evaluation:
         if not math.isfinite(self.win_rate):
             low, high = self.reward_interval
             return (
-                f"{self.model} had a mean reward of {self.mean_reward:.3f} in {self.n} games of {self.env_id} "
-                f"(95 %: {low:.3f} – {high:.3f}); {self.invalid} ended by its own invalid move"
+                f"{self.model} had a mean reward of {self.mean_reward:.3f} in {self.n} games of {self.env_id}"
+                + f" (95 %: {low:.3f} – {high:.3f})" * math.isfinite(low)
+                + f"; {self.invalid} ended by its own invalid move"
             )
         low, high = self.interval
         return (
@@ -157,7 +161,9 @@ class Tally:
     def evaluation(self, label: str, model: str, step: int, env_id: str, opponent: str) -> Evaluation:
         n = self._outcomes.total()
         mean = self._rewards / n if n else math.nan
-        variance = max(0.0, self._squares - n * mean * mean) / (n - 1) if n > 1 else math.nan
+        squares = self._squares - n * mean * mean
+        is_rounding = squares < 1e-12 * self._squares  # so much is left of rewards that are all 0.1
+        variance = (0.0 if is_rounding else squares) / (n - 1) if n > 1 else math.nan
         return Evaluation(
             label=label,
             model=model,
@@ -189,6 +195,19 @@ def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, flo
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def mean_interval(mean: float, std: float, n: int, z: float = Z_95) -> tuple[float, float]:
+    """Of the mean of n rewards, by the normal approximation; one that never vanishes, for whoever decides by it.
+
+    That rewards are all alike says only that others are rare: then as many may have been others as Wilson's interval
+    allows, each as far off as rewards from -1 to 1 can be, or as large as these.
+    """
+    if std == 0:
+        most, largest = wilson_interval(0, n, z)[1], max(1.0, abs(mean))
+        return mean - most * (largest + mean), mean + most * (largest - mean)
+    half = z * std / math.sqrt(n)
+    return mean - half, mean + half
 
 
 def summarise_evaluation(

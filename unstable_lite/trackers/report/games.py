@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from unstable_lite.games.templates import Template
+from unstable_lite.league.model_registry import mean_ranks
 from unstable_lite.trackers.records import read_part, read_records
 from unstable_lite.trackers.report.tokens import pieces
 
@@ -51,7 +53,9 @@ class RunGames:
     kept: list[dict[str, Any]]
     """The samples' games by number. A turn is a table: see `_turn`."""
     results: dict[Pair, Counter[str]]
-    """Of the games between two models, `win`, `draw` and `loss` as the first of the sorted pair had them."""
+    """Of the games in which two models met, `win`, `draw` and `loss` as the first of the sorted pair had them."""
+    outcomes: dict[str, Counter[str]]
+    """By model, of its games against other models."""
     ends: Counter[str]
     tokenizer_found: bool
 
@@ -69,6 +73,7 @@ def read_games(
     """templates: by kind of game and env id, for the prompts of turns that were not trained on."""
     samples = {kind: Sample(max_games) for kind in ("train", "eval", "void")}
     results: dict[Pair, Counter[str]] = defaultdict(Counter)
+    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     ends: Counter[str] = Counter()
     for game in read_records(run / "games.jsonl"):
         ends[game["end"]] += 1
@@ -77,6 +82,7 @@ def read_games(
         else:
             samples[game["kind"]].add(game)
             _count_results(game, results)
+            _count_outcomes(game, outcomes)
     kept = sorted((game for sample in samples.values() for game in sample.games), key=lambda game: game["game_idx"])
     trained = _trained_turns(run / "train_data", {game["game_idx"] for game in kept if game["kind"] == "train"})
     for game in kept:
@@ -87,7 +93,14 @@ def read_games(
             | _prompt(turn, template if turn[0] in served else None, len(game["agents"]))
             for index, turn in enumerate(game["turns"])
         ]
-    return RunGames(samples=samples, kept=kept, results=dict(results), ends=ends, tokenizer_found=tokenizer is not None)
+    return RunGames(
+        samples=samples,
+        kept=kept,
+        results=dict(results),
+        outcomes=dict(outcomes),
+        ends=ends,
+        tokenizer_found=tokenizer is not None,
+    )
 
 
 def _chars(game: Mapping[str, Any]) -> int:
@@ -102,15 +115,27 @@ def policy_seats(game: Mapping[str, Any]) -> list[int]:
 
 
 def _count_results(game: Mapping[str, Any], results: dict[Pair, Counter[str]]) -> None:
-    agents, rewards = game["agents"], game["rewards"]
-    for i, one in enumerate(agents):
-        for other in agents[i + 1 :]:
-            if one["model"] == other["model"]:
-                continue
-            first, second = sorted((one, other), key=lambda agent: str(agent["model"]))
-            ahead = rewards[str(first["pid"])] - rewards[str(second["pid"])]
-            outcome = "draw" if ahead == 0 else "win" if ahead > 0 else "loss"
-            results[first["model"], second["model"]][outcome] += 1
+    """One result for each two models that met: who was placed better by the mean rank of its seats, as in ratings."""
+    uids = {agent["pid"]: agent["model"] for agent in game["agents"]}
+    places = mean_ranks(uids, {pid: game["rewards"][str(pid)] for pid in uids})
+    for first, second in combinations(sorted(places), 2):
+        behind = places[first] - places[second]
+        results[first, second]["draw" if behind == 0 else "loss" if behind > 0 else "win"] += 1
+
+
+def _count_outcomes(game: Mapping[str, Any], outcomes: dict[str, Counter[str]]) -> None:
+    """One outcome for each model, that of its best seat, as evaluations have it; who shares the top with none but
+    itself won.
+    """
+    seats: dict[str, set[str]] = defaultdict(set)
+    for agent in game["agents"]:
+        seats[agent["model"]].add(game["outcomes"][str(agent["pid"])])
+    if len(seats) == 1:
+        return
+    at_top = [model for model, had in seats.items() if had != {"loss"}]
+    for model, had in seats.items():
+        is_won = "win" in had or at_top == [model]
+        outcomes[model]["win" if is_won else "draw" if model in at_top else "loss"] += 1
 
 
 def _trained_turns(directory: Path, games: set[int]) -> dict[tuple[int, int, int], dict[str, Any]]:

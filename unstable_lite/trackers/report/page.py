@@ -12,7 +12,7 @@ import gzip
 import hashlib
 import json
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,15 @@ import jinja2
 
 from unstable_lite.trackers.report.games import RunGames, policy_seats
 from unstable_lite.trackers.report.runs import RunData, groups_of
-from unstable_lite.trackers.tracker import Z_95, wilson_interval
+from unstable_lite.trackers.tracker import mean_interval, wilson_interval
 
 HERE = Path(__file__).parent
 PAGE_CHARS = 400_000
 """Of games' JSON that is unpacked at once when one of them is opened."""
 MAX_IN_MATRIX = 16
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Student's t of two-sided 95 % by degrees of freedom, from 1 on (NIST/SEMATECH e-Handbook, 1.3.6.7.2); for more than
+these the last is a little too large, which is safe."""
 
 
 def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -> bytes:
@@ -135,7 +138,9 @@ def _games_data(games: Sequence[RunGames]) -> tuple[dict[str, Any], list[list[An
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What training did to one group's play of one env against one opponent, from the first evaluation to the last."""
+    """What training did to one group's play of one env against one opponent, between the first and the last update at
+    which all of its seeds were evaluated.
+    """
 
     group: int
     env_id: str
@@ -147,10 +152,11 @@ class Change:
     last: float
     last_interval: tuple[float, float]
     difference: tuple[float, float, float]
-    """With its 95 % interval."""
+    """With its 95 % interval: of these runs for one seed, of any seed for several."""
     games: tuple[int, int]
     """Of the first and of the last evaluations."""
-    updates: int
+    updates: tuple[int, int]
+    """After which these were."""
     seeds: int
     spread: tuple[float, float] | None
     """Standard deviation over the seeds, of the first and of the last."""
@@ -162,24 +168,30 @@ class Change:
 
 
 def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
-    found: dict[tuple[int, str, str], list[list[dict[str, Any]]]] = {}
+    found: dict[tuple[int, str, str], list[dict[int, dict[str, Any]]]] = {}
     for run in runs:
-        of_run: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
-        for row in sorted(run.evaluations, key=lambda row: int(row["step"])):
+        of_run: dict[tuple[int, str, str], dict[int, dict[str, Any]]] = {}
+        for row in run.evaluations:
             if row["label"] != "concurrent" and row["n"]:
-                of_run.setdefault((run.group, row["env_id"], row["opponent"]), []).append(row)
-        for key, rows in of_run.items():
-            if len(rows) > 1:
-                found.setdefault(key, []).append(rows)
-    for (group, env_id, opponent), series in sorted(found.items()):
-        firsts, lasts = [rows[0] for rows in series], [rows[-1] for rows in series]
+                of_run.setdefault((run.group, row["env_id"], row["opponent"]), {})[row["step"]] = row
+        for key, by_update in of_run.items():
+            if len(by_update) > 1:
+                found.setdefault(key, []).append(by_update)
+    for group, env_id, opponent in sorted(found):
+        series = found[group, env_id, opponent]
+        shared = set(series[0]).intersection(*series)
+        if len(shared) < 2:
+            continue
+        updates = min(shared), max(shared)
+        firsts, lasts = ([rows[update] for rows in series] for update in updates)
         is_win_rate = firsts[0]["win_rate"] is not None
         ends = [(_pooled_wins if is_win_rate else _pooled_reward)(rows) for rows in (firsts, lasts)]
         (first, low_1, high_1), (last, low_2, high_2) = ends
-        # Newcombe's (1998) hybrid of the two intervals.
-        below = math.hypot(last - low_2, high_1 - first)
-        above = math.hypot(high_2 - last, first - low_1)
         name = "win_rate" if is_win_rate else "mean_reward"
+        between = _t_half([after[name] - before[name] for before, after in zip(firsts, lasts, strict=True)])
+        # Newcombe's (1998) hybrid of the two intervals, or what the seeds differ by where that is more.
+        below = max(between, math.hypot(last - low_2, high_1 - first))
+        above = max(between, math.hypot(high_2 - last, first - low_1))
         spread = tuple(stdev(row[name] for row in rows) for rows in (firsts, lasts)) if len(series) > 1 else None
         yield Change(
             group=group,
@@ -192,10 +204,16 @@ def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
             last_interval=(low_2, high_2),
             difference=(last - first, last - first - below, last - first + above),
             games=(sum(row["n"] for row in firsts), sum(row["n"] for row in lasts)),
-            updates=max(row["step"] for row in lasts),
+            updates=updates,
             seeds=len(series),
             spread=None if spread is None else (spread[0], spread[1]),
         )
+
+
+def _t_half(differences: Sequence[float]) -> float:
+    """Half the 95 % t-interval of the mean of what each seed's run gained; 0 for one seed, which tells of no other."""
+    k = len(differences)
+    return T_95[min(k - 1, len(T_95)) - 1] * stdev(differences) / math.sqrt(k) if k > 1 else 0.0
 
 
 def _pooled_wins(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
@@ -206,10 +224,16 @@ def _pooled_wins(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
 
 def _pooled_reward(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
     """Runs count alike; a run of a single game has no spread to tell of, and so no interval."""
-    mean = fmean(row["mean_reward"] for row in rows)
-    errors = [math.inf if row["reward_std"] is None else row["reward_std"] ** 2 / row["n"] for row in rows]
-    half = Z_95 * math.sqrt(sum(errors)) / len(rows)
-    return mean, mean - half, mean + half
+    means = [row["mean_reward"] for row in rows]
+    intervals = [
+        (-math.inf, math.inf) if row["reward_std"] is None else mean_interval(mean, row["reward_std"], row["n"])
+        for mean, row in zip(means, rows, strict=True)
+    ]
+    below, above = (
+        math.hypot(*(edge - mean for edge, mean in zip(edges, means, strict=True))) / len(rows)
+        for edges in zip(*intervals, strict=True)
+    )
+    return fmean(means), fmean(means) - below, fmean(means) + above
 
 
 def _evaluation_tables(runs: Sequence[RunData]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
@@ -225,22 +249,19 @@ def _evaluation_tables(runs: Sequence[RunData]) -> Iterator[tuple[str, str, list
 def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
     """Models as they were rated last, best first, with where their bars begin and end, as shares of the widest.
 
-    What each had against the others is counted in the games that were kept.
+    How its games against others went is counted in those that were kept.
     """
     rated = {uid: rows[-1] for uid, rows in run.ladder.items()}
     low = min((mu - 2 * sigma for _, mu, sigma, _ in rated.values()), default=0.0)
     high = max((mu + 2 * sigma for _, mu, sigma, _ in rated.values()), default=1.0)
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for (first, second), met in games.results.items():
-        counts[first].update(wins=met["win"], draws=met["draw"], losses=met["loss"])
-        counts[second].update(wins=met["loss"], draws=met["draw"], losses=met["win"])
+    names = {"wins": "win", "draws": "draw", "losses": "loss"}
     return [
         {
             "uid": uid,
             "mu": mu,
             "sigma": sigma,
             "games": num_games,
-            **{name: counts[uid][name] for name in ("wins", "draws", "losses")},
+            **{name: games.outcomes.get(uid, Counter[str]())[outcome] for name, outcome in names.items()},
             "from": (mu - 2 * sigma - low) / (high - low),
             "to": (mu + 2 * sigma - low) / (high - low),
         }
