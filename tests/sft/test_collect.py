@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from unstable_lite.config import Config
 from unstable_lite.errors import EnvError, OpponentError, RequestError
 from unstable_lite.games.seats import Seats
 from unstable_lite.sft.collect import Collected, adapter_versions, collect_pairs
-from unstable_lite.sft.pairs import Pair
+from unstable_lite.sft.pairs import Pair, read_pairs, write_line
 from unstable_lite.types import Generation
 
 
@@ -110,6 +112,21 @@ async def test_a_game_that_breaks_gives_no_pair_and_if_all_do_the_last_reason_is
     for error in (RequestError, OpponentError):
         with pytest.raises(EnvError, match=r"broke.*on strike"):
             await collect(config(players=("base",)), Broken(error))
+
+
+async def test_a_model_that_at_times_says_nothing_leaves_pairs_that_can_be_read(tmp_path: Path) -> None:
+    async def say_nothing_at_times(
+        prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None
+    ) -> Generation:
+        generation = await box_it(prompt, version, stop)
+        return replace(generation, text=("", " \n", generation.text)[len(prompt) % 3])
+
+    pairs, collected = await collect(config(players=("base", "scripted:random"), filter=()), say_nothing_at_times)
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(map(write_line, pairs)))
+    assert read_pairs(path) == pairs
+    assert collected.left_out["an empty answer"] > 0
+    assert {pair.player for pair in pairs} == {"base", "scripted:random"}
 
 
 def test_adapters_are_numbered_and_the_base_is_version_0() -> None:

@@ -52,17 +52,19 @@ def pairs_of_game(record: GameRecord, config: SftConfig) -> tuple[list[Pair], Co
     for number, turn in enumerate(record.turns):
         agent = record.spec.agent_specs[turn.pid]
         assert agent.pid == turn.pid
+        # What a model said stays as it said it; scripted players say nothing but their action.
+        is_scripted = agent.model.kind == "fixed" and not is_remote(agent.model)
         if config.imitate is not None and agent.model.uid not in config.imitate:
             left_out["by a player that is not imitated"] += 1
         elif "winners" in config.filter and not _has_won(record, turn.pid):
             left_out["not the winner's"] += 1
         elif number in cut_off:
             left_out["cut off at max_generation_len"] += 1
+        elif not turn.text.strip() and not (is_scripted and turn.action):
+            left_out["an empty answer"] += 1
         elif "valid" in config.filter and (turn.is_invalid or not turn.format_ok):
             left_out["not valid"] += 1
         else:
-            # What a model said stays as it said it; scripted players say nothing but their action.
-            is_scripted = agent.model.kind == "fixed" and not is_remote(agent.model)
             pairs.append(
                 Pair(
                     observation=turn.observation,
