@@ -175,6 +175,13 @@ def test_pairs_survive_the_file_and_may_come_with_less_or_more(tmp_path: Path) -
     assert read_pairs(path) == [Pair(observation="o", action="[1]"), Pair(prompt="p", completion="c")]
 
 
+def test_a_pair_is_one_line_whatever_separators_a_text_holds(tmp_path: Path) -> None:
+    pair = Pair(observation="a\u2028b\x85c\u2029d\x1e\x0be\r\nf\rg", completion="h\u2028i")
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(write_line(pair), encoding="utf-8")
+    assert read_pairs(path) == [pair]
+
+
 def test_a_pair_is_of_the_env_that_it_names_or_of_the_first() -> None:
     assert env_of(Pair(env_id="TicTacToe-v0-train"), ENVS) == ENVS[1]
     assert env_of(Pair(env_id="Chess-v0"), ENVS) == env_of(Pair(), ENVS) == ENVS[0]

@@ -101,7 +101,7 @@ def read_pairs(path: Path) -> list[Pair]:
     Raises ConfigError with the number of every line that cannot be used, or if there is none that can.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a text may hold other separators, as U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"sft.data: {path} cannot be read: {error}") from error
     pairs, problems = [], []
