@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from unstable_lite.config import SftConfig
@@ -17,11 +16,8 @@ from unstable_lite.types import (
     AgentSpec,
     GameRecord,
     GameSpec,
-    Generation,
     ModelRef,
     Outcome,
-    PlayerTrajectory,
-    Step,
     TrainEnvSpec,
     Turn,
 )
@@ -113,33 +109,6 @@ def test_alone_any_reward_above_0_is_a_win() -> None:
     assert kept(lost) == ([], {"not the winner's": 6})
     lost.rewards = {0: 0.2}
     assert kept(lost)[0] == [0, 1, 2, 3, 4, 5]
-
-
-def test_an_answer_that_was_cut_off_is_never_imitated() -> None:
-    record = game("a", "b")
-    generation = Generation(
-        prompt_ids=np.zeros(1, np.int32),
-        completion_ids=np.zeros(1, np.int32),
-        logprobs=np.zeros(1, np.float32),
-        text="said 2",
-        finish_reason="length",
-        adapter_version=0,
-    )
-    step = Step(
-        pid=0,
-        obs="",
-        act="",
-        reward=0,
-        env_id="Nim-v0-train",
-        generation=generation,
-        step_info={"turn": 2, "game_idx": 7},
-    )
-    record.trajectories = [
-        PlayerTrajectory(
-            pid=0, env_id="Nim-v0-train", game_idx=7, model=ModelRef(uid="a", kind="checkpoint"), steps=[step]
-        )
-    ]
-    assert kept(record, filter=()) == ([0, 1, 3, 4, 5], {"cut off at max_generation_len": 1})
 
 
 def test_what_a_model_said_stays_as_it_said_it_and_a_scripted_player_says_but_its_action() -> None:
