@@ -140,6 +140,8 @@ class Reply(msgspec.Struct, kw_only=True):
     """What the player was shown, after the template."""
     format_ok: bool = True
     """Whether the answer was where the template asks it to be."""
+    is_cut_off: bool = False
+    """Whether the answer was ended from outside, by a limit on its tokens or a filter."""
     generation: Generation | None = None
     """Present for models that the engines serve."""
 
@@ -189,6 +191,8 @@ class Turn:
     format_ok: bool
     is_invalid: bool = False
     """The rules do not allow `action`."""
+    is_cut_off: bool = False
+    """The player had not come to the end of `text`."""
     seconds: float = field(default=0.0, compare=False)
     """How long the player took to answer."""
     generation: Generation | None = field(default=None, compare=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.cells import Cell, game_spec, in_rounds, make_cells, make_tournament
+from unstable_lite.evaluation.cells import Cell, CellKey, game_spec, in_rounds, make_cells, make_tournament, read_key
 from unstable_lite.evaluation.models import BASE, EvaluatedModel
 from unstable_lite.types import EvalEnvSpec, ModelRef
 
@@ -89,3 +89,17 @@ def test_a_cell_is_known_by_what_is_played_not_by_names() -> None:
         for env in (NIM, replace(NIM, prompt_template="tiny"), replace(NIM, observation="first-last"), DICE)
     }
     assert len(keys) == 4
+
+
+def test_a_key_says_how_its_cell_is_played() -> None:
+    played = replace(DICE, prompt_template="tiny", max_turns=9, observation="first-last")
+    assert read_key(Cell(model=adapter(1), opponent=RANDOM, env=played).key) == CellKey(
+        model_key="digest 1",
+        opponent_key="scripted:random",
+        num_players=3,
+        prompt_template="tiny",
+        other_settings="max_turns=9, observation=first-last",
+    )
+    assert read_key(Cell(model=BASE, opponent=None, env=FROZEN).key) == CellKey(
+        model_key="base", opponent_key="none", num_players=1, prompt_template="default", other_settings=""
+    )

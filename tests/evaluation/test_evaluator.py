@@ -72,7 +72,7 @@ async def test_models_against_opponents_end_in_tables_that_agree_with_the_games(
         assert int(row["own_invalid"]) == sum(game["own_invalid"] for game in own)
     markdown = (tmp_path / "out" / "table.md").read_text().splitlines()
     assert len(markdown) == 2 + len(table)
-    assert markdown[2].startswith("| base | scripted:random | Nim-v0-train | 6 |")
+    assert markdown[2].startswith("| base | scripted:random | Nim-v0-train | 2 | tiny |  | 6 |")
     reference = read_csv(tmp_path / "out" / "eval_results.csv")
     assert list(reference[0]) == [
         "game_idx",
@@ -103,6 +103,59 @@ async def test_a_second_call_plays_only_what_is_not_there_and_completes_a_cut_ce
     fewer = await evaluated(["base"], output, games=4, config=run / "config.toml")
     assert fewer.played == 0
     assert fewer.evaluations[0].n == 4
+
+
+def evaluate_nim(model: str, run: Path, output: Path, games: int, *more: str) -> str:
+    """As a user does it; returns what is printed."""
+    overrides = [word for override in SCRIPTED for word in ("--set", override)]
+    where = ("--config", run / "config.toml", "--output", output, "--games", str(games))
+    code, out, err = runs.run("eval", model, *where, *more, *overrides)
+    assert code == 0, err
+    return out
+
+
+def test_a_model_that_is_evaluated_later_is_added_to_the_tables(run: Path, tmp_path: Path) -> None:
+    evaluate_nim("scripted:optimal", run, tmp_path / "out", 10)
+    (before,) = read_csv(tmp_path / "out" / "table.csv")
+    out = evaluate_nim("base", run, tmp_path / "out", 4)
+    base, optimal = read_csv(tmp_path / "out" / "table.csv")
+    assert (base["model"], int(base["n"]) + int(base["void"])) == ("base", 4)
+    assert optimal == before
+    assert len((tmp_path / "out" / "table.md").read_text().splitlines()) == 4
+    assert "base" in out and "scripted:optimal" not in out
+    assert len(read_csv(tmp_path / "out" / "eval_results.csv")) == 4
+
+
+def test_cells_that_differ_in_how_the_env_is_played_are_told_apart(run: Path, tmp_path: Path) -> None:
+    envs = ("--env", "Nim-v0-train:2:tiny", "--env", "Nim-v0-train:2:default")
+    out = evaluate_nim("base", run, tmp_path / "out", 2, *envs)
+    table = read_csv(tmp_path / "out" / "table.csv")
+    assert [(row["num_players"], row["prompt_template"]) for row in table] == [("2", "tiny"), ("2", "default")]
+    assert re.search(r"model.+template.+games", out) and "players" not in out
+    assert re.search(r"base .+tiny ", out) and re.search(r"base .+default ", out)
+    assert "template" not in evaluate_nim("base", run, tmp_path / "out", 2, *envs[:2])
+    assert len(read_csv(tmp_path / "out" / "table.csv")) == 2
+
+
+async def test_what_else_of_an_env_is_set_is_told_too(run: Path, tmp_path: Path) -> None:
+    config = run / "config.toml"
+    text = config.read_text()
+    env = text[text.index("[[eval_envs]]") :]
+    config.write_text(f'{text}\n{env}\nmax_turns = 7\nobservation = "first-last"\n')
+    await evaluated(["base"], tmp_path / "out", games=2, config=config)
+    settings = [row["other_settings"] for row in read_csv(tmp_path / "out" / "table.csv")]
+    assert settings == ["", "max_turns=7, observation=first-last"]
+
+
+async def test_models_of_one_name_from_two_calls_are_told_apart(run: Path, tmp_path: Path) -> None:
+    others = [
+        write_adapter(tmp_path / name / "checkpoints" / "ckpt-1", small(seed)) for name, seed in (("a", 8), ("b", 9))
+    ]
+    for other in others:
+        await evaluated([other], tmp_path / "out", games=2, config=run / "config.toml")
+    names = [row["model"] for row in read_csv(tmp_path / "out" / "table.csv")]
+    assert len({*names}) == 2
+    assert all(re.fullmatch(r"ckpt-1 \([\w-]+\)", name) for name in names)
 
 
 async def test_more_checkpoints_than_slots_play_in_turns(run: Path, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ async def test_an_error_that_may_pass_is_tried_again(
     answers = iter([(status, {"error": "later"}), (status, b"<html>"), said("[1]")])
     server.answer = lambda _body: next(answers)
     endpoint = connect(max_retries=2)
-    assert await endpoint.complete(MODEL, "hello") == "[1]"
+    assert (await endpoint.complete(MODEL, "hello")).text == "[1]"
     assert len(server.bodies) == 3
     assert endpoint.failures == 0
 
@@ -110,7 +110,7 @@ async def test_an_answer_that_drips_for_ever_is_none_in_time_attempt_by_attempt(
         await asyncio.wait_for(endpoint.complete(MODEL, "hello"), 30)
     assert len(server.bodies) == 2
     server.drip_s = None
-    assert await endpoint.complete(MODEL, "hello") == "\\boxed{4}"
+    assert (await endpoint.complete(MODEL, "hello")).text == "\\boxed{4}"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ async def test_half_a_character_in_an_answer_becomes_a_question_mark(
     server: Server, connect: Callable[..., Endpoint]
 ) -> None:
     server.answer = lambda _body: (200, json.dumps(said("[1] \ud800")[1]).encode())
-    assert await connect().complete(MODEL, "hello") == "[1] ?"
+    assert (await connect().complete(MODEL, "hello")).text == "[1] ?"
 
 
 async def test_an_answer_that_used_up_its_tokens_in_thought_is_an_answer_without_a_move(
@@ -150,7 +150,19 @@ async def test_an_answer_that_used_up_its_tokens_in_thought_is_an_answer_without
 ) -> None:
     server.answer = lambda _body: said(None, finish_reason="length")
     reply = await OpenAICompatiblePlayer(connect(), AGENT, 2).act("board")
-    assert (reply.action, reply.format_ok) == ("", False)
+    assert (reply.action, reply.format_ok, reply.is_cut_off) == ("", False, True)
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "is_cut_off"),
+    [("length", True), ("content_filter", True), ("stop", False), ("eos_token", False), (None, False), ({}, False)],
+)
+async def test_an_answer_that_its_model_did_not_end_is_told_from_others(
+    server: Server, connect: Callable[..., Endpoint], finish_reason: Any, is_cut_off: bool
+) -> None:
+    server.answer = lambda _body: said("\\boxed{4}", finish_reason)
+    reply = await OpenAICompatiblePlayer(connect(), AGENT, 2).act("board")
+    assert (reply.text, reply.is_cut_off) == ("\\boxed{4}", is_cut_off)
 
 
 async def test_the_key_is_in_no_error_and_in_no_log(

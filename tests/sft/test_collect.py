@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from unstable_lite.config import Config
+from openai_server import said, serving
+from unstable_lite.config import Config, OpponentsConfig
 from unstable_lite.errors import EnvError, OpponentError, RequestError
 from unstable_lite.games.seats import Seats
 from unstable_lite.sft.collect import Collected, adapter_versions, collect_pairs
-from unstable_lite.sft.pairs import Pair
+from unstable_lite.sft.pairs import Pair, read_pairs, write_line
 from unstable_lite.types import Generation
 
 
@@ -30,7 +34,8 @@ def config(workers: int = 8, **sft: Any) -> Config:
 
 async def collect(given: Config, generate: Any = None) -> tuple[list[Pair], Collected]:
     pairs: list[Pair] = []
-    collected = await collect_pairs(given, Seats(generate), pairs.append, lambda _: None)
+    async with Seats(generate, opponents=given.opponents) as seats:
+        collected = await collect_pairs(given, seats, pairs.append, lambda _: None)
     assert collected.pairs == len(pairs)
     return pairs, collected
 
@@ -110,6 +115,39 @@ async def test_a_game_that_breaks_gives_no_pair_and_if_all_do_the_last_reason_is
     for error in (RequestError, OpponentError):
         with pytest.raises(EnvError, match=r"broke.*on strike"):
             await collect(config(players=("base",)), Broken(error))
+
+
+async def test_a_model_that_at_times_says_nothing_leaves_pairs_that_can_be_read(tmp_path: Path) -> None:
+    async def say_nothing_at_times(
+        prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None
+    ) -> Generation:
+        generation = await box_it(prompt, version, stop)
+        return replace(generation, text=("", " \n", generation.text)[len(prompt) % 3])
+
+    pairs, collected = await collect(config(players=("base", "scripted:random"), filter=()), say_nothing_at_times)
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(map(write_line, pairs)))
+    assert read_pairs(path) == pairs
+    assert collected.left_out["an empty answer"] > 0
+    assert {pair.player for pair in pairs} == {"base", "scripted:random"}
+
+
+async def test_an_answer_that_was_cut_off_is_never_imitated_whoever_gave_it() -> None:
+    async def cut_off_at_times(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
+        generation = await box_it(prompt, version, stop)
+        if len(prompt) % 2:
+            return generation
+        return replace(generation, text=f"{generation.text} length", finish_reason="length")
+
+    with serving() as server:
+        reasons = itertools.cycle(["stop", "length", "eos", "content_filter"])
+        server.answer = lambda _body: said(f"\\boxed{{[1 1]}} {(reason := next(reasons))}", finish_reason=reason)
+        given = config(players=("base", "vendor/model"), filter=())
+        given = given.model_copy(update={"opponents": OpponentsConfig(base_url=server.url, max_retries=0)})
+        pairs, collected = await collect(given, cut_off_at_times)
+    assert not any(pair.completion.endswith((" length", " content_filter")) for pair in pairs)
+    assert {pair.player for pair in pairs} == {"base", "vendor/model"}
+    assert set(collected.left_out) == {"cut off at max_generation_len", "cut off at the endpoint's max_tokens"}
 
 
 def test_adapters_are_numbered_and_the_base_is_version_0() -> None:

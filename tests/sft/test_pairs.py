@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from unstable_lite.config import SftConfig
@@ -17,11 +16,8 @@ from unstable_lite.types import (
     AgentSpec,
     GameRecord,
     GameSpec,
-    Generation,
     ModelRef,
     Outcome,
-    PlayerTrajectory,
-    Step,
     TrainEnvSpec,
     Turn,
 )
@@ -115,33 +111,6 @@ def test_alone_any_reward_above_0_is_a_win() -> None:
     assert kept(lost)[0] == [0, 1, 2, 3, 4, 5]
 
 
-def test_an_answer_that_was_cut_off_is_never_imitated() -> None:
-    record = game("a", "b")
-    generation = Generation(
-        prompt_ids=np.zeros(1, np.int32),
-        completion_ids=np.zeros(1, np.int32),
-        logprobs=np.zeros(1, np.float32),
-        text="said 2",
-        finish_reason="length",
-        adapter_version=0,
-    )
-    step = Step(
-        pid=0,
-        obs="",
-        act="",
-        reward=0,
-        env_id="Nim-v0-train",
-        generation=generation,
-        step_info={"turn": 2, "game_idx": 7},
-    )
-    record.trajectories = [
-        PlayerTrajectory(
-            pid=0, env_id="Nim-v0-train", game_idx=7, model=ModelRef(uid="a", kind="checkpoint"), steps=[step]
-        )
-    ]
-    assert kept(record, filter=()) == ([0, 1, 3, 4, 5], {"cut off at max_generation_len": 1})
-
-
 def test_what_a_model_said_stays_as_it_said_it_and_a_scripted_player_says_but_its_action() -> None:
     record = game("scripted:random", "google/gemini")
     record.turns = [
@@ -173,6 +142,13 @@ def test_pairs_survive_the_file_and_may_come_with_less_or_more(tmp_path: Path) -
         '{"observation": "o", "action": "[1]"}\n\n{"prompt": "p", "completion": "c", "reward": 3, "env_id": null}\n'
     )
     assert read_pairs(path) == [Pair(observation="o", action="[1]"), Pair(prompt="p", completion="c")]
+
+
+def test_a_pair_is_one_line_whatever_separators_a_text_holds(tmp_path: Path) -> None:
+    pair = Pair(observation="a\u2028b\x85c\u2029d\x1e\x0be\r\nf\rg", completion="h\u2028i")
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(write_line(pair), encoding="utf-8")
+    assert read_pairs(path) == [pair]
 
 
 def test_a_pair_is_of_the_env_that_it_names_or_of_the_first() -> None:

@@ -15,6 +15,21 @@ from unstable_lite.evaluation.models import BASE, EvaluatedModel
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import AgentSpec, EvalEnvSpec, GameSpec, ModelRef
 
+JOINT = " | "
+"""Between the parts of a cell's key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellKey:
+    """What a cell's key says, for cells that are known by their results alone."""
+
+    model_key: str
+    opponent_key: str
+    num_players: int
+    prompt_template: str
+    other_settings: str
+    """What else of the env is not left at its default."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
@@ -33,7 +48,7 @@ class Cell:
             for field in fields(self.env)
             if field.name != "fixed_opponent" and getattr(self.env, field.name) != field.default
         ]
-        return " | ".join((self.model.key, self.opponent_key, *played_how))
+        return JOINT.join((self.model.key, self.opponent_key, *played_how))
 
     @property
     def opponent_key(self) -> str:
@@ -48,6 +63,20 @@ class Cell:
         """Keys of the adapters that must be loaded to play it."""
         seated = (self.model, self.opponent)
         return {model.key for model in seated if model is not None and model.path is not None}
+
+
+def read_key(key: str) -> CellKey:
+    """The reverse of `Cell.key`."""
+    models, _, env = key.partition(f"{JOINT}env_id=")
+    model_key, _, opponent_key = models.partition(JOINT)
+    settings = dict(setting.partition("=")[::2] for setting in env.split(JOINT)[1:])
+    return CellKey(
+        model_key=model_key,
+        opponent_key=opponent_key,
+        num_players=int(settings.pop("num_players")),
+        prompt_template=settings.pop("prompt_template", EvalEnvSpec(env_id="", num_players=1).prompt_template),
+        other_settings=", ".join(f"{name}={value}" for name, value in settings.items()),
+    )
 
 
 def make_cells(

@@ -31,7 +31,7 @@ from unstable_lite.errors import AdapterError, ConfigError, RequestError, Unstab
 from unstable_lite.evaluation.cells import Cell, game_spec, in_rounds, make_cells, make_tournament
 from unstable_lite.evaluation.ladder import Placed, RatedGame, make_ladder
 from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_run, find_sides, fixed
-from unstable_lite.evaluation.results import Results, write_ladder, write_tables
+from unstable_lite.evaluation.results import CellEvaluation, Results, write_ladder, write_tables
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.game_runner import GameRunner
 from unstable_lite.games.isolation import opened_environments
@@ -39,7 +39,6 @@ from unstable_lite.games.seats import Seats
 from unstable_lite.games.templates import format_prompt, templates_for
 from unstable_lite.plan import Plan, make_plan
 from unstable_lite.runtime import cancelled_by_signals, first_reason, log_file
-from unstable_lite.trackers.tracker import Evaluation
 from unstable_lite.types import EvalEnvSpec, GameSpec, Generation, ModelRef, TrainEnvSpec
 from unstable_lite.workers import EngineWorkers, started_engines, while_alive
 
@@ -95,7 +94,8 @@ class EvaluationPlan:
 class Evaluated:
     """What is left of an evaluation when it is over."""
 
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[CellEvaluation, ...]
+    """Of the cells of this call."""
     ladder: tuple[Placed, ...]
     """Of a tournament."""
     played: int

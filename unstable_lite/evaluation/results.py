@@ -1,7 +1,8 @@
 """What an evaluation keeps and shows: a line for each game in results.jsonl, and every table made from those lines.
 
-Only whole cells' counts are shown, never stored: the lines are the truth, so an evaluation that was cut short goes on
-where it stopped, and one with more games or more models adds to what is there.
+Counts are shown, never stored: the lines are the truth, so an evaluation that was cut short goes on where it stopped,
+and one with more games or more models adds to what is there. Who asks is answered about the cells that were asked for;
+table.csv and table.md hold every cell that there is a line of.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.cells import Cell, seat_of
+from unstable_lite.evaluation.cells import Cell, read_key, seat_of
 from unstable_lite.evaluation.ladder import Placed
 from unstable_lite.trackers.records import RecordLog, read_records
 from unstable_lite.trackers.tracker import Evaluation, Tally
@@ -27,6 +30,9 @@ COLUMNS = (
     "model",
     "opponent",
     "env_id",
+    "num_players",
+    "prompt_template",
+    "other_settings",
     "n",
     "wins",
     "draws",
@@ -49,7 +55,18 @@ REFERENCE_COLUMNS = (
     "avg_opponent_reward",
     "num_turns",
 )
+PLAYED_HOW = {"players": "num_players", "template": "prompt_template", "settings": "other_settings"}
+"""Columns of a terminal's table where its rows differ in them."""
 LADDER_COLUMNS = ("rank", "model", "mu", "sigma", "games", "wins", "draws", "losses")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellEvaluation(Evaluation):
+    """With how the env was played: cells of the same models and env may differ in that alone."""
+
+    num_players: int
+    prompt_template: str
+    other_settings: str
 
 
 class Results:
@@ -100,20 +117,52 @@ class Results:
         rows = self._rows.get(cell.key, {})
         return [rows[number] for number in sorted(rows) if number < games]
 
-    def evaluation(self, cell: Cell, games: int) -> Evaluation:
-        tally = Tally()
-        for row in self.rows(cell, games):
-            if row["end"] == "void":
-                tally.void += 1
-            else:
-                tally.add(row["outcome"], row["reward"], row["own_invalid"])
-        return tally.evaluation("offline", cell.model.name, cell.model.step, cell.env.env_id, cell.opponent_name)
+    def evaluation(self, cell: Cell, games: int) -> CellEvaluation:
+        model, rows = cell.model, self.rows(cell, games)
+        return _evaluation(cell.key, rows, model.name, cell.opponent_name, cell.env.env_id, model.step)
+
+    def all_evaluations(self, cells: Sequence[Cell]) -> list[CellEvaluation]:
+        """Of every game that is there: `cells` first, then the others as they came."""
+        names, evaluations = self._names(cells), []
+        for key in dict.fromkeys([cell.key for cell in cells if cell.key in self._rows] + [*self._rows]):
+            rows, of = [*self._rows[key].values()], read_key(key)
+            model, opponent = names[of.model_key], names[of.opponent_key]
+            evaluations.append(_evaluation(key, rows, model, opponent, rows[0]["env_id"]))
+        return evaluations
 
     def close(self) -> None:
         self._log.close()
 
     def _keep(self, row: dict[str, Any]) -> None:
         self._rows.setdefault(row["cell"], {})[row["game"]] = row
+
+    def _names(self, cells: Sequence[Cell]) -> dict[str, str]:
+        """Of models, by key: in `cells`, or else in the lines; with the key where two have one name."""
+        names: dict[str, str] = {}
+        for key, rows in self._rows.items():
+            of, newest = read_key(key), [*rows.values()][-1]
+            names |= {of.model_key: newest["model"], of.opponent_key: newest["opponent"]}
+        for cell in cells:
+            names |= {cell.model.key: cell.model.name, cell.opponent_key: cell.opponent_name}
+        times = Counter(names.values())
+        return {key: name if times[name] == 1 else f"{name} ({key})" for key, name in names.items()}
+
+
+def _evaluation(
+    key: str, rows: Iterable[Mapping[str, Any]], model: str, opponent: str, env_id: str, step: int = 0
+) -> CellEvaluation:
+    tally, of = Tally(), read_key(key)
+    for row in rows:
+        if row["end"] == "void":
+            tally.void += 1
+        else:
+            tally.add(row["outcome"], row["reward"], row["own_invalid"])
+    return CellEvaluation(
+        **asdict(tally.evaluation("offline", model, step, env_id, opponent)),
+        num_players=of.num_players,
+        prompt_template=of.prompt_template,
+        other_settings=of.other_settings,
+    )
 
 
 def _claim(directory: Path, settings: Mapping[str, Any]) -> None:
@@ -140,10 +189,11 @@ def _claim(directory: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
-def write_tables(results: Results, cells: Sequence[Cell], games: int) -> list[Evaluation]:
-    """table.csv, table.md and the reference evaluator's eval_results.csv; returns the table's rows."""
-    evaluations = [results.evaluation(cell, games) for cell in cells]
-    rows = [_figures(evaluation) for evaluation in evaluations]
+def write_tables(results: Results, cells: Sequence[Cell], games: int) -> list[CellEvaluation]:
+    """table.csv and table.md, of everything that is there; the reference evaluator's eval_results.csv, which names no
+    models, and what is returned, of the first `games` games of `cells`.
+    """
+    rows = [_figures(evaluation) for evaluation in results.all_evaluations(cells)]
     write_csv(results.directory / "table.csv", COLUMNS, rows)
     write_markdown(results.directory / "table.md", COLUMNS, rows)
     played = [(cell, row) for cell in cells for row in results.rows(cell, games) if row["end"] != "void"]
@@ -162,7 +212,7 @@ def write_tables(results: Results, cells: Sequence[Cell], games: int) -> list[Ev
             for index, (cell, row) in enumerate(played)
         ],
     )
-    return evaluations
+    return [results.evaluation(cell, games) for cell in cells]
 
 
 def write_ladder(directory: Path, placed: Sequence[Placed], evaluations: Sequence[Evaluation]) -> None:
@@ -199,26 +249,28 @@ def write_markdown(path: Path, columns: Sequence[str], rows: Iterable[Mapping[st
     path.write_text(text, encoding="utf-8")
 
 
-def results_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
+def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
     """For a terminal: one for each env and opponent."""
     tables = []
     for env_id, opponent in dict.fromkeys((e.env_id, e.opponent) for e in evaluations):
-        table = Table("model", title=f"{env_id} against {opponent}", title_justify="left")
+        shown = [e for e in evaluations if (e.env_id, e.opponent) == (env_id, opponent)]
+        differing = {name: of for name, of in PLAYED_HOW.items() if len({getattr(e, of) for e in shown}) > 1}
+        table = Table("model", *differing, title=f"{env_id} against {opponent}", title_justify="left")
         for name in ("games", "won", "95 % interval", "drawn", "reward", "own invalid"):
             table.add_column(name, justify="right")
-        for e in evaluations:
-            if (e.env_id, e.opponent) == (env_id, opponent):
-                low, high = e.interval
-                is_decided = math.isfinite(e.win_rate)
-                table.add_row(
-                    e.model,
-                    f"{e.n}" + f" (+{e.void} void)" * bool(e.void),
-                    f"{e.win_rate:.1%}" if is_decided else "–",
-                    f"{low:.1%} – {high:.1%}" if is_decided else "–",
-                    str(e.draws) if is_decided else "–",
-                    f"{e.mean_reward:+.3f}" if e.n else "–",
-                    e.own_invalid,
-                )
+        for e in shown:
+            low, high = e.interval
+            is_decided = math.isfinite(e.win_rate)
+            table.add_row(
+                e.model,
+                *(str(getattr(e, of)) for of in differing.values()),
+                f"{e.n}" + f" (+{e.void} void)" * bool(e.void),
+                f"{e.win_rate:.1%}" if is_decided else "–",
+                f"{low:.1%} – {high:.1%}" if is_decided else "–",
+                str(e.draws) if is_decided else "–",
+                f"{e.mean_reward:+.3f}" if e.n else "–",
+                e.own_invalid,
+            )
         tables.append(table)
     return tables
 
@@ -234,13 +286,16 @@ def ladder_table(placed: Sequence[Placed]) -> Table:
     return table
 
 
-def _figures(e: Evaluation) -> dict[str, Any]:
+def _figures(e: CellEvaluation) -> dict[str, Any]:
     low, high = e.interval
     reward_low, reward_high = e.reward_interval
     return {
         "model": e.model,
         "opponent": e.opponent,
         "env_id": e.env_id,
+        "num_players": e.num_players,
+        "prompt_template": e.prompt_template,
+        "other_settings": e.other_settings,
         "n": e.n,
         "wins": e.wins,
         "draws": e.draws,

@@ -44,6 +44,7 @@ async def run_game(
                 text=reply.text,
                 action=action,
                 format_ok=reply.format_ok,
+                is_cut_off=reply.is_cut_off,
                 seconds=time.monotonic() - asked,
                 generation=reply.generation,
             )

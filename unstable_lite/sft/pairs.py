@@ -43,26 +43,23 @@ def pairs_of_game(record: GameRecord, config: SftConfig) -> tuple[list[Pair], Co
     """The turns of a finished game that are kept, and how many are left out for which reason."""
     pairs: list[Pair] = []
     left_out: Counter[str] = Counter()
-    cut_off = {
-        step.step_info["turn"]
-        for trajectory in record.trajectories
-        for step in trajectory.steps
-        if step.generation.finish_reason == "length"
-    }
     for number, turn in enumerate(record.turns):
         agent = record.spec.agent_specs[turn.pid]
         assert agent.pid == turn.pid
+        # What a model said stays as it said it; scripted players say nothing but their action.
+        is_scripted = agent.model.kind == "fixed" and not is_remote(agent.model)
         if config.imitate is not None and agent.model.uid not in config.imitate:
             left_out["by a player that is not imitated"] += 1
         elif "winners" in config.filter and not _has_won(record, turn.pid):
             left_out["not the winner's"] += 1
-        elif number in cut_off:
-            left_out["cut off at max_generation_len"] += 1
+        elif turn.is_cut_off:  # training on it would teach to stop there
+            is_ours = agent.model.kind == "checkpoint"
+            left_out["cut off at max_generation_len" if is_ours else "cut off at the endpoint's max_tokens"] += 1
+        elif not turn.text.strip() and not (is_scripted and turn.action):
+            left_out["an empty answer"] += 1
         elif "valid" in config.filter and (turn.is_invalid or not turn.format_ok):
             left_out["not valid"] += 1
         else:
-            # What a model said stays as it said it; scripted players say nothing but their action.
-            is_scripted = agent.model.kind == "fixed" and not is_remote(agent.model)
             pairs.append(
                 Pair(
                     observation=turn.observation,
@@ -99,7 +96,7 @@ def read_pairs(path: Path) -> list[Pair]:
     Raises ConfigError with the number of every line that cannot be used, or if there is none that can.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # a text may hold other separators, as U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"sft.data: {path} cannot be read: {error}") from error
     pairs, problems = [], []

@@ -14,7 +14,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 
@@ -31,6 +31,8 @@ FAILURES_BEFORE_PAUSE = 3
 POLL_S = 0.5
 _http: Any = importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
 """What its requests are made with: httpx, or what a later version has instead."""
+CUT_OFF = ("length", "content_filter")
+"""Why an answer ended, where it was not its model that ended it; servers have many words for that one."""
 CHARS_PER_TOKEN = 3
 """Where the endpoint does not say what it used; rather too many tokens than too few."""
 
@@ -46,9 +48,15 @@ class OpenAICompatiblePlayer:
     async def act(self, observation: str) -> Reply:
         """Raises OpponentError."""
         message = CHAT_TEMPLATES["chat"].message(observation, self._num_players)
-        text = await self._endpoint.complete(self._model, message)
-        action, format_ok = self._extract(text)
-        return Reply(action=action, text=text, prompt=message, format_ok=format_ok)
+        answer = await self._endpoint.complete(self._model, message)
+        action, format_ok = self._extract(answer.text)
+        return Reply(action=action, text=answer.text, prompt=message, format_ok=format_ok, is_cut_off=answer.is_cut_off)
+
+
+class Answer(NamedTuple):
+    text: str
+    is_cut_off: bool
+    """Whether the endpoint says that the model had not come to its end."""
 
 
 class Endpoint:
@@ -72,7 +80,7 @@ class Endpoint:
         self._models: defaultdict[str, _Health] = defaultdict(lambda: _Health(config))
         self._is_said_spent = False
 
-    async def complete(self, model: str, message: str) -> str:
+    async def complete(self, model: str, message: str) -> Answer:
         """The model's answer. Raises OpponentError if none can be had, or the budget is spent."""
         health = self._models[model]
         num_pauses = health.num_pauses
@@ -91,13 +99,15 @@ class Endpoint:
             except (openai.OpenAIError, ValueError) as error:  # ValueError: what calls itself JSON and is none
                 # Without its cause: what a server answers may repeat the key.
                 raise self._failed(model, f"{type(error).__name__}: {self._without_key(str(error))[:500]}") from None
-        text = _text(completion)
-        self.budget.count(getattr(completion, "usage", None), message, text or "")
-        if text is None:
+        answer = _answer(completion)
+        self.budget.count(getattr(completion, "usage", None), message, answer.text if answer else "")
+        if answer is None:
             raise self._failed(model, f"an answer without text: {self._without_key(repr(completion))[:500]}")
         if pause_s := health.succeeded():
             self._tell(f"opponent {model!r} answers again after {pause_s:.0f} s")
-        return self._without_key(text)  # a transcript is kept, whatever the server put into it
+        return answer._replace(
+            text=self._without_key(answer.text)
+        )  # a transcript is kept, whatever the server put into it
 
     def can_play(self, model: str) -> bool:
         """Whether to seat this model now; after a pause True once, for the game that tries it."""
@@ -253,7 +263,7 @@ class _Health:
         return down_s
 
 
-def _text(completion: Any) -> str | None:
+def _answer(completion: Any) -> Answer | None:
     """The answer; None where there is none. Servers send anything, and the client checks little of it."""
     try:
         choice = completion.choices[0]
@@ -261,6 +271,7 @@ def _text(completion: Any) -> str | None:
     except (AttributeError, TypeError, LookupError):
         return None
     if isinstance(content, str) and content:
-        return content.encode(errors="replace").decode()  # JSON may hold halves of characters, which no file takes
+        text = content.encode(errors="replace").decode()  # JSON may hold halves of characters, which no file takes
+        return Answer(text, is_cut_off=reason in CUT_OFF)
     # An answer that thought until its tokens were used up is an answer without a move, as it is for our own model.
-    return "" if reason == "length" else None
+    return Answer("", is_cut_off=True) if reason == "length" else None

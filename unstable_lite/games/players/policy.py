@@ -37,4 +37,11 @@ class PolicyPlayer:
         self._num_turns += 1
         generation = await self._generate(prompt, self._version, self._template.stop, seed)
         action, format_ok = self._extract(generation.text)
-        return Reply(action=action, text=generation.text, prompt=prompt, format_ok=format_ok, generation=generation)
+        return Reply(
+            action=action,
+            text=generation.text,
+            prompt=prompt,
+            format_ok=format_ok,
+            is_cut_off=generation.finish_reason == "length",
+            generation=generation,
+        )
