@@ -130,6 +130,7 @@ def script(tmp_path: Path, steps: int, end: str = "") -> subprocess.Popen[str]:
 def test_a_run_in_the_background_outlives_the_end_of_its_script(tmp_path: Path) -> None:
     code, out, err = runs.finish(script(tmp_path, steps=3))
     assert code == 0, out + err
+    assert "the script has ended; the run goes on" in out
     assert (runs.run_directory(tmp_path) / "checkpoints" / "ckpt-3").is_dir()
 
 

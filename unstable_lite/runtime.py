@@ -174,10 +174,10 @@ class Run:
     def wait(self) -> Summary:
         """Wait for a run that was started with `block=False`; raises what ended it, if anything did.
 
-        Ctrl-C meanwhile is as without it: once, and the run ends well; twice, and it ends now. Raises ConfigError for a
-        run that was not started.
+        Ctrl-C meanwhile is as without it: once, and the run ends well; twice, and it ends now. Raises ConfigError where
+        there is nothing to wait for.
         """
-        if not self._is_started:
+        if self._is_over is None and self._summary is None:
             raise ConfigError("wait() is for a run that was started: call start(block=False) first")
         self._is_waited_for = True
         self._wait_for_end()
@@ -188,11 +188,15 @@ class Run:
 
     def stop(self) -> None:
         """Finish the update at hand, save, and end; from any thread, and at any time."""
+        self._tell_loop(self._stop.set)
+
+    def _tell_loop(self, what: Callable[[], None]) -> None:
+        """From any thread; before there is a loop, to end as soon as there is."""
         if self._loop is None:
             self._stop.set()  # nobody waits for it yet
             return
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
-            self._loop.call_soon_threadsafe(self._stop.set)
+            self._loop.call_soon_threadsafe(what)
 
     async def execute(self) -> Summary:
         """Start the workers, train, evaluate, save. Leaves no process and no shared memory, however it ends."""
@@ -418,13 +422,12 @@ class Run:
             try:
                 self._is_over.wait()  # Python up to 3.12 takes a thread for ended whose `join` was interrupted
             except KeyboardInterrupt:
-                if self._loop is None:
-                    self._stop.set()
-                else:
-                    self._loop.call_soon_threadsafe(self._interrupt)
+                self._tell_loop(self._interrupt)
 
     def _wait_at_exit(self) -> None:
         if not self._is_waited_for:
+            if self._is_over is not None and not self._is_over.is_set():
+                self._terminal.say("the script has ended; the run goes on (Ctrl-C: finish the update, save, end)")
             self._wait_for_end()
             if self._error is not None:
                 self._terminal.say(f"the run has ended: {type(self._error).__name__}: {self._error}")

@@ -105,9 +105,8 @@ class Endpoint:
             raise self._failed(model, f"an answer without text: {self._without_key(repr(completion))[:500]}")
         if pause_s := health.succeeded():
             self._tell(f"opponent {model!r} answers again after {pause_s:.0f} s")
-        return answer._replace(
-            text=self._without_key(answer.text)
-        )  # a transcript is kept, whatever the server put into it
+        # A transcript is kept, whatever the server put into it.
+        return answer._replace(text=self._without_key(answer.text))
 
     def can_play(self, model: str) -> bool:
         """Whether to seat this model now; after a pause True once, for the game that tries it."""
