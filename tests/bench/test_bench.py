@@ -178,14 +178,13 @@ def test_startup_bench_times_what_a_user_waits_for(results: Results) -> None:
 
 def test_a_result_that_is_worse_than_its_baseline_fails_and_is_named(tmp_path: Path, results: Results) -> None:
     baseline = tmp_path / "baseline.json"
-    for factor, is_worse in ((0.1, True), (10.0, False)):
-        told = copy.deepcopy(results("startup"))
-        for ratio in told["ratios"]:
-            ratio["median"] *= factor
-        baseline.write_text(json.dumps(told))
-        done = run_bench("startup", "--small", "--rounds", "1", "--compare", str(baseline))
-        assert (done.returncode == 1) == is_worse, done.stdout
-        assert ("check a config" in done.stdout.partition("worse than")[2]) == is_worse
+    told = copy.deepcopy(results("startup"))
+    for ratio in told["ratios"]:
+        ratio["median"] *= 0.1
+    baseline.write_text(json.dumps(told))
+    done = run_bench("startup", "--small", "--rounds", "1", "--compare", str(baseline))
+    assert done.returncode == 1, done.stdout
+    assert "check a config" in done.stdout.partition("worse than")[2]
 
 
 def test_scale_bench_drives_real_engines_by_every_choice(results: Results) -> None:

@@ -288,6 +288,9 @@ def test_mismatch_is_measured_on_the_present_adapters_tokens_and_staleness_on_al
     assert metrics["staleness_max"] == 2
     num_stale = len(stale[0].completion_ids)
     assert metrics["staleness_mean"] == pytest.approx(2 * num_stale / metrics["num_tokens"])
+    none_fresh = learner.update(stale, 5).metrics
+    assert none_fresh["mismatch_tokens"] == 0
+    assert "mismatch_mean" not in none_fresh and "mismatch_max" not in none_fresh, "0 would be the best there can be"
 
 
 @pytest.mark.parametrize("num_before", [0, 3])

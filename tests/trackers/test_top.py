@@ -60,7 +60,7 @@ def directory(tmp_path: Path) -> Path:
                 "run/seconds": 2.0 * step,
                 "run/tokens_per_s": 1234.0,
                 "learner/loss": -step / 100,
-                "learner/mismatch_mean": 0.25 if step == 1 else 0.0,
+                **({"learner/mismatch_mean": 0.25} if step == 1 else {}),
                 "learner/mismatch_tokens": 9 if step == 1 else 0,
                 "collection-Nim-v0-train/reward": step / UPDATES,
             }

@@ -73,12 +73,10 @@ def importance_figures(logp_N: Tensor, behaviour_logp_N: Tensor, cap: float) -> 
 def mismatch_figures(logp_N: Tensor, behaviour_logp_N: Tensor, is_on_policy_N: Tensor) -> dict[str, float]:
     """How far engine and learner disagree on tokens that the learner's present adapter sampled.
 
-    With no such token mean and max are 0: read them beside `mismatch_tokens`.
+    With no such token there is neither mean nor max.
     """
     difference = (logp_N - behaviour_logp_N).abs()[is_on_policy_N]
-    has_any = difference.numel() > 0
-    return {
-        "mismatch_mean": difference.mean().item() if has_any else 0.0,
-        "mismatch_max": difference.max().item() if has_any else 0.0,
-        "mismatch_tokens": float(torch.count_nonzero(is_on_policy_N).item()),
-    }
+    figures = {"mismatch_tokens": float(difference.numel())}
+    if difference.numel():
+        figures |= {"mismatch_mean": difference.mean().item(), "mismatch_max": difference.max().item()}
+    return figures
