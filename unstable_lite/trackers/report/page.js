@@ -221,6 +221,7 @@ class Curves {
 /** A range around values that hardly differ, which would else look like a storm. */
 function unlessFlat(traces, percent) {
   const values = traces.flatMap((trace) => trace.y), low = Math.min(...values), high = Math.max(...values), size = Math.max(Math.abs(low), Math.abs(high));
+  if (percent && values.length && size === 0) return [-0.002, 0.1]; // no share goes under 0
   return values.length && high - low < 0.02 * size ? [low - 0.05 * size, percent ? Math.min(1.002, high + 0.05 * size) : high + 0.05 * size] : undefined;
 }
 
