@@ -70,7 +70,7 @@ def main(
         raise typer.BadParameter(f"--device is cpu or, for {', '.join(ON_CUDA)}, cuda")
     if accept and small:
         raise typer.BadParameter("--small measures nothing worth accepting")
-    kind = f"{name}-simulated" if simulate else name
+    kind = "-".join([name, *["simulated"] * simulate, *[device] * (device != "cpu")])
     baseline: dict[str, Any] | None = None
     against = baseline_path(kind) if compare == ACCEPTED else Path(compare or "")
     if compare is not None:
@@ -96,6 +96,7 @@ def main(
     except Failure as error:
         console.print(str(error), markup=False, highlight=False)
         raise typer.Exit(1) from error
+    report.bench = kind
     report.show(console, baseline)
     result = report.to_json()
     if json_file is not None:

@@ -3,7 +3,8 @@
 Learner and engine run as in a run. Each sample is a real update that writes a real adapter; then, step by step: load
 on the engine, canary sampled by the engine, canary scored by the learner, first token of a request that asks for the
 new version. Once with an idle engine, once while it serves requests without end; there the longest gap between two
-finished requests that overlaps the load is the stall, to be held against the longest gap of a quiet time.
+finished requests that overlaps the load is the stall, to be held against the longest gap of a quiet time. That is
+looser than one step of the engine: requests end every few steps, and nobody outside sees the steps themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from bench.engine import MODELS, RANKS
 from bench.harness import Options, Questioner, Report, Subject, Subjects, Target, alternate, bench_config, letters
 from unstable_lite.config import Config
 from unstable_lite.plan import make_plan
-from unstable_lite.publisher import CANARY_SEED, CANARY_TOKENS
+from unstable_lite.publisher import CANARIES, CANARY_SEED, CANARY_TOKENS
 from unstable_lite.transport.adapters import AdapterArena
 from unstable_lite.transport.messages import Done, LoadAdapter
 from unstable_lite.types import Generation, Step
@@ -37,8 +38,8 @@ ENGINES = {
 STEPS = {
     "own_load_s": "engine's own load",
     "load_s": "load, message included",
-    "canary_s": f"canary of {CANARY_TOKENS} tokens",
-    "score_s": "canary scored",
+    "canary_s": f"{CANARIES} canaries of {CANARY_TOKENS} tokens",
+    "score_s": "canaries scored",
     "first_token_s": "first token",
     "total_s": "publish → first token",
     "without_canary_s": "load and first token, canary apart",
@@ -151,9 +152,11 @@ class Handoff:
         loaded: Done = await self._engine.peer.ask(LoadAdapter, 300.0, version=version, path=path)
         self._engine.adapters.add(version)
         clock.append(time.perf_counter())
-        canary = await self._engine.generate(self._prompt(), version, seed=CANARY_SEED, max_tokens=CANARY_TOKENS)
+        seeds = range(CANARY_SEED, CANARY_SEED + CANARIES)
+        asked = (self._engine.generate(self._prompt(), version, seed=s, max_tokens=CANARY_TOKENS) for s in seeds)
+        canaries = await asyncio.gather(*asked)
         clock.append(time.perf_counter())
-        await self._learner.score([canary])
+        await self._learner.score(canaries)
         clock.append(time.perf_counter())
         await self._engine.generate(self._prompt(), version, max_tokens=1)
         clock.append(time.perf_counter())

@@ -350,16 +350,23 @@ class Report:
         }
 
     def worse_than(self, baseline: dict[str, Any], tolerance: float) -> list[str]:
-        """The figures with a target whose median is worse than the baseline's by more than `tolerance`, relative."""
-        before = {told["name"]: told["median"] for told in baseline["ratios"]}
+        """The figures with a target whose median is worse than the baseline's by more than `tolerance`, relative, or
+        that were not measured.
+        """
+        now = {row.name: (row, target) for row, target in self.ratios if target is not None and row.median is not None}
         worse = []
-        for row, target in self.ratios:
-            old, new = before.get(row.name), row.median
-            if target is None or not old or new is None:
+        for told in baseline["ratios"]:
+            old = told["median"]
+            if told["target"] is None or old is None:
                 continue
-            change = new / old if target.bound == "≤" else old / new
-            if change > 1 + tolerance:
-                worse.append(f"{row.name} {_number(new)} instead of {_number(old)} {row.unit}")
+            if told["name"] not in now:
+                worse.append(f"{told['name']}, which was not measured")
+                continue
+            row, target = now[told["name"]]
+            assert row.median is not None
+            less, more = (old, row.median) if target.bound == "≤" else (row.median, old)
+            if more > less * (1 + tolerance):
+                worse.append(f"{row.name} {_number(row.median)} instead of {_number(old)} {row.unit}")
         return worse
 
     def show(self, console: Console, baseline: dict[str, Any] | None = None) -> None:

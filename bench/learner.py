@@ -184,7 +184,7 @@ def _tell_padding(report: Report, seed: int) -> None:
         batches = batching.make_micro_batches(items, limit, None)
         share = sum(batch.num_padding for batch in batches) / sum(batch.tokens_BT.numel() for batch in batches)
         report.add_figure(
-            f"share of padding, {num_items} steps, answers of about {median} tokens, {len(batches)} micro-batches",
+            f"share of padding, {num_items} steps, answers of about {median} tokens",
             "",
             [share],
             Target(bound="≤", value=0.05),

@@ -2,8 +2,8 @@
 
 Resident memory of the one process that plays them, after it has imported everything, and when twice as many games are
 over as are played at once: games, records, ratings, windows, the buffer, transcripts. The other side is the plain way,
-a process for each game, as the reference has it: one `ta.make` game in a fresh interpreter. It stands for the least
-that such a process takes; the reference's also have Ray in them, and torch.
+a process for each game, as the reference has it: one `ta.make` game in a fresh interpreter. What such processes share
+(a third of it: the interpreter's own code) counts in each of them; the reference's also have Ray in them, and torch.
 """
 
 from __future__ import annotations

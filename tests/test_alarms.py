@@ -151,6 +151,7 @@ def test_results_that_come_late_are_judged_in_the_order_of_their_updates() -> No
     newest, best = contests.of["S"].newest, contests.of["S"].best
     assert newest is not None and newest == best
     assert newest.who == "ckpt-20", "the better one of update 20 is the newest: nothing collapsed"
+    assert gaps(contests, [evaluation(250, step=15)]) == [], "what is known of update 20 was told"
     assert not any(gap > 0 for gap in gaps(contests, [evaluation(310, step=30)]))
     assert gaps(contests, [evaluation(390, step=25)])[0] > 0, "update 30 is worse than 25, which came after it"
     assert contests.of["S"].newest is not None

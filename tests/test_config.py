@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from unstable_lite.checkpoints import to_toml
-from unstable_lite.config import Config, Section, parse_config, read_config
+from unstable_lite.config import Config, LoraConfig, Section, parse_config, read_config
 from unstable_lite.errors import ConfigError
 from unstable_lite.models import BUILTIN
 from unstable_lite.plan import find_problems, load_plan, make_plan
@@ -293,6 +293,12 @@ def test_a_models_config_or_tokenizer_config_that_was_cut_is_one_of_the_problems
     assert any(
         str(tmp_path / "tokenizer_config.json") in one for one in problems_of(model_name=str(tmp_path), **sections)
     )
+
+
+def test_where_a_run_starts_from_is_found_from_anywhere() -> None:
+    lora = LoraConfig.model_validate({"initial_lora_path": "warm_start", "initial_critic_path": "/a/critic"})
+    assert lora.initial_lora_path == Path.cwd() / "warm_start"
+    assert lora.initial_critic_path == Path("/a/critic")
 
 
 def test_any_temperature_will_do_without_training() -> None:

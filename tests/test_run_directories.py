@@ -195,6 +195,16 @@ async def test_where_another_run_starts_from_stays(two: tuple[Path, Path], tmp_p
     assert checkpoints_of(old) == {"ckpt-8", "ckpt-4", "ckpt-2", "latest"}
 
 
+async def test_a_run_that_cannot_be_read_is_named_and_the_others_are_pruned(
+    two: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with (two[1] / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n")
+    code, out = command("prune", "--outputs", tmp_path, "--yes")
+    assert code == 0 and "is no JSON" in out
+    assert checkpoints_of(two[0]) == {"ckpt-8", "ckpt-4", "latest"}
+
+
 async def test_nothing_of_a_running_run_goes_not_even_of_one_that_began_meanwhile(held: Path, tmp_path: Path) -> None:
     before = checkpoints_of(held)
     code, out = command("prune", "--outputs", tmp_path, "--yes", "--empty", "--train-data")

@@ -322,7 +322,7 @@ class Contest:
         if self.newest is None or not is_late:
             self.newest = result
         rival = self.best if is_late else before
-        if rival is None or rival == self.newest:
+        if rival is None or rival == self.newest or (is_late and rival is before):  # else it was told before
             return None
         return rival, rival.interval(z)[0] - self.newest.interval(z)[1]
 

@@ -105,13 +105,17 @@ def replace_config(directory: Path, config: Config, update: int) -> None:
 
 def lasting_changes(directory: Path, config: Config) -> Iterator[str]:
     """What `config` says otherwise than the run's own, although checkpoints of the run are not of that."""
+
+    def shown(value: Any) -> str:
+        return "none" if value is None else _toml_value(value)
+
     own, new = tomllib.loads((directory / CONFIG).read_text()), config.model_dump(mode="json")
     for name in LASTING:
         section, _, key = name.rpartition(".")
         before, now = ((table[section] if section else table).get(key) for table in (own, new))
         if before != now:
             yield (
-                f"{name} = {_toml_value(now)}: what the run's checkpoints hold was made with {_toml_value(before)}. "
+                f"{name} = {shown(now)}: what the run's checkpoints hold was made with {shown(before)}. "
                 "Leave it as it is, or begin a new run from the adapter: lora.initial_lora_path"
             )
 

@@ -13,13 +13,15 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 MAX_LEVELS = 16
 """Of tables and lists within each other."""
+LastingPath = Annotated[Path, AfterValidator(Path.absolute)]
+"""A run that goes on looks there again, wherever it is called from."""
 
 
 class Section(BaseModel):
@@ -252,9 +254,9 @@ class LoraConfig(Section):
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
     """Linear layers that get an adapter."""
-    initial_lora_path: Path | None = None
+    initial_lora_path: LastingPath | None = None
     """A PEFT directory to start from."""
-    initial_critic_path: Path | None = None
+    initial_critic_path: LastingPath | None = None
     """`critic/` of a checkpoint, for an algorithm with a critic to start from."""
 
 

@@ -145,6 +145,7 @@ def find_prunable(
     for run in asked:
         try:
             view = RunView(run)
+            view.refresh()
         except UnstableError as error:
             if directories:
                 raise
@@ -324,7 +325,6 @@ def _old_checkpoints(view: RunView, keep: int, wanted: Collection[Path]) -> tupl
 
 def _best(view: RunView) -> set[str]:
     """Of each env and opponent, the checkpoint that an evaluation with a quota found best."""
-    view.refresh()
     best: dict[tuple[str, str], tuple[float, str]] = {}
     for line in view.evaluations():
         figure = line["win_rate"] if line["win_rate"] is not None else line.get("mean_reward")

@@ -127,7 +127,8 @@ class Run:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._whole_run: asyncio.Task[Any] | None = None
         self._is_started = False
-        self._is_waited_for = False
+        self._is_told_of = False
+        """What ended it in its own thread was raised by `wait`."""
         self._stop = asyncio.Event()
         self._is_up = False
         """The workers are there: what is interrupted from now on may be worth saving."""
@@ -141,6 +142,7 @@ class Run:
     ) -> Summary | None:
         """Run to the end and return the summary; with `block=False` return at once (see `wait`, `stop`).
 
+        What ends a run that does not block is raised by `wait` alone: a script without it ends with exit code 0.
         Numbers that are given replace those of the config. Raises ConfigError for what cannot run, for a run that was
         started before, whose parts hold what became of them then, and with `block=True` within an event loop.
         """
@@ -179,8 +181,8 @@ class Run:
         """
         if self._is_over is None and self._summary is None:
             raise ConfigError("wait() is for a run that was started: call start(block=False) first")
-        self._is_waited_for = True
         self._wait_for_end()
+        self._is_told_of = True
         if self._error is not None:
             raise self._error
         assert self._summary is not None
@@ -425,12 +427,11 @@ class Run:
                 self._tell_loop(self._interrupt)
 
     def _wait_at_exit(self) -> None:
-        if not self._is_waited_for:
-            if self._is_over is not None and not self._is_over.is_set():
-                self._terminal.say("the script has ended; the run goes on (Ctrl-C: finish the update, save, end)")
-            self._wait_for_end()
-            if self._error is not None:
-                self._terminal.say(f"the run has ended: {type(self._error).__name__}: {self._error}")
+        if self._is_over is not None and not self._is_over.is_set():
+            self._terminal.say("the script has ended; the run goes on (Ctrl-C: finish the update, save, end)")
+        self._wait_for_end()
+        if self._error is not None and not self._is_told_of:
+            print(f"error: the run has ended: {self._error}", file=sys.stderr)  # noqa: T201
 
     @contextlib.contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:

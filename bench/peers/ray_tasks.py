@@ -90,7 +90,7 @@ def _game(spec: GameSpec, engine: Any) -> GameRecord:
 def measure(questioner: Questioner, config: Config, next_spec: Callable[[], GameSpec]) -> None:
     num_games = questioner.arguments["games"]
     with started_ray() as ray:
-        engine = engine_actor(ray, config, 1, num_games)
+        engine = engine_actor(ray, config, questioner.arguments["threads"], num_games)
         ray.get(engine.go_on.remote())
         games = GameTasks(ray, engine, next_spec, num_games)
         first = set(spec.game_idx for spec in games.specs)

@@ -44,12 +44,11 @@ from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.learners import adapter_files
 from unstable_lite.learners.model import Policy
 from unstable_lite.models import resolve_model
+from unstable_lite.plan import make_plan
 from unstable_lite.reward_transformations import build_reward_transformations
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import GameRecord, GameSpec, Step
 
-THREADS = 1
-"""Of the engine, and of the learner."""
 POLL_S = 0.2
 DELAY = 1.5
 """A batch is drawn once so many times its steps wait."""
@@ -171,12 +170,12 @@ def collecting(config: Config, league: League) -> Iterator[tuple[Engine, Games]]
     num_games = config.run.num_collection_workers
     if HAS_RAY:
         with ray_tasks.started_ray() as ray:
-            actor = ray_tasks.engine_actor(ray, config, THREADS, num_games)
+            actor = ray_tasks.engine_actor(ray, config, make_plan(config).engine_threads, num_games)
             yield RayEngine(ray, actor), ray_tasks.GameTasks(ray, actor, league.next_spec, num_games)
         return
     pool = ThreadPoolExecutor(num_games)
     try:
-        with in_a_process(config, THREADS) as engine:
+        with in_a_process(config, make_plan(config).engine_threads) as engine:
             yield engine, GameThreads(pool, engine, league.next_spec, num_games)
     finally:
         pool.shutdown(cancel_futures=True)  # what still waits for an answer has lost its engine
@@ -185,8 +184,8 @@ def collecting(config: Config, league: League) -> Iterator[tuple[Engine, Games]]
 def train(questioner: Questioner, directory: Path) -> None:
     """Until nobody asks for more. Raises Over."""
     arguments = questioner.arguments
-    torch.set_num_threads(THREADS)
     config = resolve_defaults(Config.model_validate_json(arguments["config"]))
+    torch.set_num_threads(make_plan(config).learner_threads)
     clock, league, buffer = StopWatch(questioner, arguments["limit_s"]), League(config), Buffer(config)
     policy, tokenizer = (
         Policy(config, "cpu"),

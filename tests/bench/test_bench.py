@@ -54,7 +54,7 @@ def result_of(name: str, directory: Path, *arguments: str) -> dict[str, Any]:
     done = run_bench(name, "--small", "--seconds", "0.2", "--rounds", "1", "--json", str(file), *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     result: dict[str, Any] = json.loads(file.read_text())
-    assert result["bench"] == name + ("-simulated" if "--simulate" in arguments else "")
+    assert result["bench"] == name + "-simulated" * ("--simulate" in arguments) + "-cuda" * ("cuda" in arguments)
     assert result["small"] is True
     assert {"machine", "packages", "commit", "seed", "date", "sizes", "load_average"} <= result.keys()
     for row in result["rows"] + result["ratios"]:
@@ -141,7 +141,7 @@ def test_engine_bench_measures_every_kind_that_is_installed(results: Results) ->
 def test_handoff_bench_times_every_step(results: Results) -> None:
     result = results("handoff")
     rows = measured(result["rows"])
-    steps = ("engine's own load", "canary scored", "first token", "publish → first token")
+    steps = ("engine's own load", "canaries scored", "first token", "publish → first token")
     for step in steps:
         assert rows[f"transformers, idle: {step}"] > 0
     assert rows["transformers, under load: longest gap during a load"] > 0
@@ -230,6 +230,17 @@ def test_a_figure_may_be_worse_than_the_accepted_one_by_the_tolerance_and_no_mor
     assert [told.split()[0] for told in report_with(at_least, at_most).worse_than(baseline, baseline["tolerance"])] == (
         named
     )
+
+
+def test_what_is_not_measured_any_more_and_what_is_no_longer_nothing_are_worse() -> None:
+    before = report_with(4.0, 0.0).to_json()
+    options = Options(seconds=1.0, rounds=1, minutes=1.0, seed=0, small=False, profile=False)
+    assert Report(bench="startup", question="", options=options).worse_than(before, 0.2) == [
+        "speed, which was not measured",
+        "memory, which was not measured",
+    ]
+    assert [told.split()[0] for told in report_with(4.0, 1.0).worse_than(before, 0.2)] == ["memory"]
+    assert [told.split()[0] for told in report_with(0.0, 0.0).worse_than(before, 0.2)] == ["speed"]
 
 
 def test_compare_without_a_file_takes_the_accepted_result_and_says_where_there_is_none(

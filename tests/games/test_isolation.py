@@ -72,6 +72,18 @@ async def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Async
     assert not own_children()
 
 
+async def test_a_game_that_asks_a_model_itself_is_given_that_key_and_no_other(
+    environments: Environments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENROUTER_API_KEY", "OPENAI_API_KEY", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, f"the {name}")
+    environment = await environments.make(game(DRAWING[0][0], DRAWING[0][1], seed=0))
+    for child in own_children():
+        given = {name: value for name, value in child.environ().items() if name.endswith("_API_KEY")}
+        assert given == {"OPENROUTER_API_KEY": "the OPENROUTER_API_KEY"}
+    environment.drop()
+
+
 async def test_a_game_is_the_same_in_a_process_of_its_own(environments: Environments) -> None:
     for env_id, num_players in DRAWING:
         here = [await play(make_in_process(game(env_id, num_players, seed)), seed) for seed in range(6)]

@@ -320,5 +320,13 @@ def test_samplers_in_the_place_of_others_begin_anew_and_it_is_told(strategy):
     before, after = a_scheduler({"mirror": 1, "fixed": 1}), a_scheduler(strategy)
     before.next_train_job()
     (told,) = after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert told.endswith("begins anew: until here the run had MirrorModelSampler + FixedOpponentModelSampler")
+    assert told.endswith(
+        "begins anew: until here the run had a mixture of MirrorModelSampler and FixedOpponentModelSampler"
+    )
     assert after.next_train_job().game_idx == before.next_train_job().game_idx
+
+
+def test_a_mixture_of_one_is_another_sampler_than_that_one_alone():
+    alone, mixture = a_scheduler("mirror"), a_scheduler({"mirror": 1})
+    assert len(mixture.load_state_dict(alone.state_dict())) == 1
+    assert len(alone.load_state_dict(mixture.state_dict())) == 1

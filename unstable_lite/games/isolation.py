@@ -130,7 +130,7 @@ class Environments:
             peer = Peer(self._router, f"env-{index}")
             spec = WorkerSpec(name=peer.name, endpoint=self._router.endpoint, device="cpu", threads=1, config_json="{}")
             log_path = self._logs / f"{peer.name}.log"
-            process = WorkerProcess(peer, log_path, MODULE, spec, {"CUDA_VISIBLE_DEVICES": ""})
+            process = WorkerProcess(peer, log_path, MODULE, spec, {"CUDA_VISIBLE_DEVICES": "", **_keys()})
             self._hosts.append(_Host(process, file_of_call(spec.endpoint, spec.name), self._limit_s))
 
     async def close(self) -> None:
@@ -138,6 +138,11 @@ class Environments:
         if self._router is not None and self._sockets is not None:
             self._router.close()
             shutil.rmtree(self._sockets, ignore_errors=True)
+
+
+def _keys() -> dict[str, str]:
+    """Of the API that games of TextArena's ask themselves, as TwentyQuestions does: workers are given no keys else."""
+    return {name: os.environ[name] for name in ("OPENROUTER_API_KEY",) if name in os.environ}
 
 
 @contextlib.asynccontextmanager

@@ -137,8 +137,8 @@ class GameScheduler:
             "games": dict(self._games),
             "eval_games_of": dict(self._eval_games_of),
             "rng": state_of(self._rng),
-            "model_sampler": [self._model_sampler.kind, self._model_sampler.state_dict()],
-            "env_sampler": [self._env_sampler.kind, self._env_sampler.state_dict()],
+            "model_sampler": {"kind": self._model_sampler.kind, "state": self._model_sampler.state_dict()},
+            "env_sampler": {"kind": self._env_sampler.kind, "state": self._env_sampler.state_dict()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
@@ -148,11 +148,11 @@ class GameScheduler:
         restore(self._rng, state["rng"])
         left_out = []
         for name, sampler in (("model_sampler", self._model_sampler), ("env_sampler", self._env_sampler)):
-            kind, saved = state[name]
-            if kind == sampler.kind:
-                sampler.load_state_dict(saved)
+            saved = state[name]
+            if saved["kind"] == sampler.kind:
+                sampler.load_state_dict(saved["state"])
             else:
-                left_out.append(f"{sampler.kind} begins anew: until here the run had {kind}")
+                left_out.append(f"{sampler.kind} begins anew: until here the run had {saved['kind']}")
         return left_out
 
     def _new_game(

@@ -227,7 +227,7 @@ class MixtureModelSampler(BaseModelSampler):
 
     @property
     def kind(self) -> str:
-        return " + ".join(sampler.kind for sampler in self.samplers)
+        return f"a mixture of {' and '.join(sampler.kind for sampler in self.samplers)}"
 
     def sample_opponent(self) -> ModelRef:
         (sampler,) = self._rng.choices(self.samplers, self.weights)
