@@ -52,8 +52,8 @@ class Watched:
     def new_guard(self) -> Guard:
         return Guard(self.config, self.directory, self.buffer, self.tracker, self.said.append, self.going, self.stop)
 
-    async def save(self) -> Path:
-        return self.directory / "checkpoints" / "ckpt-1"
+    async def save(self) -> tuple[Path | None, int]:
+        return self.directory / "checkpoints" / "ckpt-1", 1
 
 
 @pytest.fixture
@@ -201,6 +201,42 @@ async def test_a_pause_ends_with_the_run_and_a_run_begins_without_one(
     (tmp_path / PAUSED).write_text("of a run that was killed while it paused")
     watched.new_guard()
     assert not (tmp_path / PAUSED).exists()
+
+
+async def test_a_pause_says_so_where_the_newest_update_could_not_be_saved(
+    watch: Callable[..., Watched], tmp_path: Path
+) -> None:
+    watched = watch(staleness={"updates": 1, "action": "pause"})
+    saved: list[tuple[Path | None, int]] = [(tmp_path / "checkpoints" / "ckpt-10", 10), (None, 0)]
+
+    async def fail() -> tuple[Path | None, int]:
+        return saved.pop(0)
+
+    for told in (f"the newest checkpoint is {saved[0][0]}.", "there is no checkpoint yet."):
+        watched.guard.asks_for_pause.set()
+        watched.guard.check_update(12, SICK)
+        pausing = asyncio.create_task(watched.guard.pause_if_asked(fail))
+        while not (tmp_path / PAUSED).exists():
+            await asyncio.sleep(0.01)
+        sentence = f"Update 12 could NOT be saved (an alarm says why); {told}"
+        assert sentence in (tmp_path / PAUSED).read_text()
+        assert sentence in watched.said[-1]
+        (tmp_path / PAUSED).unlink()
+        await pausing
+
+
+async def test_a_run_that_cannot_write_why_it_pauses_says_so_and_goes_on(
+    watch: Callable[..., Watched], tmp_path: Path
+) -> None:
+    watched = watch(staleness={"updates": 1, "action": "pause"})
+    watched.guard.check_update(1, SICK)
+    (tmp_path / PAUSED).symlink_to("/dev/full")
+    await asyncio.wait_for(watched.guard.pause_if_asked(watched.save), 30)
+    assert "the run cannot pause and goes on. Everything is saved in" in watched.tracker.alarms[-1]
+    assert "No space left on device" in watched.tracker.alarms[-1]
+    assert watched.going.is_set()
+    assert not watched.guard.asks_for_pause.is_set()
+    assert not (tmp_path / PAUSED).is_symlink()
 
 
 async def test_a_collapse_is_told_with_the_best_checkpoint_that_was_kept(watched: Watched) -> None:
