@@ -37,9 +37,13 @@ RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:rand
 class Watched:
     """A guard and what it is given."""
 
-    def __init__(self, directory: Path, **alarms: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, batch_size: int = 384, **alarms: dict[str, Any]) -> None:
         self.config = Config.model_validate(
-            {"train_envs": [{"env_id": "E", "num_players": 2, "num_actors": 1}], "alarms": alarms}
+            {
+                "train_envs": [{"env_id": "E", "num_players": 2, "num_actors": 1}],
+                "learner": {"batch_size": batch_size},
+                "alarms": alarms,
+            }
         )
         self.directory = directory
         self.buffer = StepBuffer(100, filter_opponent_invalid=True)
@@ -61,8 +65,8 @@ async def watch(tmp_path: Path) -> AsyncIterator[Callable[..., Watched]]:
     """Makes one with the alarms that are given."""
     made: list[Watched] = []
 
-    def make(**alarms: dict[str, Any]) -> Watched:
-        made.append(Watched(tmp_path, **alarms))
+    def make(batch_size: int = 384, **alarms: dict[str, Any]) -> Watched:
+        made.append(Watched(tmp_path, batch_size, **alarms))
         return made[-1]
 
     yield make
@@ -330,6 +334,25 @@ async def test_games_of_which_none_brings_a_step_starve_the_learner_until_one_do
     watched.buffer.add_game(game())
     while not watched.said[-1].endswith("the learner gets steps again"):
         await asyncio.sleep(0.01)
+    watching.cancel()
+
+
+async def test_a_learner_for_whom_a_batch_waits_does_not_starve(watch: Callable[..., Watched]) -> None:
+    watched = watch(batch_size=2, starved={"threshold": 0.05})
+    watching = asyncio.create_task(watched.guard.watch_for_steps())
+    for record in (game(), game(), game(end="void")):
+        watched.guard.add_record(record)
+        watched.buffer.add_game(record)
+    for _ in range(40):
+        await asyncio.sleep(0.01)
+        watched.guard.add_record(game(end="void"))
+    assert watched.said == []
+    await watched.buffer.get_batch(2, 1)
+    async with asyncio.timeout(30):
+        while not watched.said:
+            await asyncio.sleep(0.01)
+            watched.guard.add_record(game(end="void"))
+    assert "0 steps wait, and a batch is 2" in watched.said[0]
     watching.cancel()
 
 

@@ -68,7 +68,7 @@ class Guard:
         self._reasons: list[str] = []
         """To pause."""
         self._fed_at = time.monotonic()
-        """When the newest step came to the buffer."""
+        """When the newest step came to the buffer, or a batch still waited in it."""
         self._steps_added, self._filtered = buffer.added, buffer.filtered
         self._since_fed: Counter[str] = Counter()
         """How the training games ended that ended after it."""
@@ -227,9 +227,10 @@ class Guard:
         return readings
 
     def _hunger(self) -> Reading:
-        """How long games have ended for nothing."""
+        """How long games have ended for nothing, and no batch has waited."""
         now, ended = time.monotonic(), self._since_fed.total()
-        if self._buffer.added != self._steps_added or not self._going.is_set() or not ended:
+        is_fed = self._buffer.added != self._steps_added or self._buffer.has_steps_for(self._config.learner.batch_size)
+        if is_fed or not self._going.is_set() or not ended:
             self._fed_at, self._steps_added, self._filtered = now, self._buffer.added, self._buffer.filtered
             self._since_fed.clear()
             return Reading(alarm="starved", value=0.0, n=ended, detail="the learner gets steps again")
