@@ -1,4 +1,4 @@
-"""The process of isolated envs, in which Nim knows four odd moves."""
+"""The process of isolated envs, in which Nim knows five odd moves."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ def odd_step(self: Any, action: str) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     if action == "[9 4]":
         self.state.game_state["piles"][2] = HALF_A_CHARACTER
+        return step(self, "[0 1]")
+    if action == "[9 5]":
+        time.sleep(1.0)
         return step(self, "[0 1]")
     return step(self, action)
 

@@ -1,4 +1,4 @@
-"""A learner that takes longer for an update than an engine takes to start; loaded as `slow_learners:TakesItsTime`."""
+"""Learners that are slow; loaded as `slow_learners:Class`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from unstable_lite.types import TrainItem
 
 
 class TakesItsTime(REINFORCELearner):
-    """Says "learnt" in diary.jsonl at the end of an update."""
+    """Longer for an update than an engine takes to start. Says "learnt" in diary.jsonl at the end of an update."""
+
+    seconds = 10.0
 
     def __init__(self, config: Config, device: str) -> None:
         super().__init__(config, device)
@@ -22,7 +24,11 @@ class TakesItsTime(REINFORCELearner):
 
     def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
         result = super().update(items, version)
-        time.sleep(10)
+        time.sleep(self.seconds)
         with self._diary.open("a") as file:
             print(json.dumps("learnt"), file=file)
         return result
+
+
+class TakesFourSeconds(TakesItsTime):
+    seconds = 4.0

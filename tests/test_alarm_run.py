@@ -62,6 +62,22 @@ def test_a_policy_that_always_says_the_same_warns_pauses_and_stops_the_run(tmp_p
     }
 
 
+def test_a_run_that_pauses_and_cannot_save_says_so(tmp_path: Path) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), *CONSTANT, "run.learning_steps=1000")
+    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/checkpoints")))
+    directory = runs.run_directory(tmp_path)
+    in_the_way = directory / "checkpoints" / "ckpt-2" / "in the way"
+    in_the_way.mkdir(parents=True)
+    runs.wait_for((directory / "PAUSED").exists)
+    text = (directory / "PAUSED").read_text()
+    assert "Update 2 could NOT be saved (an alarm says why); there is no checkpoint yet." in text
+    in_the_way.rmdir()
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process)
+    assert code == 0, out + err
+    assert find_damage(directory / "checkpoints" / "ckpt-2") is None
+
+
 class Rude:
     """An opponent that never makes a valid move."""
 

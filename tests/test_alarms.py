@@ -118,6 +118,18 @@ def test_alarms_go_on_after_a_pass_through_json_as_if_nothing_had_been() -> None
     assert second.counts() == whole.counts()
 
 
+def test_a_resume_that_asks_for_fewer_readings_in_a_row_has_its_alarm_and_its_end_of_it() -> None:
+    before = alarms(staleness={"threshold": 5, "updates": 10})
+    assert phases(before, [6.0] * 6) == []
+    after = alarms(staleness={"threshold": 5, "updates": 3})
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert phases(after, [6.0] * (2 + SAY_EVERY)) == [(1, "begins"), (1 + SAY_EVERY, "stays")]
+    before.load_state_dict(after.state_dict())
+    assert phases(before, [1.0] * 6) == []
+    after.load_state_dict(before.state_dict())
+    assert phases(after, [1.0] * 9 + [6.0] * 3) == [(1, "ends"), (12, "begins")]
+
+
 def evaluation(wins: int, n: int = 400, step: int = 10, **changes: Any) -> Evaluation:
     fields = {"draws": 0, "losses": n - wins, "invalid": 0, "void": 0, "mean_reward": 0.0, "reward_std": 1.0}
     return Evaluation(

@@ -257,6 +257,33 @@ async def test_each_game_has_its_whole_time_and_no_more(tmp_path: Path) -> None:
     league.arena.close()
 
 
+async def test_while_their_clock_is_stopped_the_time_of_games_does_not_pass(tmp_path: Path) -> None:
+    async def never(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    league = League(tmp_path, never, game_timeout_s=0.2)
+    ended: list[float] = []
+
+    async def play(after_s: float) -> None:
+        (spec,) = league.scheduler.next_train_group()
+        await asyncio.sleep(after_s)
+        await league.collector._runner.play(spec)
+        ended.append(time.monotonic())
+
+    playing = asyncio.gather(play(0.0), play(0.05), play(0.3))
+    await asyncio.sleep(0.1)
+    for _ in range(2):
+        with league.collector.clock_stopped():
+            await asyncio.sleep(0.4)
+    goes_on = time.monotonic()
+    await asyncio.wait_for(playing, 30)
+    first, second, last = (at - goes_on for at in ended)
+    assert 0 < first < second
+    assert last > 0.19, "it began while the clock was stopped, and has its whole time"
+    league.arena.close()
+
+
 async def test_adapter_versions_are_held_while_games_play_them_and_let_go_after(tmp_path: Path) -> None:
     held: list[bool] = []
 

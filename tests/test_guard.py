@@ -37,9 +37,13 @@ RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:rand
 class Watched:
     """A guard and what it is given."""
 
-    def __init__(self, directory: Path, **alarms: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, batch_size: int = 384, **alarms: dict[str, Any]) -> None:
         self.config = Config.model_validate(
-            {"train_envs": [{"env_id": "E", "num_players": 2, "num_actors": 1}], "alarms": alarms}
+            {
+                "train_envs": [{"env_id": "E", "num_players": 2, "num_actors": 1}],
+                "learner": {"batch_size": batch_size},
+                "alarms": alarms,
+            }
         )
         self.directory = directory
         self.buffer = StepBuffer(100, filter_opponent_invalid=True)
@@ -52,8 +56,8 @@ class Watched:
     def new_guard(self) -> Guard:
         return Guard(self.config, self.directory, self.buffer, self.tracker, self.said.append, self.going, self.stop)
 
-    async def save(self) -> Path:
-        return self.directory / "checkpoints" / "ckpt-1"
+    async def save(self) -> tuple[Path | None, int]:
+        return self.directory / "checkpoints" / "ckpt-1", 1
 
 
 @pytest.fixture
@@ -61,8 +65,8 @@ async def watch(tmp_path: Path) -> AsyncIterator[Callable[..., Watched]]:
     """Makes one with the alarms that are given."""
     made: list[Watched] = []
 
-    def make(**alarms: dict[str, Any]) -> Watched:
-        made.append(Watched(tmp_path, **alarms))
+    def make(batch_size: int = 384, **alarms: dict[str, Any]) -> Watched:
+        made.append(Watched(tmp_path, batch_size, **alarms))
         return made[-1]
 
     yield make
@@ -203,6 +207,42 @@ async def test_a_pause_ends_with_the_run_and_a_run_begins_without_one(
     assert not (tmp_path / PAUSED).exists()
 
 
+async def test_a_pause_says_so_where_the_newest_update_could_not_be_saved(
+    watch: Callable[..., Watched], tmp_path: Path
+) -> None:
+    watched = watch(staleness={"updates": 1, "action": "pause"})
+    saved: list[tuple[Path | None, int]] = [(tmp_path / "checkpoints" / "ckpt-10", 10), (None, 0)]
+
+    async def fail() -> tuple[Path | None, int]:
+        return saved.pop(0)
+
+    for told in (f"the newest checkpoint is {saved[0][0]}.", "there is no checkpoint yet."):
+        watched.guard.asks_for_pause.set()
+        watched.guard.check_update(12, SICK)
+        pausing = asyncio.create_task(watched.guard.pause_if_asked(fail))
+        while not (tmp_path / PAUSED).exists():
+            await asyncio.sleep(0.01)
+        sentence = f"Update 12 could NOT be saved (an alarm says why); {told}"
+        assert sentence in (tmp_path / PAUSED).read_text()
+        assert sentence in watched.said[-1]
+        (tmp_path / PAUSED).unlink()
+        await pausing
+
+
+async def test_a_run_that_cannot_write_why_it_pauses_says_so_and_goes_on(
+    watch: Callable[..., Watched], tmp_path: Path
+) -> None:
+    watched = watch(staleness={"updates": 1, "action": "pause"})
+    watched.guard.check_update(1, SICK)
+    (tmp_path / PAUSED).symlink_to("/dev/full")
+    await asyncio.wait_for(watched.guard.pause_if_asked(watched.save), 30)
+    assert "the run cannot pause and goes on. Everything is saved in" in watched.tracker.alarms[-1]
+    assert "No space left on device" in watched.tracker.alarms[-1]
+    assert watched.going.is_set()
+    assert not watched.guard.asks_for_pause.is_set()
+    assert not (tmp_path / PAUSED).is_symlink()
+
+
 async def test_a_collapse_is_told_with_the_best_checkpoint_that_was_kept(watched: Watched) -> None:
     for name in ("ckpt-4", "ckpt-10", "ckpt-5-best"):  # the last is somebody's own copy
         (watched.directory / "checkpoints" / name).mkdir(parents=True)
@@ -294,6 +334,25 @@ async def test_games_of_which_none_brings_a_step_starve_the_learner_until_one_do
     watched.buffer.add_game(game())
     while not watched.said[-1].endswith("the learner gets steps again"):
         await asyncio.sleep(0.01)
+    watching.cancel()
+
+
+async def test_a_learner_for_whom_a_batch_waits_does_not_starve(watch: Callable[..., Watched]) -> None:
+    watched = watch(batch_size=2, starved={"threshold": 0.05})
+    watching = asyncio.create_task(watched.guard.watch_for_steps())
+    for record in (game(), game(), game(end="void")):
+        watched.guard.add_record(record)
+        watched.buffer.add_game(record)
+    for _ in range(40):
+        await asyncio.sleep(0.01)
+        watched.guard.add_record(game(end="void"))
+    assert watched.said == []
+    await watched.buffer.get_batch(2, 1)
+    async with asyncio.timeout(30):
+        while not watched.said:
+            await asyncio.sleep(0.01)
+            watched.guard.add_record(game(end="void"))
+    assert "0 steps wait, and a batch is 2" in watched.said[0]
     watching.cancel()
 
 

@@ -55,6 +55,14 @@ def test_an_engine_that_dies_in_its_sleep_starts_again_after_the_learners_turn(t
     assert "It is started again (1 of 5)" in alarms(tmp_path)
 
 
+def test_the_learners_turn_is_no_time_of_games(tmp_path: Path) -> None:
+    changes = ("algorithm=slow_learners:TakesFourSeconds", "run.game_timeout_s=3", "run.learning_steps=2")
+    code, _, err = train(tmp_path, "KeepsADiary", *changes)
+    assert code == 0, err
+    assert runs.num_updates(tmp_path) == 2
+    assert '"void"' not in (runs.run_directory(tmp_path) / "games.jsonl").read_text()
+
+
 def test_an_engine_that_cannot_sleep_is_refused_before_the_first_game(tmp_path: Path) -> None:
     code, _, err = train(tmp_path, "NeverSleeps")
     assert code == 1

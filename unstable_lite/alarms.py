@@ -222,12 +222,13 @@ class Alarms:
         is_within = reading.value >= config.threshold if alarm.is_under else reading.value <= config.threshold
         state.bad, state.good = (0, state.good + 1) if is_within else (state.bad + 1, 0)
         phase: Literal["begins", "stays", "ends"]
-        if state.since is None and state.bad == config.updates:
+        if state.since is None and state.bad >= config.updates:
             phase, state.since = "begins", update
+            state.bad = config.updates  # there are more where a resumed run asks for fewer
             self._begun[reading.alarm] += 1
         elif state.since is not None and state.bad and (state.bad - config.updates) % SAY_EVERY == 0:
             phase = "stays"
-        elif state.since is not None and state.good == config.updates:
+        elif state.since is not None and state.good >= config.updates:
             phase = "ends"
         else:
             return None

@@ -90,11 +90,14 @@ class _Waiting:
 
     def has_batch(self, n: int, current_version: int) -> bool:
         """Whether a batch of `n` could be drawn now."""
-        enough = math.ceil(self.batch_delay * n)
-        if self._size < enough:  # nothing to look for: what is stale among them only makes them fewer
+        if not self.has_steps_for(n):  # nothing to look for: what is stale among them only makes them fewer
             return False
         self._drop_stale(current_version)
-        return self._size >= enough
+        return self.has_steps_for(n)
+
+    def has_steps_for(self, n: int) -> bool:
+        """Whether enough steps wait for a batch of `n`, the stale ones among them."""
+        return self._size >= math.ceil(self.batch_delay * n)
 
     async def wait_for_room(self) -> None:
         while self.is_full:

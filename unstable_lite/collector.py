@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -137,6 +138,10 @@ class Collector:
             self._scheduler.load_state_dict(before)
             raise
         self._count(records)
+
+    def clock_stopped(self) -> AbstractContextManager[None]:
+        """While entered, no time passes that `run.game_timeout_s` counts."""
+        return self._runner.clock_stopped()
 
     async def play_round(self, num_games: int) -> None:
         """So many training games, in whole groups and at one pace, to their end; needs `lock_step`."""

@@ -73,7 +73,7 @@ class RunConfig(Section):
     checkpoint_every: int = Field(10, ge=1)
     """Save adapter, optimiser and league to disk every so many updates (the last one always)."""
     game_timeout_s: float = Field(1800.0, gt=0)
-    """Wall-clock cap of one game; past it the game is void."""
+    """Wall-clock cap of one game, without the learner's turns of mode `sleep`; past it the game is void."""
     group_size: int = Field(1, ge=1)
     """Every training game is played so often, with the same env, seed, seats and opponents: see
     `rewards.group_baseline`."""

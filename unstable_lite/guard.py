@@ -68,7 +68,7 @@ class Guard:
         self._reasons: list[str] = []
         """To pause."""
         self._fed_at = time.monotonic()
-        """When the newest step came to the buffer."""
+        """When the newest step came to the buffer, or a batch still waited in it."""
         self._steps_added, self._filtered = buffer.added, buffer.filtered
         self._since_fed: Counter[str] = Counter()
         """How the training games ended that ended after it."""
@@ -119,24 +119,30 @@ class Guard:
             await asyncio.sleep(self._config.alarms.starved.threshold / SAY_EVERY)
             self._judge([self._hunger()])
 
-    async def pause_if_asked(self, save: Callable[[], Awaitable[Path | None]]) -> None:
-        """Where an alarm asks for it: save, start no game, and wait until somebody deletes PAUSED or stops the run."""
+    async def pause_if_asked(self, save: Callable[[], Awaitable[tuple[Path | None, int]]]) -> None:
+        """Where an alarm asks for it: save, start no game, and wait until somebody deletes PAUSED or stops the run.
+
+        `save`: returns the newest checkpoint and its update, which is an earlier one where saving failed.
+        """
         is_over = self._stop.is_set() or self._update >= self._config.run.learning_steps
         if is_over or not self.asks_for_pause.is_set():
             return
         self._going.clear()
-        checkpoint = await save()
+        saved = self._saved(*await save())
         path = self._directory / PAUSED
         reasons, self._reasons = self._reasons, []
-        saved = f"Everything is saved in {checkpoint}." if checkpoint else "There is no checkpoint yet."
-        path.write_text("\n".join([*reasons, saved, "Delete this file and the run goes on.", ""]))
-        self._say(f"paused after update {self._update}. {saved} To go on: rm {path}  (Ctrl-C: end)")
         try:
+            path.write_text("\n".join([*reasons, saved, "Delete this file and the run goes on.", ""]))
+            self._say(f"paused after update {self._update}. {saved} To go on: rm {path}  (Ctrl-C: end)")
             while path.exists() and not self._stop.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), LOOK_S)
+        except OSError as error:
+            reason = f"{path}: {error.strerror}; make room, and see that it can be written to"
+            self._tracker.alarm(self._update, f"the run cannot pause and goes on. {saved} {reason}")
         finally:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
             self.asks_for_pause.clear()
             self._fed_at = time.monotonic()
             self._going.set()
@@ -221,9 +227,10 @@ class Guard:
         return readings
 
     def _hunger(self) -> Reading:
-        """How long games have ended for nothing."""
+        """How long games have ended for nothing, and no batch has waited."""
         now, ended = time.monotonic(), self._since_fed.total()
-        if self._buffer.added != self._steps_added or not self._going.is_set() or not ended:
+        is_fed = self._buffer.added != self._steps_added or self._buffer.has_steps_for(self._config.learner.batch_size)
+        if is_fed or not self._going.is_set() or not ended:
             self._fed_at, self._steps_added, self._filtered = now, self._buffer.added, self._buffer.filtered
             self._since_fed.clear()
             return Reading(alarm="starved", value=0.0, n=ended, detail="the learner gets steps again")
@@ -234,6 +241,13 @@ class Guard:
             f"{self._buffer.size()} steps wait, and a batch is {self._config.learner.batch_size}"
         )
         return Reading(alarm="starved", value=seconds, n=ended, detail=detail)
+
+    def _saved(self, checkpoint: Path | None, update: int) -> str:
+        """What whoever thinks of ending a paused run has to know."""
+        if update < self._update:
+            newest = f"the newest checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
+            return f"Update {self._update} could NOT be saved (an alarm says why); {newest}."
+        return f"Everything is saved in {checkpoint}." if checkpoint else "There is no checkpoint yet."
 
     def _where(self, best: Result) -> str:
         if best.update == 0:

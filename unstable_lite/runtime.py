@@ -363,15 +363,16 @@ class Run:
             tolerance=config.learner.canary_tolerance,
         )
 
-        engines = zip(workers.engines.engines, self.plan.engine_devices, strict=False)  # others are elsewhere
-        sleepers = [engine for engine, device in engines if device in self.plan.shared_devices]
-        turns = Turns(sleepers if config.run.mode == "sleep" else [], publisher.restore)
-
         def count(record: GameRecord) -> None:
             tracker.add_record(record)
             guard.add_record(record)
 
         collector = Collector(scheduler, buffer, seats, arena, config.run, count, lock_step, environments)
+        engines = zip(workers.engines.engines, self.plan.engine_devices, strict=False)  # others are elsewhere
+        sleepers = [engine for engine, device in engines if device in self.plan.shared_devices]
+        turns = Turns(
+            sleepers if config.run.mode == "sleep" else [], publisher.restore, learning=collector.clock_stopped
+        )
         say = self._terminal.say
         guard = Guard(config, directory, buffer, tracker, say, collector.going, self._stop)
 

@@ -96,7 +96,7 @@ class Training:
                 await self._learn_in_turns()
             else:
                 await self._learn(tasks)
-            saved = await self._save_newest(is_last=True)
+            saved, _ = await self._save_newest(is_last=True)
             if self.stop.is_set():
                 self.terminal.say(f"{f'{saved.name} is saved' if saved else 'nothing to save'}; ending the workers")
             else:
@@ -427,13 +427,13 @@ class Training:
         await self.pool.settled()
         await self._write(self.updates, self._checkpoint(), is_last)
 
-    async def _save_newest(self, is_last: bool = False) -> Path | None:
-        """A checkpoint of the last update, if there is none yet; the newest one, if there is any."""
+    async def _save_newest(self, is_last: bool = False) -> tuple[Path | None, int]:
+        """A checkpoint of the last update, if there is none yet; the newest one, if there is any, and its update."""
         if self._saving is not None:
             await self._saving
         if self.updates != self._saved:
             await self._save(is_last)
-        return self.checkpoint
+        return self.checkpoint, self._saved
 
     async def _unless_stopped(self, waiting: Coroutine[Any, Any, T]) -> T | None:
         """The result, or None if the run is asked to stop or to pause first."""

@@ -8,17 +8,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 
 from unstable_lite.engines.client import EngineClient
 from unstable_lite.errors import WorkerDied
 
 
 class Turns:
-    def __init__(self, engines: Sequence[EngineClient], restore: Callable[[EngineClient], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        engines: Sequence[EngineClient],
+        restore: Callable[[EngineClient], Awaitable[None]],
+        learning: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         """`engines`: those that share the learner's device. `restore`: give one back what it should hold, and try it;
-        then it plays."""
+        then it plays. `learning`: entered while they do not play."""
         self.engines = engines
         self._restore = restore
+        self._learning = learning
         self._device = asyncio.Lock()
 
     @contextlib.asynccontextmanager
@@ -28,9 +35,10 @@ class Turns:
             yield
             return
         async with self._device:
-            asleep = await asyncio.gather(*(_put_to_sleep(engine) for engine in self.engines))
-            yield  # where it raises the run is over, and nobody needs to wake
-            await asyncio.gather(*(self._wake_up(engine) for engine in asleep if engine is not None))
+            with self._learning():
+                asleep = await asyncio.gather(*(_put_to_sleep(engine) for engine in self.engines))
+                yield  # where it raises the run is over, and nobody needs to wake
+                await asyncio.gather(*(self._wake_up(engine) for engine in asleep if engine is not None))
 
     @contextlib.asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:

@@ -10,7 +10,17 @@ import pytest
 
 from remote_engine import RemoteEngine
 from unstable_lite.transport.child import ORPHANED
-from unstable_lite.transport.messages import Crashed, Done, EngineStats, Failed, Generated, LoadAdapter, Ready, Stop
+from unstable_lite.transport.messages import (
+    Crashed,
+    Done,
+    EngineStats,
+    Failed,
+    Generated,
+    LoadAdapter,
+    Ready,
+    Sleep,
+    Stop,
+)
 
 Start = Callable[..., RemoteEngine]
 
@@ -115,3 +125,15 @@ def test_requests_wait_for_one_load_at_a_time(start_engine: Start, tmp_path: Pat
     order = [engine.wait_for(lambda message: isinstance(message, (Generated, Done))).request_id for _ in range(7)]  # type: ignore[attr-defined]
     first, second, third, fourth = (request.request_id for request in asked)
     assert order == [101, first, 102, second, 103, third, fourth]
+
+
+def test_an_engine_that_is_to_sleep_tells_how_busy_it_is_until_it_has_answered(start_engine: Start) -> None:
+    """Else a supervisor would take one with long answers for stuck."""
+    engine = start_engine(kind="stepwise_engines:Unhurried", replies=["yes"])
+    engine.wait_for_type(Ready, 60)
+    asked = [engine.request("p") for _ in range(15)]
+    engine.send(*asked, Sleep(request_id=100))
+    engine.wait_for_type(Done)
+    kinds = [type(message) for message in engine.inbox]
+    assert kinds.count(Generated) == 15
+    assert EngineStats in kinds

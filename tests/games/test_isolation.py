@@ -63,7 +63,7 @@ _others: set[int] = set()
 
 @pytest.fixture
 async def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Environments]:
-    """Two processes, in which Nim knows four odd moves."""
+    """Two processes, in which Nim knows five odd moves."""
     _others.update(child.pid for child in psutil.Process().children())
     monkeypatch.setattr(isolation, "MODULE", "odd_env_process")
     monkeypatch.setattr(isolation, "MOST_PROCESSES", 2)
@@ -117,6 +117,20 @@ async def test_games_whose_process_dies_are_played_again_to_where_they_were(envi
     assert len(broken) <= 4
     assert all("was killed by SIGKILL" in str(error) for error in broken)
     assert all(one == same for one, same in zip(ended, here, strict=True) if one not in broken)
+
+
+async def test_a_game_that_took_longer_than_one_call_may_is_played_again_whole(environments: Environments) -> None:
+    spec = game("Nim-v0-train", 2, 0)
+    here, there = make_in_process(spec), await environments.make(spec)
+    for _ in range(3):
+        turn = await here.play("[0 1]")
+        assert turn is not None
+        assert await there.play("[9 5]") == turn  # the same in a second
+    for child in own_children():
+        os.kill(child.pid, signal.SIGKILL)
+    turn = await here.play("[1 1]")
+    assert turn is not None
+    assert await there.play("[1 1]") == turn
 
 
 @pytest.mark.parametrize(

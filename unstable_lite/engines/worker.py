@@ -58,6 +58,19 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
 def serve(engine: Engine, socket: Socket) -> None:
     """Until `Stop`."""
     stats_due = time.monotonic() + STATS_EVERY_S
+
+    def step() -> list[Message]:
+        """And now and then how busy the engine is: who says nothing for long is taken for stuck."""
+        nonlocal stats_due
+        started = time.monotonic()
+        replies: list[Message] = [*engine.step()]
+        if (took_s := time.monotonic() - started) > SLOW_STEP_S:
+            log.warning("a step took %.1f s", took_s)
+        if time.monotonic() >= stats_due:
+            replies.append(engine.stats())
+            stats_due = time.monotonic() + STATS_EVERY_S
+        return replies
+
     while True:
         replies: list[Message] = []
         has_loaded = False
@@ -66,21 +79,15 @@ def serve(engine: Engine, socket: Socket) -> None:
                 return
             if isinstance(message, LoadAdapter):
                 if has_loaded and engine.has_unfinished():  # nobody waits for more than one load and a step
-                    replies += engine.step()
+                    replies += step()
                 has_loaded = True
             if isinstance(message, Sleep):
                 while engine.has_unfinished():
-                    socket.send(*replies, *engine.step())
+                    socket.send(*replies, *step())
                     replies = []
             replies += _take(engine, message)
         if engine.has_unfinished():
-            started = time.monotonic()
-            replies += engine.step()
-            if (took_s := time.monotonic() - started) > SLOW_STEP_S:
-                log.warning("a step took %.1f s", took_s)
-            if time.monotonic() >= stats_due:
-                replies.append(engine.stats())
-                stats_due = time.monotonic() + STATS_EVERY_S
+            replies += step()
         socket.send(*replies)
 
 

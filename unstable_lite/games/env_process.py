@@ -68,11 +68,9 @@ def _advance(games: dict[int, Environment], message: MakeEnv | StepEnv) -> EnvSt
         observation = cast(Observation, message.observation)
         env = games[message.game] = Environment(message.env_id, message.num_players, message.seed, observation)
         turn: tuple[int, str] | None = env.observe()
-        actions = message.actions
     else:
-        env, actions = games[message.game], (message.action,)
-    for action in actions:
-        turn = env.play(action)
+        env = games[message.game]
+        turn = env.play(message.action)
     if turn is not None:
         pid, seen = turn
         return EnvState(

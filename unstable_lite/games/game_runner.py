@@ -7,9 +7,11 @@ breaking is an error. Knows nothing of who chose the game, nor of what becomes o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import traceback
 from collections import Counter
+from collections.abc import Iterator
 
 from unstable_lite.config import RunConfig
 from unstable_lite.errors import EnvError, OpponentError, WorkerDied
@@ -45,6 +47,8 @@ class GameRunner:
         self._deadlines: dict[asyncio.Timeout, float] = {}
         """Of the games under way, the first one first."""
         self._timer: asyncio.TimerHandle | None = None
+        self._stopped_at: float | None = None
+        """Since when the games' clock stands still; None: it runs."""
 
     async def play(self, spec: GameSpec, waits_for_opponents: bool = True) -> GameRecord:
         """waits_for_opponents: false where somebody has made sure that they can play now.
@@ -70,20 +74,39 @@ class GameRunner:
         self._settle(record, caught.error)
         return record
 
+    @contextlib.contextmanager
+    def clock_stopped(self) -> Iterator[None]:
+        """Meanwhile no game's time runs, for none can go on."""
+        loop = asyncio.get_running_loop()
+        self._stopped_at = loop.time()
+        try:
+            yield
+        finally:
+            stopped_s = loop.time() - self._stopped_at
+            self._stopped_at = None
+            self._deadlines = {timeout: deadline + stopped_s for timeout, deadline in self._deadlines.items()}
+            if self._timer is None:
+                self._end_overdue(loop)
+
     def _start_clock(self, timeout: asyncio.Timeout) -> None:
         """One timer for all games: one for each would cost more than a turn's messages do."""
         loop = asyncio.get_running_loop()
-        self._deadlines[timeout] = loop.time() + self._config.game_timeout_s
-        if self._timer is None:
+        started = loop.time() if self._stopped_at is None else self._stopped_at
+        self._deadlines[timeout] = started + self._config.game_timeout_s
+        if self._timer is None and self._stopped_at is None:
             self._timer = loop.call_at(self._deadlines[timeout], self._end_overdue, loop)
 
     def _end_overdue(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self._stopped_at is not None:
+            return
         now = loop.time()
         for timeout in [timeout for timeout, deadline in self._deadlines.items() if deadline <= now]:
             del self._deadlines[timeout]
             timeout.reschedule(now)
         next_one = min(self._deadlines.values(), default=None)
-        self._timer = None if next_one is None else loop.call_at(next_one, self._end_overdue, loop)
+        if next_one is not None:
+            self._timer = loop.call_at(next_one, self._end_overdue, loop)
 
     def _settle(self, record: GameRecord, error: BaseException | None) -> None:
         """Count a void game and say why; raise what no other game can survive either."""

@@ -165,6 +165,8 @@ class IsolatedEnvironment:
         self._game = host.take_game()
         self._life = -1
         """In which life of its process the game is there."""
+        self._num_calls = 0
+        """That it has had in that life: one that made it, and one for each action."""
         self._actions: list[str] = []
         self._state: EnvState | None = None
 
@@ -201,12 +203,16 @@ class IsolatedEnvironment:
         self._host.drop_game(self._game)
 
     async def _advance(self) -> EnvState:
-        """To after the last of its actions; in a process that has just started, from the beginning."""
+        """To after the last of its actions; in a process that has just started, from the beginning.
+
+        One call each, for each has its own `run.env_timeout_s`.
+        """
         spec = self._spec
         while True:
             life = await self._host.wait_until_up()
-            is_new, self._life = life != self._life, life
-            if is_new:
+            if life != self._life:
+                self._life, self._num_calls = life, 0
+            if self._num_calls == 0:
                 asked = self._host.ask(
                     spec.env_id,
                     MakeEnv,
@@ -215,16 +221,19 @@ class IsolatedEnvironment:
                     num_players=spec.num_players,
                     seed=spec.seed,
                     observation=spec.observation,
-                    actions=tuple(self._actions),
                 )
             else:
-                asked = self._host.ask(spec.env_id, StepEnv, game=self._game, action=self._actions[-1])
+                action = self._actions[self._num_calls - 1]
+                asked = self._host.ask(spec.env_id, StepEnv, game=self._game, action=action)
             try:
-                return await asked
+                state = await asked
             except RequestError as error:
                 raise EnvError(f"{spec.env_id}: {error}") from None
             except WorkerDied:
                 continue  # in another game's call
+            self._num_calls += 1
+            if self._num_calls > len(self._actions):
+                return state
 
 
 class _Host:

@@ -186,7 +186,7 @@ class LoadLearner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MakeEnv:
-    """Make and reset an env for a new game, and play the actions that it has had. Reply: `EnvState`."""
+    """Make and reset an env for a new game. Reply: `EnvState`."""
 
     request_id: int
     game: int
@@ -194,8 +194,6 @@ class MakeEnv:
     num_players: int
     seed: int
     observation: str
-    actions: tuple[str, ...]
-    """None, unless the process that had the game is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
