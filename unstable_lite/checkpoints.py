@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unstable_lite.config import Config
+from unstable_lite.algorithms import resolve_defaults
+from unstable_lite.config import Config, parse_config
 from unstable_lite.errors import ProtocolError, UnstableError
 from unstable_lite.trackers.records import replaced
 from unstable_lite.trackers.run_view import by_update
@@ -105,17 +106,16 @@ def replace_config(directory: Path, config: Config, update: int) -> None:
 
 def lasting_changes(directory: Path, config: Config) -> Iterator[str]:
     """What `config` says otherwise than the run's own, although checkpoints of the run are not of that."""
-
-    def shown(value: Any) -> str:
-        return "none" if value is None else _toml_value(value)
-
-    own, new = tomllib.loads((directory / CONFIG).read_text()), config.model_dump(mode="json")
+    own, _ = parse_config(tomllib.loads((directory / CONFIG).read_text()))
+    if own is None:
+        return
+    tables = [resolve_defaults(each).model_dump(mode="json") for each in (own, config)]
     for name in LASTING:
         section, _, key = name.rpartition(".")
-        before, now = ((table[section] if section else table).get(key) for table in (own, new))
+        before, now = ((table[section] if section else table)[key] for table in tables)
         if before != now:
             yield (
-                f"{name} = {shown(now)}: what the run's checkpoints hold was made with {shown(before)}. "
+                f"{name} = {_or_none(now)}: what the run's checkpoints hold was made with {_or_none(before)}. "
                 "Leave it as it is, or begin a new run from the adapter: lora.initial_lora_path"
             )
 
@@ -333,6 +333,10 @@ def to_toml(table: dict[str, Any], prefix: str = "") -> str:
 
 def _toml_key(key: str) -> str:
     return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else _toml_value(key)
+
+
+def _or_none(value: Any) -> str:
+    return "none" if value is None else _toml_value(value)
 
 
 def _toml_value(value: Any) -> str:

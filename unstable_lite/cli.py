@@ -44,7 +44,6 @@ def run(
 ) -> None:
     """Train: play games, learn, evaluate, save."""
     with _ErrorsAsMessages(debug):
-        from unstable_lite.algorithms import resolve_defaults
         from unstable_lite.checkpoints import lasting_changes
         from unstable_lite.config import read_config
         from unstable_lite.plan import load_plan
@@ -55,7 +54,7 @@ def run(
             changes = [*([config] if config is not None else []), *(overrides or [])]
             own = resume / "config.toml"
             changed, _ = read_config(own, tuple(changes))
-            if changed is not None and (problems := [*lasting_changes(resume, resolve_defaults(changed))]):
+            if changed is not None and (problems := [*lasting_changes(resume, changed)]):
                 raise ConfigError(*problems)
             plan = load_plan(own, tuple(changes))
         elif config is not None:
