@@ -56,8 +56,10 @@ class Run:
             for worker, engine in zip(self.workers, self.engines, strict=True)
         ]
 
-    def start_worker(self, *before: str, keys: Path | None = None, options: tuple[str, ...] = ()) -> Worker:
-        worker = Worker(self.door.endpoint, keys or self.directory / "keys", before, options)
+    def start_worker(
+        self, *before: str, keys: Path | None = None, options: tuple[str, ...] = (), endpoint: str | None = None
+    ) -> Worker:
+        worker = Worker(endpoint or self.door.endpoint, keys or self.directory / "keys", before, options)
         self.processes.append(worker.process)
         return worker
 
@@ -205,8 +207,24 @@ async def test_a_worker_that_takes_another_for_its_run_tells_it_nothing(run: Run
     (tmp_path / "other" / "worker.key_secret").write_bytes((keys / "worker.key_secret").read_bytes())
     code, out = await run.start_worker(keys=tmp_path / "other", options=("--patience", "3")).ended()
     assert code == 1
-    assert "could not be reached for 3 s" in out or "refuses this worker's key" in out
+    assert "could not be reached for 3 s" in out
+    assert "`run.key` is not that of the run" in out
     assert run.workers[0].peer.is_dead
+
+
+async def test_a_tunnel_that_hangs_up_while_the_run_is_down_is_no_refusal(run: Run) -> None:
+    async with links.tunnel(leads_to=None) as tunnel:
+        impatient = run.start_worker(endpoint=tunnel.endpoint, options=("--patience", "2"))
+        worker = run.start_worker(endpoint=tunnel.endpoint)
+        code, out = await impatient.ended()
+        assert code == 1
+        assert "could not be reached for 2 s" in out
+        assert "a tunnel, a load balancer" in out
+        tunnel.leads_to = run.door.endpoint
+        await run.generate(5)
+        await run.close()
+        code, out = await worker.ended()
+        assert code == 0, out
 
 
 async def test_who_has_a_key_and_sends_rubbish_is_dropped_and_counted(run: Run, keys: Path) -> None:

@@ -28,7 +28,7 @@ from unstable_lite.engines.worker import serve
 from unstable_lite.errors import ProtocolError, UnstableError
 from unstable_lite.transport.adapters import NO_ROOM, PART_BYTES, AdapterArena, reap_stale_arenas
 from unstable_lite.transport.child import WorkerSocket, WorkerSpec, last_words
-from unstable_lite.transport.door import REFUSALS
+from unstable_lite.transport.door import HUNG_UP, REFUSALS
 from unstable_lite.transport.keys import WorkerKeys
 from unstable_lite.transport.messages import (
     AdapterPart,
@@ -65,6 +65,8 @@ class Link(WorkerSocket):
     def __init__(self, endpoint: str, keys: WorkerKeys) -> None:
         self.endpoint = endpoint
         self.is_connected = False
+        self.was_hung_up_on = False
+        """Somebody is there, and broke off before any key was judged."""
         self._is_cut = False
         self._keys = keys
         super().__init__(endpoint, identity=uuid.uuid4().hex)
@@ -76,7 +78,7 @@ class Link(WorkerSocket):
         self._socket.curve_serverkey = keys.run_public
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | REFUSALS
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | REFUSALS | HUNG_UP
         )
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -114,6 +116,8 @@ class Link(WorkerSocket):
                     f"{self.endpoint} refuses this worker's key: `run.key` must be that of the run, and this worker's "
                     "public key must be among the run's admitted ones when it starts"
                 )
+            elif event == HUNG_UP:
+                self.was_hung_up_on = True
             elif self.is_connected:
                 self.is_connected, self._is_cut = False, True
 
@@ -289,9 +293,13 @@ def _wait_for_place(link: Link, hello: Hello, patience_s: float, say: Callable[[
         if link.is_connected and not was_connected:
             was_connected = True
             say("connected; waiting for a place")
-    raise UnstableError(
-        f"{link.endpoint} could not be reached for {patience_s:g} s: is the run there, is the port open?"
-    )
+    reason = "is the run there, is the port open?"
+    if link.was_hung_up_on:
+        reason = (
+            "who is there breaks off at once. Either the run is not up behind it (a tunnel, a load balancer), or this "
+            "worker's `run.key` is not that of the run"
+        )
+    raise UnstableError(f"{link.endpoint} could not be reached for {patience_s:g} s: {reason}")
 
 
 def _make_engine(link: Link, welcome: Welcome, device: str, threads: int, say: Callable[[str], None]) -> Engine:

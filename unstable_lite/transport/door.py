@@ -27,7 +27,9 @@ from unstable_lite.transport.sockets import Peer, Router
 log = logging.getLogger(__name__)
 
 ALIVE_EVERY_S = 1.0
-REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+HUNG_UP = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""The other end broke off before any key was judged: it does so to one that it cannot read, too."""
 
 
 class Door(Router):
@@ -49,7 +51,7 @@ class Door(Router):
             self._end_guard()
             raise ConfigError(f"remote.bind = {endpoint!r}: {error.strerror}") from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._monitor = self._socket.get_monitor_socket(REFUSALS)
+        self._monitor = self._socket.get_monitor_socket(REFUSALS | HUNG_UP)
         self._loop.add_reader(self._monitor.FD, self._count_refused)
         self._count_refused()  # the descriptor says nothing before its socket has been looked at
 
