@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -17,28 +18,37 @@ import zmq
 
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
+from unstable_lite.engines.remote import Link, LinkLost
 from unstable_lite.errors import ConfigError
 from unstable_lite.plan import find_problems
 from unstable_lite.supervision import Attendant
 from unstable_lite.transport.adapters import PART_BYTES, SHARED_MEMORY
 from unstable_lite.transport.door import Door, RemoteWorker
 from unstable_lite.transport.keys import make_keys, read_run_keys, read_worker_keys
-from unstable_lite.transport.messages import Stop, encode
+from unstable_lite.transport.messages import Hello, Stop, encode
 
 needs_namespaces = pytest.mark.skipif(links.why_not() is not None, reason=f"no network namespace: {links.why_not()}")
 PATIENCE_S = 60.0
+SILENCE_S = 4.0
 LOOPBACK = "tcp://127.0.0.1:*"
 
 
 class Run:
     """The orchestrator's side of a run with places for workers on other machines, without games."""
 
-    def __init__(self, directory: Path, endpoint: str = LOOPBACK, places: int = 1, kind: str = "scripted") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        endpoint: str = LOOPBACK,
+        places: int = 1,
+        kind: str = "scripted",
+        silence_s: float = SILENCE_S,
+    ) -> None:
         self.directory = directory
         self.config = Config.model_validate(
             {
                 "engine": {"kind": kind, "replies": ["\\boxed{[1]}"], "devices": []},
-                "remote": {"workers": places, "keys": directory / "keys", "silence_s": 4.0},
+                "remote": {"workers": places, "keys": directory / "keys", "silence_s": silence_s},
                 "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
             }
         )
@@ -149,9 +159,13 @@ async def run(tmp_path: Path, keys: Path) -> AsyncIterator[Run]:
 
 @contextlib.asynccontextmanager
 async def _a_run(
-    directory: Path, endpoint: str = LOOPBACK, places: int = 1, kind: str = "scripted"
+    directory: Path,
+    endpoint: str = LOOPBACK,
+    places: int = 1,
+    kind: str = "scripted",
+    silence_s: float = SILENCE_S,
 ) -> AsyncIterator[Run]:
-    made = Run(directory, endpoint, places, kind)
+    made = Run(directory, endpoint, places, kind, silence_s)
     try:
         yield made
     finally:
@@ -372,6 +386,54 @@ async def test_a_run_that_is_started_again_finds_the_worker_made_afresh(tmp_path
     code, out = await worker.ended()
     assert code == 0, out
     assert "starting afresh" in out
+
+
+async def test_a_worker_that_is_heard_and_hears_nothing_gives_the_link_up_after_silence_s_and_not_before(
+    tmp_path: Path, keys: Path
+) -> None:
+    """Its answers go on coming, one every tenth of a second: the run has no reason to give it up."""
+    (tmp_path / "keys").symlink_to(keys)
+    silence_s = 3.0
+    async with (
+        _a_run(tmp_path, kind="stepwise_engines:Unhurried", silence_s=silence_s) as run,
+        links.tunnel(run.door.endpoint) as tunnel,
+    ):
+        worker = run.start_worker(endpoint=tunnel.endpoint, options=("--patience", "20"))
+        await run.generate(1)
+        asked = asyncio.create_task(run.generate(90))
+        await asyncio.sleep(0.2)
+        tunnel.bytes_to_come = 0
+        await asyncio.sleep(silence_s / 2)
+        tunnel.bytes_to_come = math.inf
+        await asyncio.sleep(silence_s / 2)
+        assert not run.alarms
+        tunnel.bytes_to_come = 0
+        async with asyncio.timeout(2 * silence_s):
+            while not run.alarms:
+                await asyncio.sleep(0.05)
+        assert "cannot be reached any more" in run.alarms[0]
+        asked.cancel()
+        tunnel.bytes_to_come = math.inf
+        await run.generate(1)
+        await run.close()
+        code, out = await worker.ended()
+        assert code == 0, out
+        assert out.count("connecting again") == 1
+
+
+async def test_a_worker_that_waits_for_a_place_gives_a_silent_link_up_too(tmp_path: Path, keys: Path) -> None:
+    (tmp_path / "keys").symlink_to(keys)
+    async with _a_run(tmp_path, places=0, silence_s=1.0) as run, links.tunnel(run.door.endpoint) as tunnel:
+        link = Link(tunnel.endpoint, read_worker_keys(keys))
+        link.send(Hello(host="here", device="cpu", run_token=""))
+        for _ in range(30):
+            assert await asyncio.to_thread(link.receive, 0.1) == []
+        assert link.is_connected
+        tunnel.bytes_to_come = 0
+        with pytest.raises(LinkLost):
+            for _ in range(40):
+                await asyncio.to_thread(link.receive, 0.1)
+        link.close()
 
 
 @needs_namespaces

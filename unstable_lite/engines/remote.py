@@ -8,6 +8,7 @@ was started again, finds a fresh process.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket as hosts
 import sys
@@ -51,8 +52,6 @@ CONNECT_EVERY_S = 5.0
 """No sooner: the run may give this worker up for something that does not change, such as a full disk."""
 PARTS_AHEAD = 8
 """Asked for before they are needed: a worker that is busy looks at what has arrived once a step."""
-SILENT_MS = 15_000
-"""Until the run has said what it takes for silence."""
 
 
 class LinkLost(Exception):
@@ -67,14 +66,17 @@ class Link(WorkerSocket):
         self.is_connected = False
         self.was_hung_up_on = False
         """Somebody is there, and broke off before any key was judged."""
+        self.silence_s = math.inf
+        """So long without a frame, and the link is lost. To a worker that waits for a place the run sends nothing but
+        pings: until then ZeroMQ goes by what they say, their TTL."""
+        self._silent_s = 0.0
+        self._looked_at = time.monotonic()
         self._is_cut = False
         self._keys = keys
         super().__init__(endpoint, identity=uuid.uuid4().hex)
 
     def _secure(self) -> None:
         keys = self._keys
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, SILENT_MS // 5)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
         self._socket.curve_serverkey = keys.run_public
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._monitor = self._socket.get_monitor_socket(
@@ -96,15 +98,24 @@ class Link(WorkerSocket):
         except ProtocolError as error:
             raise UnstableError(f"{self.endpoint}: {error}; worker and run must be of one unstable_lite") from error
         self._look_at_events()
+        self._count_silence(bool(messages))
         if self._is_cut and not messages:
             raise LinkLost("the link is cut")
         if any(isinstance(message, Rejoin) for message in messages):
             raise LinkLost("the run had given this worker up")
+        if self._silent_s > self.silence_s:
+            raise LinkLost(f"nothing has come for {self._silent_s:.0f} s (remote.silence_s = {self.silence_s:g})")
         return [message for message in messages if not isinstance(message, Alive)]
 
     def close(self) -> None:
         self._socket.disable_monitor()
         self._context.destroy(linger=1000 if self.is_connected else 0)
+
+    def _count_silence(self, has_come: bool) -> None:
+        """A longer pause between two looks is this process's own: it may have stood still, and the network with it."""
+        now = time.monotonic()
+        self._silent_s = 0.0 if has_come else self._silent_s + min(now - self._looked_at, 2 * LOOK_EVERY_S)
+        self._looked_at = now
 
     def _look_at_events(self) -> None:
         while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
@@ -245,8 +256,11 @@ def work(
                 welcome = _wait_for_place(link, hello, patience_s, say)
                 if welcome is None:
                     return
+                config = _config(link, welcome)
+                link.silence_s = config.remote.silence_s
                 if engine is None:
-                    engine = _make_engine(link, welcome, device, threads, say)
+                    say(f"making the engine: {config.engine.kind}, {config.model_name}")
+                    engine = _make_engine(link, welcome, device, config.engine.threads or threads)
                     hello = replace(hello, run_token=welcome.run_token)
                 elif welcome.run_token != hello.run_token:
                     say("this is another run, or the same one started again: starting afresh")
@@ -302,18 +316,20 @@ def _wait_for_place(link: Link, hello: Hello, patience_s: float, say: Callable[[
     raise UnstableError(f"{link.endpoint} could not be reached for {patience_s:g} s: {reason}")
 
 
-def _make_engine(link: Link, welcome: Welcome, device: str, threads: int, say: Callable[[str], None]) -> Engine:
+def _config(link: Link, welcome: Welcome) -> Config:
     try:
-        config = Config.model_validate_json(welcome.config_json)
+        return Config.model_validate_json(welcome.config_json)
     except ValueError as error:
         raise UnstableError(f"{link.endpoint}: its config is not one of this unstable_lite: {error}") from error
-    say(f"making the engine: {config.engine.kind}, {config.model_name}")
+
+
+def _make_engine(link: Link, welcome: Welcome, device: str, threads: int) -> Engine:
     return load_engine(
         WorkerSpec(
             name=welcome.name,
             endpoint=link.endpoint,
             device="cpu" if device == "cpu" else "cuda:0",
-            threads=config.engine.threads or threads,
+            threads=threads,
             config_json=welcome.config_json,
             goes_on=True,
         )

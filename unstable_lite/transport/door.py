@@ -27,6 +27,7 @@ from unstable_lite.transport.sockets import Peer, Router
 log = logging.getLogger(__name__)
 
 ALIVE_EVERY_S = 1.0
+"""Or more often: a worker that has a place is to tell a quiet run from a silent link, by remote.silence_s."""
 REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 HUNG_UP = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 """The other end broke off before any key was judged: it does so to one that it cannot read, too."""
@@ -40,6 +41,7 @@ class Door(Router):
         self.refused = 0
         """Connections without a key that is admitted."""
         self.run_token = secrets.token_hex(16)
+        self.alive_every_s = min(ALIVE_EVERY_S, silence_s / 5)
         self._keys = keys
         self._silence_ms = round(1000 * silence_s)
         self._waiting: deque[tuple[bytes, Hello]] = deque()
@@ -78,7 +80,8 @@ class Door(Router):
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = self._keys.public, self._keys.secret
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # ZeroMQ's own heartbeat, from its own thread, however busy either side is; TTL asks the same of the worker.
+        # ZeroMQ's own heartbeat, from its own thread, however busy either side is. TTL asks the same of a worker, as
+        # long as pings are all that comes to it: one that waits for a place.
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, self._silence_ms // 5)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._silence_ms)
         self._socket.setsockopt(zmq.HEARTBEAT_TTL, self._silence_ms)
@@ -179,7 +182,7 @@ class RemoteWorker:
                 if self.peer.unreachable.is_set():
                     self.give_up("cannot be reached any more")
                 self.peer.tell(Alive())
-                await asyncio.wait({silence}, timeout=ALIVE_EVERY_S)
+                await asyncio.wait({silence}, timeout=self._door.alive_every_s)
         finally:
             silence.cancel()
 
