@@ -25,7 +25,7 @@ from unstable_lite.supervision import Attendant
 from unstable_lite.transport.adapters import PART_BYTES, SHARED_MEMORY
 from unstable_lite.transport.door import Door, RemoteWorker
 from unstable_lite.transport.keys import make_keys, read_run_keys, read_worker_keys
-from unstable_lite.transport.messages import Hello, Stop, encode
+from unstable_lite.transport.messages import PROTOCOL, Hello, Stop, encode
 
 needs_namespaces = pytest.mark.skipif(links.why_not() is not None, reason=f"no network namespace: {links.why_not()}")
 PATIENCE_S = 60.0
@@ -120,8 +120,15 @@ class Run:
 
 
 class Worker:
-    def __init__(self, endpoint: str, keys: Path, before: tuple[str, ...], options: tuple[str, ...]) -> None:
-        command = [*before, sys.executable, "-m", "unstable_lite", "worker", "--connect", endpoint]
+    def __init__(
+        self,
+        endpoint: str,
+        keys: Path,
+        before: tuple[str, ...],
+        options: tuple[str, ...],
+        program: tuple[str, ...] = ("-m", "unstable_lite"),
+    ) -> None:
+        command = [*before, sys.executable, *program, "worker", "--connect", endpoint]
         command += ["--keys", str(keys), "--device", "cpu", "--threads", "1", *options]
         self.process = subprocess.Popen(
             command,
@@ -256,6 +263,24 @@ async def test_who_has_a_key_and_sends_rubbish_is_dropped_and_counted(run: Run, 
         async with asyncio.timeout(PATIENCE_S):
             while run.door.dropped_frames < 4:
                 await asyncio.sleep(0.02)
+    run.start_worker()
+    await run.generate(5)
+
+
+async def test_a_worker_of_another_protocol_version_ends_and_names_both_versions(run: Run) -> None:
+    older = (
+        "import unstable_lite.transport.messages as messages\n"
+        f"messages.PROTOCOL = {PROTOCOL - 1}\n"
+        "from unstable_lite.cli import app\n"
+        "app()\n"
+    )
+    worker = Worker(run.door.endpoint, run.directory / "keys", (), ("--patience", "10"), ("-c", older))
+    run.processes.append(worker.process)
+    code, out = await worker.ended()
+    assert code == 1
+    assert f"peer speaks protocol {PROTOCOL}, this side speaks {PROTOCOL - 1}" in out
+    assert "worker and run must be of one unstable_lite" in out
+    assert run.door.dropped_frames > 0
     run.start_worker()
     await run.generate(5)
 

@@ -45,6 +45,8 @@ class Door(Router):
         self._keys = keys
         self._silence_ms = round(1000 * silence_s)
         self._waiting: deque[tuple[bytes, Hello]] = deque()
+        self._not_understood: set[bytes] = set()
+        """Who was told."""
         self._came = asyncio.Event()
         self._authenticator: ThreadAuthenticator | None = None
         try:
@@ -101,7 +103,15 @@ class Door(Router):
                 peer.unreachable.set()
 
     def _take_from_stranger(self, identity: bytes, frame: bytes) -> None:
-        match decode(frame):
+        try:
+            messages = decode(frame)
+        except ProtocolError:
+            # Whatever the answer, a worker of another version reads no more in it than that, and ends. One will do.
+            if identity not in self._not_understood:
+                self._not_understood.add(identity)
+                self.send(identity, Rejoin())
+            raise
+        match messages:
             case [Hello() as hello]:
                 self._waiting.append((identity, hello))
             case _:
