@@ -203,6 +203,36 @@ async def test_a_worker_fetches_adapters_serves_them_and_goes_when_the_run_is_ov
     assert not worker.adapters
 
 
+async def test_an_adapter_that_the_engine_refuses_does_not_stay_in_memory(run: Run) -> None:
+    worker = run.start_worker()
+    await run.generate(1)
+    await run.load(1, size=1000)
+    (run.directory / "bad").mkdir()
+    (run.directory / "bad" / "adapter_model.safetensors").write_bytes(bytes(PART_BYTES + 1))
+    with pytest.raises(ExceptionGroup) as failures:
+        await run.pool.load_adapter(2, run.directory / "bad")
+    assert "no adapter_config.json" in str(failures.value.exceptions[0])
+    assert {name.partition("/")[0] for name in worker.adapters} == {"v1"}
+
+
+async def test_an_adapter_that_was_on_its_way_when_the_link_was_lost_does_not_stay_in_memory(run: Run) -> None:
+    async with links.tunnel(run.door.endpoint) as tunnel:
+        worker = run.start_worker(endpoint=tunnel.endpoint, options=("--patience", "20"))
+        await run.generate(1)
+        await run.load(1, size=1000)
+        tunnel.bytes_to_come = 3 * PART_BYTES
+        loading = asyncio.create_task(run.load(2, size=20 * PART_BYTES))
+        async with asyncio.timeout(PATIENCE_S):
+            while "v2/adapter_model.safetensors" not in worker.adapters:
+                await asyncio.sleep(0.01)
+            await loading
+        del run.held[2]  # retired meanwhile
+        tunnel.bytes_to_come = math.inf
+        await run.generate(1, version=1)
+        assert {name.partition("/")[0] for name in worker.adapters} == {"v1"}
+        await run.close()
+
+
 async def test_an_adapter_that_the_run_has_no_more_is_not_loaded(run: Run, tmp_path: Path) -> None:
     run.start_worker()
     await run.generate(1)

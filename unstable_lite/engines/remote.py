@@ -160,7 +160,13 @@ class FetchingSocket:
 
     def receive(self, wait_s: float) -> list[Message]:
         messages: list[Message] = []
-        for message in self._link.receive(wait_s):
+        try:
+            arrived = self._link.receive(wait_s)
+        except LinkLost:
+            for version in self._fetching:  # the run may have it no more when the link is back
+                self._arena.unlink(version)
+            raise
+        for message in arrived:
             if isinstance(message, LoadAdapter):
                 self._begin(message)
             elif isinstance(message, AdapterPart):
@@ -178,6 +184,8 @@ class FetchingSocket:
                 self._loaded.add(asked.version)
             elif isinstance(message, Done) and isinstance(asked, UnloadAdapter):
                 self._loaded.discard(asked.version)
+                self._arena.unlink(asked.version)
+            elif isinstance(message, Failed) and isinstance(asked, LoadAdapter) and asked.version not in self._loaded:
                 self._arena.unlink(asked.version)
         self._link.send(*messages)
 
