@@ -1,12 +1,15 @@
-"""A host of its own for a worker, and the link to it: a network namespace whose packets this process carries.
+"""Links between a run and its workers that do what they are told to.
 
-The link loses, delays and slows packets down as it is told to, or is cut. Needs root, `ip` and /dev/net/tun.
+`other_host`: a host of its own for a worker, a network namespace whose packets this process carries; it loses, delays
+and slows them down, or is cut. Needs root, `ip` and /dev/net/tun. `tunnel`: a port that leads to a run, or to nobody.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
+import math
 import os
 import queue
 import random
@@ -15,7 +18,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,6 +82,62 @@ def other_host() -> Iterator[Link]:
                 carrier.join()
             os.close(near)
             os.close(far)
+
+
+@dataclass
+class Tunnel:
+    """As `ssh -L` makes one: it is there whether its run is up or not."""
+
+    endpoint: str = ""
+    leads_to: str | None = None
+    """The run's endpoint. None: who comes is hung up on."""
+    bytes_to_come: float = math.inf
+    """So many pass from the run to the worker; then it stalls, in this direction alone."""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, until either side ends it."""
+        if self.leads_to is None:
+            writer.close()
+            return
+        run_reader, run_writer = await asyncio.open_connection("127.0.0.1", int(self.leads_to.rpartition(":")[2]))
+        ways = [
+            asyncio.create_task(self._pass_on(reader, run_writer)),
+            asyncio.create_task(self._pass_on(run_reader, writer, is_to_worker=True)),
+        ]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            writer.close()
+            run_writer.close()
+
+    async def _pass_on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_to_worker: bool = False
+    ) -> None:
+        while data := await reader.read(65536):
+            while is_to_worker and self.bytes_to_come < len(data):
+                await asyncio.sleep(0.01)
+            self.bytes_to_come -= len(data) * is_to_worker
+            writer.write(data)
+            await writer.drain()
+
+
+@contextlib.asynccontextmanager
+async def tunnel(leads_to: str | None) -> AsyncIterator[Tunnel]:
+    made, connections = Tunnel(leads_to=leads_to), set[asyncio.Task[None]]()
+    server = await asyncio.start_server(
+        lambda reader, writer: connections.add(asyncio.create_task(made.serve(reader, writer))), "127.0.0.1", 0
+    )
+    made.endpoint = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield made
+    finally:
+        server.close()
+        for connection in connections:
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
 
 
 def _carry(

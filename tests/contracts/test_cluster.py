@@ -39,20 +39,40 @@ def test_shellcheck_finds_nothing_in_a_batch_script(script: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_the_batch_scripts_find_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both, on the page's config, with `vllm`, `srun` and `hostname` that write down what they were called with."""
+@pytest.fixture
+def cluster(tmp_path: Path) -> dict[str, str]:
+    """The environment of a batch script; its `vllm`, `srun` and `hostname` write down what they were called with."""
     for name in ("vllm", "srun", "hostname"):
         say = "echo node-7" if name == "hostname" else f'printf "%s\\n" "$@" > {tmp_path / name}.called'
         (tmp_path / name).write_text(f"#!/bin/bash\n{say}\n")
         (tmp_path / name).chmod(0o755)
-    shared = {"SHARED": str(tmp_path / "shared"), "PATH": f"{tmp_path}:/usr/bin:/bin"}
-    for task in ("0", "1"):
-        environment = {**shared, "MODEL": "some/model", "SLURM_ARRAY_TASK_ID": task}
-        subprocess.run(["bash", CLUSTER / "slurm" / "serve.sbatch"], env=environment, check=True)
+    return {"SHARED": str(tmp_path / "shared"), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+
+def serve(cluster: dict[str, str], job: int, tasks: int) -> None:
+    for task in range(tasks):
+        own = {"MODEL": "some/model", "SLURM_ARRAY_JOB_ID": str(job), "SLURM_ARRAY_TASK_ID": str(task)}
+        subprocess.run(["bash", CLUSTER / "slurm" / "serve.sbatch"], env=cluster | own, check=True)
+
+
+def train(cluster: dict[str, str], job: int, servers: int) -> subprocess.CompletedProcess[str]:
+    own = {"SERVE_JOB": str(job), "SERVERS": str(servers), "CONFIG": str(CLUSTER.parent / "selfplay_gpu.toml")}
+    script = CLUSTER / "slurm" / "train.sbatch"
+    return subprocess.run(["bash", script], env=cluster | own, capture_output=True, text=True, timeout=30)
+
+
+def test_the_batch_scripts_find_each_other(
+    cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both, on the page's config; what other jobs have left is nothing to them."""
+    stale = tmp_path / "shared" / "servers" / "7.url"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("http://yesterday:8007\n")
+    serve(cluster, job=11, tasks=4)
+    serve(cluster, job=12, tasks=2)
     served = (tmp_path / "vllm.called").read_text().split()
     assert served[:4] == ["serve", "some/model", "--port", "8001"] and "--enable-lora" in served
-    environment = {**shared, "CONFIG": str(CLUSTER.parent / "selfplay_gpu.toml"), "SERVERS": "2"}
-    subprocess.run(["bash", CLUSTER / "slurm" / "train.sbatch"], env=environment, check=True)
+    assert train(cluster, job=12, servers=2).returncode == 0
     called = (tmp_path / "srun.called").read_text().splitlines()
     assert called[:4] == ["python", "-m", "unstable_lite", "run"]
     monkeypatch.setenv("OPENROUTER_API_KEY", "not called by a check")
@@ -64,6 +84,23 @@ def test_the_batch_scripts_find_each_other(tmp_path: Path, monkeypatch: pytest.M
     assert int(served_with["--max-cpu-loras"]) == 2 * plan.config.engine.max_loras
     assert int(served_with["--max-lora-rank"]) >= plan.config.lora.lora_rank
     assert int(served_with["--max-model-len"]) >= plan.config.engine.max_model_len
+
+
+def test_a_run_waits_for_the_servers_of_its_own_job(cluster: dict[str, str], tmp_path: Path) -> None:
+    serve(cluster, job=11, tasks=4)
+    (tmp_path / "sleep").write_text("#!/bin/bash\nkill $PPID\n")  # waiting ends it
+    (tmp_path / "sleep").chmod(0o755)
+    done = train(cluster, job=12, servers=4)
+    assert "0 of 4 servers of job 12 have a node" in done.stdout
+    assert not (tmp_path / "srun.called").exists()
+
+
+def test_a_run_on_fewer_servers_than_its_job_has_is_refused(cluster: dict[str, str], tmp_path: Path) -> None:
+    serve(cluster, job=12, tasks=3)
+    done = train(cluster, job=12, servers=2)
+    assert done.returncode == 1
+    assert "job 12 has 3 servers, SERVERS is 2" in done.stderr
+    assert not (tmp_path / "srun.called").exists()
 
 
 @pytest.mark.skipif(

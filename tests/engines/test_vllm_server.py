@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import shutil
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -201,6 +203,30 @@ def test_a_server_that_forgot_an_adapter_is_another_server(
     server.loras.clear()
     with pytest.raises(ConnectionError, match=r"does not know .*-v1 any more.* started again"):
         serve(engine, request(version=1))
+
+
+def test_a_server_that_is_lost_to_the_last_request_while_an_adapter_is_loaded_ends_the_worker(
+    server: FakeVLLM, connect: Connect, adapter_dir: Path
+) -> None:
+    engine = connect()
+    is_loading, is_asked = threading.Event(), threading.Event()
+
+    def forget_the_base(path: str, body: Any) -> Any:
+        if path == "/v1/completions":
+            is_asked.set()
+            is_loading.wait(10)
+            return error(404, "The model does not exist")
+        is_loading.set()
+        time.sleep(0.3)  # the answer to the completion is there first
+        return None
+
+    server.misbehave = forget_the_base
+    engine.add_request(request())
+    while not is_asked.is_set():
+        engine.step()
+    engine.load_adapter(1, adapter_dir)
+    with pytest.raises(ConnectionError, match=f"{server.url} does not know tiny any more"):
+        serve(engine)
 
 
 def test_the_base_is_never_taken_for_an_adapter(server: FakeVLLM, connect: Connect, adapter_dir: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -17,28 +18,37 @@ import zmq
 
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
+from unstable_lite.engines.remote import Link, LinkLost
 from unstable_lite.errors import ConfigError
 from unstable_lite.plan import find_problems
 from unstable_lite.supervision import Attendant
 from unstable_lite.transport.adapters import PART_BYTES, SHARED_MEMORY
 from unstable_lite.transport.door import Door, RemoteWorker
 from unstable_lite.transport.keys import make_keys, read_run_keys, read_worker_keys
-from unstable_lite.transport.messages import Stop, encode
+from unstable_lite.transport.messages import PROTOCOL, Hello, Stop, encode
 
 needs_namespaces = pytest.mark.skipif(links.why_not() is not None, reason=f"no network namespace: {links.why_not()}")
 PATIENCE_S = 60.0
+SILENCE_S = 4.0
 LOOPBACK = "tcp://127.0.0.1:*"
 
 
 class Run:
     """The orchestrator's side of a run with places for workers on other machines, without games."""
 
-    def __init__(self, directory: Path, endpoint: str = LOOPBACK, places: int = 1, kind: str = "scripted") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        endpoint: str = LOOPBACK,
+        places: int = 1,
+        kind: str = "scripted",
+        silence_s: float = SILENCE_S,
+    ) -> None:
         self.directory = directory
         self.config = Config.model_validate(
             {
                 "engine": {"kind": kind, "replies": ["\\boxed{[1]}"], "devices": []},
-                "remote": {"workers": places, "keys": directory / "keys", "silence_s": 4.0},
+                "remote": {"workers": places, "keys": directory / "keys", "silence_s": silence_s},
                 "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
             }
         )
@@ -56,8 +66,10 @@ class Run:
             for worker, engine in zip(self.workers, self.engines, strict=True)
         ]
 
-    def start_worker(self, *before: str, keys: Path | None = None, options: tuple[str, ...] = ()) -> Worker:
-        worker = Worker(self.door.endpoint, keys or self.directory / "keys", before, options)
+    def start_worker(
+        self, *before: str, keys: Path | None = None, options: tuple[str, ...] = (), endpoint: str | None = None
+    ) -> Worker:
+        worker = Worker(endpoint or self.door.endpoint, keys or self.directory / "keys", before, options)
         self.processes.append(worker.process)
         return worker
 
@@ -108,8 +120,15 @@ class Run:
 
 
 class Worker:
-    def __init__(self, endpoint: str, keys: Path, before: tuple[str, ...], options: tuple[str, ...]) -> None:
-        command = [*before, sys.executable, "-m", "unstable_lite", "worker", "--connect", endpoint]
+    def __init__(
+        self,
+        endpoint: str,
+        keys: Path,
+        before: tuple[str, ...],
+        options: tuple[str, ...],
+        program: tuple[str, ...] = ("-m", "unstable_lite"),
+    ) -> None:
+        command = [*before, sys.executable, *program, "worker", "--connect", endpoint]
         command += ["--keys", str(keys), "--device", "cpu", "--threads", "1", *options]
         self.process = subprocess.Popen(
             command,
@@ -147,9 +166,13 @@ async def run(tmp_path: Path, keys: Path) -> AsyncIterator[Run]:
 
 @contextlib.asynccontextmanager
 async def _a_run(
-    directory: Path, endpoint: str = LOOPBACK, places: int = 1, kind: str = "scripted"
+    directory: Path,
+    endpoint: str = LOOPBACK,
+    places: int = 1,
+    kind: str = "scripted",
+    silence_s: float = SILENCE_S,
 ) -> AsyncIterator[Run]:
-    made = Run(directory, endpoint, places, kind)
+    made = Run(directory, endpoint, places, kind, silence_s)
     try:
         yield made
     finally:
@@ -180,6 +203,36 @@ async def test_a_worker_fetches_adapters_serves_them_and_goes_when_the_run_is_ov
     assert not worker.adapters
 
 
+async def test_an_adapter_that_the_engine_refuses_does_not_stay_in_memory(run: Run) -> None:
+    worker = run.start_worker()
+    await run.generate(1)
+    await run.load(1, size=1000)
+    (run.directory / "bad").mkdir()
+    (run.directory / "bad" / "adapter_model.safetensors").write_bytes(bytes(PART_BYTES + 1))
+    with pytest.raises(ExceptionGroup) as failures:
+        await run.pool.load_adapter(2, run.directory / "bad")
+    assert "no adapter_config.json" in str(failures.value.exceptions[0])
+    assert {name.partition("/")[0] for name in worker.adapters} == {"v1"}
+
+
+async def test_an_adapter_that_was_on_its_way_when_the_link_was_lost_does_not_stay_in_memory(run: Run) -> None:
+    async with links.tunnel(run.door.endpoint) as tunnel:
+        worker = run.start_worker(endpoint=tunnel.endpoint, options=("--patience", "20"))
+        await run.generate(1)
+        await run.load(1, size=1000)
+        tunnel.bytes_to_come = 3 * PART_BYTES
+        loading = asyncio.create_task(run.load(2, size=20 * PART_BYTES))
+        async with asyncio.timeout(PATIENCE_S):
+            while "v2/adapter_model.safetensors" not in worker.adapters:
+                await asyncio.sleep(0.01)
+            await loading
+        del run.held[2]  # retired meanwhile
+        tunnel.bytes_to_come = math.inf
+        await run.generate(1, version=1)
+        assert {name.partition("/")[0] for name in worker.adapters} == {"v1"}
+        await run.close()
+
+
 async def test_an_adapter_that_the_run_has_no_more_is_not_loaded(run: Run, tmp_path: Path) -> None:
     run.start_worker()
     await run.generate(1)
@@ -205,8 +258,24 @@ async def test_a_worker_that_takes_another_for_its_run_tells_it_nothing(run: Run
     (tmp_path / "other" / "worker.key_secret").write_bytes((keys / "worker.key_secret").read_bytes())
     code, out = await run.start_worker(keys=tmp_path / "other", options=("--patience", "3")).ended()
     assert code == 1
-    assert "could not be reached for 3 s" in out or "refuses this worker's key" in out
+    assert "could not be reached for 3 s" in out
+    assert "`run.key` is not that of the run" in out
     assert run.workers[0].peer.is_dead
+
+
+async def test_a_tunnel_that_hangs_up_while_the_run_is_down_is_no_refusal(run: Run) -> None:
+    async with links.tunnel(leads_to=None) as tunnel:
+        impatient = run.start_worker(endpoint=tunnel.endpoint, options=("--patience", "2"))
+        worker = run.start_worker(endpoint=tunnel.endpoint)
+        code, out = await impatient.ended()
+        assert code == 1
+        assert "could not be reached for 2 s" in out
+        assert "a tunnel, a load balancer" in out
+        tunnel.leads_to = run.door.endpoint
+        await run.generate(5)
+        await run.close()
+        code, out = await worker.ended()
+        assert code == 0, out
 
 
 async def test_who_has_a_key_and_sends_rubbish_is_dropped_and_counted(run: Run, keys: Path) -> None:
@@ -224,6 +293,24 @@ async def test_who_has_a_key_and_sends_rubbish_is_dropped_and_counted(run: Run, 
         async with asyncio.timeout(PATIENCE_S):
             while run.door.dropped_frames < 4:
                 await asyncio.sleep(0.02)
+    run.start_worker()
+    await run.generate(5)
+
+
+async def test_a_worker_of_another_protocol_version_ends_and_names_both_versions(run: Run) -> None:
+    older = (
+        "import unstable_lite.transport.messages as messages\n"
+        f"messages.PROTOCOL = {PROTOCOL - 1}\n"
+        "from unstable_lite.cli import app\n"
+        "app()\n"
+    )
+    worker = Worker(run.door.endpoint, run.directory / "keys", (), ("--patience", "10"), ("-c", older))
+    run.processes.append(worker.process)
+    code, out = await worker.ended()
+    assert code == 1
+    assert f"peer speaks protocol {PROTOCOL}, this side speaks {PROTOCOL - 1}" in out
+    assert "worker and run must be of one unstable_lite" in out
+    assert run.door.dropped_frames > 0
     run.start_worker()
     await run.generate(5)
 
@@ -354,6 +441,54 @@ async def test_a_run_that_is_started_again_finds_the_worker_made_afresh(tmp_path
     code, out = await worker.ended()
     assert code == 0, out
     assert "starting afresh" in out
+
+
+async def test_a_worker_that_is_heard_and_hears_nothing_gives_the_link_up_after_silence_s_and_not_before(
+    tmp_path: Path, keys: Path
+) -> None:
+    """Its answers go on coming, one every tenth of a second: the run has no reason to give it up."""
+    (tmp_path / "keys").symlink_to(keys)
+    silence_s = 3.0
+    async with (
+        _a_run(tmp_path, kind="stepwise_engines:Unhurried", silence_s=silence_s) as run,
+        links.tunnel(run.door.endpoint) as tunnel,
+    ):
+        worker = run.start_worker(endpoint=tunnel.endpoint, options=("--patience", "20"))
+        await run.generate(1)
+        asked = asyncio.create_task(run.generate(90))
+        await asyncio.sleep(0.2)
+        tunnel.bytes_to_come = 0
+        await asyncio.sleep(silence_s / 2)
+        tunnel.bytes_to_come = math.inf
+        await asyncio.sleep(silence_s / 2)
+        assert not run.alarms
+        tunnel.bytes_to_come = 0
+        async with asyncio.timeout(2 * silence_s):
+            while not run.alarms:
+                await asyncio.sleep(0.05)
+        assert "cannot be reached any more" in run.alarms[0]
+        asked.cancel()
+        tunnel.bytes_to_come = math.inf
+        await run.generate(1)
+        await run.close()
+        code, out = await worker.ended()
+        assert code == 0, out
+        assert out.count("connecting again") == 1
+
+
+async def test_a_worker_that_waits_for_a_place_gives_a_silent_link_up_too(tmp_path: Path, keys: Path) -> None:
+    (tmp_path / "keys").symlink_to(keys)
+    async with _a_run(tmp_path, places=0, silence_s=1.0) as run, links.tunnel(run.door.endpoint) as tunnel:
+        link = Link(tunnel.endpoint, read_worker_keys(keys))
+        link.send(Hello(host="here", device="cpu", run_token=""))
+        for _ in range(30):
+            assert await asyncio.to_thread(link.receive, 0.1) == []
+        assert link.is_connected
+        tunnel.bytes_to_come = 0
+        with pytest.raises(LinkLost):
+            for _ in range(40):
+                await asyncio.to_thread(link.receive, 0.1)
+        link.close()
 
 
 @needs_namespaces

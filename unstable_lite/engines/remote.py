@@ -8,6 +8,7 @@ was started again, finds a fresh process.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket as hosts
 import sys
@@ -28,7 +29,7 @@ from unstable_lite.engines.worker import serve
 from unstable_lite.errors import ProtocolError, UnstableError
 from unstable_lite.transport.adapters import NO_ROOM, PART_BYTES, AdapterArena, reap_stale_arenas
 from unstable_lite.transport.child import WorkerSocket, WorkerSpec, last_words
-from unstable_lite.transport.door import REFUSALS
+from unstable_lite.transport.door import HUNG_UP, REFUSALS
 from unstable_lite.transport.keys import WorkerKeys
 from unstable_lite.transport.messages import (
     AdapterPart,
@@ -51,8 +52,6 @@ CONNECT_EVERY_S = 5.0
 """No sooner: the run may give this worker up for something that does not change, such as a full disk."""
 PARTS_AHEAD = 8
 """Asked for before they are needed: a worker that is busy looks at what has arrived once a step."""
-SILENT_MS = 15_000
-"""Until the run has said what it takes for silence."""
 
 
 class LinkLost(Exception):
@@ -65,18 +64,23 @@ class Link(WorkerSocket):
     def __init__(self, endpoint: str, keys: WorkerKeys) -> None:
         self.endpoint = endpoint
         self.is_connected = False
+        self.was_hung_up_on = False
+        """Somebody is there, and broke off before any key was judged."""
+        self.silence_s = math.inf
+        """So long without a frame, and the link is lost. To a worker that waits for a place the run sends nothing but
+        pings: until then ZeroMQ goes by what they say, their TTL."""
+        self._silent_s = 0.0
+        self._looked_at = time.monotonic()
         self._is_cut = False
         self._keys = keys
         super().__init__(endpoint, identity=uuid.uuid4().hex)
 
     def _secure(self) -> None:
         keys = self._keys
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, SILENT_MS // 5)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
         self._socket.curve_serverkey = keys.run_public
         self._socket.curve_publickey, self._socket.curve_secretkey = keys.public, keys.secret
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | REFUSALS
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | REFUSALS | HUNG_UP
         )
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -94,15 +98,24 @@ class Link(WorkerSocket):
         except ProtocolError as error:
             raise UnstableError(f"{self.endpoint}: {error}; worker and run must be of one unstable_lite") from error
         self._look_at_events()
+        self._count_silence(bool(messages))
         if self._is_cut and not messages:
             raise LinkLost("the link is cut")
         if any(isinstance(message, Rejoin) for message in messages):
             raise LinkLost("the run had given this worker up")
+        if self._silent_s > self.silence_s:
+            raise LinkLost(f"nothing has come for {self._silent_s:.0f} s (remote.silence_s = {self.silence_s:g})")
         return [message for message in messages if not isinstance(message, Alive)]
 
     def close(self) -> None:
         self._socket.disable_monitor()
         self._context.destroy(linger=1000 if self.is_connected else 0)
+
+    def _count_silence(self, has_come: bool) -> None:
+        """A longer pause between two looks is this process's own: it may have stood still, and the network with it."""
+        now = time.monotonic()
+        self._silent_s = 0.0 if has_come else self._silent_s + min(now - self._looked_at, 2 * LOOK_EVERY_S)
+        self._looked_at = now
 
     def _look_at_events(self) -> None:
         while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
@@ -114,6 +127,8 @@ class Link(WorkerSocket):
                     f"{self.endpoint} refuses this worker's key: `run.key` must be that of the run, and this worker's "
                     "public key must be among the run's admitted ones when it starts"
                 )
+            elif event == HUNG_UP:
+                self.was_hung_up_on = True
             elif self.is_connected:
                 self.is_connected, self._is_cut = False, True
 
@@ -145,7 +160,13 @@ class FetchingSocket:
 
     def receive(self, wait_s: float) -> list[Message]:
         messages: list[Message] = []
-        for message in self._link.receive(wait_s):
+        try:
+            arrived = self._link.receive(wait_s)
+        except LinkLost:
+            for version in self._fetching:  # the run may have it no more when the link is back
+                self._arena.unlink(version)
+            raise
+        for message in arrived:
             if isinstance(message, LoadAdapter):
                 self._begin(message)
             elif isinstance(message, AdapterPart):
@@ -163,6 +184,8 @@ class FetchingSocket:
                 self._loaded.add(asked.version)
             elif isinstance(message, Done) and isinstance(asked, UnloadAdapter):
                 self._loaded.discard(asked.version)
+                self._arena.unlink(asked.version)
+            elif isinstance(message, Failed) and isinstance(asked, LoadAdapter) and asked.version not in self._loaded:
                 self._arena.unlink(asked.version)
         self._link.send(*messages)
 
@@ -241,8 +264,11 @@ def work(
                 welcome = _wait_for_place(link, hello, patience_s, say)
                 if welcome is None:
                     return
+                config = _config(link, welcome)
+                link.silence_s = config.remote.silence_s
                 if engine is None:
-                    engine = _make_engine(link, welcome, device, threads, say)
+                    say(f"making the engine: {config.engine.kind}, {config.model_name}")
+                    engine = _make_engine(link, welcome, device, config.engine.threads or threads)
                     hello = replace(hello, run_token=welcome.run_token)
                 elif welcome.run_token != hello.run_token:
                     say("this is another run, or the same one started again: starting afresh")
@@ -289,23 +315,29 @@ def _wait_for_place(link: Link, hello: Hello, patience_s: float, say: Callable[[
         if link.is_connected and not was_connected:
             was_connected = True
             say("connected; waiting for a place")
-    raise UnstableError(
-        f"{link.endpoint} could not be reached for {patience_s:g} s: is the run there, is the port open?"
-    )
+    reason = "is the run there, is the port open?"
+    if link.was_hung_up_on:
+        reason = (
+            "who is there breaks off at once. Either the run is not up behind it (a tunnel, a load balancer), or this "
+            "worker's `run.key` is not that of the run"
+        )
+    raise UnstableError(f"{link.endpoint} could not be reached for {patience_s:g} s: {reason}")
 
 
-def _make_engine(link: Link, welcome: Welcome, device: str, threads: int, say: Callable[[str], None]) -> Engine:
+def _config(link: Link, welcome: Welcome) -> Config:
     try:
-        config = Config.model_validate_json(welcome.config_json)
+        return Config.model_validate_json(welcome.config_json)
     except ValueError as error:
         raise UnstableError(f"{link.endpoint}: its config is not one of this unstable_lite: {error}") from error
-    say(f"making the engine: {config.engine.kind}, {config.model_name}")
+
+
+def _make_engine(link: Link, welcome: Welcome, device: str, threads: int) -> Engine:
     return load_engine(
         WorkerSpec(
             name=welcome.name,
             endpoint=link.endpoint,
             device="cpu" if device == "cpu" else "cuda:0",
-            threads=config.engine.threads or threads,
+            threads=threads,
             config_json=welcome.config_json,
             goes_on=True,
         )

@@ -168,7 +168,8 @@ class VLLMServerEngine:
         return finished
 
     def has_unfinished(self) -> bool:
-        return bool(self._tasks or self._finished)
+        # What was lost while an adapter was loaded is told by the next step, even if nothing is in flight any more.
+        return bool(self._tasks or self._finished or self._lost)
 
     def load_adapter(self, version: int, path: Path) -> None:
         self._adapters.check_new(version)

@@ -27,7 +27,10 @@ from unstable_lite.transport.sockets import Peer, Router
 log = logging.getLogger(__name__)
 
 ALIVE_EVERY_S = 1.0
-REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""Or more often: a worker that has a place is to tell a quiet run from a silent link, by remote.silence_s."""
+REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+HUNG_UP = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+"""The other end broke off before any key was judged: it does so to one that it cannot read, too."""
 
 
 class Door(Router):
@@ -38,9 +41,12 @@ class Door(Router):
         self.refused = 0
         """Connections without a key that is admitted."""
         self.run_token = secrets.token_hex(16)
+        self.alive_every_s = min(ALIVE_EVERY_S, silence_s / 5)
         self._keys = keys
         self._silence_ms = round(1000 * silence_s)
         self._waiting: deque[tuple[bytes, Hello]] = deque()
+        self._not_understood: set[bytes] = set()
+        """Who was told."""
         self._came = asyncio.Event()
         self._authenticator: ThreadAuthenticator | None = None
         try:
@@ -49,7 +55,7 @@ class Door(Router):
             self._end_guard()
             raise ConfigError(f"remote.bind = {endpoint!r}: {error.strerror}") from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._monitor = self._socket.get_monitor_socket(REFUSALS)
+        self._monitor = self._socket.get_monitor_socket(REFUSALS | HUNG_UP)
         self._loop.add_reader(self._monitor.FD, self._count_refused)
         self._count_refused()  # the descriptor says nothing before its socket has been looked at
 
@@ -76,7 +82,8 @@ class Door(Router):
         self._socket.curve_server = True
         self._socket.curve_publickey, self._socket.curve_secretkey = self._keys.public, self._keys.secret
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # ZeroMQ's own heartbeat, from its own thread, however busy either side is; TTL asks the same of the worker.
+        # ZeroMQ's own heartbeat, from its own thread, however busy either side is. TTL asks the same of a worker, as
+        # long as pings are all that comes to it: one that waits for a place.
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, self._silence_ms // 5)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, self._silence_ms)
         self._socket.setsockopt(zmq.HEARTBEAT_TTL, self._silence_ms)
@@ -96,7 +103,15 @@ class Door(Router):
                 peer.unreachable.set()
 
     def _take_from_stranger(self, identity: bytes, frame: bytes) -> None:
-        match decode(frame):
+        try:
+            messages = decode(frame)
+        except ProtocolError:
+            # Whatever the answer, a worker of another version reads no more in it than that, and ends. One will do.
+            if identity not in self._not_understood:
+                self._not_understood.add(identity)
+                self.send(identity, Rejoin())
+            raise
+        match messages:
             case [Hello() as hello]:
                 self._waiting.append((identity, hello))
             case _:
@@ -177,7 +192,7 @@ class RemoteWorker:
                 if self.peer.unreachable.is_set():
                     self.give_up("cannot be reached any more")
                 self.peer.tell(Alive())
-                await asyncio.wait({silence}, timeout=ALIVE_EVERY_S)
+                await asyncio.wait({silence}, timeout=self._door.alive_every_s)
         finally:
             silence.cancel()
 
