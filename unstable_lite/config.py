@@ -456,7 +456,7 @@ class AlarmsConfig(Section):
     """The same for the share of the newest games, as training and `run.num_eval_workers` go on, that are won against a
     fixed opponent; and for the share of training games without an own invalid move."""
     starved: AlarmConfig = AlarmConfig(threshold=900.0)
-    """Seconds in which training games ended and none of them brought the learner a step."""
+    """Seconds in which training games ended, none of them brought the learner a step, and no batch waited."""
     skipped: AlarmConfig = AlarmConfig(threshold=9, action="stop")
     """Batches in a row that were skipped, because the loss was not finite or no step of them could be trained on."""
 
