@@ -617,6 +617,8 @@ async def test_evaluations_beside_training_pass_over_an_opponent_that_is_down(
     league = new({"pause_s": 60, "max_pause_s": 60}, eval_env=env)
     server.answer = lambda _body: DOWN
     await league.collect_until(
-        lambda: against(league.records, "scripted:random", is_void=False) >= 60, workers=4, eval_workers=6
+        lambda: against(league.records, "scripted:random", is_void=False) >= 60 and len(server.bodies) >= 3,
+        workers=4,
+        eval_workers=6,
     )
-    assert 3 <= len(server.bodies) <= 8
+    assert len(server.bodies) <= 8
