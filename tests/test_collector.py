@@ -53,6 +53,12 @@ async def any_cell(prompt: str, version: int, stop: tuple[str, ...], seed: int |
     return answer(f"\\boxed{{[{random.Random(prompt).randrange(9)}]}}", version)
 
 
+async def never(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
+    """An engine's answer that does not come."""
+    await asyncio.sleep(3600)
+    raise AssertionError
+
+
 class League:
     """A collector with everything real around it but the engines."""
 
@@ -225,10 +231,6 @@ async def test_a_dead_worker_is_not_a_void_game_but_the_end(tmp_path: Path) -> N
 
 
 async def test_a_game_over_its_wall_clock_cap_is_void(tmp_path: Path) -> None:
-    async def never(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        await asyncio.sleep(3600)
-        raise AssertionError
-
     league = League(tmp_path, never, game_timeout_s=0.05)
     await league.collect_until(lambda: len(league.records) >= 3, workers=2)
     assert {record.error for record in league.records} == {"EnvError: not over after run.game_timeout_s = 0.05"}
@@ -237,10 +239,6 @@ async def test_a_game_over_its_wall_clock_cap_is_void(tmp_path: Path) -> None:
 
 
 async def test_each_game_has_its_whole_time_and_no_more(tmp_path: Path) -> None:
-    async def never(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        await asyncio.sleep(3600)
-        raise AssertionError
-
     league = League(tmp_path, never, game_timeout_s=0.2)
     ended: list[float] = []
 
@@ -258,10 +256,6 @@ async def test_each_game_has_its_whole_time_and_no_more(tmp_path: Path) -> None:
 
 
 async def test_while_their_clock_is_stopped_the_time_of_games_does_not_pass(tmp_path: Path) -> None:
-    async def never(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        await asyncio.sleep(3600)
-        raise AssertionError
-
     league = League(tmp_path, never, game_timeout_s=0.2)
     ended: list[float] = []
 
