@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from unstable_lite.alarms import SAY_EVERY
 from unstable_lite.buffers import StepBuffer
 from unstable_lite.config import Config, TrackerConfig
 from unstable_lite.guard import PAUSED, Guard
+from unstable_lite.trackers.records import read_part
+from unstable_lite.trackers.run_view import alarm_lines
 from unstable_lite.trackers.tracker import Evaluation, Tracker
 from unstable_lite.types import (
     AgentSpec,
@@ -157,6 +160,18 @@ async def test_warn_is_said_kept_counted_and_shown_and_the_run_goes_on(watch: Ca
     assert watched.said[1].startswith("staleness, on since update 2, is over")
     assert len(watched.tracker.alarms) == 1
     assert "on:" not in watched.guard.status()
+
+
+async def test_one_that_stays_on_is_said_again_and_listed_once(watch: Callable[..., Watched]) -> None:
+    watched = watch(staleness={"updates": 1})
+    for update in range(1, 2 + 2 * SAY_EVERY):
+        watched.guard.check_update(update, SICK)
+    assert ["still on since update 1" in text for text in watched.said] == [False, True, True]
+    (text,) = watched.tracker.alarms
+    assert text.startswith("update 1: staleness: ")
+    lines = list(read_part(watched.directory / "alarms.jsonl"))
+    assert len(lines) == 3
+    assert alarm_lines(lines) == [text]
 
 
 async def test_stop_ends_the_run_and_says_why(watch: Callable[..., Watched]) -> None:

@@ -204,7 +204,7 @@ class Guard:
 
     def _act(self, change: Change) -> None:
         log.warning("after update %d: %s", self._update, change.text)
-        self._tracker.alarm(self._update, change.text)
+        self._tracker.alarm(self._update, change.text, is_repeat=change.phase == "stays")
         if change.action == "pause":
             self._reasons.append(f"after update {self._update}: {change.text}")
             self.asks_for_pause.set()

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,11 @@ class _Tail:
                 f"{self._path}: the line that begins {line[:40]!r} is no JSON ({error}); remove it to read the rest"
             ) from None
         return parsed
+
+
+def alarm_lines(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Of the lines of alarms.jsonl, without those that were only said again."""
+    return [f"update {line['step']}: {line['text']}" for line in lines if not line.get("is_repeat")]
 
 
 class RunView:
@@ -153,8 +158,8 @@ class RunView:
         return list(self._until(self._evaluations))
 
     def alarms(self) -> list[str]:
-        """Oldest first."""
-        return [f"update {line['step']}: {line['text']}" for line in self._until(self._alarms)]
+        """Each once, the oldest first."""
+        return alarm_lines(self._until(self._alarms))
 
     def ladder(self) -> list[tuple[str, float, float, int, bool, bool]]:
         """(uid, μ, σ, games, active, current) of every model, the strongest first."""

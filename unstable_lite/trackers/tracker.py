@@ -307,12 +307,13 @@ class Tracker:
             with self._surviving("train_data"):
                 await self._train_data.write(update, version, batch, logprobs)
 
-    def alarm(self, step: int, text: str) -> None:
-        """Said, kept for the summary, and a line of alarms.jsonl."""
+    def alarm(self, step: int, text: str, is_repeat: bool = False) -> None:
+        """Said, and a line of alarms.jsonl; kept for the summary, and counted, when it is not said again only."""
         self._say(f"alarm after update {step}: {text}")
-        self.alarms.append(f"update {step}: {text}")
+        if not is_repeat:
+            self.alarms.append(f"update {step}: {text}")
         with contextlib.suppress(OSError):  # it may be this that is told
-            self._alarms_file.write(to_line({"step": step, "time": time.time(), "text": text}))
+            self._alarms_file.write(to_line({"step": step, "time": time.time(), "text": text, "is_repeat": is_repeat}))
 
     def log_update(self, step: int, metrics: Mapping[str, float], histograms: Sequence[Histogram] = ()) -> None:
         """One line of everything: `metrics` of this update, and the windows over games; and now and then a game."""

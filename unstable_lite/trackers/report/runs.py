@@ -15,6 +15,7 @@ from typing import Any
 
 from unstable_lite.errors import UnstableError
 from unstable_lite.trackers.records import read_part
+from unstable_lite.trackers.run_view import alarm_lines
 
 OWN_KEYS = ("run.seed", "run.output_dir", "run.name")
 """What tells runs of one group apart."""
@@ -119,7 +120,7 @@ def read_run(directory: Path) -> RunData:
         latest={name: last for name, values in series.items() if (last := _last(values)) is not None},
         evaluations=list(_lines(directory / "eval.jsonl")),
         ladder=_read_ladder(directory / "league.jsonl"),
-        alarms=[f"update {line['step']}: {line['text']}" for line in _lines(directory / "alarms.jsonl")],
+        alarms=alarm_lines(_lines(directory / "alarms.jsonl")),
     )
 
 
