@@ -299,7 +299,8 @@ class Run:
         checkpoint = read_checkpoint(newest_checkpoint(directory / "checkpoints", self._terminal.say))
         with checkpoint.understood():
             updates, state = int(checkpoint.state["updates"]), checkpoint.state["tracker"]
-            num_games, num_ended = sum(checkpoint.state["scheduler"]["games"].values()), int(state["games"])
+            scheduler = checkpoint.state["scheduler"]
+            num_games, in_flight = sum(scheduler["games"].values()), set(scheduler["in_flight"])
             unfinished = {model for model, *_ in state["tallies"]} | {checkpoint.state["registry"]["current"]}
             evaluated = {(env_id, opponent) for env_id, opponent in checkpoint.state["evaluated"]}
         config = self.plan.config
@@ -323,7 +324,7 @@ class Run:
             return is_made_again and line["step"] == updates and what not in evaluated
 
         try:
-            rewind(directory, updates, num_games, num_ended, is_told_again)
+            rewind(directory, updates, num_games, in_flight, is_told_again)
         except OSError as error:
             raise UnstableError(
                 f"{directory}: what was told after update {updates} cannot be taken back: "

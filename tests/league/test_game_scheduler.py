@@ -315,6 +315,19 @@ def test_a_restored_scheduler_goes_on_with_the_same_games():
         assert after.next_eval_job() == before.next_eval_job()
 
 
+def test_the_state_names_the_games_that_are_not_over_and_they_never_end_after_a_restart():
+    scheduler = a_scheduler(group_size=2)
+    trained, other = scheduler.next_train_group()
+    evaluated, void = scheduler.next_eval_job(), scheduler.next_train_job()
+    scheduler.update(a_record(trained, [1.0, -1.0]))
+    scheduler.update(a_record(void, [], end="void"))
+    state = json.loads(json.dumps(scheduler.state_dict()))
+    assert state["in_flight"] == [other.game_idx, evaluated.game_idx]
+    restored = a_scheduler(group_size=2)
+    restored.load_state_dict(state)
+    assert restored.state_dict() == state | {"in_flight": []}
+
+
 @pytest.mark.parametrize("strategy", ["mirror", "pfsp", {"mirror": 1, "lagged": 1}, {"mirror": 1, "pfsp": 1}], ids=str)
 def test_samplers_in_the_place_of_others_begin_anew_and_it_is_told(strategy):
     before, after = a_scheduler({"mirror": 1, "fixed": 1}), a_scheduler(strategy)

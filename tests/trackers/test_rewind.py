@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from msgspec.structs import replace
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_tracker import game
 
@@ -46,7 +47,7 @@ def test_an_evaluation_beside_training_that_goes_on_after_a_resume_is_told_once(
         tmp_path,
         update=1,
         num_games=14,
-        num_ended=14,
+        in_flight=(),
         is_told_again=lambda line: (line["model"], line["env_id"], line["opponent"]) in unfinished,
     )
     resumed = start(tmp_path)
@@ -64,3 +65,15 @@ def test_an_evaluation_beside_training_that_goes_on_after_a_resume_is_told_once(
     events.Reload()
     assert [event.step for event in events.Tensors(WON)] == [0, 1]
     assert [event.step for event in events.Tensors("learner/loss")] == [1]
+
+
+def test_a_game_that_ended_after_the_checkpoint_stays_only_if_an_evaluation_tells_of_it(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").mkdir()
+    tracker = Tracker(tmp_path, [], TrackerConfig())
+    for number, label in [(0, None), (2, None), (1, None), (3, "after update 1"), (4, None)]:
+        record = game(ModelRegistry().current, kind="eval" if label else "train", label=label)
+        record.spec = replace(record.spec, game_idx=number)
+        tracker.add_record(record)
+    tracker.close()
+    rewind(tmp_path, update=1, num_games=4, in_flight={1, 3}, is_told_again=lambda line: False)
+    assert [record["game_idx"] for record in read_part(tmp_path / "games.jsonl")] == [0, 2, 3]

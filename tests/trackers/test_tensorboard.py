@@ -76,7 +76,7 @@ def test_texts_and_histograms_come_to_their_pages_and_go_with_a_rewind(tmp_path:
         sink.log_histograms(step, [Histogram(name="learner/advantage", edges=(-1.0, 0.0, 1.0), counts=(step, 2))])
         sink.log_texts(step, {"games/Nim-v0-train": f"game {step}"})
     sink.close()
-    rewind(tmp_path, update=2, num_games=0, num_ended=0, is_told_again=lambda line: False)
+    rewind(tmp_path, update=2, num_games=0, in_flight=(), is_told_again=lambda line: False)
     sink = TensorBoardSink(directory)
     sink.log_texts(2, {"run/config": "seed = 7"})
     sink.close()

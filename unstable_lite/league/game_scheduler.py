@@ -49,6 +49,8 @@ class GameScheduler:
         self._rng = random.Random(derive_seed(run_seed, "seats"))
         self._games: Counter[str] = Counter()
         """Games handed out, by kind."""
+        self._in_flight: set[int] = set()
+        """Those of them that are not over."""
         self._eval_games_of: Counter[str] = Counter()
         """By what is evaluated on what: the next one takes the next seat."""
 
@@ -75,8 +77,7 @@ class GameScheduler:
             return [first]
         group = [replace(first, group_idx=first.game_idx)]
         for _ in range(self._group_size - 1):
-            group.append(replace(group[0], game_idx=self._games.total()))
-            self._games["train"] += 1
+            group.append(replace(group[0], game_idx=self._next_idx("train")))
         return group
 
     def next_eval_job(
@@ -119,6 +120,7 @@ class GameScheduler:
 
     def update(self, record: GameRecord) -> None:
         """Learn from a game's result; a void game teaches nothing."""
+        self._in_flight.discard(record.spec.game_idx)
         if record.end == "void":
             return
         spec = record.spec
@@ -135,6 +137,7 @@ class GameScheduler:
         """Counters and random streams, the samplers' too; the registry keeps its own."""
         return {
             "games": dict(self._games),
+            "in_flight": sorted(self._in_flight),
             "eval_games_of": dict(self._eval_games_of),
             "rng": state_of(self._rng),
             "model_sampler": {"kind": self._model_sampler.kind, "state": self._model_sampler.state_dict()},
@@ -142,8 +145,12 @@ class GameScheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Returns what was left out: the state of samplers whose place others have taken, which begin anew."""
+        """Returns what was left out: the state of samplers whose place others have taken, which begin anew.
+
+        Games that were in flight never end.
+        """
         self._games = Counter(state["games"])
+        self._in_flight.clear()
         self._eval_games_of = Counter(state["eval_games_of"])
         restore(self._rng, state["rng"])
         left_out = []
@@ -162,11 +169,9 @@ class GameScheduler:
         agents: list[AgentSpec],
         label: str | None = None,
     ) -> GameSpec:
-        game_idx = self._games.total()
         seed = game_seed(self._run_seed, kind, self._games[kind])
-        self._games[kind] += 1
         return GameSpec(
-            game_idx=game_idx,
+            game_idx=self._next_idx(kind),
             kind=kind,
             env_id=env.env_id,
             num_players=env.num_players,
@@ -177,6 +182,13 @@ class GameScheduler:
             isolated=env.isolated,
             eval_label=label,
         )
+
+    def _next_idx(self, kind: GameKind) -> int:
+        """Of a game that is handed out with it."""
+        game_idx = self._games.total()
+        self._games[kind] += 1
+        self._in_flight.add(game_idx)
+        return game_idx
 
 
 def _agent(pid: int, model: ModelRef, env: TrainEnvSpec | EvalEnvSpec, collect: bool) -> AgentSpec:

@@ -5,7 +5,7 @@ Owns which files of a run directory tell of which update or game. Every file is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,15 @@ from unstable_lite.trackers.tracker import evaluation_group
 
 
 def rewind(
-    directory: Path, update: int, num_games: int, num_ended: int, is_told_again: Callable[[dict[str, Any]], bool]
+    directory: Path,
+    update: int,
+    num_games: int,
+    in_flight: Collection[int],
+    is_told_again: Callable[[dict[str, Any]], bool],
 ) -> None:
-    """`num_games`: how many had been handed out at that update, the later ones get their numbers again; `num_ended`:
-    how many of them were over. `is_told_again`: whether a line of eval.jsonl is of an evaluation that goes on or is
-    made again.
+    """`num_games`: how many had been handed out at that update, the later ones get their numbers again; `in_flight`:
+    those of them that were not over. `is_told_again`: whether a line of eval.jsonl is of an evaluation that goes on or
+    is made again.
     """
     evaluations = directory / "eval.jsonl"
     names = {
@@ -38,11 +42,13 @@ def rewind(
     _rewind_tensorboard(directory / "tensorboard", is_kept)
     for name in ("league.jsonl", "alarms.jsonl"):
         keep_whole_lines(directory / name, lambda line: bool(line["step"] <= update))
-    keep_records(
-        directory / "games.jsonl",
-        lambda record: bool(record["game_idx"] < num_games),
-        num_late=num_games - num_ended,
-    )
+
+    def is_known(game: dict[str, Any]) -> bool:
+        """Whether something that stays knows its result; an evaluation with a quota may, in eval.jsonl."""
+        number, label = game["game_idx"], game["eval_label"]
+        return bool(number < num_games and (number not in in_flight or label is not None))
+
+    keep_records(directory / "games.jsonl", is_known, num_late=len(in_flight))
     for path in (directory / "train_data").glob("step-*.jsonl.gz"):
         if int(path.name.removeprefix("step-").partition(".")[0]) > update:
             path.unlink()
