@@ -127,3 +127,20 @@ def test_parts_that_can_hold_nothing_else_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "games-000001.jsonl.gz").write_bytes(b"takes long to read")
     keep_records(path, lambda record: record["n"] < 99, num_late=3)
     assert [record["n"] for record in read_part(path)][-1] == 98
+
+
+@pytest.mark.parametrize("kept_bytes", [0.5, 0.99])
+def test_a_compressed_part_that_ends_too_early_is_named(tmp_path: Path, kept_bytes: float) -> None:
+    path = tmp_path / "games-000001.jsonl.gz"
+    write_whole(path, [{"n": n} for n in range(1000)])
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept_bytes)])
+    with pytest.raises(UnstableError, match=r"games-000001.jsonl.gz is damaged .*move it away"):
+        list(read_part(path))
+
+
+def test_a_line_that_is_json_but_no_record_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "games.jsonl"
+    path.write_text('{"n": 1}\n[1, 2]\n')
+    with pytest.raises(UnstableError, match=r"games.jsonl, line 2 is no JSON table; remove it"):
+        list(read_part(path))
