@@ -596,7 +596,7 @@ class _LogFile(logging.handlers.RotatingFileHandler):
 @contextlib.contextmanager
 def log_file(path: Path) -> Iterator[None]:
     """Everything that this package logs, in one file."""
-    handler = _LogFile(path, maxBytes=LOG_BYTES, backupCount=LOG_BACKUPS)
+    handler = _LogFile(path, maxBytes=LOG_BYTES, backupCount=LOG_BACKUPS, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("unstable_lite")
     level, propagate = logger.level, logger.propagate
