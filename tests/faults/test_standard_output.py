@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +23,33 @@ def saved(directory: Path) -> bool:
     return (runs.run_directory(directory) / "checkpoints" / "ckpt-1" / "manifest.json").is_file()
 
 
-def test_a_run_whose_reader_is_gone_goes_on_to_its_end(tmp_path: Path) -> None:
-    process = runs.start("run", runs.write_small(tmp_path), *QUICK)
+def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        runs.command("run", runs.write_small(tmp_path), *QUICK[1:], "run.learning_steps=10000"),
+        preexec_fn=lambda: os.login_tty(theirs),
+    )
+    os.close(theirs)
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 1)
+    children = runs.children_of(process)
+    os.close(ours)
+    process.wait(120)
+    directory = runs.run_directory(tmp_path)
+    assert (directory / "checkpoints" / "latest").resolve().name == f"ckpt-{runs.num_updates(tmp_path)}"
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    assert runs.arenas_named(directory.name) == []
+
+
+def test_a_run_whose_reader_is_gone_goes_on_to_its_end_and_under_nohup_without_its_terminal(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        ["nohup", *runs.command("run", runs.write_small(tmp_path), *QUICK)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None and process.stderr is not None
+    runs.wait_for(lambda: runs.children_of(process))
+    process.send_signal(signal.SIGHUP)
     process.stdout.close()
     process.stdout = None
     _, err = process.communicate(timeout=240)
