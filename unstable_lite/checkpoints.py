@@ -190,7 +190,7 @@ def save_checkpoint(
 
     async def write() -> Path:
         try:
-            partial.mkdir()
+            partial.mkdir(parents=True)
             await save_learner(partial)
             await asyncio.to_thread(finish)
         except (OSError, UnstableError) as error:

@@ -144,3 +144,22 @@ def test_a_line_that_is_json_but_no_record_is_named(tmp_path: Path) -> None:
     path.write_text('{"n": 1}\n[1, 2]\n')
     with pytest.raises(UnstableError, match=r"games.jsonl, line 2 is no JSON table; remove it"):
         list(read_part(path))
+
+
+def test_a_file_that_is_removed_below_a_run_costs_what_was_in_it_and_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "games.jsonl"
+    path.parent.mkdir()
+    log = RecordLog(path)
+    log.write({"n": 1})
+    path.unlink()
+    log.write({"n": 2})
+    log.write({"n": 3})
+    assert numbers(path) == [2, 3]
+    path.unlink()
+    path.parent.rmdir()
+    with pytest.raises(OSError, match=r"games.jsonl"):
+        log.write({"n": 4})
+    path.parent.mkdir()
+    log.write({"n": 5})
+    assert numbers(path) == [5]
+    log.close()

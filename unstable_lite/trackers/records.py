@@ -38,6 +38,10 @@ class AppendFile:
 
     def write(self, content: bytes) -> None:
         """In the hands of the operating system when this returns. Raises OSError, with the path."""
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # somebody removed it: what is written now would go with it
+            anew = self.path.open("ab", buffering=0)
+            self._file.close()
+            self._file, self.size = anew, anew.tell()
         written = 0
         try:
             while written < len(content):
