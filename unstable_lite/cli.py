@@ -540,6 +540,8 @@ def main() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # where its encoding lacks what is to be told: a question mark
     app()

@@ -63,6 +63,13 @@ def test_a_run_without_standard_streams_goes_on_to_its_end(tmp_path: Path) -> No
     assert saved(tmp_path)
 
 
+def test_a_game_that_nobody_can_play_is_told(tmp_path: Path) -> None:
+    command = runs.command("play", "scripted:random", "--config", runs.write_small(tmp_path), "--seat", "0")
+    ended = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (1, False)
+    assert "nobody is there to play" in ended.stderr
+
+
 def test_a_summary_that_cannot_be_written_is_told_with_where_the_run_is(tmp_path: Path) -> None:
     command = runs.command("run", runs.write_small(tmp_path), *QUICK)
     with Path("/dev/full").open("w") as full:
