@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import runs
+from unstable_lite import run_directories
 from unstable_lite.checkpoints import create_run_directory, find_damage, save_checkpoint
 from unstable_lite.cli import app
 from unstable_lite.config import read_config
@@ -259,6 +261,23 @@ async def test_a_run_whose_config_is_damaged_is_named(two: tuple[Path, Path], co
         ended = CliRunner().invoke(app, [*map(str, command)])
         assert ended.exit_code == 1
         assert f"{two[1] / 'config.toml'} cannot be read" in ended.output
+
+
+async def test_what_is_somebody_elses_is_left_and_the_rest_is_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = [await write_run(tmp_path, name, (1, 2)) for name in ("09-00-00-theirs", "10-00-00-ours")]
+
+    def try_to_lock(directory: Path) -> int | None:
+        if directory == theirs:
+            raise PermissionError(errno.EACCES, "Permission denied", str(directory / "lock"))
+        return try_lock(directory)
+
+    monkeypatch.setattr(run_directories, "try_lock", try_to_lock)  # root may lock everything
+    code, out = command("prune", "--outputs", tmp_path, "--yes")
+    assert code == 0
+    assert f"{theirs}: nothing was removed, for {theirs / 'lock'} is somebody else's" in out.replace("\n", "")
+    assert [len([*(run / "checkpoints").glob("ckpt-*")]) for run in (theirs, ours)] == [2, 1]
 
 
 def test_runs_that_begin_at_the_same_moment_have_a_directory_each(
