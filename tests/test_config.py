@@ -363,6 +363,31 @@ def test_a_named_opponent_without_its_key_is_refused_and_with_it_accepted(monkey
     assert problems_of(**sections) == []
 
 
+def test_places_may_be_told_from_home_as_a_shell_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    given: dict[str, Any] = {
+        "run": {"output_dir": "~/runs"},
+        "lora": {"initial_lora_path": "~/warm"},
+        "train_envs": [ENV],
+    }
+    config, problems = parse_config(given)
+    assert config is not None and not problems
+    assert config.run.output_dir == Path("/home/somebody/runs")
+    assert config.lora.initial_lora_path == Path("/home/somebody/warm")
+    _, problems = parse_config({**given, "run": {"output_dir": "~nobody-of-this-name/runs"}})
+    assert len(problems) == 1 and "run.output_dir" in problems[0]
+
+
+def test_a_file_may_begin_with_the_mark_of_its_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(
+        "algorithm = 'ppo'\n[[train_envs]]\nenv_id = 'Nim-v0-train'\nnum_players = 2\nnum_actors = 1\n",
+        encoding="utf-8-sig",
+    )
+    config, _ = read_config(path)
+    assert config is not None and config.algorithm == "ppo"
+
+
 @pytest.mark.parametrize(
     ("text", "says"), [("model_name = ", "not TOML"), ("\x00", "not TOML"), ("", "'train_envs' is missing")]
 )

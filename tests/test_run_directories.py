@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 import runs
-from unstable_lite.checkpoints import find_damage, save_checkpoint
+from unstable_lite import run_directories
+from unstable_lite.checkpoints import create_run_directory, find_damage, save_checkpoint
 from unstable_lite.cli import app
+from unstable_lite.config import read_config
 from unstable_lite.run_directories import find_prunable, list_runs, prune
 from unstable_lite.transport.adapters import try_lock
 
@@ -238,3 +244,74 @@ async def test_options_say_how_much_goes(two: tuple[Path, Path], tmp_path: Path)
     code, _ = command("prune", "--outputs", tmp_path, "--yes", "--empty", "--older-than", "1")
     assert (code, empty.exists(), old.exists(), new.exists()) == (0, False, True, True)
     assert "ckpt-2" in checkpoints_of(old)
+
+
+async def test_one_run_that_cannot_be_read_hides_no_other(two: tuple[Path, Path], tmp_path: Path) -> None:
+    (two[0] / "metrics.jsonl").unlink()
+    (two[0] / "metrics.jsonl").mkdir()  # refused as another user's file is
+    assert sorted(entry.state for entry in list_runs(tmp_path)) == ["ended", "unreadable"]
+    refused = [prunable.refused for prunable in find_prunable(tmp_path)]
+    assert [reason for reason in refused if reason] == [f"{two[0] / 'metrics.jsonl'} cannot be read: Is a directory"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[1]"])
+async def test_a_run_whose_config_is_damaged_is_named(two: tuple[Path, Path], content: bytes) -> None:
+    (two[1] / "config.toml").write_bytes(content)
+    for command in (["runs", "compare", *two], ["report", two[1]]):
+        ended = CliRunner().invoke(app, [*map(str, command)])
+        assert ended.exit_code == 1
+        assert f"{two[1] / 'config.toml'} cannot be read" in ended.output
+
+
+async def test_what_is_somebody_elses_is_left_and_the_rest_is_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = [await write_run(tmp_path, name, (1, 2)) for name in ("09-00-00-theirs", "10-00-00-ours")]
+
+    def try_to_lock(directory: Path) -> int | None:
+        if directory == theirs:
+            raise PermissionError(errno.EACCES, "Permission denied", str(directory / "lock"))
+        return try_lock(directory)
+
+    monkeypatch.setattr(run_directories, "try_lock", try_to_lock)  # root may lock everything
+    code, out = command("prune", "--outputs", tmp_path, "--yes")
+    assert code == 0
+    assert f"{theirs}: nothing was removed, for {theirs / 'lock'} is somebody else's" in out.replace("\n", "")
+    assert [len([*(run / "checkpoints").glob("ckpt-*")]) for run in (theirs, ours)] == [2, 1]
+
+
+def test_runs_that_begin_at_the_same_moment_have_a_directory_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, problems = read_config(runs.write_small(tmp_path))
+    assert config is not None and not problems
+    monkeypatch.setattr(time, "strftime", lambda form: {"%Y-%m-%d": "2026-01-02"}.get(form, "10-00-00"))
+    begun, made = threading.Barrier(8), list[Path]()
+
+    def begin() -> None:
+        begun.wait()
+        made.append(create_run_directory(config))
+
+    threads = [threading.Thread(target=begin) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(made)) == 8
+
+
+def test_a_run_directory_is_the_same_in_every_locale(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from unstable_lite.config import read_config; "
+        "from unstable_lite.checkpoints import create_run_directory, lasting_changes, replace_config; "
+        "config, _ = read_config(Path(sys.argv[1])); made = create_run_directory(config); "
+        "assert read_config(made / 'config.toml')[0] == config; replace_config(made, config, 1); "
+        "assert not [*lasting_changes(made, config)]"
+    )
+    path = runs.write_small(tmp_path)
+    path.write_text(path.read_text() + "[templates.mine]\nuser = 'größer → {observation}'\n", encoding="utf-8")
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(path)], env={**os.environ, **locale}, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr

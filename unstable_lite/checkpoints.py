@@ -70,16 +70,26 @@ def create_run_directory(config: Config) -> Path:
     directory = config.run.output_dir / time.strftime("%Y-%m-%d") / f"{time.strftime('%H-%M-%S')}-{name}"
     unique, attempt = directory, 1
     try:
-        while unique.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        while not _makes(unique):
             attempt += 1
             unique = directory.with_name(f"{directory.name}-{attempt}")
         for part in ("checkpoints", "logs", "tensorboard"):
-            (unique / part).mkdir(parents=True)
-        (unique / CONFIG).write_text(to_toml(config.model_dump(mode="json")))
+            (unique / part).mkdir()
+        (unique / CONFIG).write_text(to_toml(config.model_dump(mode="json")), encoding="utf-8")
         (unique / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
     except OSError as error:
         raise UnstableError(f"run directory {unique}: {error.strerror}; choose another run.output_dir") from error
     return unique.resolve()
+
+
+def _makes(directory: Path) -> bool:
+    """Whether it was not there; of those who begin at the same moment one alone has it."""
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        return False
+    return True
 
 
 def replace_config(directory: Path, config: Config, update: int) -> None:
@@ -89,15 +99,15 @@ def replace_config(directory: Path, config: Config, update: int) -> None:
     """
     path, text = directory / CONFIG, to_toml(config.model_dump(mode="json"))
     try:
-        before = path.read_text()
+        before = path.read_text(encoding="utf-8")
         if tomllib.loads(text) == tomllib.loads(before):
             return
         earlier = path.with_name(f"config-{update}.toml")
         if not earlier.exists():  # else what stands in config.toml came to no checkpoint
             with replaced(earlier) as partial:
-                partial.write_text(before)
+                partial.write_text(before, encoding="utf-8")
         with replaced(path) as partial:
-            partial.write_text(text)
+            partial.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UnstableError(
             f"cannot write {path}: {error.strerror}; make room, and see that it can be written"
@@ -106,7 +116,7 @@ def replace_config(directory: Path, config: Config, update: int) -> None:
 
 def lasting_changes(directory: Path, config: Config) -> Iterator[str]:
     """What `config` says otherwise than the run's own, although checkpoints of the run are not of that."""
-    own, _ = parse_config(tomllib.loads((directory / CONFIG).read_text()))
+    own, _ = parse_config(tomllib.loads((directory / CONFIG).read_text(encoding="utf-8")))
     if own is None:
         return
     tables = [resolve_defaults(each).model_dump(mode="json") for each in (own, config)]
@@ -180,7 +190,7 @@ def save_checkpoint(
 
     async def write() -> Path:
         try:
-            partial.mkdir()
+            partial.mkdir(parents=True)
             await save_learner(partial)
             await asyncio.to_thread(finish)
         except (OSError, UnstableError) as error:

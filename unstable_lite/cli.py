@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import sys
@@ -62,7 +63,13 @@ def run(
         else:
             raise ConfigError("run needs a TOML file, or --resume RUN")
         summary = run_in_loop(Run(plan, terminal=TerminalInterface(quiet=quiet), resume=resume).execute())
-        _print_summary(summary)
+        try:
+            _print_summary(summary)
+        except OSError as error:
+            raise UnstableError(
+                f"the run is over, with all that it made in {summary.directory}; "
+                f"its summary could not be written to standard output: {error.strerror}"
+            ) from error
 
 
 @app.command()
@@ -529,4 +536,12 @@ def _print_sft_summary(config: Path, summary: SftSummary) -> None:
 
 
 def main() -> None:
+    # In the place of a standard stream that is closed the next socket would be opened, and libuv ends the process.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # where its encoding lacks what is to be told: a question mark
     app()

@@ -20,7 +20,18 @@ from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 MAX_LEVELS = 16
 """Of tables and lists within each other."""
-LastingPath = Annotated[Path, AfterValidator(Path.absolute)]
+
+
+def _from_home(path: Path) -> Path:
+    """A shell leaves `~` alone in `key=~/there`, and TOML always."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{error} Write the whole path") from None
+
+
+UserPath = Annotated[Path, AfterValidator(_from_home)]
+LastingPath = Annotated[UserPath, AfterValidator(Path.absolute)]
 """A run that goes on looks there again, wherever it is called from."""
 
 
@@ -68,7 +79,7 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0)
     """What envs, samplers and sampling draw from; training and evaluation envs have seeds of their own. Outside mode
     `sync`, an engine that starts again, or with `--resume`, draws from chance: not once more what it drew before."""
-    output_dir: Path = Path("outputs")
+    output_dir: UserPath = Path("outputs")
     """Where run directories are made: `<output_dir>/<date>/<time>-<name>/`."""
     checkpoint_every: int = Field(10, ge=1)
     """Save adapter, optimiser and league to disk every so many updates (the last one always)."""
@@ -135,7 +146,7 @@ class EngineConfig(Section):
     urls: tuple[str, ...] = ()
     """`vllm-server` only: where vLLM's servers are, one worker for each; see docs/cluster.md. If they ask for a key, it
     comes from the environment variable VLLM_API_KEY."""
-    adapter_folder: Path | None = None
+    adapter_folder: UserPath | None = None
     """`vllm-server` only: a folder that this machine and every server see under the same absolute path."""
     adapter_receivers: tuple[str, ...] = ()
     """`vllm-server` only, where no folder is shared: the side-car beside each of `urls`, in the same order, that takes
@@ -157,7 +168,7 @@ class RemoteConfig(Section):
     Those that come when all places are taken wait for one."""
     bind: str = "tcp://0.0.0.0:7355"
     """Where they connect to; nothing is bound without keys."""
-    keys: Path = Path("keys")
+    keys: UserPath = Path("keys")
     """A directory that `unstable-lite keys` made: who has a key that is admitted there may come in, nobody else."""
     silence_s: float = Field(15.0, ge=1, le=600)
     """A link over which nothing has come for so long is given up by both sides; what the worker owes is asked of
@@ -488,11 +499,11 @@ class SftConfig(Section):
     """Turns to keep."""
     max_games: int = Field(10_000, ge=1)
     """Played at most, should the filter leave too little."""
-    data: Path | None = None
+    data: UserPath | None = None
     """Train on all pairs of this JSONL file, and play nothing. Each line has an `observation`, for which the template
     makes the prompt, or a `prompt`; and an `action`, which is written as the template asks for it, or a `completion`.
     `env_id` says which of `train_envs` it is of (else: the first)."""
-    output: Path = Path("warm_start")
+    output: UserPath = Path("warm_start")
     """A directory for the pairs (`pairs.jsonl`), the adapter, and how it was made (`sft.json`)."""
     epochs: int = Field(3, ge=1)
     """Passes over the pairs."""
@@ -558,7 +569,7 @@ def read_config(path: Path, overrides: tuple[str, ...] = ()) -> tuple[Config | N
 def parse_toml(content: bytes, where: str) -> dict[str, Any]:
     """Raises ConfigError for what is no TOML."""
     try:
-        return tomllib.loads(content.decode())
+        return tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with a mark
     except RecursionError as error:
         raise ConfigError(f"{where}: nested too deep") from error
     except ValueError as error:  # no TOML, no text, or a number of thousands of digits

@@ -132,7 +132,7 @@ class Guard:
         path = self._directory / PAUSED
         reasons, self._reasons = self._reasons, []
         try:
-            path.write_text("\n".join([*reasons, saved, "Delete this file and the run goes on.", ""]))
+            path.write_text("\n".join([*reasons, saved, "Delete this file and the run goes on.", ""]), encoding="utf-8")
             self._say(f"paused after update {self._update}. {saved} To go on: rm {path}  (Ctrl-C: end)")
             while path.exists() and not self._stop.is_set():
                 with contextlib.suppress(TimeoutError):

@@ -115,7 +115,7 @@ class LoopWatch:
         """To terminal and log, past everything that may be locked by who stands still."""
         with contextlib.suppress(OSError):
             os.write(2, f"{text}\n".encode())
-            with self._log_path.open("a") as file:
-                file.write(f"{text}\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
+        with contextlib.suppress(OSError), self._log_path.open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)

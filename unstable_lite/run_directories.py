@@ -172,7 +172,10 @@ def prune(prunable: Prunable) -> str | None:
 
     Raises OSError for what cannot be removed.
     """
-    lock = try_lock(prunable.directory)
+    try:
+        lock = try_lock(prunable.directory)
+    except PermissionError as error:
+        return f"{error.filename} is somebody else's"
     if lock is None:
         return "it is running by now"
     try:

@@ -437,17 +437,20 @@ class Run:
 
     @contextlib.contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:
-        """Ctrl-C once: finish the update at hand, save, end well. Twice: end now."""
+        """Ctrl-C once: finish the update at hand, save, end well. Twice: end now. So where the terminal is closed."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+            signals.append(signal.SIGHUP)
+        for signum in signals:
             loop.add_signal_handler(signum, self._interrupt)
         try:
             yield
         finally:
-            for signum in (signal.SIGINT, signal.SIGTERM):
+            for signum in signals:
                 loop.remove_signal_handler(signum)
 
     def _interrupt(self) -> None:
@@ -597,7 +600,7 @@ class _LogFile(logging.handlers.RotatingFileHandler):
 @contextlib.contextmanager
 def log_file(path: Path) -> Iterator[None]:
     """Everything that this package logs, in one file."""
-    handler = _LogFile(path, maxBytes=LOG_BYTES, backupCount=LOG_BACKUPS)
+    handler = _LogFile(path, maxBytes=LOG_BYTES, backupCount=LOG_BACKUPS, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("unstable_lite")
     level, propagate = logger.level, logger.propagate

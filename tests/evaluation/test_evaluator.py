@@ -258,6 +258,9 @@ async def test_an_output_directory_of_something_else_or_of_other_settings_is_ref
     ):
         with pytest.raises(ConfigError, match=re.escape(says)):
             await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", override, games=1)
+    (tmp_path / "out" / "settings.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"settings.json cannot be read .*another directory"):
+        await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", games=1)
 
 
 async def test_an_env_that_keeps_breaking_ends_the_evaluation_and_void_games_are_played_again(

@@ -127,3 +127,39 @@ def test_parts_that_can_hold_nothing_else_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "games-000001.jsonl.gz").write_bytes(b"takes long to read")
     keep_records(path, lambda record: record["n"] < 99, num_late=3)
     assert [record["n"] for record in read_part(path)][-1] == 98
+
+
+@pytest.mark.parametrize("kept_bytes", [0.5, 0.99])
+def test_a_compressed_part_that_ends_too_early_is_named(tmp_path: Path, kept_bytes: float) -> None:
+    path = tmp_path / "games-000001.jsonl.gz"
+    write_whole(path, [{"n": n} for n in range(1000)])
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept_bytes)])
+    with pytest.raises(UnstableError, match=r"games-000001.jsonl.gz is damaged .*move it away"):
+        list(read_part(path))
+
+
+def test_a_line_that_is_json_but_no_record_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "games.jsonl"
+    path.write_text('{"n": 1}\n[1, 2]\n')
+    with pytest.raises(UnstableError, match=r"games.jsonl, line 2 is no JSON table; remove it"):
+        list(read_part(path))
+
+
+def test_a_file_that_is_removed_below_a_run_costs_what_was_in_it_and_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "games.jsonl"
+    path.parent.mkdir()
+    log = RecordLog(path)
+    log.write({"n": 1})
+    path.unlink()
+    log.write({"n": 2})
+    log.write({"n": 3})
+    assert numbers(path) == [2, 3]
+    path.unlink()
+    path.parent.rmdir()
+    with pytest.raises(OSError, match=r"games.jsonl"):
+        log.write({"n": 4})
+    path.parent.mkdir()
+    log.write({"n": 5})
+    assert numbers(path) == [5]
+    log.close()

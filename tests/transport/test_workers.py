@@ -402,3 +402,19 @@ def test_a_worker_that_is_orphaned_while_it_imports_does_not_stay(tmp_path: Path
     worker.stdin.write(spec.to_line())
     worker.stdin.close()
     assert worker.wait(30) == ORPHANED
+
+
+def test_workers_meet_where_the_place_for_temporary_files_has_a_long_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+
+    async def scenario() -> None:
+        directory = sockets.make_socket_directory()
+        Router(directory).close()
+        shutil.rmtree(directory)
+
+    asyncio.run(scenario())
+    assert not list(long.iterdir())

@@ -175,6 +175,8 @@ def _claim(directory: Path, settings: Mapping[str, Any]) -> None:
         return
     try:
         before = json.loads(path.read_text())
+        if not isinstance(before, dict):
+            raise ValueError("no JSON table")
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read ({error}); name another directory with --output") from None
     changed = [

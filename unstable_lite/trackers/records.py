@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +38,10 @@ class AppendFile:
 
     def write(self, content: bytes) -> None:
         """In the hands of the operating system when this returns. Raises OSError, with the path."""
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # somebody removed it: what is written now would go with it
+            anew = self.path.open("ab", buffering=0)
+            self._file.close()
+            self._file, self.size = anew, anew.tell()
         written = 0
         try:
             while written < len(content):
@@ -166,15 +171,26 @@ def keep_whole_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> i
 
 
 def read_part(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of one file, `.gz` or not."""
+    """The records of one file, `.gz` or not. Raises UnstableError for what is none, and OSError."""
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise UnstableError(f"{path}, line {number} is no JSON ({error}); remove it to read the rest") from None
+        try:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    return
+                yield parsed_line(line, f"{path}, line {number}")
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UnstableError(f"{path} is damaged ({error}); move it away to read the rest") from None
+
+
+def parsed_line(line: bytes, where: str) -> dict[str, Any]:
+    """Raises UnstableError for what is no record."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UnstableError(f"{where} is no JSON ({error}); remove it to read the rest") from None
+    if not isinstance(record, dict):
+        raise UnstableError(f"{where} is no JSON table; remove it to read the rest")
+    return record
 
 
 def _full_parts(path: Path) -> list[tuple[int, Path]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unstable_lite.errors import UnstableError
+from unstable_lite.trackers.records import parsed_line
 
 Metrics = dict[str, Any]
 PACE_UPDATES = 20
@@ -43,18 +44,12 @@ class _Tail:
                 content = file.read()
         except FileNotFoundError:
             return False, []
+        except OSError as error:
+            raise UnstableError(f"{self._path} cannot be read: {error.strerror}") from None
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return is_anew, [self._parsed(line) for line in whole.split(b"\n")[:-1]]
-
-    def _parsed(self, line: bytes) -> dict[str, Any]:
-        try:
-            parsed: dict[str, Any] = json.loads(line)
-        except ValueError as error:
-            raise UnstableError(
-                f"{self._path}: the line that begins {line[:40]!r} is no JSON ({error}); remove it to read the rest"
-            ) from None
-        return parsed
+        lines = whole.split(b"\n")[:-1]
+        return is_anew, [parsed_line(line, f"{self._path}: the line that begins {line[:40]!r}") for line in lines]
 
 
 def alarm_lines(lines: Iterable[Mapping[str, Any]]) -> list[str]:

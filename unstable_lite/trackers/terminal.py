@@ -6,7 +6,10 @@ No text is markup: models, opponents and what libraries say in their errors are 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -23,12 +26,25 @@ from unstable_lite.trackers.tracker import Evaluation
 PLAIN_LINE_EVERY_S = 5.0
 
 
+class StandardOutput(Console):
+    """What its encoding lacks becomes a question mark, and a reader who is gone ends no run."""
+
+    def __init__(self) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
+        super().__init__(highlight=False, markup=False)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+
+
 class TerminalInterface:
     """Progress of one run. All methods are cheap and may be called at any time."""
 
     def __init__(self, console: Console | None = None, quiet: bool = False, unit: str = "update") -> None:
         """`unit`: what is counted."""
-        self.console = console or Console(highlight=False, markup=False)
+        self.console = console or StandardOutput()
         self._quiet = quiet
         self._unit = unit
         self._progress = Progress(
@@ -95,12 +111,16 @@ class TerminalInterface:
     def _show(self) -> None:
         """The live lines are there while there is something to show in them."""
         is_wanted = (self._is_counting or self._doing) and self.console.is_terminal and not self._quiet
-        if is_wanted and self._live is None:
-            self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
-            self._live.start()
-        elif not is_wanted and self._live is not None:
-            self._live.stop()
-            self._live = None
+        live = self._live
+        with contextlib.suppress(OSError):  # the terminal was closed
+            if is_wanted and live is None:
+                self._live = Live(
+                    get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True
+                )
+                self._live.start()
+            elif not is_wanted and live is not None:
+                self._live = None
+                live.stop()
 
     def say(self, text: str) -> None:
         """One dated line that stays."""

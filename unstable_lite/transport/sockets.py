@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from unstable_lite.transport.messages import MAX_FRAME_BYTES, REPLIES, Crashed, 
 
 log = logging.getLogger(__name__)
 
+BUS = "bus"
 SWEEP_EVERY_S = 0.1
 """How late a request may be failed."""
 WAITING_FRAMES = 1000
@@ -35,14 +37,18 @@ def make_socket_directory() -> Path:
     Short, for an ipc path ends at 107 bytes; and not called like an arena, which another run may take for a dead run's
     where that place is shared memory.
     """
-    return Path(tempfile.mkdtemp(prefix="ul-"))
+    directory = Path(tempfile.mkdtemp(prefix="ul-"))
+    if len(os.fsencode(directory / BUS)) > zmq.IPC_PATH_MAX_LEN:  # a batch system's TMPDIR
+        directory.rmdir()
+        directory = Path(tempfile.mkdtemp(prefix="ul-", dir="/tmp"))
+    return directory
 
 
 class Router:
     """Binds an ipc endpoint inside a private directory and hands each worker's messages to its `Peer`."""
 
     def __init__(self, directory: Path) -> None:
-        self._open(f"ipc://{directory / 'bus'}")
+        self._open(f"ipc://{directory / BUS}")
 
     def _open(self, endpoint: str) -> None:
         self.endpoint = endpoint

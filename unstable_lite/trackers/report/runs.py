@@ -99,13 +99,15 @@ def read_run(directory: Path) -> RunData:
     """Without label and group. Raises UnstableError for what is no run directory."""
     if not (directory / "config.toml").is_file():
         raise UnstableError(f"{directory} is no run directory: it has no config.toml")
-    config_text = (directory / "config.toml").read_text(encoding="utf-8")
     name = "config.toml"
     try:
+        config_text = (directory / name).read_text(encoding="utf-8")
         config = tomllib.loads(config_text)
+        if missing := [key for key in ("model_name", "train_envs") if key not in config]:
+            raise ValueError(f"it has no {', '.join(missing)}")
         name = "versions.json"
         versions = json.loads((directory / name).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UnstableError(f"{directory / name} cannot be read: {error}") from None
     steps, hours, series = _read_metrics(directory / "metrics.jsonl")
     kept = _thin(len(steps))

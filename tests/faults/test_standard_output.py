@@ -1,0 +1,110 @@
+"""What a run is told through goes away, is full or knows few letters; the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import runs
+from unstable_lite.trackers.terminal import TerminalInterface
+
+QUICK = ("run.learning_steps=1", "run.eval_games=0", "run.num_eval_workers=0")
+
+
+def saved(directory: Path) -> bool:
+    return (runs.run_directory(directory) / "checkpoints" / "ckpt-1" / "manifest.json").is_file()
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        runs.command("run", runs.write_small(tmp_path), *QUICK[1:], "run.learning_steps=10000"),
+        preexec_fn=lambda: os.login_tty(theirs),
+    )
+    os.close(theirs)
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 1)
+    children = runs.children_of(process)
+    os.close(ours)
+    process.wait(120)
+    directory = runs.run_directory(tmp_path)
+    assert (directory / "checkpoints" / "latest").resolve().name == f"ckpt-{runs.num_updates(tmp_path)}"
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    assert runs.arenas_named(directory.name) == []
+
+
+def test_a_run_whose_reader_is_gone_goes_on_to_its_end_and_under_nohup_without_its_terminal(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        ["nohup", *runs.command("run", runs.write_small(tmp_path), *QUICK)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    runs.wait_for(lambda: runs.children_of(process))
+    process.send_signal(signal.SIGHUP)
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=240)
+    assert (process.returncode, err) == (0, "")
+    assert saved(tmp_path)
+
+
+def test_a_run_without_standard_streams_goes_on_to_its_end(tmp_path: Path) -> None:
+    command = runs.command("run", runs.write_small(tmp_path), *QUICK)
+    assert subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], timeout=240).returncode == 0
+    assert saved(tmp_path)
+
+
+def test_a_game_that_nobody_can_play_is_told(tmp_path: Path) -> None:
+    command = runs.command("play", "scripted:random", "--config", runs.write_small(tmp_path), "--seat", "0")
+    ended = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (1, False)
+    assert "nobody is there to play" in ended.stderr
+
+
+def test_a_summary_that_cannot_be_written_is_told_with_where_the_run_is(tmp_path: Path) -> None:
+    command = runs.command("run", runs.write_small(tmp_path), *QUICK)
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)
+    assert ended.returncode == 1
+    assert "the run is over" in ended.stderr and str(runs.run_directory(tmp_path)) in ended.stderr
+    assert saved(tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [("envs",), ("run", "--help")], ids=["envs", "help"])
+def test_what_an_old_encoding_lacks_becomes_a_question_mark(arguments: tuple[str, ...]) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(runs.command(*arguments), env=environment, capture_output=True, timeout=240)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert ended.stdout.isascii()
+
+
+def test_a_script_of_ones_own_may_print_in_an_old_encoding() -> None:
+    script = "from unstable_lite.trackers.terminal import TerminalInterface as T; T().say('mean |Δ log p|')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.endswith("mean |? log p|\n")
+
+
+def test_a_terminal_that_is_closed_ends_no_run() -> None:
+    ours, theirs = pty.openpty()
+    file = os.fdopen(theirs, "w")
+    terminal = TerminalInterface(Console(file=file, force_terminal=True, highlight=False, markup=False))
+    terminal.start(3)
+    os.close(ours)
+    terminal.say("nobody sees this")
+    with terminal.doing(lambda: "nor this"):
+        terminal.show_update(1, 3, "")
+    terminal.stop()
+    assert terminal._live is None
+    with contextlib.suppress(OSError):
+        file.close()
