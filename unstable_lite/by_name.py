@@ -65,7 +65,10 @@ def call(what: str, name: str, function: Callable[..., T], keywords: Mapping[str
 
 
 def _keyword_problems(function: Callable[..., Any], keywords: Mapping[str, Any]) -> list[str]:
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:  # of a partial one the reason is the cause
+        return [f"it cannot be called with what each of its kind is given: {error.__cause__ or error}"]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     problems = []

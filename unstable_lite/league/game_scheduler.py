@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from unstable_lite.errors import OpponentError
+from unstable_lite.errors import ConfigError, OpponentError
 from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
 from unstable_lite.league.samplers.model_samplers import BaseModelSampler
 from unstable_lite.rng import derive_seed, game_seed, restore, state_of
@@ -106,6 +106,11 @@ class GameScheduler:
     def _sample_opponent(self, can_play: Callable[[ModelRef], bool]) -> ModelRef:
         for _ in range(DRAWS):
             opponent = self._model_sampler.sample_opponent()
+            if not isinstance(opponent, ModelRef):
+                raise ConfigError(
+                    f"{self._model_sampler.kind} chose {opponent!r}, which is no ModelRef: the `ref` of a model of "
+                    "its registry"
+                )
             if can_play(opponent):
                 return opponent
         raise OpponentError(f"{opponent.uid} cannot play now, nor can any other opponent that was drawn")
