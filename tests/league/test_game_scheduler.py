@@ -97,6 +97,16 @@ def test_an_opponent_that_is_a_name_and_no_model_is_refused_with_whose_choice_it
         a_scheduler(f"{__name__}:ByName").next_train_job()
 
 
+class CountsBySeat(BaseModelSampler):
+    def state_dict(self):
+        return {"games": {0: 1}}
+
+
+def test_a_samplers_state_that_would_not_come_back_as_it_was_is_refused():
+    with pytest.raises(ConfigError, match="CountsBySeat: what its state_dict returns would come back"):
+        a_scheduler(f"{__name__}:CountsBySeat").state_dict()
+
+
 def test_no_opponent_is_sampled_where_the_current_policy_has_every_seat():
     spec = a_scheduler("none", train=[a_train_env(2, 2)]).next_train_job()
     assert {agent.model.uid for agent in spec.agent_specs} == {"ckpt-1"}

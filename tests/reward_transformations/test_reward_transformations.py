@@ -322,6 +322,33 @@ def forgets_to_return(steps):
     list(steps)
 
 
+class Keeps:
+    def __init__(self, state):
+        self.state = state
+
+    def __call__(self, reward, pid, env_id):
+        return reward
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    "state", [{"average": {0: 0.5}}, {"seen": {1}}, {"sums": np.zeros(2)}, {"pair": (1, 2)}, {"average": math.nan}]
+)
+def test_a_state_that_would_not_come_back_as_it_was_is_refused_when_it_is_saved(state):
+    with pytest.raises(ConfigError, match="Keeps: what its state_dict returns"):
+        ComposeFinalRewardTransforms([Keeps(state)]).state_dict()
+
+
+@pytest.mark.parametrize("state", [{"average": {"0": np.float64(0.5)}}, {"all": [1, math.inf, None]}])
+def test_a_state_of_json_is_saved(state):
+    assert ComposeFinalRewardTransforms([Keeps(state)]).state_dict()["states"] == [state]
+
+
 def test_all_mistakes_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         build_transforms(

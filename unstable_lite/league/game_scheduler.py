@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from unstable_lite.by_name import lasting
 from unstable_lite.errors import ConfigError, OpponentError
 from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
 from unstable_lite.league.samplers.model_samplers import BaseModelSampler
@@ -142,8 +143,8 @@ class GameScheduler:
             "games": dict(self._games),
             "eval_games_of": dict(self._eval_games_of),
             "rng": state_of(self._rng),
-            "model_sampler": {"kind": self._model_sampler.kind, "state": self._model_sampler.state_dict()},
-            "env_sampler": {"kind": self._env_sampler.kind, "state": self._env_sampler.state_dict()},
+            "model_sampler": _kind_and_state(self._model_sampler),
+            "env_sampler": _kind_and_state(self._env_sampler),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
@@ -182,6 +183,10 @@ class GameScheduler:
             isolated=env.isolated,
             eval_label=label,
         )
+
+
+def _kind_and_state(sampler: BaseModelSampler | BaseEnvSampler) -> dict[str, Any]:
+    return {"kind": sampler.kind, "state": lasting(sampler.kind, sampler.state_dict())}
 
 
 def _agent(pid: int, model: ModelRef, env: TrainEnvSpec | EvalEnvSpec, collect: bool) -> AgentSpec:
