@@ -67,6 +67,14 @@ async def test_the_final_transform_runs_once_for_a_trajectory_and_the_step_trans
         assert step.step_info == {"raw_reward": 1.0, "env_reward": 0.5, "step_reward": 2.5}
 
 
+@pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
+def test_a_transform_that_computes_in_numpy_gives_rewards_that_can_be_sent_and_written(buffer_class):
+    buffer = buffer_class(10, lambda reward, pid, env_id: np.float32(reward), lambda traj, index, reward: reward)
+    buffer.add_player_trajectory(a_trajectory(1))
+    (step,) = buffer.drain()
+    assert type(step.reward) is type(step.step_info["env_reward"]) is float
+
+
 async def test_episodes_carry_the_final_reward_on_the_last_step_alone():
     buffer = EpisodeBuffer(10, RoleAdvantageFormatter(tau=0.5), RewardForFormat(reward=2.0))
     buffer.add_player_trajectory(a_trajectory(3))

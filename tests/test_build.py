@@ -91,6 +91,23 @@ def test_a_run_is_started_once(tmp_path: Path) -> None:
         run.start(learning_steps=2)
 
 
+def test_a_script_without_a_main_guard_does_not_start_again_when_its_class_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unguarded_script.py").write_text(
+        "import unstable_lite as unstable\n"
+        "class Same:\n"
+        "    def __call__(self, reward, pid, env_id):\n"
+        "        return reward\n"
+        f"run = unstable.build(train_envs=[unstable.{NIM}], run={{'output_dir': {str(tmp_path)!r}}})\n"
+        "run.start(learning_steps=1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match='if __name__ == "__main__"'):
+        small(tmp_path, rewards={"final_reward_transformation": ["unguarded_script:Same"]})
+    assert [path.suffix for path in tmp_path.iterdir() if path.name != "__pycache__"] == [".py"]
+
+
 def test_an_error_in_the_background_is_raised_by_wait(tmp_path: Path) -> None:
     run = small(tmp_path, lora_config={"target_modules": ["no_such_proj"]})
     run.start(learning_steps=1, num_collection_workers=4, num_eval_workers=0, block=False)

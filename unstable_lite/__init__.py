@@ -74,3 +74,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """With what is not loaded yet, for a notebook's completion."""
+    return sorted({*globals(), *_HOMES, *_MODULES})

@@ -177,7 +177,7 @@ class _Waiting:
                 raise ConfigError(
                     f"{trajectory.env_id}: {self._final!r} made {reward!r} of a reward; it must be a number"
                 )
-        return reward
+        return float(reward)  # one of numpy's, for example, is of no type that the learner is sent
 
     def _set_reward(self, trajectory: PlayerTrajectory, index: int, env_reward: float) -> None:
         """`env_reward`: what of the game's reward, after the final transform, falls to this step."""
@@ -190,7 +190,7 @@ class _Waiting:
                 f"in the final ({self._final!r}) and step ({self._step!r}) reward transformations"
             )
         step = trajectory.steps[index]
-        step.reward = reward
+        step.reward = reward = float(reward)
         step.step_info.update(raw_reward=trajectory.final_reward, env_reward=env_reward, step_reward=reward)
 
     def _put(self, chunks: list[list[Step]]) -> None:

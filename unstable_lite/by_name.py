@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -64,8 +65,25 @@ def call(what: str, name: str, function: Callable[..., T], keywords: Mapping[str
         raise ConfigError(f"{what} {name!r}: {type(error).__name__}: {error}") from error
 
 
+def lasting(owner: str, state: T) -> T:
+    """`state`, which a checkpoint keeps as JSON. Raises ConfigError where that would not give it back as it is."""
+    try:
+        is_kept = json.loads(json.dumps(state)) == state
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{owner}: what its state_dict returns cannot be saved as JSON: {error}") from error
+    if not is_kept:
+        raise ConfigError(
+            f"{owner}: what its state_dict returns would come back from JSON as something else; use text for keys, "
+            f"lists for tuples, and no NaN: {state!r:.300}"
+        )
+    return state
+
+
 def _keyword_problems(function: Callable[..., Any], keywords: Mapping[str, Any]) -> list[str]:
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:  # of a partial one the reason is the cause
+        return [f"it cannot be called with what each of its kind is given: {error.__cause__ or error}"]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     problems = []

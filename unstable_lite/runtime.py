@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
@@ -144,8 +145,14 @@ class Run:
 
         What ends a run that does not block is raised by `wait` alone: a script without it ends with exit code 0.
         Numbers that are given replace those of the config. Raises ConfigError for what cannot run, for a run that was
-        started before, whose parts hold what became of them then, and with `block=True` within an event loop.
+        started before, whose parts hold what became of them then, with `block=True` within an event loop, and from a
+        file that is imported for a class in it, where each import would start one more run.
         """
+        if _is_called_by_import():
+            raise ConfigError(
+                "this file is imported for what a config names in it, and starts a run: put what it does as a script "
+                'under `if __name__ == "__main__":`'
+            )
         if self._is_started:
             raise ConfigError("this run was started before: build another one, or go on with `run --resume DIRECTORY`")
         if block and asyncio._get_running_loop() is not None:
@@ -464,6 +471,16 @@ class Run:
         else:
             self._terminal.say("interrupted: finishing the update at hand, then saving (Ctrl-C again: end now)")
             self._stop.set()
+
+
+def _is_called_by_import() -> bool:
+    """Whether this package, here or in a worker, imports the file that calls `start`."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("unstable_lite."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def run_in_loop(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -43,6 +43,7 @@ def test_the_references_names_are_public() -> None:
         assert getattr(unstable_lite, name).__name__ == name
     assert unstable_lite.samplers.UniformRandomEnvSampler
     assert unstable_lite.reward_transformations.RoleAdvantageByEnvFormatter
+    assert {*unstable_lite.__all__, "samplers", "reward_transformations", "errors"} <= set(dir(unstable_lite))
 
 
 def test_imports_point_down() -> None:

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from unstable_lite.config import Config
 from unstable_lite.engines import choose
 from unstable_lite.engines.choose import choose_engine, count_gpus, resolve_devices
+from unstable_lite.engines.engine import load_engine
 from unstable_lite.errors import ConfigError
+from unstable_lite.transport.child import WorkerSpec
 
 
 @pytest.fixture
@@ -122,3 +125,12 @@ def test_choosing_loads_nothing_heavy() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'vllm')))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60).returncode == 0
+
+
+def test_an_engine_of_ones_own_that_cannot_be_imported_is_told_with_where_it_is_named():
+    config = Config.model_validate(
+        {"engine": {"kind": "json:NoEngine"}, "train_envs": [{"env_id": "E", "num_players": 2, "num_actors": 2}]}
+    )
+    spec = WorkerSpec(name="engine-0", endpoint="", device="cpu", threads=1, config_json=config.model_dump_json())
+    with pytest.raises(ConfigError, match=r"engine\.kind 'json:NoEngine': 'json' has no 'NoEngine'"):
+        load_engine(spec)

@@ -6,7 +6,10 @@ import re
 import numpy as np
 import pytest
 
+from unstable_lite.config import RunConfig
+from unstable_lite.errors import ConfigError
 from unstable_lite.games.environments import Environment, outcomes_from_rewards
+from unstable_lite.games.game_runner import GameRunner
 from unstable_lite.games.isolation import make_in_process
 from unstable_lite.games.players.policy import PolicyPlayer
 from unstable_lite.games.players.scripted import legal_actions
@@ -63,6 +66,21 @@ async def played(spec: GameSpec, generate=first_legal_cell) -> GameRecord:  # ty
     record = new_record(spec)
     await run_game(record, make_in_process(spec), Seats(generate).players(spec), max_action_chars=2000)
     return record
+
+
+class Answers:
+    def __init__(self, env_id: str, seed: int) -> None:
+        pass
+
+    async def act(self, observation: str) -> str:
+        return "[4]"
+
+
+async def test_an_opponent_that_answers_with_no_reply_is_the_end_and_no_fault_of_the_env() -> None:
+    answers = ModelRef(uid="fixed-answers", kind="fixed", name=f"{__name__}:Answers")
+    runner = GameRunner(Seats(first_legal_cell), RunConfig())
+    with pytest.raises(ConfigError, match=r"Answers\.act must return a Reply; it returned '\[4\]'"):
+        await runner.play(tictactoe(answers, POLICY))
 
 
 async def test_every_turn_is_kept_in_order_and_only_collected_seats_have_steps() -> None:

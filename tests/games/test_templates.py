@@ -257,6 +257,14 @@ def second_word(text):
     return text.split()[1], True
 
 
+def third_line(text):
+    return text.splitlines()[2], True
+
+
+def of_two(text, observation):
+    return text, True
+
+
 def no_pair(text):
     return text
 
@@ -275,6 +283,8 @@ def test_an_extraction_may_be_a_function_of_ones_own():
         (f"{__name__}:no_such", "has no 'no_such'"),
         (f"{__name__}:ASKING", "not a function"),
         (f"{__name__}:no_pair", "must return (action, whether"),
+        (f"{__name__}:third_line", f"action_extraction_fn '{__name__}:third_line': IndexError"),
+        (f"{__name__}:of_two", "missing 1 required positional argument: 'observation'"),
     ],
 )
 def test_an_extraction_that_cannot_work_says_why(name, says):

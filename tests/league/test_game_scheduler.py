@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unstable_lite.config import LeagueConfig
-from unstable_lite.errors import OpponentError
+from unstable_lite.errors import ConfigError, OpponentError
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.league.samplers import UniformRandomEnvSampler, build_model_sampler
+from unstable_lite.league.samplers import BaseModelSampler, UniformRandomEnvSampler, build_model_sampler
 from unstable_lite.rng import game_seed
 from unstable_lite.types import EvalEnvSpec, GameRecord, ModelRef, TrainEnvSpec
 
@@ -85,6 +85,26 @@ def test_the_current_policy_gets_num_actors_seats_and_only_they_are_collected(nu
     collected = [agent for agent in spec.agent_specs if agent.collect_data]
     assert [agent.model.uid for agent in collected] == ["ckpt-1"] * num_actors
     assert all(agent.model.kind == "fixed" for agent in spec.agent_specs if not agent.collect_data)
+
+
+class ByName(BaseModelSampler):
+    def sample_opponent(self):
+        return "x"
+
+
+def test_an_opponent_that_is_a_name_and_no_model_is_refused_with_whose_choice_it_was():
+    with pytest.raises(ConfigError, match="ByName chose 'x', which is no ModelRef"):
+        a_scheduler(f"{__name__}:ByName").next_train_job()
+
+
+class CountsBySeat(BaseModelSampler):
+    def state_dict(self):
+        return {"games": {0: 1}}
+
+
+def test_a_samplers_state_that_would_not_come_back_as_it_was_is_refused():
+    with pytest.raises(ConfigError, match="CountsBySeat: what its state_dict returns would come back"):
+        a_scheduler(f"{__name__}:CountsBySeat").state_dict()
 
 
 def test_no_opponent_is_sampled_where_the_current_policy_has_every_seat():

@@ -1,4 +1,5 @@
 import json
+import math
 import random
 import tomllib
 from collections import Counter
@@ -14,6 +15,7 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry, Rating
 from unstable_lite.league.samplers import (
     MODEL_SAMPLERS,
+    BaseEnvSampler,
     BaseModelSampler,
     BiasedRatingDistanceModelSampler,
     FixedOpponentModelSampler,
@@ -30,6 +32,7 @@ from unstable_lite.league.samplers import (
     UniformModelSampler,
     UniformRandomEnvSampler,
     WeightedEnvSampler,
+    WeightedModelSampler,
     build_env_sampler,
     build_model_sampler,
     check_league,
@@ -474,6 +477,56 @@ def test_a_users_own_sampler_is_found_by_module_and_name():
     registry = a_registry(3)
     assert build_model_sampler(league, registry, random.Random(0)).sample_opponent().uid == "base"
     assert [meta.name for meta in registry.fixed()] == ["x"]
+
+
+class NoSampler:
+    def __init__(self, *args, **keywords):
+        pass
+
+
+class Undecided(BaseModelSampler):
+    pass
+
+
+class UndecidedEnv(BaseEnvSampler):
+    pass
+
+
+class EnvById(BaseEnvSampler):
+    def _choose_train(self):
+        return self.train_env_specs[0].env_id
+
+
+class TakesNoEnvs(BaseEnvSampler):
+    def __init__(self, goal=0.5):
+        super().__init__([])
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "message"),
+    [
+        ("env", "NoSampler", "extends unstable_lite.samplers.BaseEnvSampler"),
+        ("env", "UndecidedEnv", "override _choose_train"),
+        ("env", "EnvById", "chose 'A', which is none of its train_env_specs"),
+        ("env", "TakesNoEnvs", "too many positional arguments"),
+        ("opponent", "NoSampler", "extends unstable_lite.samplers.BaseModelSampler"),
+        ("opponent", "Undecided", "override sample_opponent"),
+    ],
+)
+def test_a_users_own_sampler_that_cannot_draw_is_told_before_the_run(key, name, message):
+    league = {"opponent_sampling_strategy": "mirror", f"{key}_sampling_strategy": f"{__name__}:{name}"}
+    (problem,) = check_league(a_config(1, **league))
+    assert message in problem
+
+
+@pytest.mark.parametrize("weights", [[math.nan, 1.0], [-1.0, 3.0], [1.0]])
+def test_weights_that_are_none_are_refused_rather_than_drawn_from(weights):
+    class Odd(WeightedModelSampler):
+        def weights(self, current, others):
+            return weights
+
+    with pytest.raises(ConfigError, match="the weights of 2 opponents"):
+        Odd(a_registry(fixed=["x", "y"]), random.Random(0)).sample_opponent()
 
 
 def test_unknown_strategies_are_refused_with_a_suggestion():

@@ -13,17 +13,18 @@ import safetensors.torch
 import torch
 
 from unstable_lite.config import Config
-from unstable_lite.errors import RequestError, WorkerDied
-from unstable_lite.learners import worker
+from unstable_lite.errors import ConfigError, RequestError, WorkerDied
+from unstable_lite.learners import UpdateResult, worker
 from unstable_lite.learners.reinforce import REINFORCELearner
 from unstable_lite.transport.child import WorkerSpec
-from unstable_lite.transport.messages import Failed, SaveLearner, Score, Scored, Update
+from unstable_lite.transport.messages import Failed, SaveLearner, Score, Scored, Update, Updated
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.sockets import Peer, Router
 
 Start = Callable[[Config], Any]
 
 TIMEOUT_S = 120.0
+OF_WORDS: Any = {"mine": "three"}
 
 
 @pytest.fixture
@@ -106,6 +107,40 @@ async def test_a_learner_updates_publishes_scores_saves_and_stops(
     for ours, theirs in zip(here.policy.score(asked), scored.logprobs, strict=True):
         assert ours.adapter == pytest.approx(theirs.adapter, abs=1e-5)
         assert ours.base == pytest.approx(theirs.base, abs=1e-5)
+
+
+def test_metrics_of_an_algorithm_of_ones_own_become_plain_numbers(
+    make_learner: Callable[..., Any], make_items: Callable[..., Any], tmp_path: Path
+) -> None:
+    learner = make_learner()
+    result = learner.update(make_items(), 1)
+    learner.update = lambda _items, _version: replace(result, metrics={"mine": torch.tensor(3.0), "n": 2})
+    update = Update(
+        request_id=1, items=tuple(make_items()), version=2, path=str(tmp_path / "v2"), state_path=str(tmp_path / "s2")
+    )
+    updated = worker._Worker(learner, learner._config).answer(update)
+    assert isinstance(updated, Updated)
+    assert (updated.metrics["mine"], updated.metrics["n"]) == (3.0, 2.0)
+    assert {type(value) for value in updated.metrics.values()} == {float}
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (None, "REINFORCELearner.update must return an UpdateResult; it returned None"),
+        (UpdateResult(metrics=OF_WORDS, skipped=None), "the metric 'mine' is 'three', which is no number"),
+    ],
+)
+def test_an_algorithm_that_does_not_say_what_it_did_is_told_by_name(
+    make_learner: Callable[..., Any], make_items: Callable[..., Any], tmp_path: Path, result: Any, says: str
+) -> None:
+    learner = make_learner()
+    learner.update = lambda _items, _version: result
+    update = Update(
+        request_id=1, items=tuple(make_items()), version=1, path=str(tmp_path / "v1"), state_path=str(tmp_path / "s1")
+    )
+    with pytest.raises(ConfigError, match=says):
+        worker._Worker(learner, learner._config).answer(update)
 
 
 def test_what_is_too_much_to_score_at_once_is_scored_in_parts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -317,11 +318,23 @@ def test_save_and_load_go_on_bit_for_bit(
         assert {**a, "seconds": 0, "tokens_per_s": 0} == {**b, "seconds": 0, "tokens_per_s": 0}
 
 
-def test_a_learner_is_found_by_name_or_by_module_and_class(make_config: Callable[..., Any]) -> None:
+def test_a_learner_is_found_by_name_or_by_module_and_class(
+    make_config: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_wrong_syntax.py").write_text("def (")
+    monkeypatch.syspath_prepend(tmp_path)
     config = make_config()
     assert isinstance(load_learner(config, "cpu"), REINFORCELearner)
     by_path = config.model_copy(update={"algorithm": LEARNERS["reinforce"].target})
     assert isinstance(load_learner(by_path, "cpu"), REINFORCELearner)
-    for name in ("reinforced", "no.such:Learner", "json:Nothing"):
-        with pytest.raises(ConfigError, match=r"use reinforce, .*, or module:Class"):
+    for name, says in (
+        ("reinforced", "unknown algorithm 'reinforced'; did you mean 'reinforce'"),
+        ("no.such:Learner", "algorithm 'no.such:Learner': cannot import 'no.such': No module named 'no'"),
+        ("json:Nothing", "algorithm 'json:Nothing': 'json' has no 'Nothing'"),
+        (
+            "of_wrong_syntax:Learner",
+            "algorithm 'of_wrong_syntax:Learner': cannot import 'of_wrong_syntax': SyntaxError",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(says)):
             load_learner(config.model_copy(update={"algorithm": name}), "cpu")

@@ -2,6 +2,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from unstable_lite.reward_transformations import (
 )
 from unstable_lite.types import Generation, ModelRef, PlayerTrajectory, Step
 
+STEP_ARGUMENTS = ("player_traj", "step_index", "reward")
 GENERATION = Generation(
     prompt_ids=np.array([1], np.int32),
     completion_ids=np.array([2], np.int32),
@@ -227,12 +229,15 @@ def test_the_default_config_builds_the_references_transforms():
 
 
 def test_every_registered_transform_can_be_built_by_its_name():
-    for registry in (FINAL, STEP, SAMPLING):
-        assert [type(t).__name__ for t in build_transforms(registry, registry)] == list(registry)
+    for registry, arguments in ((FINAL, "reward pid env_id"), (STEP, "traj index reward"), (SAMPLING, "steps")):
+        built = build_transforms(registry, registry, arguments.split())
+        assert [type(t).__name__ for t in built] == list(registry)
 
 
 def test_a_users_own_class_is_found_by_module_and_name():
-    (transform,) = build_transforms([{"name": f"{__name__}:Doubled", "factor": 3}], FINAL)
+    (transform,) = build_transforms(
+        [{"name": f"{__name__}:Doubled", "factor": 3}], FINAL, ComposeFinalRewardTransforms.ARGUMENTS
+    )
     assert transform(2.0, 0, "E") == 6.0
 
 
@@ -258,7 +263,7 @@ class Doubled:
 )
 def test_a_mistake_in_a_name_or_keyword_says_what_to_write(entry, message):
     with pytest.raises(ConfigError, match=message):
-        build_transforms([entry], STEP)
+        build_transforms([entry], STEP, STEP_ARGUMENTS)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +275,15 @@ def test_a_mistake_in_a_name_or_keyword_says_what_to_write(entry, message):
         ("import no_such_module", "cannot import 'of_a_user': No module named 'no_such_module'"),
         ("def Transform(): return {}['a key']", "KeyError: 'a key'"),
         ("class Transform: pass", "cannot be called"),
+        (
+            "class Transform:\n    def __call__(self, traj, reward): pass",
+            "cannot be called as (player_traj, step_index, reward)",
+        ),
+        ("def Transform(traj, index, reward): return reward", "is a function: name a class"),
+        (
+            "class Transform:\n    def __call__(self, *_): pass\n    def state_dict(self): return {}",
+            "has one of state_dict and load_state_dict",
+        ),
     ],
 )
 def test_whatever_a_users_own_module_does_is_told_with_where_it_is_named(tmp_path, monkeypatch, source, says):
@@ -277,7 +291,7 @@ def test_whatever_a_users_own_module_does_is_told_with_where_it_is_named(tmp_pat
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "of_a_user", raising=False)
     with pytest.raises(ConfigError, match=re.escape(says)) as caught:
-        build_transforms(["of_a_user:Transform"], STEP)
+        build_transforms(["of_a_user:Transform"], STEP, STEP_ARGUMENTS)
     assert "reward transformation 'of_a_user:Transform'" in str(caught.value)
 
 
@@ -286,11 +300,58 @@ def test_a_sampling_transform_that_returns_no_steps_is_named():
         ComposeSamplingRewardTransforms([forgets_to_return])([])
 
 
+def test_a_sampling_transform_that_throws_all_steps_away_is_named():
+    with pytest.raises(ConfigError, match=r"<lambda>.* returned no steps: \[\]"):
+        ComposeSamplingRewardTransforms([lambda steps: []])([a_step(1.0)])
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, None, "1"])
+def test_a_sampling_transform_that_makes_no_number_of_a_reward_is_named(reward):
+    with pytest.raises(ConfigError, match=r"<lambda>.* made .* of a reward"):
+        ComposeSamplingRewardTransforms([lambda steps: [replace(step, reward=reward) for step in steps]])([a_step(1.0)])
+
+
+def test_rewards_of_numpys_types_become_plain_ones():
+    (step,) = ComposeSamplingRewardTransforms([lambda steps: [replace(step, reward=np.float32(2)) for step in steps]])(
+        [a_step(1.0)]
+    )
+    assert type(step.reward) is float
+
+
 def forgets_to_return(steps):
     list(steps)
 
 
+class Keeps:
+    def __init__(self, state):
+        self.state = state
+
+    def __call__(self, reward, pid, env_id):
+        return reward
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    "state", [{"average": {0: 0.5}}, {"seen": {1}}, {"sums": np.zeros(2)}, {"pair": (1, 2)}, {"average": math.nan}]
+)
+def test_a_state_that_would_not_come_back_as_it_was_is_refused_when_it_is_saved(state):
+    with pytest.raises(ConfigError, match="Keeps: what its state_dict returns"):
+        ComposeFinalRewardTransforms([Keeps(state)]).state_dict()
+
+
+@pytest.mark.parametrize("state", [{"average": {"0": np.float64(0.5)}}, {"all": [1, math.inf, None]}])
+def test_a_state_of_json_is_saved(state):
+    assert ComposeFinalRewardTransforms([Keeps(state)]).state_dict()["states"] == [state]
+
+
 def test_all_mistakes_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
-        build_transforms(["Nope", {"name": "RewardForFormat", "a": 1, "b": 2}], STEP)
+        build_transforms(
+            ["Nope", {"name": "RewardForFormat", "a": 1, "b": 2}], STEP, ComposeStepRewardTransforms.ARGUMENTS
+        )
     assert len(caught.value.problems) == 3

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
+from unstable_lite import by_name
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Failed, Generate, Generated
 
@@ -66,8 +66,9 @@ class ReturningEngine(Engine, Protocol):
 
 
 def load_engine(spec: WorkerSpec) -> Engine:
-    """The engine that `config.engine.kind` names; `auto` has been decided by the orchestrator."""
+    """The engine that `config.engine.kind` names; `auto` has been decided by the orchestrator. Raises ConfigError."""
     kind = spec.config.engine.kind
-    module, _, name = ENGINES.get(kind, kind).partition(":")
-    engine: Engine = getattr(importlib.import_module(module), name)(spec)
-    return engine
+    engine_class: Callable[[WorkerSpec], Engine] = by_name.find(
+        "engine.kind", ENGINES.get(kind, kind), cast(Any, ENGINES)
+    )
+    return engine_class(spec)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from unstable_lite.config import RunConfig
-from unstable_lite.errors import EnvError, OpponentError, WorkerDied
+from unstable_lite.errors import ConfigError, EnvError, OpponentError, WorkerDied
 from unstable_lite.games.isolation import Environments, make_in_process
 from unstable_lite.games.run_game import new_record, run_game
 from unstable_lite.games.seats import Seats, is_remote
@@ -53,7 +53,8 @@ class GameRunner:
     async def play(self, spec: GameSpec, waits_for_opponents: bool = True) -> GameRecord:
         """waits_for_opponents: false where somebody has made sure that they can play now.
 
-        Raises EnvError when an env breaks `max_void_games` times in a row, WorkerDied when no engine is left.
+        Raises EnvError when an env breaks `max_void_games` times in a row, WorkerDied when no engine is left,
+        ConfigError for a player that answers with something else than a Reply.
         """
         record, environments = new_record(spec), self._environments
         await asyncio.sleep(0)  # others have their turn, even beside games in which nobody waits for anything
@@ -114,7 +115,7 @@ class GameRunner:
         if error is None:
             self._voids_in_a_row[env_id] = 0
             return
-        if isinstance(error, WorkerDied):
+        if isinstance(error, WorkerDied | ConfigError):
             raise error
         if isinstance(error, TimeoutError):
             # A game may take too long because an opponent does: that says nothing about the env.

@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from unstable_lite.errors import ConfigError
 from unstable_lite.games.environments import outcomes_from_rewards
 from unstable_lite.games.isolation import GameEnvironment
 from unstable_lite.games.players.player import Player
-from unstable_lite.types import GameRecord, GameSpec, PlayerTrajectory, Step, Turn
+from unstable_lite.types import GameRecord, GameSpec, PlayerTrajectory, Reply, Step, Turn
 
 
 def new_record(spec: GameSpec) -> GameRecord:
@@ -36,6 +37,8 @@ async def run_game(
         pid, observation = turn
         asked = time.monotonic()
         reply = await players[pid].act(observation)
+        if not isinstance(reply, Reply) or not isinstance(reply.action, str):
+            raise ConfigError(f"{type(players[pid]).__name__}.act must return a Reply; it returned {reply!r:.200}")
         action = reply.action[:max_action_chars]
         record.turns.append(
             Turn(

@@ -213,7 +213,8 @@ def find_extraction(name: str) -> Extraction:
 def extraction_problems(name: str) -> list[str]:
     """Tries the function on a short answer."""
     try:
-        answer = find_extraction(name)("It is \\boxed{0}.")
+        extraction = find_extraction(name)
+        answer = by_name.call("action_extraction_fn", name, lambda: extraction("It is \\boxed{0}."), {})
     except ConfigError as error:
         return list(error.problems)
     match answer:

@@ -13,7 +13,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from unstable_lite.errors import OpponentError
+from unstable_lite.by_name import lasting
+from unstable_lite.errors import ConfigError, OpponentError
 from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
 from unstable_lite.league.samplers.model_samplers import BaseModelSampler
 from unstable_lite.rng import derive_seed, game_seed, restore, state_of
@@ -107,6 +108,11 @@ class GameScheduler:
     def _sample_opponent(self, can_play: Callable[[ModelRef], bool]) -> ModelRef:
         for _ in range(DRAWS):
             opponent = self._model_sampler.sample_opponent()
+            if not isinstance(opponent, ModelRef):
+                raise ConfigError(
+                    f"{self._model_sampler.kind} chose {opponent!r}, which is no ModelRef: the `ref` of a model of "
+                    "its registry"
+                )
             if can_play(opponent):
                 return opponent
         raise OpponentError(f"{opponent.uid} cannot play now, nor can any other opponent that was drawn")
@@ -140,8 +146,8 @@ class GameScheduler:
             "in_flight": sorted(self._in_flight),
             "eval_games_of": dict(self._eval_games_of),
             "rng": state_of(self._rng),
-            "model_sampler": {"kind": self._model_sampler.kind, "state": self._model_sampler.state_dict()},
-            "env_sampler": {"kind": self._env_sampler.kind, "state": self._env_sampler.state_dict()},
+            "model_sampler": _kind_and_state(self._model_sampler),
+            "env_sampler": _kind_and_state(self._env_sampler),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
@@ -189,6 +195,10 @@ class GameScheduler:
         self._games[kind] += 1
         self._in_flight.add(game_idx)
         return game_idx
+
+
+def _kind_and_state(sampler: BaseModelSampler | BaseEnvSampler) -> dict[str, Any]:
+    return {"kind": sampler.kind, "state": lasting(sampler.kind, sampler.state_dict())}
 
 
 def _agent(pid: int, model: ModelRef, env: TrainEnvSpec | EvalEnvSpec, collect: bool) -> AgentSpec:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
+from unstable_lite import by_name
 from unstable_lite.config import Config
-from unstable_lite.errors import ConfigError
 from unstable_lite.types import Logprobs, TrainItem
 
 CRITIC_HEAD = "value_head.safetensors"
@@ -75,14 +74,8 @@ class Learner(Protocol):
 
 
 def load_learner(config: Config, device: str) -> Learner:
-    """The learner that `config.algorithm` names: a registered name, or `module:Class`."""
+    """The learner that `config.algorithm` names: a registered name, or `module:Class`. Raises ConfigError."""
     known_one = LEARNERS.get(config.algorithm)
     target = known_one.target if known_one else config.algorithm
-    module_name, _, class_name = target.partition(":")
-    try:
-        learner_class = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        known = ", ".join(LEARNERS)
-        raise ConfigError(f"algorithm = {config.algorithm!r}: use {known}, or module:Class ({error})") from error
-    learner: Learner = learner_class(config, device)
-    return learner
+    learner_class: Callable[..., Learner] = by_name.find("algorithm", target, cast(Any, LEARNERS))
+    return learner_class(config, device)

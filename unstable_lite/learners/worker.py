@@ -244,10 +244,12 @@ class _Worker:
                 self.learner.load(before)
 
     def _update_as_one(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
-        """Raises ConfigError for an algorithm that leaves each rank with an adapter of its own."""
+        """Raises ConfigError for an algorithm that leaves each rank with an adapter of its own, or does not say what it
+        did: another process would do the same.
+        """
         num_sums = ranks.num_sums()
         self.learner.policy.draw_apart(version)
-        result = self.learner.update(items, version)
+        result = _checked(type(self.learner).__name__, self.learner.update(items, version))
         if ranks.num_ranks() > 1 and result.skipped is None:
             if ranks.num_sums() == num_sums:
                 raise ConfigError(
@@ -322,6 +324,21 @@ class _Worker:
             self._oom_retries = int(made["oom_retries"])
             self.learner.policy.max_tokens_per_micro_batch = int(made["max_tokens_per_micro_batch"])
         return made
+
+
+def _checked(algorithm: str, result: object) -> UpdateResult:
+    """With plain numbers for metrics, as messages and files take them."""
+    if not isinstance(result, UpdateResult):
+        raise ConfigError(f"{algorithm}.update must return an UpdateResult; it returned {result!r:.99}")
+    metrics = {}
+    for name, value in result.metrics.items():
+        try:
+            metrics[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{algorithm}.update: the metric {name!r} is {value!r:.99}, which is no number"
+            ) from error
+    return replace(result, metrics=metrics)
 
 
 def _free_memory() -> None:

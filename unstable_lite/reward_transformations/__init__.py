@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from unstable_lite import by_name
@@ -72,7 +74,6 @@ SAMPLING: dict[str, Callable[..., SamplingRewardTransform]] = {
     "NormalizeRewards": NormalizeRewards,
     "NormalizeRewardsByEnv": NormalizeRewardsByEnv,
 }
-
 BASELINES = {"RoleAdvantageFormatter", "RoleAdvantageByEnvFormatter", "NormalizeRewards", "NormalizeRewardsByEnv"}
 """Transforms that take something off so that rewards are centred: one baseline is enough."""
 
@@ -80,10 +81,11 @@ BASELINES = {"RoleAdvantageFormatter", "RoleAdvantageByEnvFormatter", "Normalize
 def build_transforms(
     config_entries: Iterable[Transformation | str | Mapping[str, Any]],
     registry: Mapping[str, Callable[..., T]],
+    arguments: Sequence[str],
 ) -> list[T]:
     """One transform for each entry: a name of `registry` or `module:Class`, with its keyword arguments.
 
-    Raises ConfigError with every problem of every entry.
+    `arguments`: what it is called with. Raises ConfigError with every problem of every entry.
     """
     transforms: list[T] = []
     problems: list[str] = []
@@ -91,9 +93,21 @@ def build_transforms(
         name, keywords = _name_and_keywords(entry)
         try:
             transform = by_name.find("reward transformation", name, registry)
+            if inspect.isfunction(transform) and _can_take(transform, arguments):
+                raise ConfigError(
+                    f"reward transformation {name!r} is a function: name a class, whose __call__ is this function"
+                )
             made = by_name.call("reward transformation", name, transform, keywords)
-            if not callable(made):
-                raise ConfigError(f"reward transformation {name!r}: what it makes, {made!r}, cannot be called")
+            if not _can_take(made, arguments):
+                raise ConfigError(
+                    f"reward transformation {name!r}: what it makes, {made!r}, cannot be called as "
+                    f"({', '.join(arguments)})"
+                )
+            if hasattr(made, "state_dict") != hasattr(made, "load_state_dict"):
+                raise ConfigError(
+                    f"reward transformation {name!r} has one of state_dict and load_state_dict: what it keeps would "
+                    "not survive a restart"
+                )
             transforms.append(made)
         except ConfigError as error:
             problems.extend(error.problems)
@@ -106,11 +120,25 @@ def build_reward_transformations(
     rewards: RewardConfig,
 ) -> tuple[ComposeFinalRewardTransforms, ComposeStepRewardTransforms, ComposeSamplingRewardTransforms]:
     """The three that a buffer takes. Raises ConfigError as `build_transforms` does."""
+    final, step, sampling = ComposeFinalRewardTransforms, ComposeStepRewardTransforms, ComposeSamplingRewardTransforms
     return (
-        ComposeFinalRewardTransforms(build_transforms(rewards.final_reward_transformation or (), FINAL)),
-        ComposeStepRewardTransforms(build_transforms(rewards.step_reward_transformation or (), STEP)),
-        ComposeSamplingRewardTransforms(build_transforms(rewards.sampling_reward_transformation or (), SAMPLING)),
+        final(build_transforms(rewards.final_reward_transformation or (), FINAL, final.ARGUMENTS)),
+        step(build_transforms(rewards.step_reward_transformation or (), STEP, step.ARGUMENTS)),
+        sampling(build_transforms(rewards.sampling_reward_transformation or (), SAMPLING, sampling.ARGUMENTS)),
     )
+
+
+def _can_take(transform: object, arguments: Sequence[str]) -> bool:
+    """Whether it can be called with so many; where nobody knows, the first game tells."""
+    if not callable(transform):
+        return False
+    with contextlib.suppress(ValueError):  # some of C's have no signature
+        signature = inspect.signature(transform)
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            return False
+    return True
 
 
 def _name_and_keywords(entry: Transformation | str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

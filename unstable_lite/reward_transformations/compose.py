@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+from unstable_lite.by_name import lasting
 from unstable_lite.errors import ConfigError
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ class Compose(Generic[T]):
         return f"{type(self).__name__}({self.transforms!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        states = [t.state_dict() if isinstance(t, Stateful) else {} for t in self.transforms]
+        states = [lasting(_name(t), t.state_dict()) if isinstance(t, Stateful) else {} for t in self.transforms]
         return {"names": [_name(t) for t in self.transforms], "states": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -19,6 +19,8 @@ FinalRewardTransform = Callable[[float, int, str], float]
 class ComposeFinalRewardTransforms(Compose[FinalRewardTransform]):
     """Apply in order."""
 
+    ARGUMENTS = ("reward", "pid", "env_id")
+
     def __call__(self, reward: float, pid: int, env_id: str) -> float:
         for transform in self.transforms:
             reward = transform(reward, pid, env_id)

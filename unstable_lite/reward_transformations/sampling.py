@@ -6,9 +6,11 @@ still holds them (a transcript, a second sample) sees the rewards that the game 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Real
 
 import numpy as np
 
@@ -24,16 +26,21 @@ _EPSILON = 1e-8
 class ComposeSamplingRewardTransforms(Compose[SamplingRewardTransform]):
     """Apply in order."""
 
+    ARGUMENTS = ("steps",)
+
     def __call__(self, steps: Sequence[Step]) -> list[Step]:
-        """Raises ConfigError for a transform that does not return steps."""
+        """Raises ConfigError for a transform that does not return steps, or makes no number of a reward."""
         for transform in self.transforms:
-            given = transform(steps)
-            if not isinstance(given, Sequence) or not all(isinstance(step, Step) for step in given):
-                raise ConfigError(
-                    f"{transform!r} of the sampling reward transformations returned no steps: {given!r:.99}"
-                )
+            given, who = transform(steps), f"{transform!r} of the sampling reward transformations"
+            is_empty = bool(steps) and isinstance(given, Sequence) and not given
+            if not isinstance(given, Sequence) or is_empty or not all(isinstance(step, Step) for step in given):
+                raise ConfigError(f"{who} returned no steps: {given!r:.99}")
+            for step in given:
+                if not isinstance(step.reward, Real) or not math.isfinite(step.reward):
+                    raise ConfigError(f"{who} made {step.reward!r} of a reward; it must be a finite number")
             steps = given
-        return list(steps)
+        # One of numpy's, for example, is of no type that the learner is sent.
+        return [step if type(step.reward) is float else replace(step, reward=float(step.reward)) for step in steps]
 
 
 class NormalizeRewards:

@@ -13,6 +13,8 @@ StepRewardTransform = Callable[[PlayerTrajectory, int, float], float]
 class ComposeStepRewardTransforms(Compose[StepRewardTransform]):
     """Apply in order."""
 
+    ARGUMENTS = ("player_traj", "step_index", "reward")
+
     def __call__(self, player_traj: PlayerTrajectory, step_index: int, reward: float) -> float:
         for transform in self.transforms:
             reward = transform(player_traj, step_index, reward)

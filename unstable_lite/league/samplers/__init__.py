@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from unstable_lite import by_name
 from unstable_lite.errors import ConfigError
@@ -37,6 +37,8 @@ from unstable_lite.rng import derive_seed
 
 if TYPE_CHECKING:
     from unstable_lite.config import Config, LeagueConfig
+
+T = TypeVar("T")
 
 __all__ = [
     "ENV_SAMPLERS",
@@ -110,7 +112,8 @@ def build_env_sampler(config: Config) -> BaseEnvSampler:
     sampler = by_name.find("env_sampling_strategy", name, ENV_SAMPLERS)
     rng_seed = derive_seed(config.run.seed, "env_sampler")
     with_envs = partial(sampler, config.train_envs, config.eval_envs, rng_seed=rng_seed)
-    return by_name.call("env_sampling_strategy", name, with_envs, options)
+    made = by_name.call("env_sampling_strategy", name, with_envs, options)
+    return _of_kind("env_sampling_strategy", name, BaseEnvSampler, made)
 
 
 def build_model_sampler(league: LeagueConfig, registry: ModelRegistry, rng: random.Random) -> BaseModelSampler:
@@ -159,11 +162,11 @@ def check_league(config: Config) -> list[str]:
     if "fixed" in names and not league.fixed_opponents:
         problems.append("opponent_sampling_strategy uses 'fixed', and fixed_opponents is empty")
     problems += _shape_problems("env_sampling_strategy", league.env_sampling_strategy) or _problems_of(
-        lambda: build_env_sampler(config)
+        lambda: _try_env_sampler(config)
     )
     if names:
         found = _shape_problems("opponent_sampling_strategy", strategy) or _problems_of(
-            lambda: build_model_sampler(league, ModelRegistry(), random.Random(0))
+            lambda: _try_model_sampler(config)
         )
         problems += [problem for problem in found if problem not in problems]
     for spec in config.train_envs:
@@ -189,7 +192,14 @@ def _build_one(
     sampler = by_name.find("opponent_sampling_strategy", name, MODEL_SAMPLERS)
     if sampler is LaggedModelSampler:
         sampler = partial(sampler, lag_range=league.opponent_lag)
-    return by_name.call("opponent_sampling_strategy", name, partial(sampler, registry, rng), options)
+    made = by_name.call("opponent_sampling_strategy", name, partial(sampler, registry, rng), options)
+    return _of_kind("opponent_sampling_strategy", name, BaseModelSampler, made)
+
+
+def _of_kind(what: str, name: str, kind: type[T], made: T) -> T:
+    if not isinstance(made, kind):
+        raise ConfigError(f"{what} {name!r} must be a class that extends unstable_lite.samplers.{kind.__name__}")
+    return made
 
 
 def _shape_problems(what: str, strategy: str | Mapping[str, Any]) -> list[str]:
@@ -203,6 +213,23 @@ def _shape_problems(what: str, strategy: str | Mapping[str, Any]) -> list[str]:
     if what == "env_sampling_strategy" and not all(isinstance(options, Mapping) for options in strategy.values()):
         return [f"{what}: the options must be a table: {{ {next(iter(strategy))} = {{ … }} }}"]
     return []
+
+
+def _try_env_sampler(config: Config) -> None:
+    """Make one and draw once."""
+    sampler = build_env_sampler(config)
+    if config.train_envs:
+        by_name.call("env_sampling_strategy", sampler.kind, partial(sampler.sample, "train"), {})
+
+
+def _try_model_sampler(config: Config) -> None:
+    """Make one; of a user's own, draw once, from what there is when a run begins."""
+    sampler = build_model_sampler(config.league, ModelRegistry(), random.Random(0))
+    if all(spec.num_actors >= spec.num_players for spec in config.train_envs):
+        return
+    for each in sampler.samplers if isinstance(sampler, MixtureModelSampler) else [sampler]:
+        if type(each) not in MODEL_SAMPLERS.values():
+            by_name.call("opponent_sampling_strategy", each.kind, each.sample_opponent, {})
 
 
 def _problems_of(build: Callable[[], object]) -> list[str]:

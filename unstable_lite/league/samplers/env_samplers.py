@@ -47,7 +47,10 @@ class BaseEnvSampler:
         specs = self.train_env_specs if kind == "train" else self.eval_env_specs
         if not specs:
             raise ConfigError(f"a game of kind {kind!r} was asked for, and {kind}_envs is empty")
-        return self._choose_train() if kind == "train" else self._choose_eval()
+        chosen = self._choose_train() if kind == "train" else self._choose_eval()
+        if not isinstance(chosen, TrainEnvSpec if kind == "train" else EvalEnvSpec):
+            raise ConfigError(f"{self.kind} chose {chosen!r}, which is none of its {kind}_env_specs")
+        return chosen
 
     def update(self, env_id: str, avg_actor_reward: float, avg_opponent_reward: float | None) -> None:
         """After each training game that was not void; no opponent reward where no other model sat."""
@@ -63,7 +66,7 @@ class BaseEnvSampler:
         restore(self._eval_rng, state["eval_rng"])
 
     def _choose_train(self) -> TrainEnvSpec:
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.kind} does not say which env comes next: override _choose_train")
 
     def _choose_eval(self) -> EvalEnvSpec:
         return self._eval_rng.choice(self.eval_env_specs)

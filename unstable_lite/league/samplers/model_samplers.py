@@ -30,7 +30,7 @@ class BaseModelSampler:
         return self.registry.get_current_ckpt()
 
     def sample_opponent(self) -> ModelRef:
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.kind} does not say who comes next: override sample_opponent")
 
     def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:
         """After each game that was not void; the registry has rated it already."""
@@ -111,12 +111,17 @@ class WeightedModelSampler(BaseModelSampler):
         if not others:
             return self.registry.current
         weights = self.weights(self.registry.get(self.registry.get_current_ckpt()), others)
+        if len(weights) != len(others) or not all(0 <= weight < math.inf for weight in weights):
+            raise ConfigError(
+                f"{self.kind}: the weights of {len(others)} opponents are {list(weights)}; one finite number, 0 or "
+                "more, is needed for each"
+            )
         (chosen,) = self._rng.choices(others, weights if sum(weights) > 0 else None)
         return chosen.ref
 
     def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:
         """One for each of `others`, none negative; they need not sum to 1."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.kind} does not say who is likely: override weights")
 
 
 class MatchQualityModelSampler(WeightedModelSampler):
