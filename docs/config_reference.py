@@ -124,7 +124,8 @@ def _written(value: Any) -> str:
         return f"`{value.threshold:g}`, {value.action}, {value.updates}"
     if isinstance(value, Path):
         value = str(value)
-    text = to_toml({"x": list(value) if isinstance(value, tuple) else value}).removeprefix("x = ").strip()
+    inline = to_toml({"x": list(value) if isinstance(value, tuple) else value}, prefix="of a section")
+    text = inline.removeprefix("x = ").strip()
     return f"`{text}`"
 
 

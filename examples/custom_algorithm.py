@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 import unstable_lite as unstable
+from unstable_lite.config import Config
 from unstable_lite.learners import losses
 from unstable_lite.learners.figures import Trained
 from unstable_lite.learners.reinforce import REINFORCELearner
@@ -22,12 +23,16 @@ class TaperedREINFORCE(REINFORCELearner):
     again, is what makes stale failures dangerous. Everything else is REINFORCE's.
     """
 
+    def __init__(self, config: Config, device: str, taper_cap: float = 1.0) -> None:
+        super().__init__(config, device)
+        self._taper_cap = taper_cap
+
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
         divisor = self._max_generation_len * len(items)
         trained = Trained()
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
-            tapered_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, cap=1.0)
+            tapered_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, cap=self._taper_cap)
             weight_N = torch.where(batch.advantage_N > 0, torch.ones_like(tapered_N), tapered_N)
             loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
             loss.backward()

@@ -234,6 +234,7 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
             {"algorithm": "ppo", "lora": {"initial_critic_path": "/nowhere"}},
             "lora.initial_critic_path: no value_head.safetensors in /nowhere",
         ),
+        ({"learner": {"options": {"clip_high": 0.28}}}, "learner.options: reinforce has none"),
         ({"algorithm": "ppo", "lora": {"lora_dropout": 0.1}}, "dropout would make each another policy"),
         ({"lora": {"target_modules": ["q_proj", "lm_head"]}}, "lora.target_modules: 'lm_head' is the model's head"),
         ({"algorithm": "ppo", "learner": {"ppo_minibatches": 500}}, "some would be empty"),

@@ -73,6 +73,8 @@ def algorithm_problems(config: Config) -> Iterable[str]:
             f"buffer.kind = {config.buffer.kind!r}: {config.algorithm} learns from {algorithm.batches}; "
             'leave it at "auto"'
         )
+    if is_ours and learner.options:
+        yield f"learner.options: {config.algorithm} has none; they are for an algorithm of your own (module:Class)"
     if critic := config.lora.initial_critic_path:
         if is_ours and not algorithm.has_critic:
             yield f"lora.initial_critic_path: {config.algorithm} has no critic"

@@ -52,17 +52,20 @@ def find(what: str, name: str, known: Mapping[str, T]) -> T:
 
 
 def call(what: str, name: str, function: Callable[..., T], keywords: Mapping[str, Any]) -> T:
-    """`function(**keywords)`; a keyword unknown, missing or of a wrong plain type is a ConfigError, and so is whatever
-    it raises.
-    """
-    if problems := _keyword_problems(function, keywords):
-        raise ConfigError(*(f"{what} {name!r}: {problem}" for problem in problems))
+    """`function(**keywords)`; keywords that it cannot take are a ConfigError, and so is whatever it raises."""
+    check_keywords(what, name, function, keywords)
     try:
         return function(**keywords)
     except UnstableError:
         raise
     except Exception as error:  # whatever foreign code raises is the answer
         raise ConfigError(f"{what} {name!r}: {type(error).__name__}: {error}") from error
+
+
+def check_keywords(what: str, name: str, function: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
+    """Raises ConfigError for every keyword that is unknown, missing or of a wrong plain type."""
+    if problems := _keyword_problems(function, keywords):
+        raise ConfigError(*(f"{what} {name!r}: {problem}" for problem in problems))
 
 
 def lasting(owner: str, state: T) -> T:

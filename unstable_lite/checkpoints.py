@@ -353,8 +353,8 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(item) for item in value) + "]"
     if isinstance(value, dict):
-        given = {key: item for key, item in value.items() if item is not None}
-        return "{ " + ", ".join(f"{_toml_key(key)} = {_toml_value(item)}" for key, item in given.items()) + " }"
+        given = [f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items() if item is not None]
+        return f"{{ {', '.join(given)} }}" if given else "{}"
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # a control character to TOML alone

@@ -232,6 +232,8 @@ class LearnerConfig(Section):
     """Optimiser steps of one such pass."""
     clip_range: float = Field(0.2, gt=0)
     """`ppo` and `grpo`: how far from 1 the ratio to the update's first policy may go before it gains no more."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of an algorithm of your own, as its `__init__` names them."""
     logits_chunk_tokens: int = Field(128, ge=1)
     """Completion tokens whose logits exist at once: 10 bytes each for every entry of the vocabulary."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

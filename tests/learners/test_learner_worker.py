@@ -14,7 +14,7 @@ import torch
 
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError, RequestError, WorkerDied
-from unstable_lite.learners import UpdateResult, worker
+from unstable_lite.learners import UpdateResult, load_learner, worker
 from unstable_lite.learners.reinforce import REINFORCELearner
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import Failed, SaveLearner, Score, Scored, Update, Updated
@@ -122,6 +122,31 @@ def test_metrics_of_an_algorithm_of_ones_own_become_plain_numbers(
     assert isinstance(updated, Updated)
     assert (updated.metrics["mine"], updated.metrics["n"]) == (3.0, 2.0)
     assert {type(value) for value in updated.metrics.values()} == {float}
+
+
+class WithOptions(REINFORCELearner):
+    def __init__(self, config: Config, device: str, clip_high: float, name: str = "plain") -> None:
+        super().__init__(config, device)
+        self.made_with = clip_high, name
+
+
+def test_an_algorithm_of_ones_own_is_made_with_its_options(make_config: Callable[..., Config]) -> None:
+    own = f"{__name__}:WithOptions"
+
+    def made_with(**options: object) -> object:
+        config = make_config().model_copy(update={"algorithm": own})
+        config = config.model_copy(update={"learner": config.learner.model_copy(update={"options": options})})
+        return vars(load_learner(config, "cpu"))["made_with"]
+
+    assert made_with(clip_high=0.28) == (0.28, "plain")
+    assert made_with(clip_high=1, name="dapo") == (1, "dapo")
+    for options, problem in (
+        ({}, "clip_high"),
+        ({"clip_high": "high"}, "must be of type float"),
+        ({"clip_high": 0.28, "clip_hihg": 0.3}, "clip_hihg"),
+    ):
+        with pytest.raises(ConfigError, match=f"algorithm '{own}': .*{problem}"):
+            made_with(**options)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -78,4 +79,6 @@ def load_learner(config: Config, device: str) -> Learner:
     known_one = LEARNERS.get(config.algorithm)
     target = known_one.target if known_one else config.algorithm
     learner_class: Callable[..., Learner] = by_name.find("algorithm", target, cast(Any, LEARNERS))
-    return learner_class(config, device)
+    made = partial(learner_class, config, device)
+    by_name.check_keywords("algorithm", target, made, config.learner.options)
+    return made(**config.learner.options)
