@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -496,7 +497,7 @@ def _print_summary(summary: Summary) -> None:
     for collapsed in summary.collapsed:
         console.print(as_line(f"collapsed: {collapsed}"), soft_wrap=True)
     if summary.stopped_by is not None:
-        way_on = f"; to go on all the same: unstable-lite run --resume {summary.directory}"
+        way_on = f"; to go on all the same: unstable-lite run --resume {shlex.quote(str(summary.directory))}"
         saved = f"{summary.checkpoint}{way_on}" if summary.checkpoint else "none, for no update was made"
         raise UnstableError(f"stopped by alarm {summary.stopped_by}\nnewest checkpoint: {saved}")
 

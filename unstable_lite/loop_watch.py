@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -102,7 +103,7 @@ class LoopWatch:
                 self._dump(
                     f"error: the event loop has stood still for {stood_s:.1f} s, {self._where()}; this process ends "
                     f"(run.loop_stall_s = {self._stall_s:g}). Stacks are in {self._log_path}; with what is there put "
-                    f"right, go on with: unstable-lite run --resume {self._log_path.parents[1]}"
+                    f"right, go on with: unstable-lite run --resume {shlex.quote(str(self._log_path.parents[1]))}"
                 )
                 os._exit(EXIT_STALLED)
 

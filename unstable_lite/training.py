@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import shlex
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -407,7 +408,7 @@ class Training:
             if is_last:
                 raise UnstableError(
                     f"the last checkpoint, of update {update}, could not be written, and {newest}: {error}\n"
-                    f"(with some room it goes on: run --resume {self.directory})"
+                    f"(with some room it goes on: run --resume {shlex.quote(str(self.directory))})"
                 ) from error
             if not self._has_save_failed:
                 self._alarm(

@@ -95,6 +95,8 @@ async def test_a_learner_updates_publishes_scores_saves_and_stops(
         await peer.ask(Score, TIMEOUT_S, items=(replace(asked[0], prompt_ids=asked[0].prompt_ids + 300),))
     with pytest.raises(RequestError, match=r"cannot write .*nowhere"):
         await peer.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "nowhere"))
+    with pytest.raises(RequestError, match=r"cannot write .*gone was removed while the run was using it"):
+        await peer.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "gone" / "v1"))
 
     (tmp_path / "saved").mkdir()
     await peer.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "saved"))

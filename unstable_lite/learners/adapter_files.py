@@ -79,6 +79,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def explain(error: OSError, path: Path, needed_bytes: int) -> str:
     """What, where, what to do."""
+    if not path.parent.exists():
+        return (
+            f"cannot write {path}: {path.parent} was removed while the run was using it (systemd-logind does so with "
+            "what a user without a session left in /dev/shm, unless RemoveIPC=no); go on with: run --resume"
+        )
     try:
         free = f"{shutil.disk_usage(path.parent).free / 1e6:.1f} MB are free"
     except OSError:
