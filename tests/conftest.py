@@ -17,6 +17,19 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+ROOT = Path(__file__).parent.parent
+OWN_MODULES = {
+    "unstable_lite",
+    "bench",
+    *(path.stem for top in ("tests", "examples") for path in (ROOT / top).rglob("*.py")),
+}
+"""Modules whose warnings are errors."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", rf"error:::({'|'.join(sorted(OWN_MODULES))})(\.|$)")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_CUDA:
