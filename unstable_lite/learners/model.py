@@ -57,7 +57,7 @@ class Policy:
         if config.lora.initial_lora_path is not None:
             self.load_adapter(config.lora.initial_lora_path)
         if config.learner.is_checkpointed:
-            self._base.gradient_checkpointing_enable({"use_reentrant": False})
+            self._base.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
         self._through = _shard(self._base, self.device) if self.is_sharded else _straight
         self.model.eval()
         self._check_head()

@@ -366,7 +366,7 @@ def make(output: Path, *, games: int, steps: int, seed: int) -> float:
     encoded = encode_turns(tokenizer, turns)
     mean_len = sum(map(len, encoded)) / len(encoded)
     _say(f"{len(tokenizer)} tokens in the vocabulary, {mean_len:.1f} in a turn")
-    model = Qwen3ForCausalLM(make_config(tokenizer))  # type: ignore[no-untyped-call]
+    model = Qwen3ForCausalLM(make_config(tokenizer))
     nats = train_model(model, encoded, steps=steps, rng=rng)
     save(model, tokenizer, output)
     return nats
