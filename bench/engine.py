@@ -99,6 +99,8 @@ def config_of(directory: Path, kind: str = "transformers", device: str = "cpu") 
             "max_model_len": 512,
             "max_parallel_seq": 64,
             "max_loras": MAX_LORAS,
+            # The engines of all kinds are up at the same time.
+            "gpu_memory_utilization": 0.3,
         },
         lora={"lora_rank": RANKS[device]},
         learner={"batch_size": 8},

@@ -95,7 +95,7 @@ def run(options: Options) -> Report:
                 REFERENCE: subjects.start(MODULE, kind="reference", **arguments),
                 PADDED: subjects.start(MODULE, kind="padded", **arguments),
             }
-            _check_agreement(sides)
+            _check_agreement(sides, options.device)
             report.sizes["dtype"] = sides[OURS].facts["dtype"]
             measures = {side: _tokens_per_s(subject, options.seconds) for side, subject in sides.items()}
             samples = alternate(measures, options)
@@ -191,10 +191,11 @@ def _tell_padding(report: Report, seed: int) -> None:
         )
 
 
-def _check_agreement(sides: dict[str, Subject]) -> None:
-    """Before anything is timed: do all compute the same gradient?"""
+def _check_agreement(sides: dict[str, Subject], device: str) -> None:
+    """Raise Failure unless all sides compute the same gradient, up to rounding in bfloat16 on a GPU."""
+    tolerance = 0.03 if device == "cuda" else 0.01
     norms = {side: subject.measure(seconds=0.0)["grad_norm"] for side, subject in sides.items()}
-    if max(norms.values()) - min(norms.values()) > 0.01 * max(norms.values()):
+    if max(norms.values()) - min(norms.values()) > tolerance * max(norms.values()):
         told = ", ".join(f"{side} {norm:g}" for side, norm in norms.items())
         raise Failure(f"the sides do not compute the same update: gradient norms of {told}")
 
@@ -300,6 +301,8 @@ def measure(questioner: Questioner) -> None:
 
     def learner_with(option: str) -> Learner:
         if option not in learners:
+            learners.clear()  # a GPU does not hold several
+            torch.cuda.empty_cache()
             learners[option] = load_learner(config_of(directory, **OPTIONS[option]), device)
         return learners[option]
 

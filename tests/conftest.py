@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from unstable_lite.engines.choose import count_gpus, vllm_usable
+
 settings.register_profile("unhurried", deadline=None)  # no test asserts a time
 settings.load_profile("unhurried")
 
-HAS_CUDA = Path("/proc/driver/nvidia/version").exists()
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
+HAS_CUDA = count_gpus() > 0
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -34,8 +34,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_CUDA:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
-        if item.get_closest_marker("vllm") and not HAS_VLLM:
-            item.add_marker(pytest.mark.skip(reason="vLLM is not installed (.ci/run installs its CPU build)"))
+        if item.get_closest_marker("vllm"):
+            is_usable, reason = vllm_usable([0] if item.get_closest_marker("gpu") else ["cpu"])
+            if not is_usable:
+                item.add_marker(pytest.mark.skip(reason=f"{reason}; .ci/run installs the CPU build"))
         if item.get_closest_marker("browser") and CHROMIUM is None:
             item.add_marker(pytest.mark.skip(reason="no Chromium on this machine (apt-get install chromium)"))
 

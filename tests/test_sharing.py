@@ -14,6 +14,7 @@ from unstable_lite.engines import choose
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.evaluator import plan_evaluation
 from unstable_lite.plan import Plan, make_plan
+from unstable_lite.workers import environment, started_engines
 
 GIB = 1 << 30
 
@@ -205,3 +206,36 @@ def test_an_evaluation_on_the_cpu_needs_no_room_for_a_learner(monkeypatch: pytes
         'env_id = "TicTacToe-v0-train"\nnum_players = 2\nnum_actors = 2\nprompt_template = "tiny"\n'
     )
     assert plan_evaluation(["base"], output=tmp_path / "eval", config=config, opponents=["scripted:random"]).plan
+
+
+def test_two_engines_that_have_a_gpu_to_themselves_divide_it(gpus: Any) -> None:
+    gpus(2)
+    apart = {"learner": {"devices": (0,)}}
+    assert shares(plan(engine={"devices": (1, 1)}, **apart)) == (0.45, None)
+    assert shares(plan(engine={"devices": (1, 1), "gpu_memory_utilization": 0.3}, **apart)) == (0.3, None)
+
+
+async def test_engines_of_one_gpu_start_one_after_the_other(
+    gpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(2)
+    monkeypatch.setenv("STARTING", str(tmp_path))
+    made = plan(
+        model="builtin:tiny",
+        engine={"kind": "measuring_engines:MeasuresTheWholeGPU", "devices": (0, 1, 0, 1)},
+        learner={"devices": ("cpu",)},
+    )
+    async with started_engines(made, tmp_path, lambda text: None) as workers:
+        assert [process.peer.is_up for process in workers.processes] == [True] * 4
+
+
+def test_worker_on_a_gpu_gets_few_threads_and_counts_gpus_by_bus(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(2)
+    made = plan()
+    assert (made.engine_threads, made.learner_threads) == (1, 4)
+    given = plan(engine={"threads": 3}, learner={"threads": 2})
+    assert (given.engine_threads, given.learner_threads) == (3, 2)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert environment(0, 1)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert environment(0, 1)["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"

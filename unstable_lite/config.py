@@ -128,11 +128,11 @@ class EngineConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Of the base model; `auto`: 16 bits on GPUs, on the CPU what is faster for the model's width."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of one worker; default: the cores shared out among all workers. For a small model another "cpu" in
-    `devices` makes more of a core than another thread; see docs/gpus.md."""
+    """CPU threads of one worker. Default: 1 on a GPU, else the cores divided among all workers. For a small model
+    another "cpu" in `devices` makes more of a core than another thread; see docs/gpus.md."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Part of a GPU's memory that a worker takes. Default: 0.9; 0.5 where the learner shares the GPU, 0.7 where they
-    take turns."""
+    """Part of a GPU's memory that a worker takes. Default: 0.9 divided by the number of engines
+    there; 0.5 if the learner shares the GPU, 0.7 if they take turns."""
     kv_cache_gb: float = Field(1.0, gt=0)
     """Memory for the KV cache where the engine runs on the CPU."""
     enforce_eager: bool | None = None
@@ -242,7 +242,7 @@ class LearnerConfig(Section):
     """Part of a GPU's memory that the learner takes at most; past it, micro-batches become smaller. Default: where an
     engine shares the GPU at the same time, what it leaves less 0.05; else no bound."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads; default: the cores shared out among all workers."""
+    """CPU threads. Default: 4 on a GPU, else the cores divided among all workers."""
     start_timeout_s: float = Field(600.0, gt=0)
     """For it to load its model."""
     update_timeout_s: float = Field(3600.0, gt=0)

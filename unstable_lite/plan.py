@@ -41,6 +41,10 @@ LEAST_TRAINED_TEMPERATURE = 0.01
 """Below it engines do not sample at what they are told: vLLM raises it to this, and of the lowest, all take the most
 probable token and report it as at temperature 1. The learner would divide by what stands in the config."""
 
+ENGINE_THREADS_ON_GPU = 1
+"""vLLM warns that more threads than this wait for each other in its host code."""
+LEARNER_THREADS_ON_GPU = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -184,8 +188,8 @@ def make_plan(config: Config, side_by_side: bool = True) -> Plan:
         engine_reason=reason,
         engine_devices=engine_devices,
         learner_devices=learner_devices,
-        engine_threads=config.engine.threads or share,
-        learner_threads=config.learner.threads or share,
+        engine_threads=config.engine.threads or (share if "cpu" in engine_devices else ENGINE_THREADS_ON_GPU),
+        learner_threads=config.learner.threads or (share if "cpu" in learner_devices else LEARNER_THREADS_ON_GPU),
         adapter_slots_needed=adapter_slots_needed(config),
         active_checkpoints=active_checkpoints(config),
         adapter_bytes=_adapter_bytes(config),

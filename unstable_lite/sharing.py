@@ -37,12 +37,18 @@ def shared(engine_devices: Devices, learner_devices: Devices) -> list[int | str]
 
 
 def divide(config: Config, engine_devices: Devices, learner_devices: Devices) -> Config:
-    """The config with each section's `gpu_memory_utilization`, where they share a GPU; the learner's may come to 0."""
-    gpus = [device for device in shared(engine_devices, learner_devices) if isinstance(device, int)]
-    if not gpus:
-        return config
+    """Return the config with the `gpu_memory_utilization` of each section whose workers share a GPU.
+
+    The learner's may come to 0.
+    """
     engine, learner, takes_turns = config.engine, config.learner, config.run.mode == "sleep"
-    num_engines = max(map(list(engine_devices).count, gpus))
+    gpus = [device for device in shared(engine_devices, learner_devices) if isinstance(device, int)]
+    num_engines = max((list(engine_devices).count(gpu) for gpu in engine_devices if isinstance(gpu, int)), default=1)
+    if not gpus:
+        if num_engines == 1 or engine.gpu_memory_utilization:
+            return config
+        part = {"gpu_memory_utilization": engine.gpu_share / num_engines}
+        return config.model_copy(update={"engine": engine.model_copy(update=part)})
     ours = engine.gpu_memory_utilization or ENGINE_SHARE["sleep" if takes_turns else "share"] / num_engines
     rest = max(0.0, round(1 - NOBODYS - ours * num_engines, 4))
     theirs = learner.gpu_memory_utilization or (None if takes_turns else rest)

@@ -26,9 +26,14 @@ from unstable_lite.transport.sockets import Peer, Router, make_socket_directory
 
 T = TypeVar("T")
 
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 40), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
+}
 """For the learner. glibc gives a large block back to the system as soon as it is free, and every chunk of logits would
-have its pages made anew: with a large vocabulary most of what an update takes on a CPU (bench/LOG.md)."""
+have its pages made anew: with a large vocabulary most of what an update takes on a CPU (bench/LOG.md). On a GPU every
+micro-batch has another shape, and blocks of fixed sizes would fragment the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +168,11 @@ class _Household:
         names = [f"engine-{index}" for index in range(len(plan.engine_devices))]
         engines = [EngineClient(self.router, name, plan.config.engine) for name in names]
         keys = server_keys() if plan.config.engine.kind == VLLM_SERVER else None
-        for engine, device in zip(engines, plan.engine_devices, strict=True):
+        for index, (engine, device) in enumerate(zip(engines, plan.engine_devices, strict=True)):
+            if isinstance(device, int) and device in plan.engine_devices[:index]:
+                # vLLM measures the memory of the whole GPU while it starts, so the others there must be up.
+                for process in self.processes:
+                    await process.ready(plan.config.engine.start_timeout_s)
             await self.start("unstable_lite.engines.worker", engine.peer, device, plan.engine_threads, keys)
         return engines
 
@@ -267,6 +276,8 @@ def environment(device: int | str, threads: int) -> dict[str, str]:
     cuda = "" if isinstance(device, str) else (visible[int(device)] if visible != [""] else str(device))
     return {
         "CUDA_VISIBLE_DEVICES": cuda,
+        # CUDA would count the fastest first; nvidia-smi, and so `check` and `top`, count by bus.
+        "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",

@@ -295,7 +295,9 @@ def test_versions_may_be_as_large_as_those_of_adapters_that_come_back(
         *(remote.request("who", v, temperature=1e-6) for v in (version, *adapters, 0))
     )
     assert returned.adapter_version == version
-    assert returned.completion_ids.tolist() == first.completion_ids.tolist()
+    if engine.is_exact:  # else rounding may part them
+        assert returned.completion_ids.tolist() == first.completion_ids.tolist()
+    engine.assert_close(returned.logprobs[:1], first.logprobs[:1])
     # With every slot taken rows without an adapter are still the base's.
     assert first.completion_ids.tolist() not in (other.completion_ids.tolist(), base.completion_ids.tolist())
     assert isinstance(remote.unload(version), Done)

@@ -51,6 +51,12 @@ def test_without_stop_strings_nothing_is_watched(tokenizer: Tokenizer) -> None:
     assert tokenizer.watch(()) is None and tokenizer.watch(("",)) is None
 
 
+def test_stop_string_that_is_a_special_token_is_looked_for_by_its_id_alone(tokenizer: Tokenizer) -> None:
+    assert tokenizer.stop_strings(("<|end|>", "", "</answer>")) == ["</answer>"]
+    (end,) = tokenizer.encode("<|end|>").tolist()
+    assert tokenizer.stop_ids_with(("<|end|>", "</answer>")) == tokenizer.stop_ids | {end}
+
+
 def test_every_end_token_of_the_model_counts(tmp_path: Path) -> None:
     import transformers
 

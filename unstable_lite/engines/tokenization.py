@@ -61,6 +61,10 @@ class Tokenizer:
         """The model's end tokens, and the stop strings that are a special token: those never show up in the text."""
         return self.stop_ids | {self._special_ids[text] for text in stop if text in self._special_ids}
 
+    def stop_strings(self, stop: tuple[str, ...]) -> list[str]:
+        """Return the stop strings that must be looked for in the text: those that are not a special token."""
+        return [text for text in stop if text and text not in self._special_ids]
+
     def prompts(self, chats: Sequence[ChatTemplate]) -> dict[str, Any]:
         """What the orchestrator needs to write this model's prompts: `templates.templates_for`.
 

@@ -17,6 +17,7 @@ import transformers
 
 from unstable_lite.config import EngineConfig
 from unstable_lite.engines.adapters import BASE, AdapterVersions
+from unstable_lite.engines.choose import gpu_memory_bytes
 from unstable_lite.engines.lora import bare_model, check_fits, read_adapter
 from unstable_lite.engines.requests import Throughput, check_length
 from unstable_lite.engines.sampling import GREEDY_BELOW
@@ -38,6 +39,13 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False}
 """vLLM 0.32 on the CPU dies of a request with a seed whose prompt is cut ("CPU Generator does not use offset")."""
 
+LARGE_GPU_BYTES = 70 << 30
+"""vLLM's `LLM` reads more prompt tokens a step on a GPU of this size or more."""
+
+GRAPH_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 1024, 64), *range(1024, 2049, 256)]
+"""Numbers of tokens in a step for which CUDA graphs are captured. vLLM stops at twice `max_num_seqs`, so a step that
+holds a new prompt would launch every LoRA kernel from Python."""
+
 
 class VLLMEngine:
     def __init__(self, spec: WorkerSpec) -> None:
@@ -55,29 +63,7 @@ class VLLMEngine:
         self._max_model_len = longest_sequence(config.engine.max_model_len, self._bare_model.config)
         self._max_rank = config.lora.lora_rank
         self._max_parallel_seq = config.engine.max_parallel_seq
-        is_cpu, eager = spec.device == "cpu", config.engine.enforce_eager
-        arguments = vllm.EngineArgs(
-            model=path,
-            trust_remote_code=config.trust_remote_code,
-            load_format="safetensors",
-            dtype=config.engine.dtype,
-            seed=_seed(config.run.seed, spec),
-            max_model_len=self._max_model_len,
-            max_num_seqs=self._max_parallel_seq,
-            enable_lora=True,
-            # On the CPU vLLM 0.32 computes rows without an adapter with slot -1, the last one: it must stay empty.
-            max_loras=config.engine.max_loras + is_cpu,
-            # One more than can be loaded: vLLM must never evict a version that we hold for loaded.
-            max_cpu_loras=config.engine.max_loras + 1,
-            max_lora_rank=min(rank for rank in LORA_RANKS if rank >= self._max_rank),
-            enforce_eager=is_cpu if eager is None else eager,
-            gpu_memory_utilization=config.engine.gpu_share,
-            enable_sleep_mode=config.run.mode == "sleep",
-            enable_prefix_caching=config.run.mode != "sync",
-            logprobs_mode="processed_logprobs",
-            disable_log_stats=True,
-            **(_WHOLE_PROMPTS | {"max_num_batched_tokens": max(4096, self._max_model_len)} if is_cpu else {}),
-        )
+        arguments = vllm.EngineArgs(**engine_arguments(spec, path, self._max_model_len))
         try:
             self._engine = vllm.LLMEngine.from_engine_args(arguments)
         except (ValueError, RuntimeError, OSError, NotImplementedError, KeyError, ImportError) as error:
@@ -110,7 +96,7 @@ class VLLMEngine:
         self._adapters.check_loaded(version)
         prompt_ids = self._tokenizer.encode(request.prompt)
         max_tokens = check_length(len(prompt_ids), request.max_tokens, self._max_model_len)
-        stop = [text for text in request.stop if text]
+        stop = self._tokenizer.stop_strings(request.stop)
         params = self._sampling_params(
             max_tokens=max_tokens,
             # vLLM raises temperatures between 0 and 0.01 to 0.01, and then samples.
@@ -120,6 +106,8 @@ class VLLMEngine:
             stop=stop,
             stop_token_ids=sorted(self._tokenizer.stop_ids_with(request.stop)),
             logprobs=0,
+            # Without it vLLM makes a dict and an object for each token.
+            flat_logprobs=True,
             detokenize=bool(stop),
             output_kind=self._output_kind,
         )
@@ -195,10 +183,8 @@ class VLLMEngine:
         generation = Generation(
             prompt_ids=prompt_ids,
             completion_ids=np.array(completion_ids, np.int32),
-            logprobs=np.array(
-                [position[token].logprob for token, position in zip(completion_ids, completion.logprobs, strict=True)],
-                np.float32,
-            ),
+            # One entry a position: `logprobs=0` asks for the sampled token's alone.
+            logprobs=np.array(completion.logprobs.logprobs, np.float32),
             text=completion.text if is_stop_string else self._tokenizer.text(completion_ids),
             finish_reason=completion.finish_reason,
             adapter_version=output.lora_request.lora_int_id if output.lora_request else BASE,
@@ -206,8 +192,49 @@ class VLLMEngine:
         return Generated(request_id=request.request_id, generation=generation)
 
 
+def engine_arguments(spec: WorkerSpec, path: str, max_model_len: int) -> dict[str, Any]:
+    """Return the arguments of `vllm.EngineArgs` for the model in `path` on the device of `spec`."""
+    config = spec.config
+    engine, is_cpu = config.engine, spec.device == "cpu"
+    if is_cpu:
+        of_device = _WHOLE_PROMPTS | {"max_num_batched_tokens": max(4096, max_model_len)}
+    else:
+        # `from_engine_args` alone takes 2,048, an eighth of what `LLM` takes on a large GPU.
+        tokens_per_step = 16_384 if (gpu_memory_bytes(0) or 0) >= LARGE_GPU_BYTES else 8_192
+        of_device = {"max_num_batched_tokens": max(tokens_per_step, max_model_len)}
+    is_eager = is_cpu if engine.enforce_eager is None else engine.enforce_eager
+    if not is_eager and not is_cpu:
+        of_device["cudagraph_capture_sizes"] = GRAPH_SIZES
+    return {
+        "model": path,
+        "trust_remote_code": config.trust_remote_code,
+        "load_format": "safetensors",
+        "dtype": engine.dtype,
+        "seed": _seed(config.run.seed, spec),
+        "max_model_len": max_model_len,
+        "max_num_seqs": engine.max_parallel_seq,
+        "enable_lora": True,
+        # On the CPU vLLM 0.32 computes rows without an adapter with slot -1, the last one: it must stay empty.
+        "max_loras": engine.max_loras + is_cpu,
+        # One more than can be loaded, so that vLLM never evicts a version that is in use.
+        "max_cpu_loras": engine.max_loras + 1,
+        "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= config.lora.lora_rank),
+        # Otherwise vLLM computes LoRA on every module that it can, the output layer included.
+        "lora_target_modules": list(config.lora.target_modules),
+        "enforce_eager": is_eager,
+        "gpu_memory_utilization": engine.gpu_share,
+        "enable_sleep_mode": config.run.mode == "sleep",
+        "enable_prefix_caching": config.run.mode != "sync",
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        **of_device,
+    }
+
+
 def _prepare_environment(config: EngineConfig, spec: WorkerSpec) -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this worker already is the engine's process
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # this worker already is the engine's process
+    # It never serves processed log-probabilities, and looking for it may compile kernels for minutes.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if spec.device == "cpu":

@@ -142,7 +142,7 @@ class VLLMServerEngine:
             "temperature": 0.0 if request.temperature < GREEDY_BELOW else request.temperature,
             "top_p": request.top_p,
             "seed": request.seed,
-            "stop": [text for text in request.stop if text],
+            "stop": self._tokenizer.stop_strings(request.stop),
             "stop_token_ids": sorted(self._tokenizer.stop_ids_with(request.stop)),
             "logprobs": 0,
         }

@@ -426,9 +426,10 @@ def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
         ),
         side_by_side=False,
     )
-    engines_on_cpu = plan.engine_devices.count("cpu")
-    share = max(1, len(os.sched_getaffinity(0)) // max(1, engines_on_cpu))
-    return replace(plan, engine_threads=config.engine.threads or share)
+    if config.engine.threads or "cpu" not in plan.engine_devices:
+        return plan
+    # No learner takes its share of the cores.
+    return replace(plan, engine_threads=max(1, len(os.sched_getaffinity(0)) // plan.engine_devices.count("cpu")))
 
 
 def adapters_of(cell: Cell) -> list[EvaluatedModel]:

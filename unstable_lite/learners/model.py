@@ -58,6 +58,9 @@ class Policy:
             self.load_adapter(config.lora.initial_lora_path)
         if config.learner.is_checkpointed:
             self._base.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
+        if self.device.type == "cuda":
+            # It makes a plan for every new shape, which takes longer than a pass, and every micro-batch is one.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self._through = _shard(self._base, self.device) if self.is_sharded else _straight
         self.model.eval()
         self._check_head()
