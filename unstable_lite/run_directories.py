@@ -174,8 +174,8 @@ def prune(prunable: Prunable) -> str | None:
     """
     try:
         lock = try_lock(prunable.directory)
-    except PermissionError as error:
-        return f"{error.filename} is somebody else's"
+    except PermissionError:
+        return f"{prunable.directory / LOCK} is somebody else's"
     if lock is None:
         return "it is running by now"
     try:
