@@ -315,3 +315,17 @@ def test_a_run_directory_is_the_same_in_every_locale(tmp_path: Path) -> None:
         [sys.executable, "-c", script, str(path)], env={**os.environ, **locale}, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
+
+
+async def test_words_of_a_run_directory_do_not_control_the_terminal(two: tuple[Path, Path], tmp_path: Path) -> None:
+    """Each command prints through one console; errors are printed beside it."""
+    run = two[1]
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace("builtin:tiny", r"x\u001b]0;OWNED\u001b[2J"))
+    write_lines(run / "alarms.jsonl", {"step": 1, "text": "\x1b]52;c;OWNED\x9b2J"})
+    commands: list[list[Any]] = [["runs", "--outputs", tmp_path], ["top", run], ["runs", "compare", *two]]
+    commands.append(["check", run / "\x1b[2J"])
+    shown = [CliRunner().invoke(app, [*map(str, words)]).output for words in commands]
+    assert r"x\x1b]0;OWNED\x1b[2J" in shown[0] and r"\x1b]52;c;OWNED\x9b2J" in shown[1]
+    assert r"\x1b[2J" in shown[3]
+    assert not set("".join(shown)) & set("\x1b\x9b")

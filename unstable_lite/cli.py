@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from unstable_lite.errors import ConfigError, UnstableError
+from unstable_lite.visible_text import visible
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from unstable_lite.runtime import Summary
     from unstable_lite.sft.session import SftSummary
 
@@ -463,13 +465,14 @@ class _ErrorsAsMessages:
         if isinstance(error, UnstableError | OSError):
             problems = error.problems if isinstance(error, ConfigError) else [str(error)]
             for problem in problems:
-                print(f"error: {problem}", file=sys.stderr)  # noqa: T201
+                print(f"error: {visible(problem)}", file=sys.stderr)  # noqa: T201
             raise typer.Exit(1) from None
 
 
 def _console() -> Console:
-    """No text is markup: models, opponents and errors are full of brackets."""
-    return Console(highlight=False, markup=False)
+    from unstable_lite.trackers.terminal import VisibleConsole
+
+    return VisibleConsole()
 
 
 def _print_summary(summary: Summary) -> None:

@@ -173,6 +173,10 @@ def test_link_in_place_of_an_arena_is_not_followed(shared_memory: Path, tmp_path
     assert (elsewhere / "lock").exists()
 
 
+def num_descriptors() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
 def test_failed_reaping_holds_no_lock_and_no_descriptor(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,11 +186,11 @@ def test_failed_reaping_holds_no_lock_and_no_descriptor(
     def refuse(directory: Path) -> None:
         raise PermissionError(directory)
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = num_descriptors()
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", refuse)
         assert reap_stale_arenas(shared_memory) == []
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_descriptors() == before
     assert reap_stale_arenas(shared_memory) == [shared_memory / "unstable_lite-x"]
 
 
