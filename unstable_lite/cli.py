@@ -332,6 +332,10 @@ def resample(
 def export(
     run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     output: Annotated[Path | None, typer.Option(help="An empty or new directory; default: RUN/csv.")] = None,
+    safe_for_spreadsheets: Annotated[
+        bool,
+        typer.Option("--safe-for-spreadsheets", help="Put an apostrophe before text that would be a formula there."),
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
 ) -> None:
     """Write the CSV files that UnstableBaselines would have written: training data, evaluation, collection."""
@@ -339,7 +343,7 @@ def export(
         from unstable_lite.trackers.export import export_csv
 
         target = output or run_directory / "csv"
-        counts = export_csv(run_directory, target)
+        counts = export_csv(run_directory, target, safe_for_spreadsheets)
         _console().print(
             f"{target}: {', '.join(f'{count} files in {kind}/' for kind, count in counts.items())}", soft_wrap=True
         )
