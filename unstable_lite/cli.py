@@ -32,6 +32,9 @@ app = typer.Typer(
 )
 
 ConfigPath = Annotated[Path, typer.Argument(help="A TOML file; examples/ has some.")]
+TrustConfig = Annotated[
+    bool, typer.Option("--trust-config", help="Use a run's config.toml from elsewhere: the code and servers it names.")
+]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …, for example learner.batch_size=64")]
 EXIT_INTERRUPTED = 130
 
@@ -43,6 +46,7 @@ def run(
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="RUN", help="Go on with a run, from its newest whole checkpoint.")
     ] = None,
+    trust_config: TrustConfig = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the last table.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
 ) -> None:
@@ -53,10 +57,11 @@ def run(
         from unstable_lite.plan import load_plan
         from unstable_lite.runtime import Run, run_in_loop
         from unstable_lite.trackers.terminal import TerminalInterface
+        from unstable_lite.trust import run_config
 
         if resume is not None:  # its own config; what stands before it is an override
             changes = [*([config] if config is not None else []), *(overrides or [])]
-            own = resume / "config.toml"
+            own = run_config(resume, changes, trust_config)
             changed, _ = read_config(own, tuple(changes))
             if changed is not None and (problems := [*lasting_changes(resume, changed)]):
                 raise ConfigError(*problems)
@@ -238,6 +243,7 @@ def evaluate_models(
     override: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value, repeated for more; engine.temperature=0.6")
     ] = None,
+    trust_config: TrustConfig = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the tables.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
 ) -> None:
@@ -258,6 +264,7 @@ def evaluate_models(
             concurrency=concurrency,
             tournament=tournament,
             overrides=override or (),
+            trusts_config=trust_config,
         )
         evaluated = run_in_loop(evaluate(evaluation, TerminalInterface(quiet=quiet).say))
         console = _console()
@@ -278,6 +285,7 @@ def play(
     watch: Annotated[bool, typer.Option("--watch", help="Models play, you look on.")] = False,
     config: Annotated[Path | None, typer.Option(help="A TOML file; default: the first run's own config.")] = None,
     override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, repeated for more.")] = None,
+    trust_config: TrustConfig = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
 ) -> None:
     """Play one game against a model, or look on at two of them."""
@@ -286,7 +294,7 @@ def play(
         from unstable_lite.evaluation.playing import play as play_one
         from unstable_lite.runtime import run_in_loop
 
-        game = plan_game(models if watch else [HUMAN, *models], config, env, tuple(override or ()))
+        game = plan_game(models if watch else [HUMAN, *models], config, env, tuple(override or ()), trust_config)
         record = run_in_loop(play_one(game, seat, _console()))
         raise typer.Exit(0 if record.end != "void" else 1)
 
@@ -302,6 +310,7 @@ def resample(
     samples: Annotated[int, typer.Option(min=2, help="Actions for each observation.")] = 8,
     env: Annotated[list[str] | None, typer.Option(help="As for eval; default: the run's eval envs.")] = None,
     override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, repeated for more.")] = None,
+    trust_config: TrustConfig = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
 ) -> None:
     """Sample several actions for each of the same kept observations: how open each model's choice is."""
@@ -311,12 +320,13 @@ def resample(
         from unstable_lite.evaluation.resampling import resampled_table
         from unstable_lite.runtime import run_in_loop
         from unstable_lite.trackers.terminal import TerminalInterface
+        from unstable_lite.trust import run_config
 
         target = output or run_directory / "resampled.csv"
         evaluation = plan_evaluation(
             models or ["base", str(run_directory)],
             output=target,
-            config=run_directory / "config.toml",
+            config=run_config(run_directory, override or (), trust_config),
             envs=env or (),
             opponents=["base"],
             overrides=override or (),
