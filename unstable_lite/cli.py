@@ -125,14 +125,16 @@ def top(
 ) -> None:
     """Look on at a run from another terminal; it does not notice. Keys: ← → through the updates, space, q."""
     with _ErrorsAsMessages(debug):
+        from unstable_lite.trackers.records import understood
         from unstable_lite.trackers.run_view import RunView, newest_run
         from unstable_lite.trackers.watch import show_once, watch
 
         view, console = RunView(directory or newest_run(outputs)), _console()
-        if console.is_terminal and sys.stdin.isatty():
-            watch(view, console, replay)
-        else:
-            show_once(view, console)
+        with understood(view.directory):
+            if console.is_terminal and sys.stdin.isatty():
+                watch(view, console, replay)
+            else:
+                show_once(view, console)
 
 
 @app.command()
