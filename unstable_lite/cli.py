@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from unstable_lite.errors import ConfigError, UnstableError
+from unstable_lite.visible_text import visible
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from unstable_lite.runtime import Summary
     from unstable_lite.sft.session import SftSummary
 
@@ -30,6 +32,9 @@ app = typer.Typer(
 )
 
 ConfigPath = Annotated[Path, typer.Argument(help="A TOML file; examples/ has some.")]
+TrustConfig = Annotated[
+    bool, typer.Option("--trust-config", help="Use a run's config.toml from elsewhere: the code and servers it names.")
+]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …, for example learner.batch_size=64")]
 EXIT_INTERRUPTED = 130
 
@@ -41,6 +46,7 @@ def run(
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="RUN", help="Go on with a run, from its newest whole checkpoint.")
     ] = None,
+    trust_config: TrustConfig = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the last table.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
 ) -> None:
@@ -51,10 +57,11 @@ def run(
         from unstable_lite.plan import load_plan
         from unstable_lite.runtime import Run, run_in_loop
         from unstable_lite.trackers.terminal import TerminalInterface
+        from unstable_lite.trust import run_config
 
         if resume is not None:  # its own config; what stands before it is an override
             changes = [*([config] if config is not None else []), *(overrides or [])]
-            own = resume / "config.toml"
+            own = run_config(resume, changes, trust_config)
             changed, _ = read_config(own, tuple(changes))
             if changed is not None and (problems := [*lasting_changes(resume, changed)]):
                 raise ConfigError(*problems)
@@ -118,14 +125,16 @@ def top(
 ) -> None:
     """Look on at a run from another terminal; it does not notice. Keys: ← → through the updates, space, q."""
     with _ErrorsAsMessages(debug):
+        from unstable_lite.trackers.records import understood
         from unstable_lite.trackers.run_view import RunView, newest_run
         from unstable_lite.trackers.watch import show_once, watch
 
         view, console = RunView(directory or newest_run(outputs)), _console()
-        if console.is_terminal and sys.stdin.isatty():
-            watch(view, console, replay)
-        else:
-            show_once(view, console)
+        with understood(view.directory):
+            if console.is_terminal and sys.stdin.isatty():
+                watch(view, console, replay)
+            else:
+                show_once(view, console)
 
 
 @app.command()
@@ -236,6 +245,7 @@ def evaluate_models(
     override: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value, repeated for more; engine.temperature=0.6")
     ] = None,
+    trust_config: TrustConfig = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the tables.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
 ) -> None:
@@ -256,6 +266,7 @@ def evaluate_models(
             concurrency=concurrency,
             tournament=tournament,
             overrides=override or (),
+            trusts_config=trust_config,
         )
         evaluated = run_in_loop(evaluate(evaluation, TerminalInterface(quiet=quiet).say))
         console = _console()
@@ -276,6 +287,7 @@ def play(
     watch: Annotated[bool, typer.Option("--watch", help="Models play, you look on.")] = False,
     config: Annotated[Path | None, typer.Option(help="A TOML file; default: the first run's own config.")] = None,
     override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, repeated for more.")] = None,
+    trust_config: TrustConfig = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
 ) -> None:
     """Play one game against a model, or look on at two of them."""
@@ -284,7 +296,7 @@ def play(
         from unstable_lite.evaluation.playing import play as play_one
         from unstable_lite.runtime import run_in_loop
 
-        game = plan_game(models if watch else [HUMAN, *models], config, env, tuple(override or ()))
+        game = plan_game(models if watch else [HUMAN, *models], config, env, tuple(override or ()), trust_config)
         record = run_in_loop(play_one(game, seat, _console()))
         raise typer.Exit(0 if record.end != "void" else 1)
 
@@ -300,6 +312,7 @@ def resample(
     samples: Annotated[int, typer.Option(min=2, help="Actions for each observation.")] = 8,
     env: Annotated[list[str] | None, typer.Option(help="As for eval; default: the run's eval envs.")] = None,
     override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, repeated for more.")] = None,
+    trust_config: TrustConfig = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
 ) -> None:
     """Sample several actions for each of the same kept observations: how open each model's choice is."""
@@ -309,12 +322,13 @@ def resample(
         from unstable_lite.evaluation.resampling import resampled_table
         from unstable_lite.runtime import run_in_loop
         from unstable_lite.trackers.terminal import TerminalInterface
+        from unstable_lite.trust import run_config
 
         target = output or run_directory / "resampled.csv"
         evaluation = plan_evaluation(
             models or ["base", str(run_directory)],
             output=target,
-            config=run_directory / "config.toml",
+            config=run_config(run_directory, override or (), trust_config),
             envs=env or (),
             opponents=["base"],
             overrides=override or (),
@@ -330,6 +344,10 @@ def resample(
 def export(
     run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     output: Annotated[Path | None, typer.Option(help="An empty or new directory; default: RUN/csv.")] = None,
+    safe_for_spreadsheets: Annotated[
+        bool,
+        typer.Option("--safe-for-spreadsheets", help="Put an apostrophe before text that would be a formula there."),
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
 ) -> None:
     """Write the CSV files that UnstableBaselines would have written: training data, evaluation, collection."""
@@ -337,7 +355,7 @@ def export(
         from unstable_lite.trackers.export import export_csv
 
         target = output or run_directory / "csv"
-        counts = export_csv(run_directory, target)
+        counts = export_csv(run_directory, target, safe_for_spreadsheets)
         _console().print(
             f"{target}: {', '.join(f'{count} files in {kind}/' for kind, count in counts.items())}", soft_wrap=True
         )
@@ -463,13 +481,14 @@ class _ErrorsAsMessages:
         if isinstance(error, UnstableError | OSError):
             problems = error.problems if isinstance(error, ConfigError) else [str(error)]
             for problem in problems:
-                print(f"error: {problem}", file=sys.stderr)  # noqa: T201
+                print(f"error: {visible(problem)}", file=sys.stderr)  # noqa: T201
             raise typer.Exit(1) from None
 
 
 def _console() -> Console:
-    """No text is markup: models, opponents and errors are full of brackets."""
-    return Console(highlight=False, markup=False)
+    from unstable_lite.trackers.terminal import VisibleConsole
+
+    return VisibleConsole()
 
 
 def _print_summary(summary: Summary) -> None:

@@ -21,6 +21,7 @@ from rich.text import Text
 from unstable_lite.checkpoints import find_damage
 from unstable_lite.errors import UnstableError
 from unstable_lite.guard import PAUSED
+from unstable_lite.trackers.records import understood
 from unstable_lite.trackers.report.runs import RunData, flat, read_run
 from unstable_lite.trackers.run_view import RunView, by_update
 from unstable_lite.transport.adapters import try_lock
@@ -103,7 +104,11 @@ def compare(directories: Sequence[Path]) -> tuple[list[Path], Table, Table]:
 
     Raises UnstableError for what is no run directory.
     """
-    runs = [read_run(directory) for directory in dict.fromkeys(path.resolve() for path in directories)]
+    runs, figures = list[RunData](), list[dict[str, str]]()
+    for directory in dict.fromkeys(path.resolve() for path in directories):
+        with understood(directory):
+            runs.append(read_run(directory))
+            figures.append(dict(_figures(runs[-1])))
     if len(runs) < 2:
         raise UnstableError("a comparison needs two run directories or more, each another one")
     configs = [dict(flat(run.config)) for run in runs]
@@ -113,7 +118,6 @@ def compare(directories: Sequence[Path]) -> tuple[list[Path], Table, Table]:
         for key in keys
         if key != "run.output_dir" and len({str(config.get(key)) for config in configs}) > 1
     }
-    figures = [dict(_figures(run)) for run in runs]
     names = dict.fromkeys(name for of_run in figures for name in of_run)
     rows = {name: [of_run.get(name, "–") for of_run in figures] for name in names}
     return (
@@ -144,27 +148,42 @@ def find_prunable(
     found = []
     for run in asked:
         try:
-            view = RunView(run)
-            view.refresh()
+            with understood(run):
+                prunable = _find_prunable_in(run, keep, wanted, older_than_days, with_train_data, with_empty_runs)
         except UnstableError as error:
             if directories:
                 raise
-            found.append(_nothing(run, str(error)))
-            continue
-        rested_s = time.time() - _last_written(run)
-        if is_running(run):
-            found.append(_nothing(run, "it is running"))
-        elif rested_s >= older_than_days * DAY_S:
-            paths, kept = _old_checkpoints(view, keep, wanted)
-            if (run / LOCK).exists():
-                paths += run.glob("unstable_lite-*")  # adapters, where shared memory was too small, and then killed
-            if with_train_data and (run / "train_data").is_dir():
-                paths.append(run / "train_data")
-            if with_empty_runs and rested_s > EMPTY_FOR_S and not any((run / "checkpoints").glob("*ckpt-*")):
-                paths = [run]
-            taken = sum(map(size_on_disk, paths))
-            found.append(Prunable(directory=run, paths=tuple(paths), size_bytes=taken, kept=tuple(kept)))
+            prunable = _nothing(run, str(error))
+        if prunable is not None:
+            found.append(prunable)
     return found
+
+
+def _find_prunable_in(
+    run: Path,
+    keep: int,
+    wanted: Collection[Path],
+    older_than_days: float,
+    with_train_data: bool,
+    with_empty_runs: bool,
+) -> Prunable | None:
+    """What may go of one run; None if it was written to too lately."""
+    view = RunView(run)
+    view.refresh()
+    rested_s = time.time() - _last_written(run)
+    if is_running(run):
+        return _nothing(run, "it is running")
+    if rested_s < older_than_days * DAY_S:
+        return None
+    paths, kept = _old_checkpoints(view, keep, wanted)
+    if (run / LOCK).exists():
+        paths += run.glob("unstable_lite-*")  # adapters, where shared memory was too small, and then killed
+    if with_train_data and (run / "train_data").is_dir():
+        paths.append(run / "train_data")
+    if with_empty_runs and rested_s > EMPTY_FOR_S and not any((run / "checkpoints").glob("*ckpt-*")):
+        paths = [run]
+    taken = sum(map(size_on_disk, paths))
+    return Prunable(directory=run, paths=tuple(paths), size_bytes=taken, kept=tuple(kept))
 
 
 def prune(prunable: Prunable) -> str | None:
@@ -174,8 +193,8 @@ def prune(prunable: Prunable) -> str | None:
     """
     try:
         lock = try_lock(prunable.directory)
-    except PermissionError as error:
-        return f"{error.filename} is somebody else's"
+    except PermissionError:
+        return f"{prunable.directory / LOCK} is somebody else's"
     if lock is None:
         return "it is running by now"
     try:
@@ -207,29 +226,37 @@ def size(num_bytes: int) -> str:
 
 
 def _entry(directory: Path) -> RunEntry:
-    began, taken = _began(directory), size_on_disk(directory)
+    """Return what `runs` shows of one run; `unreadable` for whatever is wrong with it, so that the others are shown."""
+    began, taken = 0.0, 0
     try:
-        view = RunView(directory)
-        view.refresh()
-        envs, planned = view.config["train_envs"], view.learning_steps
-    except (UnstableError, KeyError, ValueError):
+        began, taken = _began(directory), size_on_disk(directory)
+        with understood(directory):
+            return _readable_entry(directory, began, taken)
+    except (UnstableError, OSError):
         return RunEntry(directory=directory, began=began, size_bytes=taken, state="unreadable")
+
+
+def _readable_entry(directory: Path, began: float, taken: int) -> RunEntry:
+    view = RunView(directory)
+    view.refresh()
     if is_running(directory):
         state = "paused" if (directory / PAUSED).exists() else "running"
     else:
         state = "ended" if view.live.get("has_ended") else "killed"
     counted = [line for line in view.all_evaluations() if line["n"] and line.get("win_rate") is not None]
+    newest = max(counted, key=lambda line: (line["label"] != "concurrent", line["step"]), default=None)
+    _won(newest)  # raises for what cannot be shown
     return RunEntry(
         directory=directory,
         began=began,
         size_bytes=taken,
         state=state,
         updates=view.num_updates,
-        planned=planned,
-        algorithm=view.config.get("algorithm", ""),
-        model=view.config.get("model_name", ""),
-        env_ids=tuple(dict.fromkeys(env["env_id"] for env in envs)),
-        evaluation=max(counted, key=lambda line: (line["label"] != "concurrent", line["step"]), default=None),
+        planned=view.learning_steps,
+        algorithm=str(view.config.get("algorithm", "")),
+        model=str(view.config.get("model_name", "")),
+        env_ids=tuple(dict.fromkeys(str(env["env_id"]) for env in view.config["train_envs"])),
+        evaluation=newest,
     )
 
 
@@ -339,7 +366,7 @@ def _best(view: RunView) -> set[str]:
 
 def _starting_points(run: Path) -> Iterator[Path]:
     """Checkpoints that a run's config names: it looks for them when it goes on."""
-    with suppress(UnstableError):
+    with suppress(UnstableError), understood(run):
         lora = RunView(run).config.get("lora", {})
         for key, inside in (("initial_lora_path", "."), ("initial_critic_path", "..")):
             if key in lora:

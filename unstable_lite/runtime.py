@@ -64,6 +64,7 @@ from unstable_lite.training import Training, is_evaluated
 from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas, try_lock
 from unstable_lite.turns import Turns
 from unstable_lite.types import GameRecord
+from unstable_lite.visible_text import VisibleFormatter, visible
 from unstable_lite.workers import Workers, started_workers
 
 T = TypeVar("T")
@@ -440,7 +441,7 @@ class Run:
             self._terminal.say("the script has ended; the run goes on (Ctrl-C: finish the update, save, end)")
         self._wait_for_end()
         if self._error is not None and not self._is_told_of:
-            print(f"error: the run has ended: {self._error}", file=sys.stderr)  # noqa: T201
+            print(f"error: the run has ended: {visible(str(self._error))}", file=sys.stderr)  # noqa: T201
 
     @contextlib.contextmanager
     def _stopped_by_signals(self) -> Iterator[None]:
@@ -618,7 +619,7 @@ class _LogFile(logging.handlers.RotatingFileHandler):
 def log_file(path: Path) -> Iterator[None]:
     """Everything that this package logs, in one file."""
     handler = _LogFile(path, maxBytes=LOG_BYTES, backupCount=LOG_BACKUPS, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(VisibleFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("unstable_lite")
     level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import socket
+import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from unstable_lite.engines import adapter_receiver
 from unstable_lite.engines.adapter_receiver import AdapterReceiver
 from unstable_lite.outside_files import CONFIG, WEIGHTS
 
@@ -170,6 +173,85 @@ def test_a_client_that_goes_away_leaves_nothing(receiver: AdapterReceiver, folde
         assert half.recv(4096).startswith(b"HTTP/1.1 400")
     assert list(folder.iterdir()) == []
     assert put(receiver, "a")[0] == 200
+
+
+def test_connections_are_bounded_and_a_slow_header_ends(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(adapter_receiver, "PATIENCE_S", 1.0)
+    threads = threading.active_count()
+    with receiving(folder, max_connections=4) as receiver, ExitStack() as opened:
+        address = ("127.0.0.1", receiver.server_address[1])
+        held = [opened.enter_context(socket.create_connection(address, timeout=30)) for _ in range(4)]
+        while threading.active_count() < threads + 5:
+            pass
+        with socket.create_connection(address, timeout=30) as refused:
+            assert refused.recv(1) == b"", "one too many"
+        assert threading.active_count() == threads + 5
+        is_open = [True] * 4
+        while any(is_open):  # a byte now and then, which no bound of a single read ends
+            for index, connection in enumerate(held):
+                try:
+                    connection.sendall(b"G")
+                    connection.settimeout(0.05)
+                    is_open[index] = connection.recv(1) != b""
+                except TimeoutError:
+                    pass
+                except ConnectionError:
+                    is_open[index] = False
+        assert put(receiver, "a")[0] == 200, "there is room again"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_client_that_hangs_up_costs_one_line(
+    receiver: AdapterReceiver, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for request in (b"", b"GET /adapters HTTP/1.1\r\n\r\n" * 50, b"\x00" * 70_000, b"GET / HT"):
+        connection = socket.create_connection(("127.0.0.1", receiver.server_address[1]))
+        connection.sendall(request)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # with a reset
+        connection.close()
+    assert put(receiver, "a")[0] == 200
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_log_holds_no_control_characters(folder: Path) -> None:
+    command = [sys.executable, "-m", "unstable_lite.engines.adapter_receiver", "--folder", str(folder), "--port", "0"]
+    environment = os.environ | {"ADAPTER_RECEIVER_API_KEY": SECRET}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        started = re.search(r":(\d+) go to", process.stderr.readline())
+        assert started is not None
+        with socket.create_connection(("127.0.0.1", int(started[1]))) as connection:
+            connection.sendall(b"GET /\x1b]0;OWNED\x07\xc2\x9b2J HTTP/1.1\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 401")
+        process.terminate()
+        logged = process.stderr.read()
+    assert r"/\x1b]0;OWNED\x07" in logged
+    assert not set(logged) & set("\x1b\x07\x9b")
+
+
+def test_all_adapters_together_are_bounded(folder: Path) -> None:
+    size = len(CONFIG_CONTENT) + len(WEIGHTS_CONTENT)
+    with receiving(folder, max_total_bytes=2 * size) as receiver:
+        for number in range(3):
+            assert put(receiver, f"v{number}")[0] == 200
+            os.utime(folder / f"v{number}", ns=(number, number))
+        assert sorted(path.name for path in folder.iterdir()) == ["v1", "v2"]
+        assert put(receiver, "v2")[0] == 200, "once more"
+    with receiving(folder, max_total_bytes=size - 1) as receiver:
+        status, answer = put(receiver, "large")
+        assert status == 413 and f"the limit is {size - 1}" in answer["error"]
+
+
+def test_link_in_the_folder_is_not_followed(receiver: AdapterReceiver, folder: Path) -> None:
+    (folder / "link").symlink_to(folder.parent / "outside")
+    assert ask(receiver, "PUT", f"/adapters/link/{CONFIG}", CONFIG_CONTENT)[0] == 409
+    assert ask(receiver, "DELETE", "/adapters/link")[0] == 409
+    assert everything(folder) == []
+    for number in range(5):
+        assert put(receiver, f"v{number}")[0] == 200, "it does not count as an adapter"
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from handmade_adapters import small, write_adapter, write_run
+from typer.testing import CliRunner
 
 import runs
+from unstable_lite.cli import app
 from unstable_lite.errors import AdapterError, ConfigError, EnvError
 from unstable_lite.evaluation.evaluator import AdapterSlots, Evaluated, evaluate, plan_evaluation
 from unstable_lite.evaluation.models import find_models
@@ -27,6 +29,7 @@ from unstable_lite.trackers.tracker import wilson_interval
 from unstable_lite.workers import started_engines
 
 TESTS = Path(__file__).parents[1]
+PWN = "def read(text):\n    return text, True\nopen(__file__ + '.ran', 'w').close()\n"
 SCRIPTED = (
     "engine.kind=scripted",
     'engine.replies=["\\\\boxed{[1 1]}", "\\\\boxed{[2 1]}", "\\\\boxed{[3 1]}"]',
@@ -393,3 +396,35 @@ async def test_an_engine_that_serves_the_base_in_silence_is_caught(
     with pytest.raises(AdapterError, match="engine-0 answers as the base model where ckpt-3"):
         await evaluate(plan, say=lambda _: None)
     assert lines(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "RUN", "--output", "OUT"],
+        ["eval", "base", "RUN/checkpoints/ckpt-1", "--tournament", "--output", "OUT"],
+        ["play", "RUN"],
+        ["resample", "RUN"],
+        ["run", "--resume", "RUN"],
+    ],
+)
+def test_run_of_somebody_else_runs_none_of_its_code_unless_it_is_trusted(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    module = f"evil_{'_'.join(words[:2]).replace('-', '_').lower()}"
+    (tmp_path / f"{module}.py").write_text(PWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    env = f'num_players = 2\naction_extraction_fn = "{module}:read"'
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("num_players = 2", env))
+    (run / "games.jsonl").touch()
+    command = [word.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")) for word in words]
+    ended = CliRunner().invoke(app, command)
+    assert ended.exit_code == 1
+    assert f"action_extraction_fn = '{module}:read'" in ended.output and "--trust-config" in ended.output
+    assert not list(tmp_path.glob("*.ran"))
+    # A wrong key, so that nothing is started.
+    overrides = ["run.env_timeout_s=-1"] if words[0] == "run" else ["--set", "run.max_action_chars=-1"]
+    ended = CliRunner().invoke(app, [*command, *overrides, "--trust-config"])
+    assert ended.exit_code == 1
+    assert " = -1" in ended.output and "--trust-config" not in ended.output

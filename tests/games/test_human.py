@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ASK = """
+ASK = r"""
 from unstable_lite.errors import OpponentError
 from unstable_lite.games.players.human import HumanPlayer
 from unstable_lite.runtime import run_in_loop
@@ -15,7 +15,7 @@ async def play():
     player = HumanPlayer("E", 0)
     try:
         while True:
-            print((await player.act("a board")).action)
+            print((await player.act("a board \x9b2J")).action)
     except OpponentError as error:
         print(error)
 
@@ -31,4 +31,5 @@ def test_moves_come_from_a_file_a_pipe_or_nowhere(tmp_path: Path) -> None:
         moves = [] if "null" in given else ["[1 2]", "[3]"]
         assert (ended.returncode, ended.stderr) == (0, "")
         assert [line.removeprefix("> ") for line in ended.stdout.splitlines() if "[" in line] == moves
+        assert "a board \\x9b2J\n" in ended.stdout
         assert "the input has ended: nobody is there to play" in ended.stdout

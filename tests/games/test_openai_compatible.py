@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import time
@@ -15,7 +16,12 @@ from openai_server import Server, said, serving
 from unstable_lite.config import OpponentsConfig
 from unstable_lite.errors import OpponentError
 from unstable_lite.games.api_keys import OPENROUTER_URL, api_key, endpoint_url, key_variable
-from unstable_lite.games.players.openai_compatible import Endpoint, OpenAICompatiblePlayer
+from unstable_lite.games.players.openai_compatible import (
+    MAX_ANSWER_BYTES,
+    MAX_TEXT_CHARS,
+    Endpoint,
+    OpenAICompatiblePlayer,
+)
 from unstable_lite.games.templates import CHAT_TEMPLATES, Template
 from unstable_lite.types import AgentSpec, ModelRef
 
@@ -128,6 +134,7 @@ async def test_an_answer_that_drips_for_ever_is_none_in_time_attempt_by_attempt(
         ("application/json", said("")[1]),
         ("application/json", said(["not", "text"])[1]),
         ("text/html", b"<html>Welcome</html>"),
+        ("application/json", b"[" * 200_000),
     ],
 )
 async def test_garbage_is_an_opponents_error_and_nothing_else(
@@ -136,6 +143,44 @@ async def test_garbage_is_an_opponents_error_and_nothing_else(
     server.content_type, server.answer = content_type, lambda _body: (200, body)
     with pytest.raises(OpponentError, match=MODEL):
         await connect().complete(MODEL, "hello")
+
+
+@pytest.mark.parametrize("status", [200, 400])
+@pytest.mark.parametrize("has_length", [True, False])
+async def test_answer_without_end_is_given_up(
+    server: Server, connect: Callable[..., Endpoint], status: int, has_length: bool
+) -> None:
+    server.has_length = has_length
+    server.answer = lambda _body: (status, b" " * 2 * MAX_ANSWER_BYTES)
+    with pytest.raises(OpponentError, match=f"answered more than {MAX_ANSWER_BYTES} bytes"):
+        await connect(max_retries=3).complete(MODEL, "hello")
+    assert len(server.bodies) == 1, "another attempt would be paid, too"
+
+
+async def test_answer_that_inflates_is_declined(server: Server, connect: Callable[..., Endpoint]) -> None:
+    server.content_encoding = "gzip"
+    server.answer = lambda _body: (200, gzip.compress(json.dumps(said("x" * 1000)[1]).encode()))
+    with pytest.raises(OpponentError, match=r"compressed its answer \(gzip\)"):
+        await connect().complete(MODEL, "hello")
+    assert server.accepted == ["identity"]
+
+
+async def test_redirect_is_not_followed_but_named(server: Server, connect: Callable[..., Endpoint]) -> None:
+    server.location, server.answer = "https://elsewhere/v1", lambda _body: (307, b" " * 2 * MAX_ANSWER_BYTES)
+    with pytest.raises(OpponentError, match=r"redirects to https://elsewhere/v1: set opponents\.base_url"):
+        await connect(max_retries=3).complete(MODEL, "hello")
+    assert len(server.bodies) == 1
+
+
+async def test_long_reply_loses_its_middle_and_says_so(
+    server: Server, connect: Callable[..., Endpoint], caplog: pytest.LogCaptureFixture
+) -> None:
+    server.answer = lambda _body: said("I think" + "." * 2 * MAX_TEXT_CHARS + "\\boxed{4}")
+    reply = await OpenAICompatiblePlayer(connect(), AGENT, num_players=2).act("hello")
+    assert reply.action == "[4]"
+    assert reply.text.startswith("I think...") and len(reply.text) < MAX_TEXT_CHARS + 100
+    assert f"[… {MAX_TEXT_CHARS + 16} characters are left out here …]" in reply.text
+    assert f"a reply of {2 * MAX_TEXT_CHARS + 16} characters" in caplog.text
 
 
 async def test_half_a_character_in_an_answer_becomes_a_question_mark(

@@ -8,16 +8,19 @@ from pathlib import Path
 
 import pyte
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from unstable_lite import cli
 from unstable_lite.runtime import Summary
-from unstable_lite.trackers.terminal import TerminalInterface, as_line
+from unstable_lite.trackers.terminal import TerminalInterface, VisibleConsole, as_line
 from unstable_lite.trackers.tracker import Tally
 
 
 def console(is_terminal: bool) -> Console:
-    return Console(file=io.StringIO(), force_terminal=is_terminal, width=90, height=24, highlight=False, markup=False)
+    return VisibleConsole(file=io.StringIO(), force_terminal=is_terminal, width=90, height=24)
 
 
 def written(terminal: TerminalInterface) -> str:
@@ -127,3 +130,31 @@ def test_what_went_wrong_is_red_and_the_rest_is_not() -> None:
     terminal.start(20, figures=lambda: "won 5% against model[/INST]  alarms 2")
     assert "won 5% against model[/INST]  alarms 2" in refresh(terminal)
     terminal.stop()
+
+
+ATTACK = "so \x1b]0;OWNED\x1b\\\x1b[2J\x9b2J\x7fend"
+VISIBLE_ATTACK = r"so \x1b]0;OWNED\x1b\\x1b[2J\x9b2J\x7fend"
+
+
+def test_no_text_controls_the_terminal() -> None:
+    cell = Table("name")
+    cell.add_row(Text(ATTACK, style="red"))
+    plain = console(is_terminal=False)
+    for renderable in (ATTACK, Text(ATTACK), cell, Panel(Group(cell), title=Text(ATTACK))):
+        plain.print(renderable)
+        plain.print(renderable, style="dim", soft_wrap=True)
+    shown = plain.file.getvalue()  # type: ignore[attr-defined]
+    assert VISIBLE_ATTACK in shown
+    assert not set(shown) & set("\x1b\x9b\x7f")
+    table = [line for line in shown.splitlines() if line.startswith(("┏", "┃", "│", "└"))]
+    assert {len(line) for line in table[:5]} == {len(table[0])}, "the table's edge is where it belongs"
+
+
+def test_live_lines_show_control_characters_and_still_move() -> None:
+    terminal = TerminalInterface(console(True))
+    terminal.start(20, figures=lambda: ATTACK)
+    assert VISIBLE_ATTACK in refresh(terminal)
+    terminal.say(f"paused: {ATTACK}")
+    terminal.stop()
+    assert screen(terminal).endswith(f"paused: {VISIBLE_ATTACK}"), "the live lines are gone"
+    assert "\x1b]0;" not in written(terminal)

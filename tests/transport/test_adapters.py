@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -145,3 +146,100 @@ def test_an_arena_that_falls_back_finds_what_was_written_before_and_writes_elsew
     arena.close()
     assert list(shared_memory.iterdir()) == []
     assert not list(tmp_path.glob("*unstable_lite-*"))
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="makes directories of another user, which only root can do")
+NOBODY = 65534
+
+
+@pytest.mark.parametrize("name", ["unstable_lite-x", ".unstable_lite-x"])
+def test_lock_that_is_a_link_is_not_followed(shared_memory: Path, tmp_path: Path, name: str) -> None:
+    arena, victim = shared_memory / name, tmp_path / "victim"
+    arena.mkdir()
+    (arena / "lock").symlink_to(victim)
+    os.utime(arena, (0, 0))
+    assert reap_stale_arenas(shared_memory) == []
+    assert not victim.exists()
+
+
+@pytest.mark.parametrize("name", ["unstable_lite-x", ".unstable_lite-x"])
+def test_link_in_place_of_an_arena_is_not_followed(shared_memory: Path, tmp_path: Path, name: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "lock").touch()
+    os.utime(elsewhere, (0, 0))
+    (shared_memory / name).symlink_to(elsewhere)
+    assert reap_stale_arenas(shared_memory) == []
+    assert (elsewhere / "lock").exists()
+
+
+def num_descriptors() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+def test_failed_reaping_holds_no_lock_and_no_descriptor(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shared_memory / "unstable_lite-x").mkdir()
+    (shared_memory / "unstable_lite-x" / "lock").touch()
+
+    def refuse(directory: Path) -> None:
+        raise PermissionError(directory)
+
+    before = num_descriptors()
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refuse)
+        assert reap_stale_arenas(shared_memory) == []
+    assert num_descriptors() == before
+    assert reap_stale_arenas(shared_memory) == [shared_memory / "unstable_lite-x"]
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["unstable_lite-x", ".unstable_lite-x"])
+def test_arena_of_another_user_is_left_alone(shared_memory: Path, name: str) -> None:
+    theirs = shared_memory / name
+    theirs.mkdir()
+    os.utime(theirs, (0, 0))
+    os.chown(theirs, NOBODY, NOBODY)
+    assert reap_stale_arenas(shared_memory) == []
+    assert list(theirs.iterdir()) == [], "no lock was made in it"
+
+
+@needs_root
+@pytest.mark.parametrize("taken_by", ["directory", "file", "link"])
+def test_name_that_another_user_took_gets_a_number(tmp_path: Path, taken_by: str) -> None:
+    # Root may rename over anything, also in a sticky directory: the arena is made by an ordinary user.
+    as_nobody = (
+        "import os, sys; from pathlib import Path; from unstable_lite.transport import adapters;"
+        f"adapters.SHARED_MEMORY = Path('.'); os.chdir(sys.argv[1]); os.setgroups([]); os.setuid({NOBODY});"
+        "arena = adapters.AdapterArena('run', Path('.'), 1); print(arena.directory); arena.close()"
+    )
+    sticky = tmp_path / "sticky"
+    sticky.mkdir()
+    sticky.chmod(0o1777)
+    theirs = sticky / "unstable_lite-run"
+    if taken_by == "directory":
+        theirs.mkdir()
+    elif taken_by == "file":
+        theirs.touch()
+    else:
+        theirs.symlink_to(tmp_path)
+    ended = subprocess.run([sys.executable, "-c", as_nobody, sticky], capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr) == ("unstable_lite-run-2\n", "")
+    assert list(sticky.iterdir()) == [theirs], "nothing is left behind"
+
+
+def test_nameless_arena_is_reaped_after_a_while(shared_memory: Path) -> None:
+    """A run makes its arena under another name first, and may be killed then."""
+    nameless = shared_memory / ".unstable_lite-x"
+    nameless.mkdir()
+    (nameless / "lock").touch()
+    assert reap_stale_arenas(shared_memory) == [], "it may be about to get its name"
+    os.utime(nameless, (0, 0))
+    assert reap_stale_arenas(shared_memory) == [nameless]
+
+
+def test_arena_that_lost_its_lock_is_reaped(shared_memory: Path) -> None:
+    """Its run was killed while it removed the arena, the lock first."""
+    (shared_memory / "unstable_lite-x" / "v1").mkdir(parents=True)
+    assert reap_stale_arenas(shared_memory) == [shared_memory / "unstable_lite-x"]

@@ -7,6 +7,7 @@ weights.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,19 @@ import tokenizers
 import transformers
 
 from unstable_lite.errors import ModelError
-from unstable_lite.games.templates import ChatTemplate
+from unstable_lite.games.templates import MARKUP, ChatTemplate, without_markup
 from unstable_lite.token_text import TextStream
 from unstable_lite.types import TokenIds
 
 KNOWN_PROMPTS = 8192
 """Games of one env open alike: so many prompts are tokenised once."""
+
+
+_CONTROL_LIKE = re.compile(r"<[^<>]*\w[^<>]*>|\[/?[A-Z][A-Z_]*\]", re.DOTALL)
+"""Added tokens that control a model although they are not marked as special: `</think>`, `<tool_call>`, `[/INST]`.
+
+Not `[0]`, `[rock]` or a run of spaces: a tokenizer made for games may have moves among its added tokens.
+"""
 
 
 class Tokenizer:
@@ -42,10 +50,13 @@ class Tokenizer:
         self._bos: str | None = tokenizer.bos_token
         self._eos_id: int | None = tokenizer.eos_token_id
         self.stop_ids = frozenset(_stop_ids(model_path, tokenizer, trust_remote_code))
-        self._special_ids = {
+        added = self._fast.get_added_tokens_decoder()
+        self._special_ids = {token.content: token_id for token_id, token in added.items() if token.special}
+        # A token of one character cannot be broken by a space.
+        self._control_ids = {
             token.content: token_id
-            for token_id, token in self._fast.get_added_tokens_decoder().items()
-            if token.special
+            for token_id, token in added.items()
+            if len(token.content) > 1 and (token.special or _CONTROL_LIKE.fullmatch(token.content))
         }
         self.encode = functools.lru_cache(KNOWN_PROMPTS)(self._encode)
         self.stop_ids_with = functools.cache(self._stop_ids_with)
@@ -70,11 +81,27 @@ class Tokenizer:
 
         `special_tokens`: strings that no observation may contain; `chats`: by name, the text of each with the
         placeholders still in it, and the stop strings that close an answer. Raises ModelError where the tokenizer has
-        no chat template, or one that does not take these messages.
+        no chat template, or one that does not take these messages, or makes a control token of broken markup.
         """
-        # A token of one character cannot be broken by a space.
-        special_tokens = sorted(token for token in self._special_ids if len(token) > 1)
-        return {"special_tokens": special_tokens, "chats": {chat.name: self._lay_out(chat) for chat in chats}}
+        control_tokens = sorted(self._control_ids)
+        self._check_breaking(control_tokens)
+        return {"special_tokens": control_tokens, "chats": {chat.name: self._lay_out(chat) for chat in chats}}
+
+    def _check_breaking(self, control_tokens: list[str]) -> None:
+        """Raise ModelError if an observation could form a control token although its markup is broken."""
+        # Whatever a tokenizer does not know may become its token for unknown text.
+        control_ids = set(self._control_ids.values()) - {self._whole.unk_token_id}
+        markup = (*MARKUP, *control_tokens)
+        broken = [without_markup(token, markup) for token in control_tokens]
+        for token, text, encoding in zip(
+            control_tokens, broken, self._fast.encode_batch_fast(broken, add_special_tokens=False), strict=True
+        ):
+            if formed := control_ids.intersection(encoding.ids):
+                raise ModelError(
+                    f"{self._path}: an opponent that writes {token!r} would form a control token of the prompt: it is "
+                    f"shown as {text!r}, of which the tokenizer makes {self._fast.id_to_token(formed.pop())!r}. Use a "
+                    "tokenizer that keeps spaces and has no such token"
+                )
 
     def _lay_out(self, chat: ChatTemplate) -> list[Any]:
         messages = [{"role": "user", "content": chat.user}]

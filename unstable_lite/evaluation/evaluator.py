@@ -39,6 +39,7 @@ from unstable_lite.games.seats import Seats
 from unstable_lite.games.templates import format_prompt, templates_for
 from unstable_lite.plan import Plan, make_plan
 from unstable_lite.runtime import cancelled_by_signals, first_reason, log_file
+from unstable_lite.trust import run_config
 from unstable_lite.types import EvalEnvSpec, GameSpec, Generation, ModelRef, TrainEnvSpec
 from unstable_lite.workers import EngineWorkers, started_engines, while_alive
 
@@ -114,6 +115,7 @@ def plan_evaluation(
     concurrency: int | None = None,
     tournament: bool = False,
     overrides: Sequence[str] = (),
+    trusts_config: bool = False,
 ) -> EvaluationPlan:
     """Everything that `unstable-lite eval` is told, checked. Raises ConfigError with every reason against it.
 
@@ -121,13 +123,14 @@ def plan_evaluation(
     envs: `env_id`, `env_id:players` or `env_id:players:template`; default: the config's eval envs, else its training
     envs.
     opponents: default: each eval env's own `fixed_opponent`.
+    trusts_config: use a run's config although somebody else wrote it; see `trust.run_config`.
     """
     found, others = find_sides(models, opponents)
     run = find_run(models)
     if config is None:
         if run is None:
             raise ConfigError("none of the models stands in a run directory: say with --config what base and envs are")
-        config = run / "config.toml"
+        config = run_config(run, overrides, trusts_config)
     given, problems = read_config(config, tuple(overrides))
     if problems or given is None:
         raise ConfigError(*problems)

@@ -19,6 +19,7 @@ from unstable_lite.games.players.player import Player
 from unstable_lite.games.run_game import new_record, run_game
 from unstable_lite.games.seats import Seats
 from unstable_lite.runtime import cancelled_by_signals
+from unstable_lite.trust import run_config
 from unstable_lite.types import GameRecord, Reply
 from unstable_lite.workers import while_alive
 
@@ -45,12 +46,21 @@ class _Shown:
         return reply
 
 
-def plan_game(models: Sequence[str], config: Path | None, env: str | None, overrides: Sequence[str]) -> EvaluationPlan:
-    """The first of `models` against the second, or against itself. Raises ConfigError."""
+def plan_game(
+    models: Sequence[str],
+    config: Path | None,
+    env: str | None,
+    overrides: Sequence[str],
+    trusts_config: bool = False,
+) -> EvaluationPlan:
+    """Plan the first of `models` against the second, or against itself; the rest as in `plan_evaluation`.
+
+    Raises ConfigError.
+    """
     if len(models) > 2:
         raise ConfigError(f"a game is between two, and these are {len(models)}: {', '.join(models)}")
     if config is None and (run := find_run(models)) is not None:
-        config = run / "config.toml"
+        config = run_config(run, overrides, trusts_config)
     game = plan_evaluation(
         [_newest_of(models[0])],
         output=Path(),

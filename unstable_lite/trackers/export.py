@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,20 +29,24 @@ TURN_COLUMNS = (
 )
 EVAL_COLUMNS = (*TURN_COLUMNS, "eval_model_pid", "eval_opponent_name")
 COLLECTION_COLUMNS = (*TURN_COLUMNS, "env_id")
+FORMULA_STARTS = tuple("=+-@\t\r\n")
 
 
-def export_csv(run: Path, output: Path) -> dict[str, int]:
+def export_csv(run: Path, output: Path, is_safe_for_spreadsheets: bool = False) -> dict[str, int]:
     """Write every file of the reference that `run` has the data for; returns how many of each kind.
 
-    Void games have no rewards and are left out. Raises UnstableError if `run` is no run directory, if `output` has
-    files in it, or if a line of the run's files cannot be read.
+    Void games have no rewards and are left out. `is_safe_for_spreadsheets`: begin text that a spreadsheet would take
+    for a formula with an apostrophe; else cells are as the models wrote them, as in the reference.
+
+    Raises UnstableError if `run` is no run directory, if `output` has files in it, or if a line of the run's files
+    cannot be read.
     """
     if not (run / "games.jsonl").exists():
         raise UnstableError(f"{run} is no run directory: it has no games.jsonl")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UnstableError(f"{output} is there and not empty; name another directory with --output, or remove it")
     counts = {
-        "training_data": _export_train_data(run / "train_data", output / "training_data"),
+        "training_data": _export_train_data(run / "train_data", output / "training_data", is_safe_for_spreadsheets),
         "eval_data": 0,
         "collection": 0,
     }
@@ -51,21 +56,22 @@ def export_csv(run: Path, output: Path) -> dict[str, int]:
         if game["end"] == "void":
             continue
         if game["kind"] == "eval":
-            path = output / "eval_data" / f"{game['env_id']}-{game['game_idx']}.csv"
-            counts["eval_data"] += _append(path, EVAL_COLUMNS, _eval_rows(game))
+            path = output / "eval_data" / _file_name(f"{game['env_id']}-{game['game_idx']}")
+            counts["eval_data"] += _append(path, EVAL_COLUMNS, _eval_rows(game), is_safe_for_spreadsheets)
         else:
-            path = output / "collection" / f"{_collected_model(game)}.csv"
-            counts["collection"] += _append(path, COLLECTION_COLUMNS, _turn_rows(game, env_id=game["env_id"]))
+            path = output / "collection" / _file_name(_collected_model(game))
+            rows = _turn_rows(game, env_id=game["env_id"])
+            counts["collection"] += _append(path, COLLECTION_COLUMNS, rows, is_safe_for_spreadsheets)
     return counts
 
 
-def _export_train_data(source: Path, target: Path) -> int:
+def _export_train_data(source: Path, target: Path, is_safe_for_spreadsheets: bool) -> int:
     target.mkdir(parents=True)
     files = sorted(source.glob("step-*.jsonl.gz"))
     for file in files:
         update = int(file.name.removeprefix("step-").removesuffix(".jsonl.gz"))
         rows = ({**row, "step_info": repr(row["step_info"])} for row in read_part(file))
-        _append(target / f"train_data_step_{update - 1}.csv", TRAIN_COLUMNS, rows)
+        _append(target / f"train_data_step_{update - 1}.csv", TRAIN_COLUMNS, rows, is_safe_for_spreadsheets)
     return len(files)
 
 
@@ -95,16 +101,30 @@ def _turn_rows(game: Mapping[str, Any], **same_for_all: Any) -> Iterator[dict[st
 
 
 def _collected_model(game: Mapping[str, Any]) -> str:
-    """The checkpoint that the game was collected for, as a file name."""
-    return next(str(agent["model"]) for agent in game["agents"] if agent["collect_data"]).replace("/", "-")
+    """The checkpoint that the game was collected for."""
+    return next(str(agent["model"]) for agent in game["agents"] if agent["collect_data"])
 
 
-def _append(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> int:
+def _file_name(name: str) -> str:
+    """A name inside its directory, whatever an env or a model is called."""
+    return f"{re.sub(r'[^A-Za-z0-9_.:+-]+', '-', name)[-200:]}.csv"
+
+
+def _append(
+    path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], is_safe_for_spreadsheets: bool
+) -> int:
     """1 if this made the file, 0 if it was there."""
     is_new = not path.exists()
     with path.open("a", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore")
         if is_new:
             writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(map(_without_formulas, rows) if is_safe_for_spreadsheets else rows)
     return int(is_new)
+
+
+def _without_formulas(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA_STARTS) else cell
+        for name, cell in row.items()
+    }

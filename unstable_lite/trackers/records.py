@@ -26,6 +26,8 @@ from unstable_lite.errors import UnstableError
 log = logging.getLogger(__name__)
 
 PART_MB = 64.0
+MAX_LINE_BYTES = 256 << 20
+"""Of one record; a compressed part of a megabyte could hold a line of a gigabyte."""
 
 
 class AppendFile:
@@ -174,7 +176,9 @@ def read_part(path: Path) -> Iterator[dict[str, Any]]:
     """The records of one file, `.gz` or not. Raises UnstableError for what is none, and OSError."""
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         try:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
+                if len(line) == MAX_LINE_BYTES:
+                    raise UnstableError(f"{path}, line {number} is longer than {MAX_LINE_BYTES} bytes; remove it")
                 if not line.endswith(b"\n"):
                     return
                 yield parsed_line(line, f"{path}, line {number}")
@@ -186,11 +190,23 @@ def parsed_line(line: bytes, where: str) -> dict[str, Any]:
     """Raises UnstableError for what is no record."""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UnstableError(f"{where} is no JSON ({error}); remove it to read the rest") from None
     if not isinstance(record, dict):
         raise UnstableError(f"{where} is no JSON table; remove it to read the rest")
     return record
+
+
+@contextlib.contextmanager
+def understood(where: Path | str) -> Iterator[None]:
+    """Raise UnstableError, with the run directory, if the body fails because a file says something else than a run
+    writes.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UnstableError(f"{where}: its files are not as a run writes them ({reason:.200})") from error
 
 
 def _full_parts(path: Path) -> list[tuple[int, Path]]:

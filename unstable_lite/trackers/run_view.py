@@ -49,7 +49,14 @@ class _Tail:
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         lines = whole.split(b"\n")[:-1]
-        return is_anew, [parsed_line(line, f"{self._path}: the line that begins {line[:40]!r}") for line in lines]
+        return is_anew, [self._parsed(line) for line in lines]
+
+    def _parsed(self, line: bytes) -> dict[str, Any]:
+        where = f"{self._path}: the line that begins {line[:40]!r}"
+        record = parsed_line(line, where)
+        if type(record.get("step")) is not int:
+            raise UnstableError(f"{where} has no whole number as its step; remove it to read the rest")
+        return record
 
 
 def alarm_lines(lines: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -65,7 +72,7 @@ class RunView:
         self.directory = directory
         try:
             self.config: dict[str, Any] = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UnstableError(f"{directory} is no run directory: config.toml: {error}") from None
         self.live: dict[str, Any] = {}
         """live.json; empty before the run has written it."""
@@ -89,9 +96,10 @@ class RunView:
                 lines.clear()
             lines += new
         try:
-            self.live = json.loads((self.directory / "live.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            self.live = {}
+            live = json.loads((self.directory / "live.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            live = None
+        self.live = live if isinstance(live, dict) else {}
 
     @property
     def is_running(self) -> bool:
@@ -109,7 +117,7 @@ class RunView:
     @property
     def num_updates(self) -> int:
         """Made so far; not what is looked at."""
-        return max((int(line["step"]) for line in self._lines), default=0)
+        return max((line["step"] for line in self._lines), default=0)
 
     @property
     def update(self) -> int:

@@ -12,27 +12,42 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from unstable_lite.trackers.tracker import Evaluation
+from unstable_lite.visible_text import visible
 
 PLAIN_LINE_EVERY_S = 5.0
 
 
-class StandardOutput(Console):
+class VisibleConsole(Console):
+    """A console whose text is neither markup nor terminal control, whoever wrote it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, highlight=False, markup=False)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render as rich does, with control characters made visible; rich's own control segments stay."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
+class StandardOutput(VisibleConsole):
     """What its encoding lacks becomes a question mark, and a reader who is gone ends no run."""
 
     def __init__(self) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
-        super().__init__(highlight=False, markup=False)
+        super().__init__()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -14,6 +14,8 @@ import fcntl
 import itertools
 import os
 import shutil
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,9 @@ from unstable_lite.transport.messages import AdapterPart, FetchAdapter
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "unstable_lite-"
+LOCK = "lock"
+NAMELESS_FOR_S = 60.0
+"""Age in seconds at which an arena that did not get its name counts as left behind."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 PART_BYTES = 1 << 20
 """Of an adapter on its way to another machine: small enough that what else there is to say soon has its turn."""
@@ -117,8 +122,7 @@ class AdapterArena:
 
     def _make(self, parent: Path) -> Path:
         # Locked under another name first, so that a run that starts now cannot take it for a dead run's.
-        nameless = parent / f".{PREFIX}{self._run_id}.{os.getpid()}"
-        nameless.mkdir(mode=0o700)
+        nameless = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
         lock = try_lock(nameless)
         assert lock is not None, f"{nameless} has just been made"
         self._locks.append(lock)
@@ -155,26 +159,47 @@ def adapter_part(adapter: Path | None, asked: FetchAdapter) -> AdapterPart:
 
 
 def reap_stale_arenas(parent: Path = SHARED_MEMORY) -> list[Path]:
-    """Remove the arenas of runs that are dead; returns what was removed."""
+    """Remove this user's arenas in `parent` that no living process holds; return the removed directories.
+
+    `parent` may be writable for everybody: directories of other users are not touched, links are not followed.
+    """
     reaped = []
-    for directory in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or reaped by someone else at this moment
-            lock = try_lock(directory)
-            if lock is not None:
-                shutil.rmtree(directory)
-                os.close(lock)
+    for directory in (*parent.glob(f"{PREFIX}*"), *parent.glob(f".{PREFIX}*")):
+        with contextlib.suppress(OSError):  # a link, or removed by another process at this moment
+            if _reap(directory):
                 reaped.append(directory)
     return reaped
 
 
+def _reap(directory: Path) -> bool:
+    """Remove `directory` if it is a stale arena of this user; return whether it was."""
+    with _opened(directory, os.O_NOFOLLOW) as descriptor:
+        status = os.fstat(descriptor)
+        is_fresh = directory.name.startswith(".") and time.time() - status.st_mtime < NAMELESS_FOR_S
+        if status.st_uid != os.geteuid() or is_fresh:
+            return False
+        try:
+            lock = _try_lock_in(descriptor)
+        except FileNotFoundError:  # its owner was killed while it removed the arena
+            shutil.rmtree(directory)
+            return True
+    if lock is None:
+        return False
+    try:
+        shutil.rmtree(directory)
+    finally:
+        os.close(lock)
+    return True
+
+
 def _rename(directory: Path, wanted: Path) -> Path:
-    """To `wanted`, or to that with a number where another run, of another output directory, has taken the name."""
+    """Rename to `wanted`, or to `wanted-<number>` if another run or another user has that name; return the name."""
     for number in itertools.count(1):
         name = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         try:
             directory.rename(name)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        except OSError:  # which one depends on whose it is: ENOTEMPTY, ENOTDIR, EPERM in a sticky directory, …
+            if not os.path.lexists(name):
                 raise
         else:
             break
@@ -182,11 +207,31 @@ def _rename(directory: Path, wanted: Path) -> Path:
 
 
 def try_lock(directory: Path) -> int | None:
-    """An open, locked descriptor, or None if a living process holds the lock."""
-    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Lock the file `lock` in `directory`, made if absent; return its descriptor, None if a living process holds it.
+
+    Raises OSError, also if the file is a symbolic link.
+    """
+    with _opened(directory) as descriptor:
+        return _try_lock_in(descriptor, os.O_CREAT)
+
+
+@contextlib.contextmanager
+def _opened(directory: Path, flags: int = 0) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock_in(directory: int, flags: int = 0) -> int | None:
+    descriptor = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600, dir_fd=directory)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return None
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor

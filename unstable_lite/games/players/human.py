@@ -11,6 +11,7 @@ from rich.console import Console
 
 from unstable_lite.errors import OpponentError
 from unstable_lite.types import Reply
+from unstable_lite.visible_text import visible
 
 
 class HumanPlayer:
@@ -23,7 +24,7 @@ class HumanPlayer:
     async def act(self, observation: str) -> Reply:
         """Raises OpponentError where nothing more can be typed."""
         self._console.rule("your turn")
-        self._console.print(observation.strip())
+        self._console.print(visible(observation.strip()))
         self._console.print("> ", end="", style="bold")
         line = await (await self._reader()).readline() if _may_block() else sys.stdin.buffer.readline()
         if not line:

@@ -33,6 +33,10 @@ _http: Any = importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1]._
 """What its requests are made with: httpx, or what a later version has instead."""
 CUT_OFF = ("length", "content_filter")
 """Why an answer ended, where it was not its model that ended it; servers have many words for that one."""
+MAX_ANSWER_BYTES = 8 << 20
+"""Of one HTTP answer: some 100,000 tokens in the longest way that JSON has to write them."""
+MAX_TEXT_CHARS = 200_000
+"""Of one reply. It is kept in the transcripts; the middle of a longer one is left out."""
 CHARS_PER_TOKEN = 3
 """Where the endpoint does not say what it used; rather too many tokens than too few."""
 
@@ -74,7 +78,7 @@ class Endpoint:
             base_url=url,
             timeout=config.timeout_s,
             max_retries=config.max_retries,
-            http_client=_Impatient(config.timeout_s),
+            http_client=_BoundedClient(config.timeout_s),
         )
         self._slots = asyncio.Semaphore(config.max_concurrent_requests)
         self._models: defaultdict[str, _Health] = defaultdict(lambda: _Health(config))
@@ -96,7 +100,8 @@ class Endpoint:
                     temperature=openai.omit if self._config.temperature is None else self._config.temperature,
                     max_tokens=openai.omit if self._config.max_tokens is None else self._config.max_tokens,
                 )
-            except (openai.OpenAIError, ValueError) as error:  # ValueError: what calls itself JSON and is none
+            # ValueError: an answer that is said to be JSON and is none; RecursionError: JSON that is nested too deeply.
+            except (openai.OpenAIError, ValueError, RecursionError) as error:
                 # Without its cause: what a server answers may repeat the key.
                 raise self._failed(model, f"{type(error).__name__}: {self._without_key(str(error))[:500]}") from None
         answer = _answer(completion)
@@ -106,7 +111,12 @@ class Endpoint:
         if pause_s := health.succeeded():
             self._tell(f"opponent {model!r} answers again after {pause_s:.0f} s")
         # A transcript is kept, whatever the server put into it.
-        return answer._replace(text=self._without_key(answer.text))
+        text = self._without_key(answer.text)
+        if len(text) > MAX_TEXT_CHARS:
+            log.warning("opponent %r: the middle of a reply of %d characters is left out", model, len(text))
+            half = MAX_TEXT_CHARS // 2  # the move stands at the end
+            text = f"{text[:half]}\n[… {len(text) - 2 * half} characters are left out here …]\n{text[-half:]}"
+        return answer._replace(text=text)
 
     def can_play(self, model: str) -> bool:
         """Whether to seat this model now; after a pause True once, for the game that tries it."""
@@ -157,19 +167,49 @@ class Endpoint:
         return text.replace(self._key, "<key>") if len(self._key) > 4 else text
 
 
-class _Impatient(openai.DefaultAsyncHttpxClient):
-    """Each attempt ends in time. Its library bounds the reads one by one, and a byte now and then is one."""
+class _BoundedClient(openai.DefaultAsyncHttpxClient):
+    """Bounds the time and the size of each attempt.
+
+    Its library bounds the time of single reads, which a byte now and then passes, and no size. Compressed answers are
+    declined, because some kilobytes can become gigabytes.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(timeout=timeout_s)
         self._timeout_s = timeout_s
 
-    async def send(self, *arguments: Any, **options: Any) -> Any:
+    async def send(self, request: Any, **options: Any) -> Any:
+        """Return the whole answer; in place of one that cannot be taken, a 413 that says why."""
+        request.headers["accept-encoding"] = "identity"
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await super().send(*arguments, **options)
+                response = await super().send(request, **{**options, "stream": True, "follow_redirects": False})
+                try:
+                    return await _read(response)
+                finally:
+                    await response.aclose()
         except TimeoutError as error:
             raise _http.ReadTimeout(f"not over after {self._timeout_s:g} s") from error
+
+
+async def _read(response: Any) -> Any:
+    encoding, content = response.headers.get("content-encoding", "identity"), bytearray()
+    refused = ""
+    if response.has_redirect_location:  # its library would read the whole answer before it follows
+        refused = f"the endpoint redirects to {response.headers['location'][:200]}: set opponents.base_url to match"
+    elif encoding.lower() not in ("identity", ""):
+        refused = f"the endpoint compressed its answer ({encoding[:20]}), which was asked not to be"
+    else:
+        async for chunk in response.aiter_raw():
+            content += chunk
+            if len(content) > MAX_ANSWER_BYTES:
+                refused = f"the endpoint answered more than {MAX_ANSWER_BYTES} bytes"
+                break
+    if refused:  # no exception: the client would try again, and then tell of a connection error
+        return _http.Response(413, json={"error": {"message": refused}}, request=response.request)
+    return _http.Response(
+        response.status_code, headers=response.headers, content=bytes(content), request=response.request
+    )
 
 
 class Budget:

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jinja2
+
 from unstable_lite.errors import UnstableError
-from unstable_lite.trackers.records import replaced
+from unstable_lite.trackers.records import replaced, understood
 from unstable_lite.trackers.report.games import read_games
 from unstable_lite.trackers.report.page import render
 from unstable_lite.trackers.report.prompts import templates_by_env
@@ -40,16 +42,17 @@ def write_report(directories: Sequence[Path], output: Path, max_games: int = MAX
     """
     plotly_js = _plotly_js()
     runs = read_runs(directories)
-    games = [
-        read_games(
-            run.directory,
-            find_tokenizer(str(run.config.get("model_name", ""))),
-            max_games,
-            templates_by_env(run.config),
-        )
-        for run in runs
-    ]
-    page = render(runs, games, plotly_js)
+    games = []
+    for run in runs:
+        with understood(run.directory):
+            tokenizer = find_tokenizer(str(run.config.get("model_name", "")))
+            games.append(read_games(run.directory, tokenizer, max_games, templates_by_env(run.config)))
+    directories_read = ", ".join(str(run.directory) for run in runs)
+    try:
+        with understood(directories_read):
+            page = render(runs, games, plotly_js)
+    except jinja2.UndefinedError as error:  # a config without a key that every run writes
+        raise UnstableError(f"{directories_read}: its files are not as a run writes them ({error})") from error
     with replaced(output) as partial:
         partial.write_bytes(page)
     return Written(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from unstable_lite.errors import UnstableError
-from unstable_lite.trackers.records import read_part
+from unstable_lite.trackers.records import read_part, understood
 from unstable_lite.trackers.run_view import alarm_lines
 
 OWN_KEYS = ("run.seed", "run.output_dir", "run.name")
@@ -107,8 +107,13 @@ def read_run(directory: Path) -> RunData:
             raise ValueError(f"it has no {', '.join(missing)}")
         name = "versions.json"
         versions = json.loads((directory / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UnstableError(f"{directory / name} cannot be read: {error}") from None
+    with understood(directory):
+        return _read_data(directory, config, config_text, versions)
+
+
+def _read_data(directory: Path, config: dict[str, Any], config_text: str, versions: dict[str, Any]) -> RunData:
     steps, hours, series = _read_metrics(directory / "metrics.jsonl")
     kept = _thin(len(steps))
     return RunData(

@@ -1,0 +1,144 @@
+"""A config in a run directory runs code only if its user wrote it, or says so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import runs
+from unstable_lite.checkpoints import create_run_directory, replace_config
+from unstable_lite.config import Config, read_config
+from unstable_lite.errors import ConfigError
+from unstable_lite.trust import SEAL, run_config
+
+CODE = {"action_extraction_fn": "subprocess:getstatusoutput"}
+
+
+def config_of(tmp_path: Path, *overrides: str) -> Config:
+    config, problems = read_config(runs.write_small(tmp_path), overrides)
+    assert config is not None and not problems
+    return config
+
+
+def write_run(tmp_path: Path, text: str) -> Path:
+    """A run directory as somebody else may send it."""
+    directory = tmp_path / "theirs"
+    (directory / "checkpoints").mkdir(parents=True)
+    small = runs.write_small(tmp_path).read_text()
+    (directory / "config.toml").write_text(f"{small}\n{text}" if text.lstrip().startswith("[") else f"{text}\n{small}")
+    return directory
+
+
+def own_run(tmp_path: Path) -> Path:
+    config = config_of(tmp_path)
+    envs = tuple(type(env)(**{**vars_of(env), **CODE}) for env in config.train_envs)
+    return create_run_directory(config.model_copy(update={"train_envs": envs}))
+
+
+def vars_of(env: Any) -> dict[str, Any]:
+    return {name: getattr(env, name) for name in env.__dataclass_fields__}
+
+
+def test_config_that_this_user_wrote_is_used_wherever_it_stands(tmp_path: Path) -> None:
+    run = own_run(tmp_path)
+    assert run_config(run) == run / "config.toml"
+    copied = shutil.copytree(run, tmp_path / "copy")
+    assert run_config(copied) == copied / "config.toml"
+
+
+def test_resumed_run_stays_the_users(tmp_path: Path) -> None:
+    run = own_run(tmp_path)
+    before = (run / "config.toml").read_bytes()
+    replace_config(run, config_of(tmp_path, "algorithm=a2c"), update=2)
+    run_config(run)
+    (run / "config.toml").write_bytes(before)
+    run_config(run)  # a crash may leave the earlier one
+    (run / SEAL).unlink()
+    config, _ = read_config(run_config(run, is_trusted=True))
+    assert config is not None
+    replace_config(run, config, update=3)
+    run_config(run)
+
+
+@pytest.mark.parametrize("change", ["text", "secret", "no seal", "no home"])
+def test_changed_config_and_config_of_another_user_or_machine_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    run = own_run(tmp_path)
+    if change == "text":
+        with (run / "config.toml").open("a") as file:
+            file.write("\n# changed\n")
+    elif change == "secret":
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
+        own_run(tmp_path)
+    elif change == "no seal":
+        (run / SEAL).unlink()
+    else:
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+        own_run(tmp_path)  # starts all the same
+    refused = r"train_envs.action_extraction_fn = 'subprocess:getstatusoutput'.*--trust-config"
+    with pytest.raises(ConfigError, match=refused):
+        run_config(run)
+    assert run_config(run, is_trusted=True)
+
+
+def test_secret_is_private(tmp_path: Path) -> None:
+    own_run(tmp_path)
+    state = Path(os.environ["XDG_STATE_HOME"]) / "unstable_lite"
+    assert [path.name for path in state.iterdir()] == ["secret"]
+    assert (state.stat().st_mode & 0o777, (state / "secret").stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("trust_remote_code = true", "trust_remote_code = True"),
+        ('algorithm = "evil:Learner"', "algorithm = 'evil:Learner'"),
+        ('[[eval_envs]]\nenv_id = "evil:Nim-v0"', "eval_envs.env_id = 'evil:Nim-v0'"),
+        ('[[eval_envs]]\nfixed_opponent = "evil:Player"', "eval_envs.fixed_opponent = 'evil:Player'"),
+        ('[rewards]\nstep = [{"evil:transform" = {}}]', "rewards.step = 'evil:transform'"),
+        ('[new]\nkey = [["evil:thing"]]', "new.key = 'evil:thing'"),
+        ('[opponents]\nbase_url = "http://evil/v1"', "opponents.base_url = 'http://evil/v1' (is sent OPENAI_API_KEY)"),
+    ],
+)
+def test_everything_that_runs_code_or_is_sent_a_key_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, named: str
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    run = write_run(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        run_config(run)
+    assert named in str(caught.value)
+
+
+def test_config_of_data_needs_no_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("OPENAI_API_KEY", "VLLM_API_KEY", "ADAPTER_RECEIVER_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("OPENROUTER_API_KEY", "sk-secret")
+    text = """
+[opponents]
+base_url = "BASE"
+[templates.mine]
+user = "See: {observation}"
+[[eval_envs]]
+env_id = "Nim-v0-train"
+fixed_opponent = "vendor/model:free"
+"""
+    run_config(write_run(tmp_path / "1", text.replace("BASE", "https://openrouter.ai/api/v1")))
+    run_config(write_run(tmp_path / "2", text.replace("BASE", "http://elsewhere/v1")))  # there is no key to send
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    run_config(write_run(tmp_path / "3", text.replace("BASE", "http://127.0.0.1:8000/v1")))
+
+
+def test_what_the_command_line_sets_is_trusted(tmp_path: Path) -> None:
+    run = write_run(tmp_path, 'trust_remote_code = true\nalgorithm = "mine:Learner"')
+    run_config(run, ["trust_remote_code=true", "algorithm=mine:Learner"])
+    run_config(run, ["trust_remote_code=false", "algorithm=ppo"])
+    with pytest.raises(ConfigError, match="mine:Learner") as caught:
+        run_config(run, ["trust_remote_code=true"])
+    assert "trust_remote_code" not in str(caught.value)
