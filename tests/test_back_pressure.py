@@ -14,7 +14,7 @@ from test_collector import MIRROR, League, any_cell_of_many
 from unstable_lite.back_pressure import FEW, InFlight, most_in_flight, spread_of
 from unstable_lite.buffers import StepBuffer, length_class
 from unstable_lite.engines.lock_step import LockStep
-from unstable_lite.types import AgentSpec, GameSpec, ModelRef
+from unstable_lite.types import AgentSpec, GameRecord, GameSpec, ModelRef
 
 POLICY = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 
@@ -123,6 +123,16 @@ async def test_whoever_waits_for_room_and_is_cancelled_passes_its_turn_on() -> N
     await asyncio.wait_for(second, 5)
 
 
+async def test_room_for_many_games_wakes_as_many_who_wait() -> None:
+    buffer = StepBuffer(100)
+    buffer.in_flight = InFlight(10, 10, 0, {"E": 100.0})
+    buffer.begin_game(a_spec(0))
+    waiting = [asyncio.create_task(buffer.wait_for_room()) for _ in range(5)]
+    await asyncio.sleep(0)
+    buffer.add_game(GameRecord(spec=a_spec(0), turns=[], trajectories=[], rewards={}, outcomes={}, end="void"))
+    await asyncio.wait_for(asyncio.gather(*waiting), 5)
+
+
 # with a collector
 
 
@@ -190,7 +200,8 @@ async def test_the_games_of_a_group_are_played_side_by_side_though_no_other_game
     async with asyncio.timeout(60):
         while len(league.records) < 24:
             await asyncio.sleep(0)
-            flying.add(league.collector.games_in_flight["train"])
+            if len(league.records) >= 8:  # the workers of the first group had not waited yet
+                flying.add(league.collector.games_in_flight["train"])
             if league.buffer.size() >= 20:
                 await league.buffer.get_batch(20, 0)
     task.cancel()
