@@ -2,12 +2,12 @@
 
 Engines work as `latency.Latency` says. The orchestrator takes one turn after the other, each for so long, and gives it
 to the engine with the fewest outstanding tokens. Games are played turn by turn on the adapter that was the newest when
-they began; their steps go to a buffer, and while it is full no new game begins. The learner takes a batch, updates,
-publishes (every engine stands still while it loads; every engine's canary is scored), and only then looks for the
-next batch: as a run does.
+they began. Their steps go to the buffer of a run, the real one with its back-pressure, and while it is full no new game
+begins. The learner takes a batch, updates, publishes (it waits for an adapter slot, which games hold until their end;
+every engine stands still while it loads; every engine's canary is scored), and only then looks for the next batch: as
+a run does.
 
-Left out: failures, evaluation, opponents on older adapters, networks that are slow or lossy, and everything that
-`latency` leaves out.
+Left out: failures, evaluation, rewards, networks that are slow or lossy, and everything that `latency` leaves out.
 """
 
 from __future__ import annotations
@@ -15,11 +15,33 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from bench.latency import Latency
+from unstable_lite.algorithms import resolve_defaults
+from unstable_lite.back_pressure import InFlight, max_age
+from unstable_lite.buffers import StepBuffer, StepCounts
+from unstable_lite.config import Config
+from unstable_lite.games.trial_games import trial_lengths
+from unstable_lite.pace import steps_per_seat
+from unstable_lite.plan import active_checkpoints
+from unstable_lite.reward_transformations import GROUP_BASELINES
+from unstable_lite.types import (
+    AgentSpec,
+    GameRecord,
+    GameSpec,
+    Generation,
+    ModelRef,
+    PlayerTrajectory,
+    Step,
+    TrainEnvSpec,
+    Turn,
+)
 
 Turns = Sequence[tuple[int, int]]
 """Prompt tokens and new tokens of turns that are drawn from."""
@@ -45,10 +67,30 @@ class LearnerCosts:
     """Of one canary, prompt and answer."""
     buffer_size: int
     max_staleness: int
+    max_loras: int = 1 << 30
+    pool: int = 1
+    """Checkpoints that can be played at once, the newest one included."""
+    group_size: int = 1
+    steps_per_seat: float = 100.0
+    """What the run expects of a seat before the first game ends."""
 
     def publish_seconds(self, engines: int) -> float:
         scored = engines * self.canaries * self.canary_tokens
         return self.load_s + self.canary_s + self.score_s + scored * self.scored_token_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Games of one env against one kind of opponent."""
+
+    env_id: str
+    lengths: Sequence[int]
+    """Turns of games that are drawn from."""
+    is_mirror: bool = True
+    """Whether both seats are collected; else one of two."""
+    is_lagged: bool = False
+    """Whether the opponent is an older adapter."""
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +102,8 @@ class Setup:
     turns_per_game: int
     turn_s: float
     """The orchestrator's time for a turn."""
+    kinds: Sequence[Kind] = ()
+    """None: games of `turns_per_game` turns, all of them collected."""
     learner: LearnerCosts | None = None
     """None: whoever takes the batches takes no time, and there is never a new adapter."""
 
@@ -88,14 +132,22 @@ class Outcome:
     """Steps that became too stale."""
     waiting: int
     """Steps in the buffer at the end."""
+    counts: dict[tuple[str, str], StepCounts] = field(default_factory=dict)
+    """By env and class of game length, from the beginning of the measured time on."""
+    games_in_flight: float = 0.0
+    """Mean over the updates."""
+    slot_waits: float = 0.0
+    """Share of the time in which the learner waits for an adapter slot."""
 
 
 class _Game:
-    __slots__ = ("length", "new", "outstanding", "played", "prompt", "version")
+    __slots__ = ("held", "length", "new", "outstanding", "played", "prompt", "spec", "version")
 
-    def __init__(self, length: int, played: int) -> None:
-        self.length, self.played = length, played
-        self.version = 0
+    def __init__(self, spec: GameSpec, length: int, version: int, held: tuple[int, ...]) -> None:
+        self.spec, self.length, self.version = spec, length, version
+        self.held = held
+        """Adapter versions of its seats."""
+        self.played = 0
         self.prompt = self.new = self.outstanding = 0
         """Of the turn at hand."""
 
@@ -129,24 +181,49 @@ class Simulation:
         """Outstanding tokens and engine, of all engines and of some that no longer are true."""
         self._index = {id(engine): index for index, engine in enumerate(self._engines)}
         self._orchestrator_free = 0.0
-        self._parked: deque[_Game] = deque()
-        self._buffer: list[int] = []
-        """Versions of the steps that wait."""
+        self._idle = setup.games
+        """Workers without a game."""
+        self._rest_of_group: deque[_Game] = deque()
+        self._num_games = 0
+        self._kinds = setup.kinds or (Kind(env_id="env", lengths=(setup.turns_per_game,)),)
+        self._buffer = _buffer(setup.learner, self._kinds, seed)
         self._version = 0
+        self._held: Counter[int] = Counter()
+        """Games and places in the pool that hold an adapter version."""
+        self._pool = [0]
+        self._flying: list[int] = []
+        self._waits_since: float | None = None
+        """Since when an adapter waits for a slot."""
+        self._slot_waits = 0.0
+        self._counted: dict[tuple[str, str], StepCounts] = {}
         self._learning: str | None = None
         self._is_measured = False
         self._measured = dict.fromkeys(("turns", "tokens", "slots", "orchestrator", "learning", "publishing"), 0.0)
         self._staleness: list[int] = []
-        self._updates = self._produced = self._trained = self._dropped = 0
+        self._updates = 0
 
     def run(self, warm_up_s: float, seconds: float) -> Outcome:
         """Play so long, and tell what happened after the warm-up."""
-        length = self._setup.turns_per_game
-        for _ in range(self._setup.games):
-            self._ask(_Game(length, self._rng.randrange(length)))  # as if they had begun at different times
+        self._begin_games()
         self._go_on_until(warm_up_s)
-        self._is_measured = True
+        self._measure()
         self._go_on_until(warm_up_s + seconds)
+        return self._outcome(seconds)
+
+    def run_updates(self, warm_up: int, updates: int) -> Outcome:
+        """Play until so many updates are made, and tell what happened after those of the warm-up."""
+        self._begin_games()
+        self._go_on_until(math.inf, warm_up)
+        self._measure()
+        began = self._now
+        self._go_on_until(math.inf, warm_up + updates)
+        return self._outcome(self._now - began)
+
+    def _measure(self) -> None:
+        self._is_measured = True
+        self._counted = {key: replace(counts) for key, counts in self._buffer.counts.items()}
+
+    def _outcome(self, seconds: float) -> Outcome:
         told, setup = self._measured, self._setup
         return Outcome(
             turns_per_s=told["turns"] / seconds,
@@ -158,14 +235,17 @@ class Simulation:
             updates=self._updates,
             staleness_mean=sum(self._staleness) / len(self._staleness) if self._staleness else math.nan,
             staleness_max=max(self._staleness, default=0),
-            produced=self._produced,
-            trained=self._trained,
-            dropped=self._dropped,
-            waiting=len(self._buffer),
+            produced=self._buffer.added,
+            trained=self._buffer.taken,
+            dropped=self._buffer.dropped_stale,
+            waiting=self._buffer.size(),
+            counts={key: _less(counts, self._counted.get(key)) for key, counts in self._buffer.counts.items()},
+            games_in_flight=sum(self._flying) / len(self._flying) if self._flying else math.nan,
+            slot_waits=self._slot_waits / seconds,
         )
 
-    def _go_on_until(self, end: float) -> None:
-        while self._events and self._events[0][0] <= end:
+    def _go_on_until(self, end: float, version: int | None = None) -> None:
+        while self._events and self._events[0][0] <= end and self._version != version:
             self._now, _, life, subject = heapq.heappop(self._events)
             if subject is None:
                 self._learner_goes_on()
@@ -173,7 +253,8 @@ class Simulation:
                 self._send(subject)
             elif life == subject.life:
                 self._interrupt(subject)
-        self._now = end
+        if end < math.inf:
+            self._now = end
 
     def _schedule(self, time: float, subject: _Engine | _Game | None) -> None:
         self._order += 1
@@ -219,17 +300,52 @@ class Simulation:
         if game.played < game.length:
             self._ask(game)
             return
-        learner = self._setup.learner
-        game.played = 0
-        if learner is not None:
-            self._buffer.extend([game.version] * game.length)
-            self._produced += game.length
+        self._idle += 1
+        for version in game.held:
+            self._held[version] -= 1
+        if self._setup.learner is not None:
+            self._buffer.add_game(_record(game, self._rng))
+            self._publish_if_possible()
             self._learn_if_possible()
-            if len(self._buffer) >= learner.buffer_size:
-                self._parked.append(game)
-                return
-        game.version = self._version
-        self._ask(game)
+        self._begin_games()
+
+    def _begin_games(self) -> None:
+        while self._idle and (self._rest_of_group or self._setup.learner is None or not self._buffer.is_full):
+            if not self._rest_of_group:
+                self._begin_group()
+            self._idle -= 1
+            game = self._rest_of_group.popleft()
+            if self._setup.learner is None and self._num_games <= self._setup.games:
+                game.played = self._rng.randrange(game.length)  # as if they had begun at different times
+            self._ask(game)
+
+    def _begin_group(self) -> None:
+        learner, rng = self._setup.learner, self._rng
+        (kind,) = rng.choices(self._kinds, [kind.weight for kind in self._kinds])
+        held = {self._version} | ({rng.choice(self._pool)} if kind.is_lagged else set())
+        seats = (0, 1) if kind.is_mirror else (rng.randrange(2),)
+        group_size = 1 if learner is None else learner.group_size
+        group_idx = self._num_games if group_size > 1 else None
+        for _ in range(group_size):
+            agents = tuple(
+                AgentSpec(pid=pid, model=POLICY, collect_data=pid in seats, prompt_template="", action_extraction_fn="")
+                for pid in (0, 1)
+            )
+            spec = GameSpec(
+                game_idx=self._num_games,
+                kind="train",
+                env_id=kind.env_id,
+                num_players=2,
+                seed=0,
+                agent_specs=agents,
+                max_turns=200,
+                group_idx=group_idx,
+            )
+            self._num_games += 1
+            self._held.update(held)
+            if learner is not None:
+                self._buffer.begin_game(spec)
+            self._rest_of_group.append(_Game(spec, rng.choice(kind.lengths), self._version, tuple(held)))
 
     # ------------------------------------------------------------------------------- engines
 
@@ -286,23 +402,16 @@ class Simulation:
     def _learn_if_possible(self) -> None:
         learner = self._setup.learner
         assert learner is not None
-        if self._learning is not None or len(self._buffer) < learner.batch_size:
+        if self._learning is not None or not self._buffer.has_batch(learner.batch_size, self._version):
             return
-        fresh = [version for version in self._buffer if self._version - version <= learner.max_staleness]
-        self._dropped += len(self._buffer) - len(fresh)
-        self._buffer = fresh
-        if len(fresh) < learner.batch_size:
-            return
-        for _ in range(learner.batch_size):
-            index = self._rng.randrange(len(fresh))
-            fresh[index], fresh[-1] = fresh[-1], fresh[index]
-            version = fresh.pop()
+        for step in _at_once(self._buffer.get_batch(learner.batch_size, self._version)):
             if self._is_measured:
-                self._staleness.append(self._version - version)
-        self._trained += learner.batch_size
+                self._staleness.append(self._version - step.generation.adapter_version)
+        if self._is_measured:
+            self._flying.append(self._setup.games - self._idle)
         tokens = sum(sum(self._rng.choice(self._setup.turns)) for _ in range(64)) / 64 * learner.batch_size
         self._wait_for_learner("learning", tokens * learner.token_s)
-        self._begin_parked()
+        self._begin_games()
 
     def _wait_for_learner(self, what: str, seconds: float) -> None:
         self._learning = what
@@ -311,23 +420,160 @@ class Simulation:
         self._schedule(self._now + seconds, None)
 
     def _learner_goes_on(self) -> None:
-        learner = self._setup.learner
-        assert learner is not None
         if self._learning == "learning":
-            for engine in self._engines:
-                self._stall(engine, learner.load_s)
-            self._wait_for_learner("publishing", learner.publish_seconds(self._setup.engines))
+            self._learning, self._waits_since = "waiting", self._now
+            self._publish_if_possible()
             return
+        assert self._setup.learner is not None
         self._learning = None
         self._version += 1
         self._updates += self._is_measured
+        self._pool = [*self._pool, self._version][-self._setup.learner.pool :]
         self._learn_if_possible()
-        self._begin_parked()
+        self._begin_games()
 
-    def _begin_parked(self) -> None:
+    def _publish_if_possible(self) -> None:
+        """Load the next adapter if there is a slot: a game holds that of its start, and the pool those that nobody
+        plays only as long as there is room."""
         learner = self._setup.learner
         assert learner is not None
-        while self._parked and len(self._buffer) < learner.buffer_size:
-            game = self._parked.popleft()
-            game.version = self._version
-            self._ask(game)
+        if self._learning != "waiting" or self._waits_since is None:
+            return
+        loaded = {version for version, games in self._held.items() if games and version} | {self._version}
+        if len(loaded) >= learner.max_loras:
+            return
+        if self._is_measured:
+            self._slot_waits += self._now - self._waits_since
+        for engine in self._engines:
+            self._stall(engine, learner.load_s)
+        self._wait_for_learner("publishing", learner.publish_seconds(self._setup.engines))
+
+
+POLICY = ModelRef(uid="policy", kind="checkpoint", adapter_version=0)
+NO_TOKENS, NO_LOGPROBS = np.zeros(1, np.int32), np.zeros(1, np.float32)
+A_TURN = Turn(pid=0, observation="", text="", action="", format_ok=True)
+
+
+def setup_of(config: Config, update_turns: float) -> Setup:
+    """What is simulated of a run's config. update_turns: mean time of an update, in mean times of a turn.
+
+    Games are as long as random ones. Turns take 2 to 20 steps of one engine that is never full.
+    """
+    config = resolve_defaults(config)
+    lengths = {spec.env_id: trial_lengths(spec) for spec in config.train_envs}
+    turns = [(1, new) for new in range(2, 21)]
+    learner, engine = config.learner, Latency(step_s=1 / 11, row_s=0.0, prompt_token_s=0.0, slots=1 << 20)
+    return Setup(
+        engines=1,
+        latency=engine,
+        games=config.run.num_collection_workers,
+        turns=turns,
+        turns_per_game=1,
+        turn_s=0.0,
+        kinds=[kind for spec in config.train_envs for kind in _kinds(config, spec, lengths[spec.env_id])],
+        learner=LearnerCosts(
+            batch_size=learner.batch_size,
+            token_s=update_turns / learner.batch_size / 12,
+            load_s=0.0,
+            canary_s=0.0,
+            score_s=0.0,
+            scored_token_s=0.0,
+            canaries=0,
+            canary_tokens=0,
+            buffer_size=config.buffer_size,
+            max_staleness=config.buffer.max_staleness,
+            max_loras=config.engine.max_loras,
+            pool=active_checkpoints(config),
+            group_size=config.run.group_size,
+            steps_per_seat=max(steps_per_seat(config, lengths).values()),
+        ),
+    )
+
+
+def _kinds(config: Config, spec: TrainEnvSpec, lengths: Sequence[int]) -> list[Kind]:
+    strategy = config.league.opponent_sampling_strategy
+    if spec.num_actors == spec.num_players:
+        strategy = "mirror"
+    given = {strategy: 1.0} if isinstance(strategy, str) else strategy
+    return [
+        Kind(
+            env_id=spec.env_id,
+            lengths=[2 * max(1, length // spec.num_players) for length in lengths],  # as if two played
+            is_mirror=name == "mirror",
+            is_lagged=name not in ("mirror", "fixed"),
+            weight=weight["weight"] if isinstance(weight, dict) else weight,
+        )
+        for name, weight in given.items()
+    ]
+
+
+def _buffer(learner: LearnerCosts | None, kinds: Sequence[Kind], seed: int) -> StepBuffer:
+    """The buffer as a run makes it."""
+    if learner is None:
+        return StepBuffer(1)
+    buffer = StepBuffer(
+        learner.buffer_size,
+        max_staleness=learner.max_staleness,
+        rng=seed,
+        group_size=learner.group_size,
+        group_baseline=GROUP_BASELINES["rloo"] if learner.group_size > 1 else None,
+    )
+    buffer.in_flight = InFlight(
+        learner.batch_size,
+        least=learner.batch_size,
+        max_age=max_age(learner.max_staleness, learner.max_loras),
+        steps_per_seat={kind.env_id: learner.steps_per_seat for kind in kinds},
+    )
+    return buffer
+
+
+def _record(game: _Game, rng: random.Random) -> GameRecord:
+    def steps(pid: int) -> list[Step]:
+        generation = Generation(
+            prompt_ids=NO_TOKENS,
+            completion_ids=NO_TOKENS,
+            logprobs=NO_LOGPROBS,
+            text="",
+            finish_reason="stop",
+            adapter_version=game.version,
+        )
+        own = (game.length + 1 - pid) // 2
+        return [
+            Step(pid=pid, obs="", act="", reward=0.0, env_id=game.spec.env_id, generation=generation)
+            for _ in range(own)
+        ]
+
+    return GameRecord(
+        spec=game.spec,
+        turns=[A_TURN] * game.length,
+        trajectories=[
+            PlayerTrajectory(
+                pid=agent.pid,
+                env_id=game.spec.env_id,
+                game_idx=game.spec.game_idx,
+                model=POLICY,
+                steps=steps(agent.pid),
+                final_reward=rng.random(),
+            )
+            for agent in game.spec.agent_specs
+            if agent.collect_data
+        ],
+        rewards={},
+        outcomes={},
+        end="natural",
+    )
+
+
+def _at_once(coroutine: Coroutine[Any, Any, list[Step]]) -> list[Step]:
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: list[Step] = end.value
+        return result
+    raise AssertionError
+
+
+def _less(counts: StepCounts, before: StepCounts | None) -> StepCounts:
+    before = before or StepCounts()
+    return StepCounts(counts.played - before.played, counts.trained - before.trained, counts.dropped - before.dropped)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unstable_lite.buffers import EpisodeBuffer, StepBuffer, staleness
+from unstable_lite.buffers import EpisodeBuffer, StepBuffer, most_dropped, staleness
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations import (
     GROUP_BASELINES,
@@ -264,6 +264,40 @@ async def test_every_step_is_as_likely_as_any_other():
         drawn.update(names_of(await buffer.get_batch(2, 0)))
     assert len(drawn) == 6
     assert all(abs(count - 1000) < 150 for count in drawn.values())
+
+
+@pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
+async def test_the_oldest_steps_are_given_out_first_so_that_none_becomes_too_old(buffer_class):
+    buffer = buffer_class(100, max_staleness=2)
+    for game_idx, version in enumerate([3, 1, 2, 1, 3, 2]):
+        buffer.add_player_trajectory(a_trajectory(5, game_idx=game_idx, version=version))
+    given = []
+    for current_version in (3, 4, 5):
+        batch = await buffer.get_batch(10, current_version)
+        steps = batch if buffer_class is StepBuffer else [step for episode in batch for step in episode]
+        given.append({step.generation.adapter_version for step in steps})
+    assert given == [{1}, {2}, {3}]
+    assert buffer.dropped_stale == 0
+
+
+async def test_steps_are_counted_by_env_and_length_of_game_from_play_to_training():
+    buffer = StepBuffer(100, max_staleness=0)
+    for game_idx, num_steps in enumerate([2, 2, 12]):
+        game = a_game([1.0], group_idx=None, num_steps=num_steps, game_idx=game_idx)
+        game.turns = [None] * num_steps
+        buffer.add_game(game)
+    await buffer.get_batch(10, 0)
+    assert not buffer.has_batch(3, 1)
+    figures = buffer.step_metrics()
+    assert figures["collection-E/Steps Played"] == 16
+    assert figures["collection-E/Steps Trained"] == 10
+    assert figures["collection-E/Steps Dropped"] == 6
+    assert figures["collection-E/Steps Played (1-4 turns)"] == 4
+    assert figures["collection-E/Steps Played (9-16 turns)"] == 12
+    restored = StepBuffer(100)
+    restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    assert restored.step_metrics() == figures
+    assert most_dropped(buffer.counts).startswith("E, ")
 
 
 async def test_the_same_seed_draws_the_same_steps():

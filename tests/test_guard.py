@@ -342,14 +342,46 @@ async def test_games_of_which_none_brings_a_step_starve_the_learner_until_one_do
     await asyncio.wait_for(watched.stop.wait(), 30)
     assert watched.guard.stopped_by is not None
     assert (
-        "although 2 training games ended: 1 void, 1 players left out by run.filter_opponent_invalid; 0 steps wait, "
-        "and a batch is 384"
+        "although 2 training games ended: 1 void, 1 players left out by run.filter_opponent_invalid, 0 steps "
+        "dropped as too stale since the start; 0 steps wait, and a batch is 384"
     ) in watched.guard.stopped_by
     watched.guard.add_record(game())
     watched.buffer.add_game(game())
     while not watched.said[-1].endswith("the learner gets steps again"):
         await asyncio.sleep(0.01)
     watching.cancel()
+
+
+async def test_steps_that_are_all_dropped_as_stale_do_not_feed_the_learner(watch: Callable[..., Watched]) -> None:
+    watched = watch(batch_size=2, starved={"threshold": 0.2, "action": "stop"})
+    watched.buffer.max_staleness = 0
+    watching = asyncio.create_task(watched.guard.watch_for_steps())
+    async with asyncio.timeout(30):
+        while not watched.stop.is_set():
+            for _ in range(2):
+                watched.guard.add_record(game())
+                watched.buffer.add_game(game())
+            assert not watched.buffer.has_batch(2, 5)
+            await asyncio.sleep(0.01)
+    assert "steps dropped as too stale since the start" in (watched.guard.stopped_by or "")
+    watching.cancel()
+
+
+async def test_an_env_whose_steps_never_reach_the_learner_is_named(watch: Callable[..., Watched]) -> None:
+    watched = watch(starved={"threshold": 0.05})
+    (env_id,) = (env.env_id for env in watched.config.train_envs)
+    record = game()
+    for update in range(1, 4):
+        watched.guard.add_record(record)
+        watched.buffer.add_game(record)
+        watched.guard.check_update(update, {})
+        await asyncio.sleep(0.1)
+    assert any(f"starved: no step of {env_id} has been trained on" in said for said in watched.said)
+    assert "0 trained on and 0 dropped" in " ".join(watched.said)
+    watched.buffer.max_staleness = None
+    await watched.buffer.get_batch(1, 0)
+    watched.guard.check_update(4, {})
+    assert "is over" in watched.said[-1]
 
 
 async def test_a_learner_for_whom_a_batch_waits_does_not_starve(watch: Callable[..., Watched]) -> None:

@@ -62,6 +62,16 @@ ALARMS = {
         figure="learner/staleness_mean",
         n="learner/num_tokens",
     ),
+    "dropped": Alarm(
+        measured="{value:.1%} of {n} steps that left the buffer were dropped as too stale",
+        threshold="{:.0%}",
+        means="games take more updates than buffer.max_staleness allows, so that short games are trained on more than "
+        "long ones",
+        advice="see collection-{env}/Steps Dropped for which games; raise buffer.max_staleness and engine.max_loras, "
+        "or learner.batch_size, or lower run.num_collection_workers",
+        figure="buffer/dropped_share",
+        n="buffer/left",
+    ),
     "entropy": Alarm(
         measured="the policy's entropy is {value:.4f} nats a token over {n} tokens",
         threshold="{:g}",
@@ -132,7 +142,8 @@ ALARMS = {
     "starved": Alarm(
         measured="{detail}",
         threshold="{:.0f} s",
-        means="games are void, or left out by run.filter_opponent_invalid or for want of a group to compare them with",
+        means="games are void, left out by run.filter_opponent_invalid or for want of a group to compare them with, or "
+        "too stale at their end",
         advice="look at games.jsonl for how they end, and into logs/orchestrator.log for why they are void",
     ),
     "skipped": Alarm(
@@ -143,7 +154,7 @@ ALARMS = {
     ),
 }
 """By their names in section `alarms`."""
-_SHARES = ("clipping", "repetition", "identical", "zero_advantage", "invalid_moves")
+_SHARES = ("clipping", "dropped", "repetition", "identical", "zero_advantage", "invalid_moves")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -500,7 +500,7 @@ def _print_summary(summary: Summary) -> None:
     rows = [
         ("updates", f"{summary.updates}" + (f", {summary.skipped_updates} skipped" * bool(summary.skipped_updates))),
         ("games", f"{summary.games}, {summary.void_games} void"),
-        ("stale steps dropped", str(summary.dropped_stale_steps)),
+        ("stale steps dropped", _dropped(summary)),
         ("time", f"{summary.seconds:.0f} s, of which training {summary.training_seconds:.0f} s"),
         ("run directory", str(summary.directory)),
     ]
@@ -519,6 +519,12 @@ def _print_summary(summary: Summary) -> None:
         way_on = f"; to go on all the same: unstable-lite run --resume {shlex.quote(str(summary.directory))}"
         saved = f"{summary.checkpoint}{way_on}" if summary.checkpoint else "none, for no update was made"
         raise UnstableError(f"stopped by alarm {summary.stopped_by}\nnewest checkpoint: {saved}")
+
+
+def _dropped(summary: Summary) -> str:
+    dropped, played = summary.dropped_stale_steps, summary.played_steps
+    share = f" of {played} ({dropped / played:.1%})" if played else ""
+    return f"{dropped}{share}" + (f"; most of {summary.most_dropped}" if summary.most_dropped else "")
 
 
 def _print_sft_summary(config: Path, summary: SftSummary) -> None:

@@ -1,7 +1,7 @@
 """Keep games in flight: so many for training, so many for evaluation, each played to its one record.
 
-Starts no training game while the buffer is full. Of a game that breaks nothing is trained or rated, and its slot goes
-on with the next game.
+Starts no training game while the steps that wait and those in flight are as many as the buffer allows. Of a game that
+breaks nothing is trained or rated, and its slot goes on with the next game.
 """
 
 from __future__ import annotations
@@ -144,9 +144,12 @@ class Collector:
         return self._runner.clock_stopped()
 
     async def play_round(self, num_games: int) -> None:
-        """So many training games, in whole groups and at one pace, to their end; needs `lock_step`."""
+        """Play training games, in whole groups and at one pace, to their end; needs `lock_step`.
+
+        At most `num_games` (and the rest of a group), and no more than bring the buffer what the learner waits for.
+        """
         assert self._lock_step is not None
-        while len(self._rest_of_group) < num_games:
+        while not self._rest_of_group or (len(self._rest_of_group) < num_games and not self._buffer.is_full):
             await self._begin_group()
         specs = list(self._rest_of_group)
         self._rest_of_group.clear()
@@ -160,9 +163,10 @@ class Collector:
         while True:
             # A group that is begun is played to its end: half a group in a full buffer would wait for ever.
             while not self._rest_of_group:
-                await self._buffer.wait_for_room()
+                await self._buffer.wait_for_room(has_game=lambda: bool(self._rest_of_group))
                 if not self._rest_of_group:  # nor has anyone begun one meanwhile
                     await self._begin_group()
+                    self._buffer.wake(len(self._rest_of_group) - 1)  # to play the others of the group
             # No name for the record: it would be kept until the next game is over.
             await self._count_with_others(await self._to_its_end(self._rest_of_group.popleft()))
 
@@ -183,6 +187,7 @@ class Collector:
         self._idle_since = None
         for spec in group:
             self._retain(spec)
+            self._buffer.begin_game(spec)
             self._rest_of_group.append(spec)
 
     async def _play_eval_games(self) -> None:

@@ -61,7 +61,8 @@ class RunConfig(Section):
     learning_steps: int = Field(200, ge=1)
     """Updates of the learner, and so adapter versions."""
     num_collection_workers: int = Field(256, ge=1)
-    """Training games in flight; in mode `sync`, those of one round."""
+    """Training games in flight, at most; in mode `sync`, those of one round. There are fewer where more would become
+    older than `buffer.max_staleness` allows; `check` says how many, the metric `run/games_in_flight` how many are."""
     num_eval_workers: int = Field(16, ge=0)
     """Evaluation games in flight beside them; 0 evaluates only by `eval_games`.
 
@@ -291,7 +292,8 @@ class BufferConfig(Section):
     buffer_size: int | None = Field(None, ge=1)
     """Steps that wait for the learner before no new game starts; default 2 × batch_size."""
     max_staleness: int = Field(8, ge=0)
-    """Updates since a step was sampled; older steps are dropped and counted."""
+    """Updates since a step was sampled. So many games are in flight that their steps are trained on by then; steps that
+    are older all the same are dropped and counted."""
     batch_delay_buffer: float = Field(1.0, ge=1)
     """A batch is drawn once so many times its steps wait. Reference: 1.5, which mixes games more and trains later."""
 
@@ -330,6 +332,10 @@ class LeagueConfig(Section):
     `module:Class`, or a mixture: `{ mirror = 0.6, fixed = 0.1, pfsp = { weight = 0.3, weighting = "even" } }`.
     What each draws, and its options: docs/league.md. From `random` on they draw fixed opponents too.
     """
+    shares_by: Literal["games", "steps"] = "games"
+    """What the shares of envs and opponents are shares of. `steps`: of the steps that are trained on, whatever samplers
+    draw; a game that brings more steps (a long one, or one against itself, where both seats are trained) is played less
+    often in proportion."""
     fixed_opponents: tuple[str, ...] = ("google/gemini-2.0-flash-lite-001",)
     """`scripted:random`, `scripted:optimal`, a class of your own as `module:Class`, or else a model behind the endpoint
     of section `opponents`."""
@@ -450,6 +456,8 @@ class AlarmsConfig(Section):
     """Share of an update's tokens whose importance weight is cut at `learner.importance_weight_cap`."""
     staleness: AlarmConfig = AlarmConfig(threshold=6.0, updates=5)
     """Mean age of an update's tokens, in updates; `buffer.max_staleness` bounds the oldest."""
+    dropped: AlarmConfig = AlarmConfig(threshold=0.05, updates=3)
+    """Share of the steps that left the buffer for an update that were dropped as older than `buffer.max_staleness`."""
     entropy: AlarmConfig = AlarmConfig(threshold=0.02, updates=3)
     """Mean entropy of the policy at an update's tokens, in nats; under it."""
     high_entropy: AlarmConfig = AlarmConfig(threshold=3.0, updates=3)
@@ -469,7 +477,8 @@ class AlarmsConfig(Section):
     """The same for the share of the newest games, as training and `run.num_eval_workers` go on, that are won against a
     fixed opponent; and for the share of training games without an own invalid move."""
     starved: AlarmConfig = AlarmConfig(threshold=900.0)
-    """Seconds in which training games ended, none of them brought the learner a step, and no batch waited."""
+    """Seconds in which training games ended, none of them brought the learner a step, and no batch waited; or in which
+    games of one env ended, and updates were made without a step of it."""
     skipped: AlarmConfig = AlarmConfig(threshold=9, action="stop")
     """Batches in a row that were skipped, because the loss was not finite or no step of them could be trained on."""
 

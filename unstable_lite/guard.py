@@ -69,7 +69,11 @@ class Guard:
         """To pause."""
         self._fed_at = time.monotonic()
         """When the newest step came to the buffer, or a batch still waited in it."""
-        self._steps_added, self._filtered = buffer.added, buffer.filtered
+        self._steps_kept, self._filtered = buffer.added - buffer.dropped_stale, buffer.filtered
+        self._trained_of: dict[str, tuple[int, float]] = {}
+        """By env: steps that were trained on, and when they were last seen to become more."""
+        self._ended_of: Counter[str] = Counter()
+        """By env: training games that ended since then."""
         self._since_fed: Counter[str] = Counter()
         """How the training games ended that ended after it."""
         (directory / PAUSED).unlink(missing_ok=True)
@@ -79,6 +83,7 @@ class Guard:
         spec = record.spec
         if spec.kind == "train":
             self._since_fed["void" if record.end == "void" else "whole"] += 1
+            self._ended_of[spec.env_id] += 1
         if record.end == "void" or spec.eval_label is not None:
             return
         is_training = spec.kind == "train"
@@ -101,7 +106,7 @@ class Guard:
         """Judge an update by its metrics and the games so far; returns how often each alarm went on."""
         self._update = update
         self.check_skipped(0)
-        self._judge([*readings_of(figures), *self._readings_of_games()])
+        self._judge([*readings_of(figures), *self._readings_of_games(), *self._hunger_of_envs()])
         return {f"alarms/{name}": count for name, count in self._alarms.counts().items()}
 
     def check_skipped(self, in_a_row: int, reason: str = "") -> None:
@@ -229,18 +234,42 @@ class Guard:
     def _hunger(self) -> Reading:
         """How long games have ended for nothing, and no batch has waited."""
         now, ended = time.monotonic(), self._since_fed.total()
-        is_fed = self._buffer.added != self._steps_added or self._buffer.has_steps_for(self._config.learner.batch_size)
+        kept = self._buffer.added - self._buffer.dropped_stale
+        is_fed = kept > self._steps_kept or self._buffer.has_steps_for(self._config.learner.batch_size)
         if is_fed or not self._going.is_set() or not ended:
-            self._fed_at, self._steps_added, self._filtered = now, self._buffer.added, self._buffer.filtered
+            self._fed_at, self._steps_kept, self._filtered = now, max(kept, self._steps_kept), self._buffer.filtered
             self._since_fed.clear()
             return Reading(alarm="starved", value=0.0, n=ended, detail="the learner gets steps again")
         seconds, num_filtered = now - self._fed_at, self._buffer.filtered - self._filtered
         detail = (
             f"no step has come to the learner for {seconds:.0f} s, although {ended} training games ended: "
-            f"{self._since_fed['void']} void, {num_filtered} players left out by run.filter_opponent_invalid; "
+            f"{self._since_fed['void']} void, {num_filtered} players left out by run.filter_opponent_invalid, "
+            f"{self._buffer.dropped_stale} steps dropped as too stale since the start; "
             f"{self._buffer.size()} steps wait, and a batch is {self._config.learner.batch_size}"
         )
         return Reading(alarm="starved", value=seconds, n=ended, detail=detail)
+
+    def _hunger_of_envs(self) -> list[Reading]:
+        """Return for how long games of each env have ended without a step of it being trained on."""
+        readings, now = [], time.monotonic()
+        for env_id in [env.env_id for env in self._config.train_envs]:
+            of_env = [counts for (name, _), counts in self._buffer.counts.items() if name == env_id]
+            trained = sum(counts.trained for counts in of_env)
+            before, since = self._trained_of.get(env_id, (0, now))
+            if trained > before or not self._going.is_set() or not self._ended_of[env_id]:
+                since = now
+                self._ended_of[env_id] = 0
+            self._trained_of[env_id] = trained, since
+            dropped, played = sum(c.dropped for c in of_env), sum(c.played for c in of_env)
+            detail = (
+                f"no step of {env_id} has been trained on for {now - since:.0f} s, although "
+                f"{self._ended_of[env_id]} of its games ended; since the start {played} of its steps were played, "
+                f"{trained} trained on and {dropped} dropped as too stale, and the rest waits or was left out"
+            )
+            readings.append(
+                Reading(alarm="starved", value=now - since, n=self._ended_of[env_id], subject=env_id, detail=detail)
+            )
+        return readings
 
     def _saved(self, checkpoint: Path | None, update: int) -> str:
         """What whoever thinks of ending a paused run has to know."""

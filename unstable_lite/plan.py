@@ -26,11 +26,13 @@ from unstable_lite.games.api_keys import url_problem
 from unstable_lite.games.environments import Environment, is_isolated, probe
 from unstable_lite.games.seats import opponent_problem
 from unstable_lite.games.templates import chats_in_use, extraction_problems, known_templates, template_problems
+from unstable_lite.games.trial_games import trial_lengths
 from unstable_lite.league.samplers import check_league, strategies, uses_checkpoints, uses_fixed
 from unstable_lite.learners import LEARNERS
 from unstable_lite.memory import shape_of
 from unstable_lite.models import has_chat_template, resolve_model
 from unstable_lite.outside_files import check_adapter
+from unstable_lite.pace import describe as describe_pace
 from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
 from unstable_lite.sharing import describe_sharing, divide, shared, sharing_problems
 from unstable_lite.transport.keys import read_run_keys
@@ -63,6 +65,8 @@ class Plan:
     """How many can be played at once, the current one included."""
     adapter_bytes: int | None
     """float32 size of one adapter, where the model's config.json is at hand."""
+    game_lengths: dict[str, list[int]]
+    """Turns of some games of random moves, by training env; none where no random player knows the moves."""
 
     @property
     def shared_devices(self) -> list[int | str]:
@@ -141,8 +145,9 @@ class Plan:
         rows.append(("engine memory", memory))
         games = f"{config.run.num_collection_workers} training, {self.num_eval_workers} evaluation"
         if config.run.mode == "sync":
-            games = f"rounds of {config.run.num_collection_workers}, each to its end; then the learner learns"
+            games = f"rounds of at most {config.run.num_collection_workers}, each to its end; then the learner learns"
         rows.append(("games in flight", games))
+        rows += describe_pace(config, self.game_lengths, self.active_checkpoints)
         specs: list[TrainEnvSpec | EvalEnvSpec] = [*config.train_envs, *config.eval_envs]
         isolated = [
             spec.env_id for spec in specs if is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated)
@@ -193,6 +198,7 @@ def make_plan(config: Config, side_by_side: bool = True) -> Plan:
         adapter_slots_needed=adapter_slots_needed(config),
         active_checkpoints=active_checkpoints(config),
         adapter_bytes=_adapter_bytes(config),
+        game_lengths={spec.env_id: trial_lengths(spec) for spec in config.train_envs} if side_by_side else {},
     )
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from unstable_lite.buffers import EpisodeBuffer, StepBuffer
+from unstable_lite.buffers import EpisodeBuffer, StepBuffer, most_dropped
 from unstable_lite.checkpoints import (
     Checkpoint,
     create_run_directory,
@@ -49,6 +49,7 @@ from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.live import shown_live
 from unstable_lite.loop_watch import LoopWatch
 from unstable_lite.opponent_pool import OpponentPool
+from unstable_lite.pace import in_flight
 from unstable_lite.plan import Plan, adapters_in_memory, make_plan
 from unstable_lite.publisher import Publisher
 from unstable_lite.reward_transformations import GROUP_BASELINES, build_reward_transformations
@@ -86,6 +87,7 @@ class Summary:
     games: int
     void_games: int
     dropped_stale_steps: int
+    """Number of steps that became too stale to be trained on."""
     seconds: float
     training_seconds: float
     """From the first training game to the last update, without start-up and the evaluations around it."""
@@ -97,6 +99,10 @@ class Summary:
     """Where the last policy is worse than an earlier one, and which."""
     stopped_by: str | None = None
     """The alarm that ended the run, if one did."""
+    played_steps: int = 0
+    """Number of collected steps of games that ended."""
+    most_dropped: str | None = None
+    """Env and class of game length of which the largest share was dropped, if any was."""
 
 
 class Run:
@@ -295,6 +301,8 @@ class Run:
             checkpoint=training.checkpoint,
             collapsed=tuple(training.guard.collapsed()),
             stopped_by=training.guard.stopped_by,
+            played_steps=sum(counts.played for counts in training.buffer.counts.values()),
+            most_dropped=most_dropped(training.buffer.counts),
         )
 
     def _go_back(self, directory: Path) -> Checkpoint:
@@ -359,6 +367,7 @@ class Run:
             self._terminal.say(arena.remark)
         scheduler = self._scheduler or _scheduler(config)
         buffer = self._buffer or _buffer(config)
+        buffer.in_flight = in_flight(config, self.plan.game_lengths)
         tracker.registry = scheduler.registry
         for env in config.eval_envs:
             if env.num_players > 1:
@@ -542,7 +551,8 @@ def _attendants(
 def _scheduler(config: Config) -> GameScheduler:
     registry = ModelRegistry(beta=config.league.trueskill_beta)
     model_sampler = build_model_sampler(config.league, registry, _stream(config, "opponents"))
-    return GameScheduler(model_sampler, build_env_sampler(config), config.run.seed, config.run.group_size)
+    run, shares_by = config.run, config.league.shares_by
+    return GameScheduler(model_sampler, build_env_sampler(config), run.seed, run.group_size, shares_by)
 
 
 def _buffer(config: Config) -> StepBuffer | EpisodeBuffer:

@@ -304,6 +304,9 @@ class Training:
         figures |= {
             "buffer/size": self.buffer.size(),
             "buffer/dropped_stale": self.buffer.dropped_stale,
+            "buffer/dropped_share": self.buffer.dropped_lately / max(self.buffer.left_lately, 1),
+            "buffer/left": self.buffer.left_lately,
+            **self.buffer.step_metrics(),
             "buffer/filtered_opponent_invalid": self.buffer.filtered,
             "learner/skipped_updates": self.skipped,
             "league/active_checkpoints": len(self.registry.checkpoints()),
@@ -321,6 +324,9 @@ class Training:
         if self.plan.config.group_baseline is not None and isinstance(self.buffer, StepBuffer):
             figures["buffer/steps_in_groups"] = self.buffer.steps_in_groups()
             figures |= {f"buffer/groups_{name}": count for name, count in self.buffer.group_counters().items()}
+        if self.buffer.in_flight is not None:
+            figures["buffer/steps_in_flight"] = self.buffer.in_flight.steps
+            figures["run/games_in_flight"] = len(self.buffer.in_flight)
         if figures["learner/oom_retries"] > self.tracker.latest.get("learner/oom_retries", 0.0):
             self._alarm(
                 "the learner ran out of memory and did the update again; from now on a micro-batch has at most "

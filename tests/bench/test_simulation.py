@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.latency import Latency
-from bench.simulation import LearnerCosts, Outcome, Setup, Simulation
+from bench.simulation import Kind, LearnerCosts, Outcome, Setup, Simulation, setup_of
+from unstable_lite.config import Config, parse_toml
 
 LATENCY = Latency(step_s=0.01, row_s=0.001, prompt_token_s=0.0, slots=10)
 TURNS = [(50, 20)]
@@ -97,3 +100,75 @@ def test_the_same_seed_gives_the_same_and_another_one_does_not() -> None:
     setup = replace(ALONE, engines=3, games=33, turns=turns, turn_s=0.001, learner=LEARNER)
     assert simulate(setup) == simulate(setup)
     assert simulate(setup) != simulate(setup, seed=1)
+
+
+# what is generated is trained on
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
+UPDATE_TURNS = (0.5, 4.0, 14.0)
+"""Time of an update, in times of a turn: the learner is the faster side, or about as fast, or the slower one."""
+
+
+def mirror(*env_ids: str, **sections: Any) -> Config:
+    """All defaults, with these envs."""
+    envs = [{"env_id": env_id, "num_players": 2, "num_actors": 2} for env_id in env_ids]
+    return Config.model_validate({"train_envs": envs, **sections})
+
+
+def assert_all_are_trained_on(told: Outcome) -> None:
+    dropped = sum(counts.dropped for counts in told.counts.values())
+    trained = sum(counts.trained for counts in told.counts.values())
+    assert dropped <= 0.01 * (dropped + trained)
+    for (env_id, turns), counts in told.counts.items():
+        left = counts.trained + counts.dropped
+        assert counts.trained >= 0.95 * left, f"{env_id}, {turns}"
+    assert len(told.counts) >= 1
+
+
+@pytest.mark.parametrize("update_turns", UPDATE_TURNS)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_trains_on_what_it_generates(path: Path, update_turns: float) -> None:
+    config = Config.model_validate(parse_toml(path.read_bytes(), path.name))
+    assert_all_are_trained_on(Simulation(setup_of(config, update_turns)).run_updates(5, 30))
+
+
+@pytest.mark.parametrize("update_turns", UPDATE_TURNS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        mirror("SimpleTak-v0-train"),
+        mirror("Nim-v0-train", "ConnectFour-v0-train"),
+        mirror("Nim-v0-train", "ConnectFour-v0-train", engine={"max_loras": 32}),
+        mirror("ConnectFour-v0-train", algorithm="grpo", run={"group_size": 8}),
+        mirror("SimpleTak-v0-train", buffer={"max_staleness": 3}),
+    ],
+    ids=["defaults", "two envs", "two envs, many slots", "groups of 8", "little staleness"],
+)
+def test_defaults_train_on_what_they_generate(config: Config, update_turns: float) -> None:
+    assert_all_are_trained_on(Simulation(setup_of(config, update_turns)).run_updates(5, 30))
+
+
+@pytest.mark.parametrize("update_turns", UPDATE_TURNS)
+def test_games_of_6_and_of_30_turns_are_trained_on_alike(update_turns: float) -> None:
+    setup = setup_of(mirror("SimpleTak-v0-train"), update_turns)
+    kinds = [Kind(env_id="short", lengths=[6]), Kind(env_id="long", lengths=[30])]
+    told = Simulation(replace(setup, kinds=kinds)).run_updates(5, 40)
+    assert_all_are_trained_on(told)
+    assert {env_id for env_id, _ in told.counts} == {"short", "long"}
+
+
+def test_without_back_pressure_on_games_in_flight_long_games_are_dropped() -> None:
+    """The simulation sees what it is there to see."""
+    simulation = Simulation(setup_of(mirror("Nim-v0-train", "ConnectFour-v0-train", engine={"max_loras": 32}), 0.5))
+    simulation._buffer.in_flight = None
+    told = simulation.run_updates(5, 30)
+    with pytest.raises(AssertionError):
+        assert_all_are_trained_on(told)
+
+
+def test_a_faster_learner_has_as_many_games_in_flight_as_staleness_allows() -> None:
+    """Games of 15 turns may be 7 updates old, so that 7 batches come while one is played: 7 * 384 / 15 games."""
+    setup = replace(setup_of(mirror("SimpleTak-v0-train"), 0.0), kinds=[Kind(env_id="even", lengths=[16])])
+    told = Simulation(setup).run_updates(10, 60)
+    assert told.staleness_max <= 8
+    assert 0.6 * 7 * 384 / 16 < told.games_in_flight < 1.1 * 7 * 384 / 16

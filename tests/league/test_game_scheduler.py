@@ -12,7 +12,7 @@ from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import BaseModelSampler, UniformRandomEnvSampler, build_model_sampler
 from unstable_lite.rng import game_seed
-from unstable_lite.types import EvalEnvSpec, GameRecord, ModelRef, TrainEnvSpec
+from unstable_lite.types import EvalEnvSpec, GameRecord, ModelRef, PlayerTrajectory, TrainEnvSpec
 
 
 def a_train_env(num_players=2, num_actors=1, **kwargs):
@@ -363,3 +363,48 @@ def test_a_mixture_of_one_is_another_sampler_than_that_one_alone():
     alone, mixture = a_scheduler("mirror"), a_scheduler({"mirror": 1})
     assert len(mixture.load_state_dict(alone.state_dict())) == 1
     assert len(alone.load_state_dict(mixture.state_dict())) == 1
+
+
+# shares
+
+
+def shares_of_steps(shares_by, strategy, steps_of_env):
+    """Shares of the steps, by env and whether the game was against itself; a seat brings `steps_of_env` steps."""
+    envs = [TrainEnvSpec(env_id=env_id, num_players=2, num_actors=1) for env_id in steps_of_env]
+    scheduler = a_scheduler(strategy, train=envs, shares_by=shares_by)
+    steps = Counter()
+    for _ in range(4000):
+        spec = scheduler.next_train_job()
+        record = a_record(spec, [1.0, -1.0])
+        collected = [agent for agent in spec.agent_specs if agent.collect_data]
+        record.trajectories = [
+            PlayerTrajectory(
+                pid=agent.pid,
+                env_id=spec.env_id,
+                game_idx=spec.game_idx,
+                model=agent.model,
+                steps=[None] * steps_of_env[spec.env_id],
+            )
+            for agent in collected
+        ]
+        steps[spec.env_id, len(collected) == 2] += len(collected) * steps_of_env[spec.env_id]
+        scheduler.update(record)
+    return {kind: count / steps.total() for kind, count in steps.items()}
+
+
+def test_shares_by_steps_are_shares_of_the_steps_that_games_bring():
+    given_ = {"mirror": 0.3, "fixed": 0.7}
+    by_steps = shares_of_steps("steps", given_, {"short": 2, "long": 20})
+    expected = {(env_id, is_mirror): 0.5 * (0.3 if is_mirror else 0.7) for env_id, is_mirror in by_steps}
+    assert by_steps == pytest.approx(expected, abs=0.06)
+    by_games = shares_of_steps("games", given_, {"short": 2, "long": 20})
+    assert by_games["long", True] == pytest.approx(0.3 * 2 * 20 / (1.3 * 22), abs=0.06)
+
+
+def test_what_shares_by_steps_go_by_survives_a_restart():
+    first = a_scheduler({"mirror": 0.3, "fixed": 0.7}, shares_by="steps")
+    for _ in range(50):
+        first.update(a_record(first.next_train_job(), [1.0, -1.0]))
+    second = a_scheduler({"mirror": 0.3, "fixed": 0.7}, shares_by="steps", run_seed=0)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [first.next_train_job() for _ in range(50)] == [second.next_train_job() for _ in range(50)]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -29,7 +29,9 @@ from unstable_lite.types import (
 )
 
 DRAWS = 20
-"""Opponents drawn for one seat until one of them can play."""
+"""Opponents drawn for one seat until one of them can play; and games drawn until one is kept by its steps."""
+GAMES = 256
+"""Games over which the running mean of the steps of a kind of game goes."""
 
 
 def _anybody(_model: ModelRef) -> bool:
@@ -40,14 +42,24 @@ class GameScheduler:
     """The n-th training game of a run is the same whatever is evaluated beside it, and vice versa."""
 
     def __init__(
-        self, model_sampler: BaseModelSampler, env_sampler: BaseEnvSampler, run_seed: int = 0, group_size: int = 1
+        self,
+        model_sampler: BaseModelSampler,
+        env_sampler: BaseEnvSampler,
+        run_seed: int = 0,
+        group_size: int = 1,
+        shares_by: Literal["games", "steps"] = "games",
     ) -> None:
+        """shares_by: whether samplers' shares are of games, or of the steps that games bring."""
         self.registry = model_sampler.registry
         self._model_sampler = model_sampler
         self._env_sampler = env_sampler
         self._run_seed = run_seed
         self._group_size = group_size
         self._rng = random.Random(derive_seed(run_seed, "seats"))
+        self._shares_by = shares_by
+        self._shares_rng = random.Random(derive_seed(run_seed, "shares"))
+        self._steps_of: dict[str, tuple[int, float]] = {}
+        """By kind of game: number of games, at most `GAMES`, and running mean of the steps that they brought."""
         self._games: Counter[str] = Counter()
         """Games handed out, by kind."""
         self._in_flight: set[int] = set()
@@ -61,6 +73,13 @@ class GameScheduler:
         An opponent that cannot play now is drawn again. Raises OpponentError if none that can is found.
         """
         can_play = cache(can_play)  # one answer for all seats of a game: a paused opponent may be tried by one
+        for _ in range(DRAWS):
+            env, agents = self._draw(can_play)
+            if self._shares_by == "games" or self._is_kept(_kind_of(env.env_id, agents)):
+                break
+        return self._new_game("train", env, agents)
+
+    def _draw(self, can_play: Callable[[ModelRef], bool]) -> tuple[TrainEnvSpec, list[AgentSpec]]:
         env = self._env_sampler.sample("train")
         current = self.registry.current
         pids = list(range(env.num_players))
@@ -68,8 +87,17 @@ class GameScheduler:
         models = dict.fromkeys(pids[: env.num_actors], current)
         models |= {pid: self._sample_opponent(can_play) for pid in pids[env.num_actors :]}
         # Where the sampled opponent is the current policy itself, its turns are worth training on too.
-        agents = [_agent(pid, models[pid], env, collect=models[pid] == current) for pid in sorted(pids)]
-        return self._new_game("train", env, agents)
+        return env, [_agent(pid, models[pid], env, collect=models[pid] == current) for pid in sorted(pids)]
+
+    def _is_kept(self, kind: str) -> bool:
+        """Draw whether a game that was drawn is played: with a probability of one over the steps that it brings.
+
+        The kind of game with the fewest steps is always kept, and so is one of which no game has ended.
+        """
+        if kind not in self._steps_of:
+            return True
+        fewest = min(mean for _, mean in self._steps_of.values())
+        return self._shares_rng.random() * self._steps_of[kind][1] <= fewest
 
     def next_train_group(self, can_play: Callable[[ModelRef], bool] = _anybody) -> list[GameSpec]:
         """`group_size` games that differ in their number alone, and so in what the players' models sample."""
@@ -134,6 +162,11 @@ class GameScheduler:
         self.registry.update_ratings(uids, record.rewards, spec.env_id)
         self._model_sampler.update(uids, record.rewards, spec.env_id)
         if spec.kind == "train":
+            kind = _kind_of(spec.env_id, spec.agent_specs)
+            n, mean = self._steps_of.get(kind, (0, 0.0))
+            n = min(n + 1, GAMES)
+            steps = sum(len(trajectory.steps) for trajectory in record.trajectories)
+            self._steps_of[kind] = n, mean + (max(steps, 1) - mean) / n
             actors = [record.rewards[agent.pid] for agent in spec.agent_specs if agent.collect_data]
             opponents = [record.rewards[agent.pid] for agent in spec.agent_specs if not agent.collect_data]
             average = sum(opponents) / len(opponents) if opponents else None
@@ -146,6 +179,8 @@ class GameScheduler:
             "in_flight": sorted(self._in_flight),
             "eval_games_of": dict(self._eval_games_of),
             "rng": state_of(self._rng),
+            "shares_rng": state_of(self._shares_rng),
+            "steps_of": {kind: list(steps) for kind, steps in self._steps_of.items()},
             "model_sampler": _kind_and_state(self._model_sampler),
             "env_sampler": _kind_and_state(self._env_sampler),
         }
@@ -159,6 +194,8 @@ class GameScheduler:
         self._in_flight.clear()
         self._eval_games_of = Counter(state["eval_games_of"])
         restore(self._rng, state["rng"])
+        restore(self._shares_rng, state["shares_rng"])
+        self._steps_of = {kind: (n, mean) for kind, (n, mean) in state["steps_of"].items()}
         left_out = []
         for name, sampler in (("model_sampler", self._model_sampler), ("env_sampler", self._env_sampler)):
             saved = state[name]
@@ -195,6 +232,12 @@ class GameScheduler:
         self._games[kind] += 1
         self._in_flight.add(game_idx)
         return game_idx
+
+
+def _kind_of(env_id: str, agents: Iterable[AgentSpec]) -> str:
+    """Return what decides how many steps a game brings: its env, and who sits at the seats that are not trained."""
+    opponents = sorted((agent.model.name or "checkpoint") for agent in agents if not agent.collect_data)
+    return " ".join([env_id, *opponents])
 
 
 def _kind_and_state(sampler: BaseModelSampler | BaseEnvSampler) -> dict[str, Any]:

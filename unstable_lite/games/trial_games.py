@@ -1,0 +1,42 @@
+"""Play a few games at random, to learn how long the games of an env are before a run begins."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+from unstable_lite.errors import EnvError
+from unstable_lite.games.environments import Environment, env_family, hang_guard, is_isolated
+from unstable_lite.games.players.scripted import LEGAL_ACTIONS, random_legal_action
+from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
+
+GAMES = 12
+TIMEOUT_S = 5.0
+
+
+def trial_lengths(spec: TrainEnvSpec | EvalEnvSpec) -> list[int]:
+    """Return the turns of some games of random legal moves.
+
+    Returns none if no scripted player knows the env's moves, or if the env is one to be kept in a process of its own.
+    """
+    return _lengths(spec.env_id, spec.num_players, spec.max_turns, spec.isolated)
+
+
+@cache
+def _lengths(env_id: str, num_players: int, max_turns: int, isolated: bool | None) -> list[int]:
+    if env_family(env_id) not in LEGAL_ACTIONS or is_isolated(env_id, num_players, wanted=isolated):
+        return []
+    try:
+        with hang_guard(TIMEOUT_S):
+            return [_length(env_id, num_players, max_turns, seed) for seed in range(GAMES)]
+    except EnvError:
+        return []
+
+
+def _length(env_id: str, num_players: int, max_turns: int, seed: int) -> int:
+    rng, environment, num_turns = random.Random(seed), Environment(env_id, num_players, seed), 0
+    turn: tuple[int, str] | None = environment.observe()
+    while turn is not None and num_turns < max_turns:
+        turn = environment.play(random_legal_action(env_id, turn[1], rng))
+        num_turns += 1
+    return num_turns
