@@ -152,6 +152,7 @@ def envs(
 ) -> None:
     """List TextArena's env ids for training, with players and remarks."""
     from unstable_lite.games.environments import describe_envs
+    from unstable_lite.games.players.greedy import GREEDY_GAMES
     from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS
     from unstable_lite.games.players.scripted import LEGAL_ACTIONS
 
@@ -159,7 +160,11 @@ def envs(
     for env_id, players, remark in describe_envs():
         if pattern.lower() in env_id.lower():
             family = env_id.partition("-v")[0]
-            scripted = {"scripted:random": LEGAL_ACTIONS, "scripted:optimal": OPTIMAL_ACTIONS}
+            scripted = {
+                "scripted:random": LEGAL_ACTIONS,
+                "scripted:greedy": GREEDY_GAMES,
+                "scripted:optimal": OPTIMAL_ACTIONS,
+            }
             names = [name for name, families in scripted.items() if family in families]
             table.add_row(env_id, players, remark or (f"opponents: {', '.join(names)}" if names else ""))
     _console().print(table)

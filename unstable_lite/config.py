@@ -331,8 +331,8 @@ class LeagueConfig(Section):
     What each draws, and its options: docs/league.md. From `random` on they draw fixed opponents too.
     """
     fixed_opponents: tuple[str, ...] = ("google/gemini-2.0-flash-lite-001",)
-    """`scripted:random`, `scripted:optimal`, a class of your own as `module:Class`, or else a model behind the endpoint
-    of section `opponents`."""
+    """`scripted:random` and other scripted players (docs/opponents.md), a class of your own as `module:Class`, or else
+    a model behind the endpoint of section `opponents`."""
     opponent_lag: tuple[int, int] = (1, 7)
     """Updates back, at least and at most, of the checkpoints that may be opponents."""
     max_active_checkpoints: int | None = Field(None, ge=1)

@@ -105,7 +105,7 @@ def test_an_opponent_that_can_play_has_no_problem(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("scripted:optimum", "no scripted opponent 'scripted:optimum'; there are scripted:random and scripted:optimal"),
+        ("scripted:optimum", "no scripted opponent 'scripted:optimum'; there are scripted:random, scripted:greedy"),
         ("scripted:Best", "no scripted opponent"),
         ("no_such_module:Player", "cannot import 'no_such_module'"),
         (f"{__name__}:NoSuchPlayer", "has no 'NoSuchPlayer'"),
@@ -121,7 +121,8 @@ def test_an_opponent_that_cannot_be_made_says_why(name: str, says: str) -> None:
 @pytest.mark.parametrize("name", SCRIPTED_PLAYERS)
 def test_a_scripted_opponent_in_an_env_that_it_cannot_read_says_so(name: str) -> None:
     assert "'SimpleNegotiation-v0-train'" in str(problem(name, "SimpleNegotiation-v0-train"))
-    assert "no 'Current Pile:" in str(problem(name, "Nim-v0-train")), "a variant that writes otherwise"
+    says = "no greedy player for 'Nim-v0-train'" if name == "scripted:greedy" else "no 'Current Pile:"
+    assert says in str(problem(name, "Nim-v0-train")), "a variant that writes otherwise"
 
 
 @pytest.mark.parametrize("name", ["vendor/model", "vendor/model:free", "gpt-4o", "llama3:8b", "qwen3:latest"])
