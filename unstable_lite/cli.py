@@ -18,6 +18,8 @@ from rich.table import Table
 from unstable_lite.errors import ConfigError, UnstableError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from unstable_lite.runtime import Summary
     from unstable_lite.sft.session import SftSummary
 
@@ -160,7 +162,7 @@ def envs(
     for env_id, players, remark in describe_envs():
         if pattern.lower() in env_id.lower():
             family = env_id.partition("-v")[0]
-            scripted = {
+            scripted: dict[str, Collection[str]] = {
                 "scripted:random": LEGAL_ACTIONS,
                 "scripted:greedy": GREEDY_GAMES,
                 "scripted:optimal": OPTIMAL_ACTIONS,
