@@ -334,6 +334,41 @@ def resample(
 
 
 @app.command()
+def probe(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="The run whose config names base and envs.")],
+    models: Annotated[
+        list[str] | None, typer.Argument(help="'base', run or adapter directories; default: base and RUN.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="A CSV file; default: RUN/probe.csv.")] = None,
+    games: Annotated[int, typer.Option(min=2, help="Games of random legal play whose positions are asked about.")] = 20,
+    env: Annotated[list[str] | None, typer.Option(help="As for eval; default: the run's eval envs.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or mps; default: cuda if there is any.")] = None,
+    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, repeated for more.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """Compute each model's exact choice at the same positions: share of optimal moves, entropy, state dependence."""
+    with _ErrorsAsMessages(debug):
+        from unstable_lite.evaluation.evaluator import plan_evaluation
+        from unstable_lite.evaluation.probing import probe_table, write_probes
+        from unstable_lite.evaluation.scoring import probe_models
+        from unstable_lite.trackers.terminal import TerminalInterface
+
+        target = output or run_directory / "probe.csv"
+        evaluation = plan_evaluation(
+            models or ["base", str(run_directory)],
+            output=target,
+            config=run_directory / "config.toml",
+            envs=env or (),
+            opponents=["base"],
+            overrides=override or (),
+        )
+        probes = probe_models(evaluation.cells, evaluation.plan.config, games, TerminalInterface().say, device)
+        write_probes(target, probes)
+        _console().print(probe_table(probes))
+        _console().print(f"table in {target}", soft_wrap=True)
+
+
+@app.command()
 def export(
     run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
     output: Annotated[Path | None, typer.Option(help="An empty or new directory; default: RUN/csv.")] = None,
