@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import transformers
 
-from unstable_lite.config import Config, LoraConfig, read_config
+from unstable_lite.config import Config, EngineConfig, LoraConfig, read_config
 from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell
@@ -192,4 +192,6 @@ def _config(model: EvaluatedModel, path: Path | None, env_id: str) -> Config:
         raise ConfigError(f"{model.name}: which base model? Give config, a TOML file or a Config")
     lora = {"lora_rank": stored["r"], "lora_alpha": stored["lora_alpha"], "target_modules": stored["target_modules"]}
     env = TrainEnvSpec(env_id=env_id, num_players=1, num_actors=1)
-    return Config(model_name=base, lora=LoraConfig.model_validate(lora), train_envs=(env,))
+    return Config(
+        model_name=base, engine=EngineConfig(temperature=1.0), lora=LoraConfig.model_validate(lora), train_envs=(env,)
+    )

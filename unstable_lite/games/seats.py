@@ -18,6 +18,7 @@ from unstable_lite import by_name
 from unstable_lite.config import OpponentsConfig
 from unstable_lite.errors import ConfigError, EnvError, UnsupportedEnvError
 from unstable_lite.games.api_keys import api_key, endpoint_url, key_variable, url_problem
+from unstable_lite.games.players.blind import BlindPlayer
 from unstable_lite.games.players.greedy import GreedyPlayer
 from unstable_lite.games.players.optimal import OptimalPlayer
 from unstable_lite.games.players.player import Player
@@ -30,10 +31,16 @@ from unstable_lite.types import AgentSpec, GameSpec, ModelRef
 if TYPE_CHECKING:
     from unstable_lite.games.players.openai_compatible import Endpoint
 
+BLIND = "scripted:blind-"
+"""Begins the name of the blind player that was found against `scripted:NAME`: `scripted:blind-greedy`."""
 SCRIPTED_PLAYERS: dict[str, type[ScriptedPlayer]] = {
     "scripted:random": RandomLegalPlayer,
     "scripted:greedy": GreedyPlayer,
     "scripted:optimal": OptimalPlayer,
+}
+SCRIPTED_PLAYERS |= {
+    name.replace("scripted:", BLIND): type("BlindPlayer", (BlindPlayer,), {"opponent": opponent})
+    for name, opponent in SCRIPTED_PLAYERS.items()
 }
 DESCRIPTORS_BESIDES = 128
 """What a run has open besides a connection for each request to an endpoint; games have none."""
