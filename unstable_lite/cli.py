@@ -243,6 +243,9 @@ def evaluate_models(
     override: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value, repeated for more; engine.temperature=0.6")
     ] = None,
+    probe_games: Annotated[
+        int, typer.Option("--probe", metavar="GAMES", help="Also probe, at the positions of so many random games.")
+    ] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the tables.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
 ) -> None:
@@ -270,6 +273,14 @@ def evaluate_models(
             console.print(ladder_table(evaluated.ladder))
         else:
             console.print(*results_tables(evaluated.evaluations), sep="\n")
+        if probe_games:
+            from unstable_lite.evaluation.probing import probe_table, write_probes
+            from unstable_lite.evaluation.scoring import probe_models
+
+            probes = probe_models(evaluation.cells, evaluation.plan.config, probe_games, console.print)
+            if probes:
+                write_probes(output / "probe.csv", probes)
+                console.print(probe_table(probes))
         console.print(f"{evaluated.played} games played; tables and games in {evaluated.output}", soft_wrap=True)
 
 

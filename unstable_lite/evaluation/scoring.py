@@ -8,6 +8,7 @@ box, other brackets) is the rest of the probability.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,11 +72,14 @@ def action_distribution(
 def probe_models(
     cells: Sequence[Cell], config: Config, games: int, say: Callable[[str], None], device: str | None = None
 ) -> list[Probe]:
-    """Probe the model of each cell in its env, at the same positions; a random legal player comes first in each env.
+    """Probe the base and the adapters of `cells` in each env, at the same positions, after a random legal player.
 
     Raises what `action_distribution` raises.
     """
-    envs = list(dict.fromkeys(cell.env for cell in cells))
+    asked = dict.fromkeys(
+        (replace(cell.env, fixed_opponent=""), cell.model) for cell in cells if not cell.model.is_fixed
+    )
+    envs = list(dict.fromkeys(env for env, _ in asked))
     positions = {env: random_positions(env, games) for env in envs}
     scorer = AnswerScorer(config, envs, device)
     probes = []
@@ -83,7 +87,7 @@ def probe_models(
         observations = list(dict.fromkeys(position.observation for position in positions[env]))
         uniform = {observation: uniform_distribution(env.env_id, observation) for observation in observations}
         probes.append(probe("random legal", env, positions[env], uniform))
-        for model in dict.fromkeys(cell.model for cell in cells if cell.env == env):
+        for model in (model for of, model in asked if of == env):
             scorer.use(model)
             distributions = scorer.distributions(env, observations)
             probes.append(probe(model.name, env, positions[env], dict(zip(observations, distributions, strict=True))))

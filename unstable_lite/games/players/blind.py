@@ -47,7 +47,11 @@ class BlindPlayer(ScriptedPlayer):
     def candidates(self, observation: str) -> list[str]:
         actions = legal_actions(self.env_id, observation)
         if not self._preferences:
-            self._preferences = best_preferences(self.env_id, self.opponent, self._seat(observation))
+            self._preferences = best_preferences(
+                self.env_id,
+                self.opponent,  # type: ignore[arg-type]  # mypy takes the class's own __hash__ for type's
+                self._seat(observation),
+            )
         return [first_legal(self._preferences, actions)]
 
     def _seat(self, observation: str) -> int:
