@@ -18,6 +18,8 @@ from unstable_lite.errors import ConfigError, UnstableError
 from unstable_lite.visible_text import visible
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from rich.console import Console
 
     from unstable_lite.runtime import Summary
@@ -161,6 +163,7 @@ def envs(
 ) -> None:
     """List TextArena's env ids for training, with players and remarks."""
     from unstable_lite.games.environments import describe_envs
+    from unstable_lite.games.players.greedy import GREEDY_GAMES
     from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS
     from unstable_lite.games.players.scripted import LEGAL_ACTIONS
 
@@ -168,7 +171,11 @@ def envs(
     for env_id, players, remark in describe_envs():
         if pattern.lower() in env_id.lower():
             family = env_id.partition("-v")[0]
-            scripted = {"scripted:random": LEGAL_ACTIONS, "scripted:optimal": OPTIMAL_ACTIONS}
+            scripted: dict[str, Collection[str]] = {
+                "scripted:random": LEGAL_ACTIONS,
+                "scripted:greedy": GREEDY_GAMES,
+                "scripted:optimal": OPTIMAL_ACTIONS,
+            }
             names = [name for name, families in scripted.items() if family in families]
             table.add_row(env_id, players, remark or (f"opponents: {', '.join(names)}" if names else ""))
     _console().print(table)
@@ -246,6 +253,9 @@ def evaluate_models(
         list[str] | None, typer.Option("--set", help="section.key=value, repeated for more; engine.temperature=0.6")
     ] = None,
     trust_config: TrustConfig = False,
+    probe_games: Annotated[
+        int, typer.Option("--probe", metavar="GAMES", help="Also probe, at the positions of so many random games.")
+    ] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the tables.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
 ) -> None:
@@ -274,6 +284,14 @@ def evaluate_models(
             console.print(ladder_table(evaluated.ladder))
         else:
             console.print(*results_tables(evaluated.evaluations), sep="\n")
+        if probe_games:
+            from unstable_lite.evaluation.probing import probe_table, write_probes
+            from unstable_lite.evaluation.scoring import probe_models
+
+            probes = probe_models(evaluation.cells, evaluation.plan.config, probe_games, console.print)
+            if probes:
+                write_probes(output / "probe.csv", probes)
+                console.print(probe_table(probes))
         console.print(f"{evaluated.played} games played; tables and games in {evaluated.output}", soft_wrap=True)
 
 
@@ -338,6 +356,43 @@ def resample(
         console = _console()
         console.print(resampled_table(rows))
         console.print(f"{samples} actions for each observation, entropy in nats; {target}", soft_wrap=True)
+
+
+@app.command()
+def probe(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="The run whose config names base and envs.")],
+    models: Annotated[
+        list[str] | None, typer.Argument(help="'base', run or adapter directories; default: base and RUN.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="A CSV file; default: RUN/probe.csv.")] = None,
+    games: Annotated[int, typer.Option(min=2, help="Games of random legal play whose positions are asked about.")] = 20,
+    env: Annotated[list[str] | None, typer.Option(help="As for eval; default: the run's eval envs.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or mps; default: cuda if there is any.")] = None,
+    override: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, repeated for more.")] = None,
+    trust_config: TrustConfig = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")] = False,
+) -> None:
+    """Compute each model's exact choice at the same positions: share of optimal moves, entropy, state dependence."""
+    with _ErrorsAsMessages(debug):
+        from unstable_lite.evaluation.evaluator import plan_evaluation
+        from unstable_lite.evaluation.probing import probe_table, write_probes
+        from unstable_lite.evaluation.scoring import probe_models
+        from unstable_lite.trackers.terminal import TerminalInterface
+        from unstable_lite.trust import run_config
+
+        target = output or run_directory / "probe.csv"
+        evaluation = plan_evaluation(
+            models or ["base", str(run_directory)],
+            output=target,
+            config=run_config(run_directory, override or (), trust_config),
+            envs=env or (),
+            opponents=["base"],
+            overrides=override or (),
+        )
+        probes = probe_models(evaluation.cells, evaluation.plan.config, games, TerminalInterface().say, device)
+        write_probes(target, probes)
+        _console().print(probe_table(probes))
+        _console().print(f"table in {target}", soft_wrap=True)
 
 
 @app.command()

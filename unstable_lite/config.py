@@ -337,8 +337,8 @@ class LeagueConfig(Section):
     draw; a game that brings more steps (a long one, or one against itself, where both seats are trained) is played less
     often in proportion."""
     fixed_opponents: tuple[str, ...] = ("google/gemini-2.0-flash-lite-001",)
-    """`scripted:random`, `scripted:optimal`, a class of your own as `module:Class`, or else a model behind the endpoint
-    of section `opponents`."""
+    """`scripted:random` and other scripted players (docs/opponents.md), a class of your own as `module:Class`, or else
+    a model behind the endpoint of section `opponents`."""
     opponent_lag: tuple[int, int] = (1, 7)
     """Updates back, at least and at most, of the checkpoints that may be opponents."""
     max_active_checkpoints: int | None = Field(None, ge=1)

@@ -21,8 +21,9 @@ FinishReason = Literal["stop", "length"]
 GameKind = Literal["train", "eval"]
 Outcome = Literal["win", "draw", "loss", "na"]
 """Place among the players, from the ranks of the final rewards; "na" where there is one player."""
-Observation = Literal["env", "first-last"]
-"""What a seat is shown: what the env id's own wrapper makes of the game so far, or its first and its last message."""
+Observation = Literal["env", "first-last", "board"]
+"""What a player sees: the game so far as the env id's own wrapper shows it; the first and the last message; or the
+rules and the newest board."""
 GameEnd = Literal["natural", "invalid", "truncated", "void"]
 """How a game ended: by its rules, by an invalid move, by our turn cap, or because something broke or took too
 long."""
@@ -45,7 +46,8 @@ class TrainEnvSpec:
     max_turns: int = 200
     """Turn cap over all players; a game that reaches it is truncated."""
     observation: Observation = "env"
-    """What a seat is shown: what the env id's own wrapper makes of the game so far, or its first and last message."""
+    """What a player sees: `env`, the game so far as the env id's own wrapper shows it; `first-last`, the first and the
+    last message; `board`, the rules and the newest board, for board games alone (docs/games.md)."""
     isolated: bool | None = None
     """Whether its games live in processes that can be killed, whatever they hang in; default: those of envs that are
     known to loop, and of envs whose reset is slow. A turn then costs a round trip, 0.1 ms and more."""

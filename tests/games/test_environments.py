@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from unstable_lite.games.environments import (
     Environment,
     _checked_rewards,
     describe_envs,
+    env_family,
     env_ids,
     outcomes_from_rewards,
     probe,
 )
-from unstable_lite.games.players.scripted import random_legal_action
+from unstable_lite.games.players.scripted import LEGAL_ACTIONS, legal_actions, random_legal_action
 from unstable_lite.plan import find_problems
 from unstable_lite.sft.session import find_sft_problems
 
@@ -231,3 +233,71 @@ def test_only_the_first_and_the_last_message_are_shown_where_asked_for(env_id: s
         assert "removes" not in observation
     assert "pile 0: 1\n  pile 1: 0\n  pile 2: 5" in shown[3]
     assert random_legal_action(env_id, shown[3], random.Random(0)) in ("[0 1]", *(f"[2 {n}]" for n in range(1, 6)))
+
+
+BOARD_GAMES_IN_PLAY = (
+    "TicTacToe-v0-train",
+    "ConnectFour-v0-train",
+    "SimpleTak-v0-train",
+    "Nim-v0-train",
+    "Nim-v0",
+    "WildTicTacToe-v0-train",
+    "ThreePlayerTicTacToe-v0-train",
+)
+
+
+def listed_moves(env_id: str, observation: str) -> list[str]:
+    if env_family(env_id) in LEGAL_ACTIONS:
+        return legal_actions(env_id, observation)
+    line = observation.rpartition("Available Moves:")[2].partition("\n")[0]
+    return re.findall(r"\[[^\[\]]+\]", line)
+
+
+@pytest.mark.parametrize("env_id", BOARD_GAMES_IN_PLAY)
+def test_board_shows_the_whole_state_and_the_same_legal_moves_as_env(env_id: str) -> None:
+    state_of: dict[str, str] = {}
+    longest = 0
+    num_players = 3 if env_id.startswith("ThreePlayer") else 2
+    for seed in range(60):
+        rng = random.Random(seed)
+        shown, full = (Environment(env_id, num_players, seed, observation=how) for how in ("board", "env"))
+        is_over, first = False, True
+        while not is_over:
+            pid, observation = shown.observe()
+            state = f"{pid} {shown._unwrapped.state.game_state}"
+            assert state_of.setdefault(observation, state) == state, "one prompt for two states"
+            other_pid, everything = full.observe()
+            moves = listed_moves(env_id, observation)
+            assert pid == other_pid and moves == listed_moves(env_id, everything)
+            if not first:
+                longest = max(longest, len(everything) - len(observation))
+            action, first = rng.choice(moves), False
+            is_over = shown.step(action)
+            assert full.step(action) == is_over
+    assert len(set(state_of.values())) == len(state_of), "two prompts for one state"
+    assert longest > 80, "the list of moves is left out"
+
+
+@pytest.mark.parametrize(
+    ("env_id", "says"),
+    [
+        ("KuhnPoker-v0-train", "none of them (TicTacToe, WildTicTacToe"),
+        ("ConnectFour-v0-blind-train", "none of them"),
+        ("IteratedRockPaperScissors-v0-train", "none of them"),
+        ("board_less:Quiet-v0", "sends no observation of the type GAME_BOARD"),
+    ],
+)
+def test_board_is_refused_where_no_board_shows_the_state(
+    env_id: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "board_less.py").write_text(
+        "import textarena as ta\n"
+        "entry = 'textarena.envs.IteratedRockPaperScissors.env:IteratedRockPaperScissorsEnv'\n"
+        "for name in ('Quiet-v0', 'Quiet-v0-raw'):\n"
+        "    if name not in ta.envs.registration.ENV_REGISTRY:\n"
+        "        ta.envs.registration.register(name, entry, [], num_rounds=2)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert says in str(probe(env_id, 2, "board").problem)
+    entry = {"env_id": env_id, "num_players": 2, "num_actors": 2, "observation": "board"}
+    assert any(says in problem for problem in find_problems(Config.model_validate({"train_envs": [entry]})))

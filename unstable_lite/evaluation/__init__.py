@@ -1,1 +1,19 @@
 """Evaluation without a learner: models × opponents × envs, and tournaments, of what training left on disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unstable_lite.evaluation.scoring import action_distribution
+
+__all__ = ["action_distribution"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load `action_distribution` when it is first used, because its module loads torch."""
+    if name != "action_distribution":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return importlib.import_module(f"{__name__}.scoring").action_distribution

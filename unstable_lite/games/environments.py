@@ -53,7 +53,10 @@ class _LoadsLate(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, _LoadsLate())
 
 import textarena as ta  # noqa: E402
-from textarena.wrappers.ObservationWrappers.llm_observation_wrapper import FirstLastObservationWrapper  # noqa: E402
+from textarena.wrappers.ObservationWrappers.llm_observation_wrapper import (  # noqa: E402
+    FirstLastObservationWrapper,
+    GameBoardObservationWrapper,
+)
 
 SLOW_RESET_S = 0.02
 """An env whose reset takes longer would hold up every other game."""
@@ -78,6 +81,11 @@ DENIED = {
 NEEDS_NEWER_PYTHON = f"TextArena's code for it needs Python 3.12 (this is {sys.version.split()[0]})"
 LOOPS = {"PublicGoodsGame": "some games loop for ever when all players are eliminated; isolated, those are void"}
 """Env families that are well but for a loop."""
+BOARD_GAMES = ("TicTacToe", "WildTicTacToe", "ThreePlayerTicTacToe", "ConnectFour", "SimpleTak", "Nim")
+"""TextArena's env families in which the rules and the newest board tell everything that the next move depends on. In
+others the newest "board" is only a part of it: KuhnPoker's lacks the card, LiarsDice's the bids, UltimateTicTacToe's
+which small board must be played in."""
+_OBSERVED_BY = {"first-last": FirstLastObservationWrapper, "board": GameBoardObservationWrapper}
 
 
 class _Thread(threading.local):
@@ -214,7 +222,7 @@ class Environment:
 
     def _start(self, observation: Observation) -> Any:
         env_id = self._registered_id
-        env = ta.make(env_id) if observation == "env" else _make_first_last(env_id)
+        env = ta.make(env_id) if observation == "env" else _make_observed_by(_OBSERVED_BY[observation], env_id)
         env.reset(num_players=self.num_players, seed=self._seed)
         env.state.error_allowance = 0
         return env
@@ -336,9 +344,9 @@ def hang_guard(limit_s: float) -> Iterator[None]:
         _thread.guard = None
 
 
-def _make_first_last(env_id: str) -> Any:
-    """The env without its own wrappers, seen through TextArena's `FirstLastObservationWrapper`."""
-    return FirstLastObservationWrapper(ta.wrappers.ActionFormattingWrapper(ta.make(_bare_id(env_id))))
+def _make_observed_by(wrapper: Callable[[Any], Any], env_id: str) -> Any:
+    """Make the env without its own wrappers, observed through `wrapper`."""
+    return wrapper(ta.wrappers.ActionFormattingWrapper(ta.make(_bare_id(env_id))))
 
 
 def _bare_id(env_id: str) -> str:
@@ -440,9 +448,15 @@ def probe(env_id: str, num_players: int, observation: Observation = "env") -> En
         return EnvFacts("'-raw' ids have no text observation; use the id without it, or with '-train'")
     if (reason := DENIED.get(env_family(env_id))) is not None:
         return EnvFacts(f"broken in TextArena: {reason}")
-    if observation == "first-last" and (bare := _bare_id(registered_id)) not in known:
+    if observation != "env" and (bare := _bare_id(registered_id)) not in known:
         return EnvFacts(
-            f"observation = 'first-last' is made from the env without wrappers, and no {bare!r} is registered"
+            f"observation = {observation!r} is made from the env without wrappers, and no {bare!r} is registered"
+        )
+    is_board_game = env_family(env_id) in BOARD_GAMES and "-blind" not in env_id
+    if observation == "board" and not module and not is_board_game:
+        return EnvFacts(
+            "observation = 'board' needs a game whose newest board shows its whole state, and this is none of them "
+            f"({', '.join(BOARD_GAMES)}); use observation = 'env'"
         )
 
     def attempt() -> float:
@@ -461,6 +475,8 @@ def probe(env_id: str, num_players: int, observation: Observation = "env") -> En
         return EnvFacts(None, future.result())
     if isinstance(error, SyntaxError):
         return EnvFacts(NEEDS_NEWER_PYTHON)
+    if observation == "board" and isinstance(error, IndexError):  # TextArena's wrapper found no board to show
+        return EnvFacts("observation = 'board': the env sends no observation of the type GAME_BOARD at its start")
     summary = " ".join(str(error).split())[:300]
     return EnvFacts(f"does not start with num_players = {num_players}: {type(error).__name__}: {summary}")
 

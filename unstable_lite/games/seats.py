@@ -18,6 +18,8 @@ from unstable_lite import by_name
 from unstable_lite.config import OpponentsConfig
 from unstable_lite.errors import ConfigError, EnvError, UnsupportedEnvError
 from unstable_lite.games.api_keys import api_key, endpoint_url, key_variable, url_problem
+from unstable_lite.games.players.blind import BlindPlayer
+from unstable_lite.games.players.greedy import GreedyPlayer
 from unstable_lite.games.players.optimal import OptimalPlayer
 from unstable_lite.games.players.player import Player
 from unstable_lite.games.players.policy import Generates, PolicyPlayer
@@ -29,9 +31,16 @@ from unstable_lite.types import AgentSpec, GameSpec, ModelRef
 if TYPE_CHECKING:
     from unstable_lite.games.players.openai_compatible import Endpoint
 
+BLIND = "scripted:blind-"
+"""Begins the name of the blind player that was found against `scripted:NAME`: `scripted:blind-greedy`."""
 SCRIPTED_PLAYERS: dict[str, type[ScriptedPlayer]] = {
     "scripted:random": RandomLegalPlayer,
+    "scripted:greedy": GreedyPlayer,
     "scripted:optimal": OptimalPlayer,
+}
+SCRIPTED_PLAYERS |= {
+    name.replace("scripted:", BLIND): type("BlindPlayer", (BlindPlayer,), {"opponent": opponent})
+    for name, opponent in SCRIPTED_PLAYERS.items()
 }
 DESCRIPTORS_BESIDES = 128
 """What a run has open besides a connection for each request to an endpoint; games have none."""
@@ -187,7 +196,7 @@ def _is_local_name(name: str) -> bool:
 def _player_class(name: str) -> Callable[..., Player]:
     """Raises ConfigError."""
     if name.startswith("scripted:") and name not in SCRIPTED_PLAYERS:
-        raise ConfigError(f"no scripted opponent {name!r}; there are {' and '.join(SCRIPTED_PLAYERS)}")
+        raise ConfigError(f"no scripted opponent {name!r}; there are {', '.join(SCRIPTED_PLAYERS)}")
     return by_name.find("opponent", name, SCRIPTED_PLAYERS)
 
 

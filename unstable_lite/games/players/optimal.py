@@ -11,14 +11,12 @@ queens to bets that cost nothing to make.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import cache, reduce
 from operator import xor
 
 from unstable_lite.errors import EnvError, UnsupportedEnvError
-from unstable_lite.games.players.scripted import legal_actions, nim_piles
-from unstable_lite.types import Reply
+from unstable_lite.games.players.scripted import ScriptedPlayer, legal_actions, nim_piles
 
 _LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6))
 
@@ -79,19 +77,8 @@ def optimal_actions(env_id: str, observation: str) -> list[str]:
     return read(observation)
 
 
-class OptimalPlayer:
+class OptimalPlayer(ScriptedPlayer):
     """`scripted:optimal`: any of the best actions, all equally likely."""
 
-    def __init__(self, env_id: str, seed: int) -> None:
-        self._env_id = env_id
-        self._random = random.Random(seed)
-
-    def action(self, observation: str) -> str:
-        actions = optimal_actions(self._env_id, observation)
-        if not actions:
-            raise EnvError(f"{self._env_id}: no action left in the observation {observation[-200:]!r}")
-        return self._random.choice(actions)
-
-    async def act(self, observation: str) -> Reply:
-        action = self.action(observation)
-        return Reply(action=action, text=action, prompt=observation)
+    def candidates(self, observation: str) -> list[str]:
+        return optimal_actions(self.env_id, observation)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from unstable_lite.errors import EnvError, UnsupportedEnvError
 from unstable_lite.types import Reply
@@ -47,12 +46,22 @@ def _connect_four(observation: str) -> list[str]:
         header, _, top_row, *_ = _after_last("Board state:\n", observation).splitlines()
         cells = zip(header.split(), top_row.split(), strict=True)
         return [f"[col {column}]" for column, cell in cells if cell == "."]
+    rows, columns = connect_four_size(observation)
+    drops = connect_four_drops(observation)
+    return [f"[col {column}]" for column in range(columns) if drops.count(column) < rows]
+
+
+def connect_four_size(observation: str) -> tuple[int, int]:
+    """Return the numbers of rows and columns that the rules tell. Raises EnvError."""
     size = _CONNECT_FOUR_SIZE.search(observation)
     if size is None:
         raise EnvError(f"no board and no board size in the observation {observation[-200:]!r}")
-    rows, columns = map(int, size.groups())
-    drops = _CONNECT_FOUR_DROP.findall(observation)
-    return [f"[col {column}]" for column in range(columns) if drops.count(str(column)) < rows]
+    return int(size[1]), int(size[2])
+
+
+def connect_four_drops(observation: str) -> list[int]:
+    """Return the columns of all discs in the order in which they were dropped."""
+    return [int(column) for column in _CONNECT_FOUR_DROP.findall(observation)]
 
 
 def nim_piles(observation: str) -> dict[int, int]:
@@ -112,32 +121,39 @@ def legal_actions(env_id: str, observation: str) -> list[str]:
 
 
 def random_legal_action(env_id: str, observation: str, rng: random.Random) -> str:
-    """Any legal action, all equally likely."""
-    actions = legal_actions(env_id, observation)
+    """Return any legal action, all equally likely. Raises EnvError if there is none."""
+    return any_of(legal_actions(env_id, observation), rng, env_id, observation)
+
+
+def any_of(actions: Sequence[str], rng: random.Random, env_id: str, observation: str) -> str:
+    """Return one of `actions`, all equally likely. Raises EnvError if there is none."""
     if not actions:
         raise EnvError(f"{env_id}: no legal action in the observation {observation[-200:]!r}")
     return rng.choice(actions)
 
 
-class ScriptedPlayer(Protocol):
-    def __init__(self, env_id: str, seed: int) -> None: ...
-
-    def action(self, observation: str) -> str:
-        """Raises UnsupportedEnvError, EnvError."""
-
-    async def act(self, observation: str) -> Reply: ...
-
-
-class RandomLegalPlayer:
-    """`scripted:random`: any legal action, all equally likely."""
+class ScriptedPlayer:
+    """A player that chooses among `candidates`, all equally likely. The same seed makes the same choices."""
 
     def __init__(self, env_id: str, seed: int) -> None:
-        self._env_id = env_id
+        self.env_id = env_id
         self._random = random.Random(seed)
 
+    def candidates(self, observation: str) -> list[str]:
+        """Return the actions to choose from. Raises UnsupportedEnvError, EnvError."""
+        raise NotImplementedError
+
     def action(self, observation: str) -> str:
-        return random_legal_action(self._env_id, observation, self._random)
+        """Choose an action. Raises UnsupportedEnvError, EnvError."""
+        return any_of(self.candidates(observation), self._random, self.env_id, observation)
 
     async def act(self, observation: str) -> Reply:
         action = self.action(observation)
         return Reply(action=action, text=action, prompt=observation)
+
+
+class RandomLegalPlayer(ScriptedPlayer):
+    """`scripted:random`: any legal action, all equally likely."""
+
+    def candidates(self, observation: str) -> list[str]:
+        return legal_actions(self.env_id, observation)

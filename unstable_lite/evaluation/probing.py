@@ -1,0 +1,289 @@
+"""What a model does at given positions: how much of its choice is optimal, and how much depends on the position.
+
+Owns the positions, which are those of seeded games of random legal players, and the metrics made from exact answer
+probabilities, with intervals from a bootstrap over games. Loads no model: `evaluation.scoring` has the probabilities.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.table import Table
+
+from unstable_lite.evaluation.results import write_csv
+from unstable_lite.games.environments import Environment, env_family
+from unstable_lite.games.players.greedy import GREEDY_GAMES, greedy_actions
+from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS, optimal_actions
+from unstable_lite.games.players.scripted import legal_actions
+from unstable_lite.rng import derive_seed
+from unstable_lite.trackers.tracker import Z_95
+from unstable_lite.types import EvalEnvSpec
+
+Floats = npt.NDArray[np.float64]
+
+METRICS = ("optimal", "greedy", "rest", "action_entropy", "state_dependence")
+BOOTSTRAP = 200
+MOST_NEWTON_STEPS = 40
+CONVERGED = 1e-7
+"""Nats by which one more step improves the fit, at most."""
+LONGEST_STEP = 3.0
+"""Of a log-weight in one step."""
+RIDGE = 1e-6
+"""Curvature that is added, for weights that no position decides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ActionDistribution:
+    """The probability of every legal action at one position. `A`: the legal actions."""
+
+    actions: tuple[str, ...]
+    probabilities: Floats
+    """`A`; their sum is less than 1 by `rest`."""
+
+    @property
+    def rest(self) -> float:
+        """Probability of every other answer: illegal moves, and legal ones that are written otherwise."""
+        return max(0.0, 1.0 - float(self.probabilities.sum()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    game: int
+    turn: int
+    """Moves of all players before it."""
+    observation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A metric with its 95 % interval, from a bootstrap over games."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+    """Positions that it is a mean of."""
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} – {self.high:.3f})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One model at all positions of one env. Shares are between 0 and 1, entropies in nats."""
+
+    model: str
+    env_id: str
+    positions: int
+    games: int
+    optimal: Estimate | None
+    """Probability of an optimal move, where some legal move is worse; None for a game without a solver."""
+    greedy: Estimate | None
+    """Probability of a win, or else a block, where there is one; None for a game without `scripted:greedy`."""
+    rest: Estimate
+    """Probability of an answer that is no legal move, or is written in another way."""
+    action_entropy: Estimate
+    """Entropy over the legal moves."""
+    state_dependence: Estimate
+    """See `state_dependence`."""
+
+
+def random_positions(env: EvalEnvSpec, games: int, seed: int = 0) -> list[Position]:
+    """Return every position of so many seeded games between random legal players, as the player to move sees it.
+
+    Raises UnsupportedEnvError for an env family whose legal moves cannot be read.
+    """
+    positions = []
+    for game in range(games):
+        rng = random.Random(derive_seed(seed, "probe", env.env_id, game))
+        environment = Environment(env.env_id, env.num_players, rng.getrandbits(31), env.observation)
+        is_over, turn = False, 0
+        while not is_over and turn < env.max_turns:
+            _, observation = environment.observe()
+            positions.append(Position(game=game, turn=turn, observation=observation))
+            is_over = environment.step(rng.choice(legal_actions(env.env_id, observation)))
+            turn += 1
+    return positions
+
+
+def uniform_distribution(env_id: str, observation: str) -> ActionDistribution:
+    """Return what `scripted:random` does."""
+    actions = legal_actions(env_id, observation)
+    return ActionDistribution(actions=tuple(actions), probabilities=np.full(len(actions), 1 / len(actions)))
+
+
+def probe(
+    model: str, env: EvalEnvSpec, positions: Sequence[Position], distributions: Mapping[str, ActionDistribution]
+) -> Probe:
+    """Return all metrics of one model. `distributions`: by observation."""
+    at = [distributions[position.observation] for position in positions]
+    games = [position.game for position in positions]
+
+    def share_of(good_actions: Callable[[str, str], Sequence[str]]) -> Estimate:
+        good = {observation: good_actions(env.env_id, observation) for observation in distributions}
+        shares = [_share(good[position.observation], of) for position, of in zip(positions, at, strict=True)]
+        return mean_estimate(shares, games)
+
+    family = env_family(env.env_id.rpartition(":")[2])
+    return Probe(
+        model=model,
+        env_id=env.env_id,
+        positions=len(distributions),
+        games=len(set(games)),
+        optimal=share_of(optimal_actions) if family in OPTIMAL_ACTIONS else None,
+        greedy=share_of(greedy_actions) if family in GREEDY_GAMES else None,
+        rest=mean_estimate([of.rest for of in at], games),
+        action_entropy=mean_estimate([_entropy(_normalised(of)) for of in at], games),
+        state_dependence=state_dependence(at, [position.turn for position in positions], games),
+    )
+
+
+def mean_estimate(figures: Sequence[float], games: Sequence[int]) -> Estimate:
+    """Return the mean of the figures that are numbers. `games`: which game each is from."""
+    figure_N = np.array(figures)
+    counts_N = np.isfinite(figure_N)
+    if not counts_N.any():
+        return Estimate(value=math.nan, low=math.nan, high=math.nan, n=0)
+    weight_BN = _bootstrap_weights(games) * counts_N
+    weight_BN = weight_BN[weight_BN.sum(1) > 0]
+    mean_B = weight_BN @ np.where(counts_N, figure_N, 0.0) / weight_BN.sum(1)
+    return _around(float(figure_N[counts_N].mean()), mean_B, int(counts_N.sum()))
+
+
+def state_dependence(
+    distributions: Sequence[ActionDistribution], turns: Sequence[int], games: Sequence[int]
+) -> Estimate:
+    """Return how many nats of the choice among legal moves depend on more of the position than the legal moves.
+
+    It is the mean KL divergence from the policy to the nearest one that does not look: for each turn one fixed weight
+    for every action, shared out among the legal ones. So it is 0 for random legal play, for a constant action and for
+    a fixed list of preferences, and where every action is legal it is the mutual information I(action; state | turn).
+
+    The nearest policy is fitted to the positions at hand, which makes the plain figure too low; what the bootstrap
+    over games shows of that is added. `turns`, `games`: of each distribution.
+    """
+    turn_N = np.array(turns)
+    weight_BN = np.vstack([np.ones(len(turn_N)), _bootstrap_weights(games)])
+    total_B = np.zeros(len(weight_BN))
+    for turn in sorted(set(turns)):
+        at_turn = np.flatnonzero(turn_N == turn)
+        total_B += _nats_to_blind([distributions[int(index)] for index in at_turn], weight_BN[:, at_turn])
+    total_B /= weight_BN.sum(1)
+    value, resampled_B = float(total_B[0]), total_B[1:]
+    return _around(2 * value - float(resampled_B.mean()), resampled_B, len(turn_N))
+
+
+def _nats_to_blind(distributions: Sequence[ActionDistribution], weight_BN: Floats) -> Floats:
+    """Return, for each row of position weights, the weighted sum of the divergences from the best blind policy.
+
+    `N` positions of one turn, `A` actions. Minimises a convex function of log-weights by Newton's method.
+    """
+    actions = sorted({action for of in distributions for action in of.actions})
+    column_of = {action: column for column, action in enumerate(actions)}
+    p_NA, offset_NA = np.zeros((len(distributions), len(actions))), np.full((len(distributions), len(actions)), -np.inf)
+    for row, of in enumerate(distributions):
+        columns = [column_of[action] for action in of.actions]
+        p_NA[row, columns], offset_NA[row, columns] = _normalised(of), 0.0
+    entropy_N = np.array([_entropy(_normalised(of)) for of in distributions])
+
+    def evaluate(logit_BA: Floats) -> tuple[Floats, Floats]:
+        """Return the weighted sum of the cross-entropies, and the blind policies."""
+        logit_BNA = logit_BA[:, None, :] + offset_NA
+        top_BN1 = logit_BNA.max(-1, keepdims=True)
+        q_BNA = np.exp(logit_BNA - top_BN1)
+        total_BN1 = q_BNA.sum(-1, keepdims=True)
+        cross_BN = (top_BN1 + np.log(total_BN1))[..., 0] - logit_BA @ p_NA.T
+        return (weight_BN * cross_BN).sum(1), q_BNA / total_BN1
+
+    logit_BA, scale_B = np.zeros((len(weight_BN), len(actions))), np.ones(len(weight_BN))
+    loss_B, q_BNA = evaluate(logit_BA)
+    for _ in range(MOST_NEWTON_STEPS):
+        slope_BA = np.einsum("bn,bna->ba", weight_BN, q_BNA - p_NA)
+        curvature_BAA = -np.einsum("bn,bna,bnc->bac", weight_BN, q_BNA, q_BNA, optimize=True)
+        diagonal = np.arange(len(actions))
+        curvature_BAA[:, diagonal, diagonal] += np.einsum("bn,bna->ba", weight_BN, q_BNA) + RIDGE
+        step_BA = -np.linalg.solve(curvature_BAA, slope_BA[..., None])[..., 0]
+        step_BA *= np.minimum(1.0, LONGEST_STEP / np.maximum(np.abs(step_BA).max(1, keepdims=True), 1e-12))
+        tried_BA = logit_BA + scale_B[:, None] * step_BA
+        tried_loss_B, tried_q_BNA = evaluate(tried_BA)
+        is_better_B, is_converged_B = tried_loss_B < loss_B, np.abs(tried_loss_B - loss_B) < CONVERGED
+        scale_B = np.where(is_better_B, 1.0, scale_B / 2)
+        logit_BA = np.where(is_better_B[:, None], tried_BA, logit_BA)
+        q_BNA = np.where(is_better_B[:, None, None], tried_q_BNA, q_BNA)
+        loss_B = np.minimum(loss_B, tried_loss_B)
+        if is_converged_B.all():
+            break
+    nats_B: Floats = np.maximum(loss_B - weight_BN @ entropy_N, 0.0)
+    return nats_B
+
+
+def _bootstrap_weights(games: Sequence[int]) -> Floats:
+    """Return how often each position is drawn, in each of BOOTSTRAP drawings of as many whole games."""
+    names, game_N = np.unique(games, return_inverse=True)
+    share = np.full(len(names), 1 / len(names))
+    drawn_BG = np.random.default_rng(0).multinomial(len(names), share, size=BOOTSTRAP)
+    return drawn_BG[:, game_N].astype(np.float64)
+
+
+def _around(value: float, resampled_B: Floats, n: int) -> Estimate:
+    half = Z_95 * float(resampled_B.std(ddof=1))
+    return Estimate(value=value, low=value - half, high=value + half, n=n)
+
+
+def _share(good: Sequence[str], of: ActionDistribution) -> float:
+    """Return the probability of the good actions; not a number where all legal actions are good."""
+    if len(good) == len(of.actions):
+        return math.nan
+    return float(sum(p for action, p in zip(of.actions, of.probabilities, strict=True) if action in good))
+
+
+def _normalised(of: ActionDistribution) -> Floats:
+    """Return the probabilities of the legal actions given that the answer is one of them."""
+    total = of.probabilities.sum()
+    if not total > 0:
+        return np.full(len(of.actions), 1 / len(of.actions))
+    normalised: Floats = of.probabilities / total
+    return normalised
+
+
+def _entropy(p_A: Floats) -> float:
+    return -float((p_A * np.log(np.where(p_A > 0, p_A, 1.0))).sum())
+
+
+def write_probes(path: Path, probes: Sequence[Probe]) -> None:
+    """Write a CSV file with a row for each model and env; a metric has its value, `_low`, `_high` and `_n`."""
+    rows = []
+    for of in probes:
+        row: dict[str, object] = {}
+        for name, value in ((field.name, getattr(of, field.name)) for field in fields(Probe)):
+            if name in METRICS:
+                parts = asdict(value) if value is not None else dict.fromkeys(("value", "low", "high", "n"))
+                row |= {name: parts.pop("value")} | {f"{name}_{part}": figure for part, figure in parts.items()}
+            else:
+                row[name] = value
+        rows.append(row)
+    write_csv(path, list(rows[0]), rows)
+
+
+def probe_table(probes: Sequence[Probe]) -> Table:
+    """Return the table for a terminal, with 95 % intervals."""
+    table = Table("env", "model", title="Choices at random positions", title_justify="left")
+    for name in ("positions", "optimal", "win or block", "not a legal answer", "entropy", "state dependence"):
+        table.add_column(name, justify="right")
+    for of in probes:
+        shares = [f"{_percent(e)}" if e is not None else "–" for e in (of.optimal, of.greedy, of.rest)]
+        nats = [f"{e.value:.3f} ± {e.high - e.value:.3f}" for e in (of.action_entropy, of.state_dependence)]
+        table.add_row(of.env_id, of.model, str(of.positions), *shares, *nats)
+    return table
+
+
+def _percent(estimate: Estimate) -> str:
+    if not estimate.n:
+        return "–"
+    return f"{estimate.value:.1%} ± {estimate.high - estimate.value:.1%} (n={estimate.n})"

@@ -1,0 +1,202 @@
+"""The exact probability of each legal answer, by scoring it with the learner's model instead of sampling.
+
+Owns a model in this process, so it is the one module of this package that loads torch. An answer is the action inside
+`\\boxed{}` and the token that ends the turn. Everything else that a model may write (an illegal move, words before the
+box, other brackets) is the rest of the probability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from unstable_lite.config import Config, EngineConfig, LoraConfig, read_config
+from unstable_lite.engines.tokenization import Tokenizer
+from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.cells import Cell
+from unstable_lite.evaluation.models import BASE, EvaluatedModel, find_models, find_run
+from unstable_lite.evaluation.probing import ActionDistribution, Probe, probe, random_positions, uniform_distribution
+from unstable_lite.games.players.scripted import legal_actions
+from unstable_lite.games.templates import Template, chats_in_use, find_extraction, templates_for
+from unstable_lite.learners.batching import WHOLE
+from unstable_lite.learners.model import Policy
+from unstable_lite.models import resolve_model
+from unstable_lite.outside_files import CONFIG, read_json
+from unstable_lite.trust import run_config
+from unstable_lite.types import EvalEnvSpec, TrainEnvSpec, TrainItem
+
+OPENED_THOUGHT = "<think>"
+MUCH = 0.5
+"""Probability of unlisted answers above which the listed ones say little."""
+
+
+def action_distribution(
+    model: str | Path,
+    env_id: str,
+    observations: Sequence[str],
+    *,
+    config: Path | Config | None = None,
+    prompt_template: str | None = None,
+    num_players: int = 2,
+    device: str | None = None,
+) -> list[ActionDistribution]:
+    """Return the exact probability of each legal answer of `model` to each observation of `env_id`.
+
+    model: `base`, an adapter's directory (a checkpoint, for example), or a run (its newest checkpoint).
+    config: names base model, templates and temperature; default: that of the run that `model` is in, else the base that
+    the adapter names, at temperature 1. `prompt_template`: default: the config's for `env_id`, else `default`.
+    device: default: CUDA if there is any, else the CPU.
+
+    Raises ConfigError for a model, config or template that cannot be used, UnsupportedEnvError for an env family whose
+    legal answers cannot be listed, EnvError for an observation of another env.
+    """
+    (*_, found) = find_models([str(model)])
+    settings = config if isinstance(config, Config) else _config(found, config, env_id)
+    specs: list[EvalEnvSpec | TrainEnvSpec] = [*settings.eval_envs, *settings.train_envs]
+    known = [spec for spec in specs if spec.env_id == env_id]
+    env = EvalEnvSpec(
+        env_id=env_id,
+        num_players=num_players,
+        prompt_template=prompt_template or (known[0].prompt_template if known else "default"),
+        action_extraction_fn=known[0].action_extraction_fn if known else "default",
+    )
+    scorer = AnswerScorer(settings, [env], device)
+    scorer.use(found)
+    return scorer.distributions(env, observations)
+
+
+def probe_models(
+    cells: Sequence[Cell], config: Config, games: int, say: Callable[[str], None], device: str | None = None
+) -> list[Probe]:
+    """Probe the base and the adapters of `cells` in each env, at the same positions, after a random legal player.
+
+    Raises what `action_distribution` raises.
+    """
+    asked = dict.fromkeys(
+        (replace(cell.env, fixed_opponent=""), cell.model) for cell in cells if not cell.model.is_fixed
+    )
+    envs = list(dict.fromkeys(env for env, _ in asked))
+    positions = {env: random_positions(env, games) for env in envs}
+    scorer = AnswerScorer(config, envs, device)
+    probes = []
+    for env in envs:
+        observations = list(dict.fromkeys(position.observation for position in positions[env]))
+        uniform = {observation: uniform_distribution(env.env_id, observation) for observation in observations}
+        probes.append(probe("random legal", env, positions[env], uniform))
+        for model in (model for of, model in asked if of == env):
+            scorer.use(model)
+            distributions = scorer.distributions(env, observations)
+            probes.append(probe(model.name, env, positions[env], dict(zip(observations, distributions, strict=True))))
+            if (rest := probes[-1].rest.value) > MUCH:
+                say(
+                    f"{model.name} in {env.env_id}: {rest:.0%} of the probability is on answers that are not listed. "
+                    "If it reasons before it answers, its choice cannot be computed exactly: use resample"
+                )
+    return probes
+
+
+class AnswerScorer:
+    """One base model and, at a time, one adapter on it."""
+
+    def __init__(self, config: Config, envs: Sequence[EvalEnvSpec], device: str | None = None) -> None:
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        # Rounding to bfloat16 moves a token's log-probability by about 0.05; on a CPU nothing is saved by it here.
+        learner = {"dtype": "float32"} if device == "cpu" else {}
+        config = config.model_copy(
+            update={
+                "eval_envs": tuple(envs),
+                "learner": config.learner.model_copy(update=learner),
+                "lora": config.lora.model_copy(update={"initial_lora_path": None}),
+            }
+        )
+        self._policy = Policy(config, device)
+        self._tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)
+        self._templates = templates_for(config, self._tokenizer.prompts(chats_in_use(config)))
+        self._model = BASE
+
+    def use(self, model: EvaluatedModel) -> None:
+        """Score with `model` from now on. Raises ModelError for an adapter of another shape than the config's."""
+        if model.is_fixed:
+            raise ConfigError(f"{model.name} is no model that can be scored: only the base and adapters are")
+        if model.path is not None:
+            self._policy.load_adapter(model.path)
+        self._model = model
+
+    def distributions(self, env: EvalEnvSpec, observations: Sequence[str]) -> list[ActionDistribution]:
+        """Return one distribution for each observation; see `action_distribution` for what is raised."""
+        if env.prompt_template not in self._templates:
+            raise ConfigError(f"prompt_template {env.prompt_template!r} is none of {', '.join(self._templates)}")
+        template, extract = self._templates[env.prompt_template], find_extraction(env.action_extraction_fn)
+        actions_of = [legal_actions(env.env_id, observation) for observation in observations]
+        items: list[TrainItem] = []
+        for observation, actions in zip(observations, actions_of, strict=True):
+            prompt = template.prompt(observation, env.num_players)
+            for action in actions:
+                if extract(_answer(prompt, action)) != (action, True):
+                    raise ConfigError(
+                        f"action_extraction_fn {env.action_extraction_fn!r} does not read {_answer(prompt, action)!r} "
+                        f"as {action!r}, so the probability of an action is not that of one answer"
+                    )
+                items.append(self._item(prompt, _answer(prompt, action), template))
+        probabilities = iter(self._probabilities(items))
+        return [
+            ActionDistribution(actions=tuple(actions), probabilities=np.array([next(probabilities) for _ in actions]))
+            for actions in actions_of
+        ]
+
+    def _item(self, prompt: str, answer: str, template: Template) -> TrainItem:
+        completion_ids = self._tokenizer.encode_completion(prompt, answer, template.stop)
+        return TrainItem(
+            prompt_ids=self._tokenizer.encode(prompt),
+            completion_ids=completion_ids,
+            logprobs=np.zeros(len(completion_ids), np.float32),
+            reward=0.0,
+            adapter_version=0,
+            trajectory=0,
+        )
+
+    def _probabilities(self, items: Sequence[TrainItem]) -> list[float]:
+        policy = self._policy
+        logp = [torch.empty(0)] * len(items)
+        with torch.no_grad():
+            for batch in policy.micro_batches(items, share=WHOLE):
+                if self._model.path is None:
+                    logp_N = policy.base_logprobs(batch)
+                else:
+                    with policy.evaluating():
+                        logp_N, _ = policy.logprobs(batch)
+                batch.scatter(logp_N.double().cpu(), logp)
+        return [float(of_answer.sum().exp()) for of_answer in logp]
+
+
+def _answer(prompt: str, action: str) -> str:
+    """Write `action` as the templates ask for it; a thought that the prompt has opened is left empty."""
+    thought = "\n</think>\n\n" if prompt.rstrip().endswith(OPENED_THOUGHT) else ""
+    return f"{thought}\\boxed{{{action}}}"
+
+
+def _config(model: EvaluatedModel, path: Path | None, env_id: str) -> Config:
+    """Read `path`, else the config of the run that `model` is in, else make one from the adapter's own config."""
+    run = find_run([str(model.path)]) if model.path is not None else None
+    if path is None and run is not None:
+        path = run_config(run)
+    if path is not None:
+        config, problems = read_config(path, ())
+        if problems or config is None:
+            raise ConfigError(*problems)
+        return config
+    stored = read_json(model.path / CONFIG) if model.path is not None else {}
+    base = stored.get("base_model_name_or_path")
+    if not base:
+        raise ConfigError(f"{model.name}: which base model? Give config, a TOML file or a Config")
+    lora = {"lora_rank": stored["r"], "lora_alpha": stored["lora_alpha"], "target_modules": stored["target_modules"]}
+    env = TrainEnvSpec(env_id=env_id, num_players=1, num_actors=1)
+    return Config(
+        model_name=base, engine=EngineConfig(temperature=1.0), lora=LoraConfig.model_validate(lora), train_envs=(env,)
+    )

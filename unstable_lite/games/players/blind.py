@@ -1,0 +1,205 @@
+"""A player that never looks at the position, as good as such a player can be: the bar for "it learnt the game".
+
+It has one list of preferences for each seat and plays the first action on it that is legal. The lists are searched for
+by direct play against one scripted opponent, and then stay as they are: a policy that earns no more points than this
+player against the same opponent may have learnt a habit and nothing else.
+
+The search is a function of env id, opponent and seed. It takes some seconds, once in a process, when such a player is
+first made or checked, and never in a game.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from statistics import fmean
+
+from unstable_lite.errors import EnvError
+from unstable_lite.games.environments import Environment, probe
+from unstable_lite.games.players.scripted import RandomLegalPlayer, ScriptedPlayer, legal_actions
+from unstable_lite.rng import derive_seed
+
+EXACT_CLIMBS, SAMPLED_CLIMBS = 40, 4
+"""Lists that the search starts from."""
+GAMES = 100
+"""Games by which lists are compared, where their points are not exact."""
+PATIENCE = 4
+"""Changes in a row that may fail before a climb ends, for each action in the list."""
+FEW_POSITIONS = 1500
+"""Positions that one list can meet, at most, for its points to be computed exactly."""
+_Seen = tuple[int, str]
+"""Whose turn it is, and what that player sees."""
+_OWN_SEAT = re.compile(r"Player (\d+)")
+"""What every env family with a reader of legal actions tells first."""
+
+
+class BlindPlayer(ScriptedPlayer):
+    """The first legal action of a fixed list. Subclasses name the opponent that the list was searched against."""
+
+    opponent: type[ScriptedPlayer] = RandomLegalPlayer
+
+    def __init__(self, env_id: str, seed: int) -> None:
+        super().__init__(env_id, seed)
+        self._preferences: tuple[str, ...] = ()
+
+    def candidates(self, observation: str) -> list[str]:
+        actions = legal_actions(self.env_id, observation)
+        if not self._preferences:
+            self._preferences = best_preferences(
+                self.env_id,
+                self.opponent,  # type: ignore[arg-type]  # mypy takes the class's own __hash__ for type's
+                self._seat(observation),
+            )
+        return [first_legal(self._preferences, actions)]
+
+    def _seat(self, observation: str) -> int:
+        seat = _OWN_SEAT.search(observation)
+        if seat is None:
+            raise EnvError(f"{self.env_id}: no 'Player N' in the observation {observation[:200]!r}")
+        return int(seat[1])
+
+
+def first_legal(preferences: Sequence[str], actions: Sequence[str]) -> str:
+    """Return the first of `preferences` that is among `actions`, or else the first of `actions`."""
+    return next((action for action in preferences if action in actions), actions[0])
+
+
+@cache
+def best_preferences(env_id: str, opponent: type[ScriptedPlayer], seat: int, seed: int = 0) -> tuple[str, ...]:
+    """Search for the list that earns the most points in games of two at `seat` against `opponent`.
+
+    Hill climbing from many random lists: one action is moved to another place, and the list is kept if it earns more.
+    Points are exact for a board game with few positions, else those of many games in which the opponent draws alike.
+    Raises what `opponent` and `legal_actions` raise.
+    """
+    rng = random.Random(derive_seed(seed, "blind player", env_id, opponent.__name__, seat))
+    games = _Games(env_id, opponent, seat)
+    actions = games.legal_actions()
+    points = games.exact_points if games.is_small(actions) else games.sampled_points
+    num_climbs = EXACT_CLIMBS if points == games.exact_points else SAMPLED_CLIMBS
+    found = [_climb(points, rng.sample(actions, len(actions)), rng) for _ in range(num_climbs)]
+    return max(found)[1]
+
+
+def _climb(
+    points: Callable[[Sequence[str]], float], start: Sequence[str], rng: random.Random
+) -> tuple[float, tuple[str, ...]]:
+    """Return the points of the list at which no move of one action helped any more, and the list."""
+    best, best_points, num_failed = list(start), points(start), 0
+    while num_failed < PATIENCE * len(best):
+        tried = list(best)
+        moved = tried.pop(rng.randrange(len(tried)))
+        # What stands near the front decides more.
+        tried.insert(min(int(rng.expovariate(1 / 3)), len(tried)), moved)
+        tried_points = points(tried) if tried != best else best_points
+        if tried_points > best_points:
+            best, best_points, num_failed = tried, tried_points, 0
+        else:
+            num_failed += 1
+    return best_points, tuple(best)
+
+
+class _TooManyPositions(Exception):
+    pass
+
+
+class _Games:
+    """Games of two at one seat of an env against one opponent."""
+
+    def __init__(self, env_id: str, opponent: type[ScriptedPlayer], seat: int) -> None:
+        self._env_id, self._opponent, self._seat = env_id, opponent, seat
+        self._other = opponent(env_id, 0)
+        self._after: dict[tuple[str, str], _Seen | float] = {}
+        """What is seen after an action, or the points at the end. For board games: the observation is the position."""
+        self._path: dict[str, tuple[str, ...]] = {}
+        """The actions that led to a position first."""
+        self._open: dict[str, list[str]] = {}
+        """Actions that may be chosen in a position."""
+
+    def legal_actions(self) -> list[str]:
+        """Return every action that was legal at this seat in some games of random legal play."""
+        legal: set[str] = set()
+        for game in range(GAMES):
+            rng = random.Random(game)
+
+            def choose(actions: Sequence[str], rng: random.Random = rng) -> str:
+                legal.update(actions)
+                return rng.choice(actions)
+
+            self._play(game, choose)
+        return sorted(legal)
+
+    def sampled_points(self, preferences: Sequence[str]) -> float:
+        """Return the mean over the same games of 1 for a win and 1/2 for a draw."""
+        return fmean(self._play(game, lambda actions: first_legal(preferences, actions)) for game in range(GAMES))
+
+    def is_small(self, preferences: Sequence[str]) -> bool:
+        """Return whether the rules are a board game's and all its positions can be walked through."""
+        if probe(self._env_id, 2, "board").problem is not None:
+            return False
+        try:
+            self.exact_points(preferences)
+        except _TooManyPositions:
+            return False
+        return True
+
+    def exact_points(self, preferences: Sequence[str]) -> float:
+        """Return the expected points, by going through every game that can come about."""
+        if "" not in self._path:
+            self._path[""] = ()
+            environment = Environment(self._env_id, 2, 0, "board")
+            start = environment.observe()
+            self._after["", ""], self._path[start[1]] = start, ()
+        known: dict[str, float] = {}
+
+        def value(seen: _Seen | float) -> float:
+            if isinstance(seen, float):
+                return seen
+            pid, observation = seen
+            if observation not in known:
+                if len(known) > FEW_POSITIONS:
+                    raise _TooManyPositions
+                actions = self._actions(pid, observation)
+                if pid == self._seat:
+                    actions = [first_legal(preferences, actions)]
+                known[observation] = fmean(value(self._next(observation, action)) for action in actions)
+            return known[observation]
+
+        return value(self._after["", ""])
+
+    def _actions(self, pid: int, observation: str) -> list[str]:
+        if observation not in self._open:
+            is_own = pid == self._seat
+            read = legal_actions(self._env_id, observation) if is_own else self._other.candidates(observation)
+            self._open[observation] = read
+        return self._open[observation]
+
+    def _next(self, observation: str, action: str) -> _Seen | float:
+        if (observation, action) not in self._after:
+            environment, path = Environment(self._env_id, 2, 0, "board"), self._path[observation]
+            for earlier in path:
+                environment.observe()
+                environment.step(earlier)
+            environment.observe()
+            seen = self._points(environment) if environment.step(action) else environment.observe()
+            self._after[observation, action] = seen
+            if not isinstance(seen, float):
+                self._path.setdefault(seen[1], (*path, action))
+        return self._after[observation, action]
+
+    def _play(self, game: int, choose: Callable[[Sequence[str]], str]) -> float:
+        environment = Environment(self._env_id, 2, derive_seed(game, "blind player's env") % 2**31)
+        other, is_over = self._opponent(self._env_id, game), False
+        while not is_over:
+            pid, observation = environment.observe()
+            own = pid == self._seat
+            action = choose(legal_actions(self._env_id, observation)) if own else other.action(observation)
+            is_over = environment.step(action)
+        return self._points(environment)
+
+    def _points(self, environment: Environment) -> float:
+        rewards, _ = environment.close()
+        own, other = rewards[self._seat], rewards[1 - self._seat]
+        return float(own > other) + (own == other) / 2
