@@ -463,11 +463,11 @@ class AlarmsConfig(Section):
     invalid_moves: AlarmConfig = AlarmConfig(threshold=0.9, updates=5)
     """Share of an env's newest training games that the policy ended by an invalid move of its own."""
     collapse: AlarmConfig = AlarmConfig(threshold=0.0)
-    """How far the interval of the newest evaluation lies under that of the best one before it, in win rate (in reward,
-    where nobody can win)."""
+    """How far the interval of the newest evaluation lies under that of the best one before it, in points (win 1, draw
+    1/2), or in mean reward if nobody can win."""
     decline: AlarmConfig = AlarmConfig(threshold=0.1)
-    """The same for the share of the newest games, as training and `run.num_eval_workers` go on, that are won against a
-    fixed opponent; and for the share of training games without an own invalid move."""
+    """The same for the share of points of the newest games of training and of `run.num_eval_workers` against a fixed
+    opponent, and for the share of training games without an own invalid move."""
     starved: AlarmConfig = AlarmConfig(threshold=900.0)
     """Seconds in which training games ended, none of them brought the learner a step, and no batch waited."""
     skipped: AlarmConfig = AlarmConfig(threshold=9, action="stop")

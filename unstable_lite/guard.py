@@ -20,7 +20,7 @@ from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.config import Config
 from unstable_lite.trackers.repetition import repetition
 from unstable_lite.trackers.run_view import by_update
-from unstable_lite.trackers.tracker import WINDOW, Evaluation, Tracker
+from unstable_lite.trackers.tracker import POINTS, WINDOW, Evaluation, Tracker
 from unstable_lite.trackers.train_data import steps_of
 from unstable_lite.types import Batch, GameRecord
 
@@ -32,7 +32,7 @@ LOOK_S = 0.5
 """Between two looks whether it is still there."""
 MIN_GAMES = 100
 """Fewer of a kind say nothing yet."""
-WON, VALID = "won", "without an own invalid move"
+SCORED, VALID = "points", "without an own invalid move"
 """What is counted of the newest games."""
 
 
@@ -62,7 +62,7 @@ class Guard:
         self._contests = Contests()
         self._num_evaluations = 0
         """That were compared."""
-        self._windows: dict[str, dict[str, deque[bool]]] = defaultdict(lambda: defaultdict(_new_window))
+        self._windows: dict[str, dict[str, deque[float]]] = defaultdict(lambda: defaultdict(_new_window))
         """By what is counted, by the games that it is counted of; the newest ones."""
         self._update = 0
         self._reasons: list[str] = []
@@ -90,7 +90,7 @@ class Guard:
         for pid in own:
             if opponent is not None and record.outcomes[pid] != "na":
                 games = f"{'training' if is_training else 'evaluation'} games of {spec.env_id} against {opponent}"
-                self._windows[WON][games].append(record.outcomes[pid] == "win")
+                self._windows[SCORED][games].append(POINTS[record.outcomes[pid]])
 
     async def measure(self, batch: Batch) -> dict[str, float]:
         """What no learner tells of a batch; beside the event loop, for there may be millions of tokens."""
@@ -221,7 +221,14 @@ class Guard:
                     continue
                 if what == VALID:
                     readings.append(Reading(alarm="invalid_moves", value=1 - share, n=n, subject=games))
-                result = Result(who=f"up to update {self._update}", update=self._update, mean=share, n=n, what=what)
+                result = Result(
+                    who=f"up to update {self._update}",
+                    update=self._update,
+                    mean=share,
+                    n=n,
+                    draws=sum(value == POINTS["draw"] for value in window),
+                    what=VALID if what == VALID else None,
+                )
                 subject = f"training games of {games}" if what == VALID else games
                 readings += self._contests.add("decline", subject, result)
         return readings
@@ -260,5 +267,5 @@ class Guard:
         return f"Of update {best.update} itself there is no checkpoint (run.checkpoint_every); {found}"
 
 
-def _new_window() -> deque[bool]:
+def _new_window() -> deque[float]:
     return deque(maxlen=WINDOW)

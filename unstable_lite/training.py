@@ -353,21 +353,21 @@ class Training:
         return generated / max(time.monotonic() - self._started, 1e-9)
 
     def _against_fixed(self) -> Iterator[str]:
-        """For each eval env that can be won: its last evaluation, or without one the newest games beside training."""
+        """Yield the points in each eval env that can be won: of its last evaluation, else of the newest games."""
         eval_envs = self.plan.config.eval_envs
         in_order = sorted(self.tracker.evaluations, key=lambda e: e.step)  # they overlap, and end in any order
-        told = {(e.env_id, e.opponent): e for e in in_order if math.isfinite(e.win_rate)}
+        told = {(e.env_id, e.opponent): e for e in in_order if math.isfinite(e.points)}
         for env in eval_envs:
             evaluation = told.get((env.env_id, env.fixed_opponent))
             group = f"evaluation-{env.env_id} ({env.fixed_opponent})"
             if evaluation is not None:
-                win_rate, n = evaluation.win_rate, evaluation.n
-            elif f"{group}/Win Rate" in self.tracker.latest:
-                win_rate, n = self.tracker.latest[f"{group}/Win Rate"], int(self.tracker.latest[f"{group}/n"])
+                points, n = evaluation.points, evaluation.n
+            elif f"{group}/Points" in self.tracker.latest:
+                points, n = self.tracker.latest[f"{group}/Points"], int(self.tracker.latest[f"{group}/n"])
             else:
                 continue
             where = f" in {env.env_id}" * (len(eval_envs) > 1)
-            yield f"won {win_rate:.0%} against {env.fixed_opponent}{where} (n={n})"
+            yield f"points {points:.0%} against {env.fixed_opponent}{where} (n={n})"
 
     def _batch_progress(self) -> tuple[int, int]:
         return self.buffer.size(), self.plan.config.learner.batch_size

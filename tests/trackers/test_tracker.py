@@ -22,8 +22,10 @@ from unstable_lite.trackers.tracker import (
     Tally,
     Tracker,
     mean_interval,
+    points_interval,
     summarise_evaluation,
     wilson_interval,
+    with_points,
 )
 from unstable_lite.trackers.transcripts import transcript
 from unstable_lite.types import (
@@ -148,6 +150,7 @@ def test_every_mean_is_of_as_many_entries_as_its_n_says(tmp_path: Path) -> None:
     figures = {name.removeprefix("collection-E/"): x for name, x in sink.lines[-1][1].items() if "collection-E" in name}
     assert figures == {
         "reward": 0.25,
+        "Points": 0.625,
         "Win Rate": 0.5,
         "Loss Rate": 0.25,
         "Draw": 0.25,
@@ -309,6 +312,34 @@ def test_evaluation_games_without_a_quota_are_told_by_checkpoint_once_it_plays_n
     assert (later["model"], later["step"], later["n"], later["invalid"]) == ("ckpt-5", 5, 1, 1)
     assert later["reward_interval"] == [None, None]  # one game has no spread
     assert tracker.evaluations == []
+
+
+def test_the_interval_of_points_covers_the_true_mean_as_often_as_it_says() -> None:
+    assert points_interval(7, 0, 13) == wilson_interval(7, 20)
+    assert points_interval(0, 0, 0) == (0.0, 1.0)
+    low, high = points_interval(0, 400, 0)
+    assert (low, high) == pytest.approx((0.5 / (1 + 1.96**2 / 400), 1 - 0.5 / (1 + 1.96**2 / 400)))
+    assert points_interval(3, 5, 2) == pytest.approx([1 - edge for edge in reversed(points_interval(2, 5, 3))])
+    rng = np.random.default_rng(0)
+    for win, draw in ((0.45, 0.1), (0.3, 0.3), (0.1, 0.8), (0.0, 0.9)):
+        counts, times = np.unique(
+            rng.multinomial(100, [win, draw, 1 - win - draw], size=2000), axis=0, return_counts=True
+        )
+        intervals = [points_interval(*map(int, row)) for row in counts]
+        covered = sum(n for (low, high), n in zip(intervals, times, strict=True) if low <= win + draw / 2 <= high)
+        assert 0.93 < covered / 2000 < 0.98, (win, draw)
+
+
+def test_points_count_draws_half_and_are_read_from_lines_of_earlier_versions() -> None:
+    tally = Tally()
+    for outcome in ("win", "draw", "draw", "loss", "loss"):
+        tally.add(outcome, 0.0, own_invalid=False)
+    line = tally.evaluation("l", "m", 0, "E", "o").to_json()
+    assert (line["points"], line["win_rate"]) == (0.4, 0.2)
+    assert line["points_interval"] == list(points_interval(1, 2, 2))
+    old = {name: value for name, value in line.items() if not name.startswith("points")}
+    assert with_points(old) == line
+    assert with_points(old | {"win_rate": None})["points"] is None
 
 
 def test_games_that_nobody_can_win_have_a_reward_and_no_win_rate() -> None:

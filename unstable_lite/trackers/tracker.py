@@ -34,6 +34,8 @@ INTERFACE_MEANS = (
 )
 """What `get_interface_info` averages over all training envs, and what is counted there."""
 Z_95 = 1.96
+POINTS: dict[Outcome, float] = {"win": 1.0, "draw": 0.5, "loss": 0.0}
+"""What a game of several players is worth to one of them."""
 
 
 class Sink(Protocol):
@@ -86,6 +88,17 @@ class Evaluation:
         return wilson_interval(self.wins, self.wins + self.draws + self.losses)
 
     @property
+    def points(self) -> float:
+        """Mean of 1 for a win, 1/2 for a draw and 0 for a loss; not a number if nobody can win."""
+        decided = self.wins + self.draws + self.losses
+        return (self.wins + self.draws / 2) / decided if decided else math.nan
+
+    @property
+    def points_interval(self) -> tuple[float, float]:
+        """95 % score interval of the points."""
+        return points_interval(self.wins, self.draws, self.losses)
+
+    @property
     def reward_interval(self) -> tuple[float, float]:
         """95 % interval of the mean reward, by the normal approximation; no numbers where all rewards are alike, since
         they have no spread to tell one from.
@@ -109,18 +122,23 @@ class Evaluation:
                 + f" (95 %: {low:.3f} – {high:.3f})" * math.isfinite(low)
                 + f"; {self.invalid} ended by its own invalid move"
             )
-        low, high = self.interval
+        low, high = self.points_interval
         return (
-            f"{self.model} won {self.win_rate:.1%} of {self.n} games of {self.env_id} against {self.opponent} "
-            f"(95 %: {low:.1%} – {high:.1%}); {self.invalid} ended by its own invalid move"
+            f"{self.model} scored {self.points:.1%} of the points in {self.n} games of {self.env_id} against "
+            f"{self.opponent} (95 %: {low:.1%} – {high:.1%}): {self.wins} won, {self.draws} drawn; "
+            f"{self.invalid} ended by its own invalid move"
         )
 
     def to_json(self) -> dict[str, Any]:
         """A line of eval.jsonl; what is not a number is null."""
-        figures = {**asdict(self), "win_rate": self.win_rate}
+        figures = {**asdict(self), "win_rate": self.win_rate, "points": self.points}
         plain = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in figures.items()}
         reward_interval = [x if math.isfinite(x) else None for x in self.reward_interval]
-        return plain | {"interval": list(self.interval), "reward_interval": reward_interval}
+        return plain | {
+            "interval": list(self.interval),
+            "points_interval": list(self.points_interval),
+            "reward_interval": reward_interval,
+        }
 
 
 class Tally:
@@ -195,6 +213,44 @@ def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, flo
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def points_interval(wins: int, draws: int, losses: int, z: float = Z_95) -> tuple[float, float]:
+    """Return the score interval of the mean of wins (1), draws (1/2) and losses (0); [0, 1] without a game.
+
+    A mean belongs to the interval if it is within z standard errors of the observed one, where the share of draws is
+    the likeliest one that the mean allows (score test with a constrained estimate: Tango 1998, Statistics in Medicine
+    17, 891-908; Agresti and Min 2005, Statistics in Medicine 24, 729-740). Without draws it is Wilson's interval, and
+    it has a width even if all games were drawn.
+    """
+    n = wins + draws + losses
+    if not draws:
+        return wilson_interval(wins, n, z)
+    observed = (wins + draws / 2) / n
+
+    def is_inside(mean: float) -> bool:
+        win_room, loss_room = 2 * mean, 2 * (1 - mean)  # no larger share of draws leaves this mean possible
+        b = 2 * draws + wins * loss_room + losses * win_room
+        drawn = (b - math.sqrt(max(b * b - 4 * n * draws * win_room * loss_room, 0.0))) / (2 * n)
+        return (observed - mean) ** 2 <= z * z * (mean * (1 - mean) - drawn / 4) / n
+
+    def edge(outside: float) -> float:
+        inside = observed
+        for _ in range(40):
+            middle = (inside + outside) / 2
+            inside, outside = (middle, outside) if is_inside(middle) else (inside, middle)
+        return inside
+
+    return edge(0.0), edge(1.0)
+
+
+def with_points(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of eval.jsonl with its points, which earlier versions did not write."""
+    if "points" in line or line.get("win_rate") is None:
+        return {"points": None} | line
+    wins, draws, losses = line["wins"], line["draws"], line["losses"]
+    points = (wins + draws / 2) / (wins + draws + losses)
+    return line | {"points": points, "points_interval": list(points_interval(wins, draws, losses))}
 
 
 def mean_interval(mean: float, std: float, n: int, z: float = Z_95) -> tuple[float, float]:
@@ -456,9 +512,14 @@ class Tracker:
         with self._surviving("eval.jsonl"):
             self._eval_file.write(to_line(evaluation.to_json()))
         group = evaluation_group(evaluation.label, evaluation.env_id, evaluation.opponent)
-        low, high = evaluation.interval if math.isfinite(evaluation.win_rate) else (math.nan, math.nan)
+        is_decided = math.isfinite(evaluation.win_rate)
+        low, high = evaluation.interval if is_decided else (math.nan, math.nan)
+        points_low, points_high = evaluation.points_interval if is_decided else (math.nan, math.nan)
         metrics = {
             f"{group} Reward": evaluation.mean_reward,
+            f"{group} Points": evaluation.points,
+            f"{group} Points low": points_low,
+            f"{group} Points high": points_high,
             f"{group} Win Rate": evaluation.win_rate,
             f"{group} Win Rate low": low,
             f"{group} Win Rate high": high,
@@ -522,6 +583,7 @@ class Tracker:
         of_seat[f"Reward (pid={pid})"].append(record.rewards[pid])
         outcome = record.outcomes[pid]
         if outcome != "na":
+            of_games["Points"].append(POINTS[outcome])
             of_games["Win Rate"].append(outcome == "win")
             of_games["Loss Rate"].append(outcome == "loss")
             of_games[draw_name].append(outcome == "draw")

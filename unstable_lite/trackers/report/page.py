@@ -23,7 +23,7 @@ import jinja2
 
 from unstable_lite.trackers.report.games import RunGames, policy_seats
 from unstable_lite.trackers.report.runs import RunData, groups_of
-from unstable_lite.trackers.tracker import mean_interval, wilson_interval
+from unstable_lite.trackers.tracker import mean_interval, points_interval
 
 HERE = Path(__file__).parent
 PAGE_CHARS = 400_000
@@ -145,7 +145,7 @@ class Change:
     group: int
     env_id: str
     opponent: str
-    is_win_rate: bool
+    is_points: bool
     """Else the mean reward, where nobody can win."""
     first: float
     first_interval: tuple[float, float]
@@ -184,10 +184,10 @@ def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
             continue
         updates = min(shared), max(shared)
         firsts, lasts = ([rows[update] for rows in series] for update in updates)
-        is_win_rate = firsts[0]["win_rate"] is not None
-        ends = [(_pooled_wins if is_win_rate else _pooled_reward)(rows) for rows in (firsts, lasts)]
+        is_points = firsts[0]["points"] is not None
+        ends = [(_pooled_points if is_points else _pooled_reward)(rows) for rows in (firsts, lasts)]
         (first, low_1, high_1), (last, low_2, high_2) = ends
-        name = "win_rate" if is_win_rate else "mean_reward"
+        name = "points" if is_points else "mean_reward"
         between = _t_half([after[name] - before[name] for before, after in zip(firsts, lasts, strict=True)])
         # Newcombe's (1998) hybrid of the two intervals, or what the seeds differ by where that is more.
         below = max(between, math.hypot(last - low_2, high_1 - first))
@@ -197,7 +197,7 @@ def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
             group=group,
             env_id=env_id,
             opponent=opponent,
-            is_win_rate=is_win_rate,
+            is_points=is_points,
             first=first,
             first_interval=(low_1, high_1),
             last=last,
@@ -216,10 +216,9 @@ def _t_half(differences: Sequence[float]) -> float:
     return T_95[min(k - 1, len(T_95)) - 1] * stdev(differences) / math.sqrt(k) if k > 1 else 0.0
 
 
-def _pooled_wins(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
-    wins = sum(row["wins"] for row in rows)
-    decided = sum(row["wins"] + row["draws"] + row["losses"] for row in rows)
-    return wins / decided, *wilson_interval(wins, decided)
+def _pooled_points(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
+    wins, draws, losses = (sum(row[name] for row in rows) for name in ("wins", "draws", "losses"))
+    return (wins + draws / 2) / (wins + draws + losses), *points_interval(wins, draws, losses)
 
 
 def _pooled_reward(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
@@ -301,7 +300,13 @@ def _met(games: RunGames, model: str, other: str) -> dict[str, Any] | None:
     if met is None:
         return None
     wins, losses = (met["win"], met["loss"]) if model < other else (met["loss"], met["win"])
-    return {"wins": wins, "draws": met["draw"], "losses": losses, "n": met.total(), "share": wins / met.total()}
+    return {
+        "wins": wins,
+        "draws": met["draw"],
+        "losses": losses,
+        "n": met.total(),
+        "share": (wins + met["draw"] / 2) / met.total(),
+    }
 
 
 def _title(runs: Sequence[RunData]) -> str:
