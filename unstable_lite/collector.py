@@ -42,9 +42,10 @@ class Collector:
         on_record: Callable[[GameRecord], None],
         lock_step: LockStep | None = None,
         environments: Environments | None = None,
+        on_begin: Callable[[GameSpec], None] = lambda spec: None,  # noqa: ARG005
     ) -> None:
         """`lock_step`: what the seats ask, where games are played in rounds, at one pace; `environments`: where envs
-        live, if not all of them here."""
+        live, if not all of them here; `on_begin`: called for each training game, in the order of their numbers."""
         self.games_in_flight: Counter[str] = Counter()
         """By kind: "train", "eval"."""
         self.going = asyncio.Event()
@@ -57,6 +58,7 @@ class Collector:
         self._arena = arena
         self._config = config
         self._on_record = on_record
+        self._on_begin = on_begin
         self._lock_step = lock_step
         self.evaluating: Counter[str] = Counter()
         """Evaluation games without a quota that are in flight, by the checkpoint's uid."""
@@ -182,6 +184,7 @@ class Collector:
             return
         self._idle_since = None
         for spec in group:
+            self._on_begin(spec)
             self._retain(spec)
             self._rest_of_group.append(spec)
 

@@ -63,7 +63,7 @@ from unstable_lite.trackers.tracker import Evaluation, RichSink, Sink, Tracker
 from unstable_lite.training import Training, is_evaluated
 from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas, try_lock
 from unstable_lite.turns import Turns
-from unstable_lite.types import GameRecord
+from unstable_lite.types import GameRecord, GameSpec
 from unstable_lite.workers import Workers, started_workers
 
 T = TypeVar("T")
@@ -375,7 +375,11 @@ class Run:
             tracker.add_record(record)
             guard.add_record(record)
 
-        collector = Collector(scheduler, buffer, seats, arena, config.run, count, lock_step, environments)
+        def begin(spec: GameSpec) -> None:
+            tracker.begin_game(spec)
+            guard.begin_game(spec)
+
+        collector = Collector(scheduler, buffer, seats, arena, config.run, count, lock_step, environments, begin)
         engines = zip(workers.engines.engines, self.plan.engine_devices, strict=False)  # others are elsewhere
         sleepers = [engine for engine, device in engines if device in self.plan.shared_devices]
         turns = Turns(

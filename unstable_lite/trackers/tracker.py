@@ -11,19 +11,20 @@ import contextlib
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from unstable_lite.config import TrackerConfig
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.trackers.diversity import Diversity
+from unstable_lite.trackers.diversity import Diversity, digests
+from unstable_lite.trackers.in_order import InOrder
 from unstable_lite.trackers.league_log import LeagueLog
 from unstable_lite.trackers.records import AppendFile, RecordLog, to_line
 from unstable_lite.trackers.train_data import Batch, TrainDataFiles
 from unstable_lite.trackers.transcripts import transcript
-from unstable_lite.types import GameRecord, Histogram, Logprobs, ModelRef, Outcome, PlayerTrajectory, Turn
+from unstable_lite.types import GameRecord, GameSpec, Histogram, Logprobs, ModelRef, Outcome, PlayerTrajectory, Turn
 
 WINDOW = 512
 """Entries over which the means of collection and evaluation run (reference): a player's games, or their turns."""
@@ -139,6 +140,18 @@ class Evaluation:
             "points_interval": list(self.points_interval),
             "reward_interval": reward_interval,
         }
+
+
+@dataclass(slots=True)
+class _Collected:
+    """What one player's training game adds to the windows, without the game."""
+
+    env_id: str
+    entries: dict[str, dict[str, list[float]]]
+    """By what is counted, by name, as the windows are."""
+    states: tuple[int, ...]
+    actions: tuple[int, ...]
+    """Digests of what the player saw and did."""
 
 
 class Tally:
@@ -316,12 +329,18 @@ class Tracker:
         self._train_data = TrainDataFiles(run_directory / "train_data") if config.keep_train_data else None
         self._windows: dict[str, dict[str, dict[str, deque[float]]]] = defaultdict(lambda: defaultdict(_new_windows))
         """By group, by what is counted (`n`, `n (turns)`, …), by name."""
+        self._collected: InOrder[list[_Collected]] = InOrder()
+        """What training games add to the windows, in the order of their numbers."""
         self._games_of: dict[str, int] = defaultdict(int)
         self._diversity: dict[str, Diversity] = defaultdict(lambda: Diversity(WINDOW))
         self._tallies: dict[tuple[str, str, str], Tally] = defaultdict(Tally)
         """Evaluation games without a quota, by (model, env, opponent)."""
         self._started = time.monotonic()
         """Of a run that goes on: as if there had been no break."""
+
+    def begin_game(self, spec: GameSpec) -> None:
+        """Note a training game that begins: the windows count no later one before it ends."""
+        self._collected.begin(spec.game_idx)
 
     def add_record(self, record: GameRecord) -> None:
         """Count a finished game and keep its transcript."""
@@ -330,10 +349,12 @@ class Tracker:
         self.void_games += is_void
         if record.spec.kind == "eval":
             self._add_evaluated(record)
-        elif not is_void:
-            self._newest_game = record
-            for trajectory in record.trajectories:
-                self._add_collected(record, trajectory)
+        else:
+            self._newest_game = self._newest_game if is_void else record
+            collected = [] if is_void else [self._collect(record, trajectory) for trajectory in record.trajectories]
+            for of_game in self._collected.end(record.spec.game_idx, collected):
+                for of_player in of_game:
+                    self._add_collected(of_player)
         if self._config.keep_games == "all" or self._config.keep_games == record.spec.kind:
             with self._surviving("games.jsonl"):
                 self._games_file.write(record_to_json(record, self._config.keep_tokens))
@@ -538,11 +559,19 @@ class Tracker:
         values = [value for windows in groups for value in windows.get(name, ())]
         return sum(values) / len(values) if values else None
 
-    def _add_collected(self, record: GameRecord, trajectory: PlayerTrajectory) -> None:
-        group, pid = f"collection-{record.spec.env_id}", trajectory.pid
+    def _add_collected(self, collected: _Collected) -> None:
+        group = f"collection-{collected.env_id}"
         self._games_of[group] += 1
-        self._add_outcome(group, record, pid, "Draw")
-        of_turns = self._windows[group]["n (turns)"]
+        for count, by_name in collected.entries.items():
+            for name, values in by_name.items():
+                self._windows[group][count][name].extend(values)
+        self._diversity[collected.env_id].append(collected.states, collected.actions)
+
+    def _collect(self, record: GameRecord, trajectory: PlayerTrajectory) -> _Collected:
+        pid = trajectory.pid
+        entries: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        _add_outcome(entries, record, pid, "Draw")
+        of_turns = entries["n (turns)"]
         steps, turns = trajectory.steps, [turn for turn in record.turns if turn.pid == pid]
         tokens, seconds = [len(step.generation.completion_ids) for step in steps], [turn.seconds for turn in turns]
         if steps:
@@ -553,8 +582,9 @@ class Tracker:
                 of_turns[f"Format Success Rate - {name}"].extend([step.format_feedback[name] for step in steps])
             of_turns["Time per Turn (s)"].extend(seconds)
         if num_tokens := sum(tokens):
-            self._windows[group]["n (answered)"]["Time per Token (s)"].append(sum(seconds) / num_tokens)
-        self._diversity[record.spec.env_id].add([t.observation for t in turns], [t.action for t in turns])
+            entries["n (answered)"]["Time per Token (s)"].append(sum(seconds) / num_tokens)
+        states, actions = (digests(getattr(turn, name) for turn in turns) for name in ("observation", "action"))
+        return _Collected(record.spec.env_id, entries, states, actions)
 
     def _add_evaluated(self, record: GameRecord) -> None:
         opponents = [agent.model.name for agent in record.spec.agent_specs if agent.model.kind == "fixed"]
@@ -568,7 +598,7 @@ class Tracker:
             if record.end == "void":
                 continue
             self._games_of[group] += 1
-            self._add_outcome(group, record, agent.pid, "Draw Rate")
+            _add_outcome(self._windows[group], record, agent.pid, "Draw Rate")
             of_turns = self._windows[group]["n (turns)"]
             for turn in record.turns:
                 if turn.pid == agent.pid:
@@ -576,24 +606,27 @@ class Tracker:
                     of_turns["Format Success Rate - correct_answer_format"].append(turn.format_ok)
                     of_turns["Time per Turn (s)"].append(turn.seconds)
 
-    def _add_outcome(self, group: str, record: GameRecord, pid: int, draw_name: str) -> None:
-        """What one player's game was like, in training and in evaluation alike."""
-        of_games, of_seat = self._windows[group]["n"], self._windows[group][f"n (pid={pid})"]
-        of_games["reward" if record.spec.kind == "train" else "Reward"].append(record.rewards[pid])
-        of_seat[f"Reward (pid={pid})"].append(record.rewards[pid])
-        outcome = record.outcomes[pid]
-        if outcome != "na":
-            of_games["Points"].append(POINTS[outcome])
-            of_games["Win Rate"].append(outcome == "win")
-            of_games["Loss Rate"].append(outcome == "loss")
-            of_games[draw_name].append(outcome == "draw")
-            of_seat[f"Win Rate (pid={pid})"].append(outcome == "win")
-        own_invalid = pid in record.invalid_pids
-        of_games["Ended by own invalid move"].append(own_invalid)
-        of_games["Ended by others' invalid move"].append(record.end == "invalid" and not own_invalid)
-        of_games["Truncated"].append(record.end == "truncated")
-        of_games["Game Length"].append(len(record.turns))
-        of_games["Time per Game (s)"].append(record.seconds)
+
+def _add_outcome(
+    into: Mapping[str, Mapping[str, MutableSequence[float]]], record: GameRecord, pid: int, draw_name: str
+) -> None:
+    """Add how one player's game went, in training or in evaluation, to `into` by what is counted and by name."""
+    of_games, of_seat = into["n"], into[f"n (pid={pid})"]
+    of_games["reward" if record.spec.kind == "train" else "Reward"].append(record.rewards[pid])
+    of_seat[f"Reward (pid={pid})"].append(record.rewards[pid])
+    outcome = record.outcomes[pid]
+    if outcome != "na":
+        of_games["Points"].append(POINTS[outcome])
+        of_games["Win Rate"].append(outcome == "win")
+        of_games["Loss Rate"].append(outcome == "loss")
+        of_games[draw_name].append(outcome == "draw")
+        of_seat[f"Win Rate (pid={pid})"].append(outcome == "win")
+    own_invalid = pid in record.invalid_pids
+    of_games["Ended by own invalid move"].append(own_invalid)
+    of_games["Ended by others' invalid move"].append(record.end == "invalid" and not own_invalid)
+    of_games["Truncated"].append(record.end == "truncated")
+    of_games["Game Length"].append(len(record.turns))
+    of_games["Time per Game (s)"].append(record.seconds)
 
 
 def _new_windows() -> dict[str, deque[float]]:
