@@ -45,7 +45,7 @@ from unstable_lite.games.templates import Template, format_prompt, templates_for
 from unstable_lite.guard import Guard
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
+from unstable_lite.league.samplers import anchors, build_env_sampler, build_model_sampler
 from unstable_lite.live import shown_live
 from unstable_lite.loop_watch import LoopWatch
 from unstable_lite.opponent_pool import OpponentPool
@@ -362,6 +362,8 @@ class Run:
         for env in config.eval_envs:
             if env.num_players > 1:
                 scheduler.registry.add_fixed(env.fixed_opponent, active=False)
+        for env_id, name in anchors(config).items():
+            scheduler.registry.set_anchor(env_id, scheduler.registry.add_fixed(name, active=False).uid)
         publisher = Publisher(
             workers.engines,
             workers.learner,

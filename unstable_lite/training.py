@@ -318,6 +318,8 @@ class Training:
             "trueskill/current mu": rating.mu,
             "trueskill/current sigma": rating.sigma,
         }
+        for env_id, (mu, sigma) in self.registry.get(self.registry.current.uid).ratings.items():
+            figures |= {f"trueskill/{env_id} current mu": mu, f"trueskill/{env_id} current sigma": sigma}
         if self.plan.config.group_baseline is not None and isinstance(self.buffer, StepBuffer):
             figures["buffer/steps_in_groups"] = self.buffer.steps_in_groups()
             figures |= {f"buffer/groups_{name}": count for name, count in self.buffer.group_counters().items()}

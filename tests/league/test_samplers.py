@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unstable_lite.checkpoints import to_toml
-from unstable_lite.config import Config
+from unstable_lite.config import Config, LeagueConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry, Rating
 from unstable_lite.league.samplers import (
@@ -33,6 +33,7 @@ from unstable_lite.league.samplers import (
     UniformRandomEnvSampler,
     WeightedEnvSampler,
     WeightedModelSampler,
+    anchors,
     build_env_sampler,
     build_model_sampler,
     check_league,
@@ -236,8 +237,8 @@ def a_rated_registry(ratings, current=EQUAL):
     """Fixed opponents a, b, c, … with these ratings, and the current policy."""
     registry = a_registry(fixed=[chr(ord("a") + index) for index in range(len(ratings))])
     for meta, rating in zip(registry.fixed(), ratings, strict=True):
-        meta.rating = rating
-    registry.get("base").rating = current
+        meta.ratings["E"] = rating
+    registry.get("base").ratings["E"] = current
     return registry
 
 
@@ -284,7 +285,7 @@ def test_ts_dist_biased_weighs_by_the_difference_over_25():
 @pytest.mark.parametrize("name", ["match-quality", "ts-dist", "ts-dist-biased", "pfsp"])
 def test_weighted_opponents_are_never_the_policy_itself_unless_nobody_else_is_there(name):
     registry = a_registry(2)
-    registry.get("base").rating, registry.get("ckpt-1").rating = Rating(20.0, 4.0), Rating(23.0, 4.0)
+    registry.get("base").ratings["E"], registry.get("ckpt-1").ratings["E"] = Rating(20.0, 4.0), Rating(23.0, 4.0)
     sampler = MODEL_SAMPLERS[name](registry, random.Random(0))
     assert set(drawn(sampler)) == {"base", "ckpt-1"}
     registry.set_active("ckpt-1", False)
@@ -598,3 +599,17 @@ def test_every_problem_of_a_league_is_found_before_the_run(num_actors, league, m
 
 def test_all_problems_are_reported_at_once():
     assert len(check_league(a_config(1, opponent_lag=[7, 1], env_sampling_strategy="uniform"))) == 3
+
+
+def test_ratings_are_measured_from_random_play_or_the_first_fixed_opponent_of_the_env():
+    evaluated = [("A", "x"), ("A", "scripted:random"), ("B", "x"), ("B", "y")]
+    config = Config(
+        train_envs=(
+            TrainEnvSpec(env_id="B", num_players=2, num_actors=2),
+            TrainEnvSpec(env_id="C", num_players=2, num_actors=1),
+            TrainEnvSpec(env_id="D", num_players=2, num_actors=2),
+        ),
+        eval_envs=tuple(EvalEnvSpec(env_id=env_id, num_players=2, fixed_opponent=name) for env_id, name in evaluated),
+        league=LeagueConfig(opponent_sampling_strategy="fixed", fixed_opponents=("z",)),
+    )
+    assert anchors(config) == {"A": "scripted:random", "B": "x", "C": "z"}

@@ -429,7 +429,9 @@ class Tracker:
                 for name, value in self.latest.items()
                 if name.startswith("inference/") and name.endswith("/tok_s")
             },
-            "TS": {uid: asdict(meta) for uid, meta in registry.get_all_models().items()} if registry else {},
+            "TS": {uid: asdict(meta) | {"rating": meta.rating} for uid, meta in registry.get_all_models().items()}
+            if registry
+            else {},
             "match_counts": dict(registry.match_counts) if registry else {},
             "exploration": {env_id: diversity.metrics() for env_id, diversity in self._diversity.items()},
         } | {name: self._mean_over_envs(count, name) for count, name in INTERFACE_MEANS}
