@@ -11,7 +11,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
@@ -101,12 +100,15 @@ class Collector:
         list to put them in, one by one as the games end.
         """
         records = [] if records is None else records
-        draw = partial(self._scheduler.next_eval_job, env, model, label)
+
+        def draw(number: int) -> GameSpec:
+            return self._scheduler.next_eval_job(env, model, label, number=number)
+
         with self._arena.held(_version(model)):
             if self._lock_step is not None:
                 await self._evaluate_in_rounds(self._lock_step, draw, num_games, concurrency, records)
                 return records
-            specs = iter([draw() for _ in range(num_games)])
+            specs = iter([draw(number) for number in range(num_games)])
 
             async def play() -> None:
                 for spec in specs:  # shared by all workers
@@ -123,7 +125,7 @@ class Collector:
     async def _evaluate_in_rounds(
         self,
         lock_step: LockStep,
-        draw: Callable[[], GameSpec],
+        draw: Callable[[int], GameSpec],
         num_games: int,
         concurrency: int,
         records: list[GameRecord],
@@ -132,7 +134,8 @@ class Collector:
         before = self._scheduler.state_dict()
         try:
             while len(records) < num_games:
-                specs = [draw() for _ in range(min(concurrency, num_games - len(records)))]
+                first = len(records)
+                specs = [draw(number) for number in range(first, min(first + concurrency, num_games))]
                 for spec in specs:
                     self._retain(spec)
                 records += await self._play_round(lock_step, specs)

@@ -275,6 +275,9 @@ class Training:
         evaluation = summarise_evaluation(label, step, model, env.env_id, env.opponent, records)
         self.tracker.add_evaluation(evaluation)
         self.terminal.say(f"evaluation {label}: {evaluation.describe()}")
+        same = [e for e in self.tracker.evaluations if (e.env_id, e.opponent) == (env.env_id, env.opponent)]
+        if same[0] is not evaluation and (change := evaluation.describe_change(same[0])) is not None:
+            self.terminal.say(f"evaluation {label}: {change}")
         self.guard.check_evaluation(evaluation)
         return True
 

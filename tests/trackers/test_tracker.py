@@ -4,11 +4,13 @@ import dataclasses
 import io
 import json
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -19,9 +21,11 @@ from unstable_lite.trackers.records import read_part, read_records
 from unstable_lite.trackers.terminal import evaluation_tables
 from unstable_lite.trackers.tracker import (
     WINDOW,
+    Evaluation,
     Tally,
     Tracker,
     mean_interval,
+    paired_difference,
     points_interval,
     summarise_evaluation,
     wilson_interval,
@@ -340,6 +344,52 @@ def test_points_count_draws_half_and_are_read_from_lines_of_earlier_versions() -
     old = {name: value for name, value in line.items() if not name.startswith("points")}
     assert with_points(old) == line
     assert with_points(old | {"win_rate": None})["points"] is None
+
+
+def test_two_evaluations_of_the_same_seeds_are_compared_in_pairs() -> None:
+    def played(seed: int, outcomes: str, label: str) -> Evaluation:
+        records = []
+        for number, outcome in enumerate(outcomes):
+            rewards = {"w": (1.0, -1.0), "d": (0.0, 0.0), "l": (-1.0, 1.0), "v": (0.0, 0.0)}[outcome]
+            record = game(kind="eval", rewards=rewards, end="void" if outcome == "v" else "natural", label=label)
+            record.spec = msgspec.structs.replace(record.spec, game_idx=seed + number)
+            records.append(record)
+        random.Random(seed).shuffle(records)  # games end in any order
+        return summarise_evaluation(label, 0, BASE, "E", "o", records)
+
+    before, after = played(0, "wdllwwlv", "before"), played(100, "wwlwwwdv", "after")
+    assert before.scores == ((1, 0.5), (0, 0), (1, 1), (0, None))
+    gain = paired_difference(before.scores, after.scores)
+    gained = [0.25, 0.5, 0.0, 0.5]  # by seed, the mean over its seats
+    assert gain is not None
+    assert gain.mean == pytest.approx(0.3125)
+    half = 3.182 * np.std(gained, ddof=1) / 2
+    assert (gain.low, gain.high) == pytest.approx((0.3125 - half, 0.3125 + half))
+    assert after.describe_change(before) == (
+        f"change since before: +31.2 points (95 %: {100 * gain.low:+.1f} to {100 * gain.high:+.1f}), "
+        "of 4 seeds that both played"
+    )
+    assert "; 1 void" in after.describe()
+    (table,) = evaluation_tables([before, after])
+    assert table.caption == after.describe_change(before)
+    assert after.describe_change(Tally().evaluation("l", "m", 0, "E", "o")) is None
+    known = json.loads(json.dumps(before.to_json()))["scores"]
+    assert tuple(map(tuple, known)) == before.scores
+
+
+def test_pairs_tell_more_of_games_that_the_seed_decides() -> None:
+    rng = np.random.default_rng(0)
+    cards = rng.random(200)
+    before, after = ([[float(card < p)] for card in cards] for p in (0.5, 0.6))
+    gain = paired_difference(before, after)
+    assert gain is not None
+    assert 0 < gain.low < 0.1 < gain.high < 0.2
+    won = [sum(x == [1.0] for x in of) for of in (before, after)]
+    (_, high), (low, _) = (points_interval(wins, 0, 200 - wins) for wins in won)
+    assert low < high  # unpaired, nobody could tell
+    same = paired_difference(after, after)
+    assert same is not None
+    assert same.low < 0 == same.mean < same.high
 
 
 def test_games_that_nobody_can_win_have_a_reward_and_no_win_rate() -> None:

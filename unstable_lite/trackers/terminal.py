@@ -195,5 +195,6 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
                 *([f"{evaluation.wins}", f"{evaluation.draws}"] if has_winners else []),
                 evaluation.own_invalid,
             )
+        table.caption, table.caption_justify = rows[-1].describe_change(rows[0]) if len(rows) > 1 else None, "left"
         tables.append(table)
     return tables

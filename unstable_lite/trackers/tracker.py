@@ -14,6 +14,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from statistics import NormalDist, fmean, stdev
 from typing import Any, Protocol, runtime_checkable
 
 from unstable_lite.config import TrackerConfig
@@ -35,6 +36,8 @@ INTERFACE_MEANS = (
 )
 """What `get_interface_info` averages over all training envs, and what is counted there."""
 Z_95 = 1.96
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Student's t of two-sided 95 % by degrees of freedom, from 1 on (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
 POINTS: dict[Outcome, float] = {"win": 1.0, "draw": 0.5, "loss": 0.0}
 """What a game of several players is worth to one of them."""
 
@@ -76,6 +79,9 @@ class Evaluation:
     mean_reward: float
     reward_std: float
     """Of one game's reward."""
+    scores: tuple[tuple[float | None, ...], ...] = ()
+    """Of an evaluation with a quota: by seed, what the model got from each seat in points, or in reward if nobody can
+    win; None for a void game."""
 
     @property
     def win_rate(self) -> float:
@@ -116,19 +122,30 @@ class Evaluation:
     def describe(self) -> str:
         if not self.n:
             return f"{self.model} has no result in {self.env_id}: all of its {self.void} games are void"
+        invalid = f"{self.invalid} ended by its own invalid move" + f"; {self.void} void" * bool(self.void)
         if not math.isfinite(self.win_rate):
             low, high = self.reward_interval
             return (
                 f"{self.model} had a mean reward of {self.mean_reward:.3f} in {self.n} games of {self.env_id}"
                 + f" (95 %: {low:.3f} – {high:.3f})" * math.isfinite(low)
-                + f"; {self.invalid} ended by its own invalid move"
+                + f"; {invalid}"
             )
         low, high = self.points_interval
         return (
             f"{self.model} scored {self.points:.1%} of the points in {self.n} games of {self.env_id} against "
-            f"{self.opponent} (95 %: {low:.1%} – {high:.1%}): {self.wins} won, {self.draws} drawn; "
-            f"{self.invalid} ended by its own invalid move"
+            f"{self.opponent} (95 %: {low:.1%} – {high:.1%}): {self.wins} won, {self.draws} drawn; {invalid}"
         )
+
+    def describe_change(self, before: Evaluation) -> str | None:
+        """Return how it differs from an earlier evaluation of the same env and opponent; None without common seeds."""
+        if (gained := paired_difference(before.scores, self.scores)) is None:
+            return None
+        mean, low, high = gained.mean, gained.low, gained.high
+        if math.isfinite(self.points):
+            figures = f"{100 * mean:+.1f} points (95 %: {100 * low:+.1f} to {100 * high:+.1f})"
+        else:
+            figures = f"{mean:+.3f} in mean reward (95 %: {low:+.3f} to {high:+.3f})"
+        return f"change since {before.label}: {figures}, of {gained.seeds} seeds that both played"
 
     def to_json(self) -> dict[str, Any]:
         """A line of eval.jsonl; what is not a number is null."""
@@ -152,6 +169,16 @@ class _Collected:
     states: tuple[int, ...]
     actions: tuple[int, ...]
     """Digests of what the player saw and did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """A mean difference with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
 
 
 class Tally:
@@ -257,6 +284,30 @@ def points_interval(wins: int, draws: int, losses: int, z: float = Z_95) -> tupl
     return edge(0.0), edge(1.0)
 
 
+def paired_difference(before: Sequence[Sequence[float | None]], after: Sequence[Sequence[float | None]]) -> Gain | None:
+    """Compare two evaluations that played the same seeds from the same seats; None for fewer than two common seeds.
+
+    The games of one seed are not independent, so that the t-interval is of the seeds' mean differences.
+    """
+    gained = []
+    for old, new in zip(before, after, strict=False):
+        pairs = [y - x for x, y in zip(old, new, strict=False) if x is not None and y is not None]
+        if pairs:
+            gained.append(fmean(pairs))
+    if len(gained) < 2:
+        return None
+    low, high = mean_interval(fmean(gained), stdev(gained), len(gained), t_95(len(gained) - 1))
+    return Gain(mean=fmean(gained), low=low, high=high, seeds=len(gained))
+
+
+def t_95(freedom: int) -> float:
+    """Return Student's t of two-sided 95 %; beyond the table by its expansion (Abramowitz and Stegun 26.7.5)."""
+    if freedom <= len(T_95):
+        return T_95[freedom - 1]
+    z = NormalDist().inv_cdf(0.975)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
 def with_points(line: dict[str, Any]) -> dict[str, Any]:
     """Return a line of eval.jsonl with its points, which earlier versions did not write."""
     if "points" in line or line.get("win_rate") is None:
@@ -283,12 +334,23 @@ def summarise_evaluation(
     label: str, step: int, model: ModelRef, env_id: str, opponent: str, records: Sequence[GameRecord]
 ) -> Evaluation:
     """Count what one model did in `records`, from the seats it sat at."""
-    tally = Tally()
-    for record in records:
+    tally, scores = Tally(), list[float | None]()
+    for record in sorted(records, key=lambda record: record.spec.game_idx):  # as they were drawn: seed by seed
         for agent in record.spec.agent_specs:
             if agent.model.uid == model.uid:
                 tally.add_record(record, agent.pid)
-    return tally.evaluation(label, model.uid, step, env_id, opponent)
+                scores.append(_score(record, agent.pid))
+    seats = records[0].spec.num_players if records else 1
+    by_seed = tuple(tuple(scores[i : i + seats]) for i in range(0, len(scores), seats))
+    return replace(tally.evaluation(label, model.uid, step, env_id, opponent), scores=by_seed)
+
+
+def _score(record: GameRecord, pid: int) -> float | None:
+    """Return the points, or the reward if nobody can win; None if the game is void."""
+    if record.end == "void":
+        return None
+    outcome = record.outcomes[pid]
+    return record.rewards[pid] if outcome == "na" else POINTS[outcome]
 
 
 class Tracker:
@@ -468,11 +530,11 @@ class Tracker:
             self._diversity[env_id].load_state_dict(diversity)
         for *key, tally in state["tallies"]:
             self._tallies[key[0], key[1], key[2]].load_state_dict(tally)
-        names = {field.name for field in fields(Evaluation)}
+        names = {field.name for field in fields(Evaluation)} - {"scores"}
         known = []
         for line in evaluations:
             figures: dict[str, Any] = {name: math.nan if line[name] is None else line[name] for name in names}
-            known.append(Evaluation(**figures))
+            known.append(Evaluation(**figures, scores=tuple(map(tuple, line.get("scores", ())))))
         self.evaluations = [evaluation for evaluation in known if evaluation.label != "concurrent"]
 
     def close(self) -> None:
