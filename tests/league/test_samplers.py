@@ -4,6 +4,7 @@ import random
 import tomllib
 from collections import Counter
 
+import numpy as np
 import pytest
 import trueskill
 from hypothesis import given
@@ -131,6 +132,32 @@ def test_an_env_whose_reward_rises_or_falls_is_drawn_more_than_one_that_stands_s
     assert falling > 0.2
     counts = Counter(sampler.sample("train").env_id for _ in range(2000))
     assert counts["B"] == pytest.approx(2000 * rising, abs=150)
+
+
+def test_a_curriculum_does_not_chase_noise():
+    """A is a fair coin, B improves from 10 to 95 % within 3,000 games, C always pays 1."""
+    played = Counter()
+    for seed in range(4):
+        rng, sampler = random.Random(seed), LearningProgressEnvSampler(TRAIN, rng_seed=seed)
+        own = Counter()
+        for _ in range(6000):
+            env_id = sampler.sample("train").env_id
+            own[env_id] += 1
+            p = {"A": 0.5, "B": min(0.95, 0.1 + 0.85 * own["B"] / 3000), "C": 1.0}[env_id]
+            sampler.update(env_id, 1.0 if rng.random() < p else -1.0, None)
+        played += own
+    assert played["A"] < 1.6 * played["C"]
+    assert played["B"] > 2 * played["A"]
+
+
+def test_the_deviation_that_chance_makes_is_that_of_simulated_averages():
+    fast, slow = 0.05, 0.01
+    for games in (2, 30, 300):
+        rewards = np.random.default_rng(0).standard_normal((20_000, games))
+        ages = np.arange(games)[::-1]
+        weights = [(1 - rate) ** ages / ((1 - rate) ** ages).sum() for rate in (fast, slow)]
+        simulated = (rewards @ (weights[0] - weights[1])).var()
+        assert a_curriculum(fast=fast, slow=slow)._variance_factor(games) == pytest.approx(simulated, rel=0.05)
 
 
 def test_before_any_game_and_without_any_progress_envs_are_drawn_alike():
