@@ -106,11 +106,12 @@ def untold_figures(directory: Path) -> list[str]:
     for name in recorded - {"step", "time"}:
         general = re.sub(r"^(collection-|exploration/)[^/]+", r"\1{env}", name)
         general = re.sub(r"^evaluation-[^/]+", "evaluation-{env} ({opponent})", general)
+        general = re.sub(r"^trueskill/[^/ ]+ current", "trueskill/{env} current", general)
         general = re.sub(r"/engine-\d+/", "/engine-{i}/", general)
         general = re.sub(r"^alarms/\w+", "alarms/{name}", general)
         general = re.sub(r"\(\d+\S* turns\)", "(9-16 turns)", general)
         general = re.sub(r"pid=\d+", "pid=0", re.sub(r"\d-gram$", "1-gram", general))
-        general = re.sub(r"(checkpoint Win Rate) (low|high)$", r"\1", general.replace("/concurrent ", "/"))
+        general = re.sub(r"(checkpoint (?:Points|Win Rate)) (low|high)$", r"\1", general.replace("/concurrent ", "/"))
         own = general.rpartition("/")[2]
         if not any(f"`{told}`" in page for told in (general, own, f"collection-{{env}}/{own}")):
             untold.append(name)

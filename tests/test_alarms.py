@@ -150,11 +150,20 @@ def test_the_newest_result_collapses_where_its_interval_lies_under_the_best_ones
     assert contests.of["S"].best.who == "ckpt-20"
     (reading,) = contests.add("collapse", "S", Result(who="ckpt-40", update=40, mean=0.5, n=400))
     assert reading.detail == (
-        "S: ckpt-40 50.0% of 400 games won (95 %: 45.1% – 54.9%), but ckpt-20 82.5% of 400 games won "
-        "(95 %: 78.5% – 85.9%)"
+        "S: ckpt-40 50.0% of the points in 400 games (95 %: 45.1% – 54.9%), but ckpt-20 82.5% of the points in 400 "
+        "games (95 %: 78.5% – 85.9%)"
     )
     # Two results alone: disjoint Wilson intervals of 95 %, no more and no less.
     assert gaps(Contests(), [evaluation(200), evaluation(161)])[0] == pytest.approx(0.4511 - 0.4512, abs=2e-4)
+
+
+def test_draws_lost_against_an_opponent_that_cannot_be_beaten_are_a_collapse() -> None:
+    drawn = [
+        evaluation(0, draws=draws, losses=400 - draws, step=step) for step, draws in ((0, 40), (20, 380), (40, 10))
+    ]
+    rise, fall = gaps(Contests(), drawn)
+    assert rise == pytest.approx(-0.447, abs=1e-3)
+    assert fall == pytest.approx(0.435, abs=1e-3)
 
 
 def test_results_that_come_late_are_judged_in_the_order_of_their_updates() -> None:

@@ -13,6 +13,7 @@ from unstable_lite.config import Config, LoraConfig, Section, parse_config, read
 from unstable_lite.errors import ConfigError
 from unstable_lite.models import BUILTIN
 from unstable_lite.plan import find_problems, load_plan, make_plan
+from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 ENV = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
 EVAL_ENV = {
@@ -543,3 +544,27 @@ def test_templates_and_extractions_of_ones_own_are_checked_with_everything_else(
 )
 def test_limits_and_endpoints_that_mean_nothing_are_refused(opponents: dict[str, Any], says: str) -> None:
     assert any(says in problem for problem in problems_of(opponents=opponents)), problems_of(opponents=opponents)
+
+
+def test_an_eval_env_is_played_as_the_training_env_of_the_same_id_unless_it_says_otherwise() -> None:
+    played = {"prompt_template": "tiny", "max_turns": 30, "observation": "first-last"}
+    train = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2, **played}
+    left_open = {"env_id": "Nim-v0-train", "num_players": 2, "fixed_opponent": "scripted:random"}
+    given = {**left_open, "fixed_opponent": "scripted:optimal", "prompt_template": "default", "max_turns": 30}
+    elsewhere = {**left_open, "env_id": "TicTacToe-v0-train"}
+    raw = {"train_envs": [train], "eval_envs": [left_open, given, elsewhere]}
+    as_objects = Config(
+        train_envs=(TrainEnvSpec(**train),), eval_envs=tuple(EvalEnvSpec(**env) for env in (left_open, elsewhere))
+    )
+    config = Config.model_validate(raw)
+    inheriting, other, alone = config.eval_envs
+    for spec in (inheriting, as_objects.eval_envs[0]):
+        assert {key: getattr(spec, key) for key in played} == played
+        assert spec.fixed_opponent == "scripted:random"
+    assert (other.prompt_template, other.observation) == ("default", "first-last")
+    assert alone == as_objects.eval_envs[1] == EvalEnvSpec(**elsewhere)
+    assert Config.model_validate(config.model_dump()) == config
+    (difference,) = [said for what, said in make_plan(config).describe() if what == "differs"]
+    assert difference == (
+        "Nim-v0-train against scripted:optimal is evaluated with prompt_template = 'default', trained with 'tiny'"
+    )

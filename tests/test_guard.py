@@ -266,9 +266,9 @@ async def test_a_collapse_is_told_with_the_best_checkpoint_that_was_kept(watched
     assert watched.guard.collapsed() == []
     watched.guard.check_evaluation(evaluation(10, 10))
     (alarm,) = watched.tracker.alarms
-    assert "collapse: evaluation of E against O: ckpt-10 10.0% of 100 games won" in alarm
+    assert "collapse: evaluation of E against O: ckpt-10 10.0% of the points in 100 games" in alarm
     (collapsed,) = watched.guard.collapsed()
-    assert "but ckpt-5 90.0% of 100 games won" in collapsed
+    assert "but ckpt-5 90.0% of the points in 100 games" in collapsed
     assert collapsed.endswith(f"the nearest one that was kept is {watched.directory / 'checkpoints' / 'ckpt-4'}")
     (watched.directory / "adapters" / "ckpt-5").mkdir(parents=True)
     assert watched.guard.collapsed()[0].endswith(f"That is {watched.directory / 'adapters' / 'ckpt-5'}")
@@ -309,8 +309,8 @@ async def test_training_games_are_compared_with_better_ones_before_them(watched:
         "update 3: decline: training games of E: up to update 3 0.0% of 512 games without an own invalid move "
         "(95 %: 0.0% – 0.7%), but up to update 1 100.0% of 512 games without an own invalid move "
         "(95 %: 99.3% – 100.0%)",
-        "update 3: decline: training games of E against scripted:random: up to update 3 0.0% of 512 games won "
-        "(95 %: 0.0% – 0.7%), but up to update 1 100.0% of 512 games won (95 %: 99.3% – 100.0%)",
+        "update 3: decline: training games of E against scripted:random: up to update 3 0.0% of the points in 512 "
+        "games (95 %: 0.0% – 0.7%), but up to update 1 100.0% of the points in 512 games (95 %: 99.3% – 100.0%)",
         "update 7: invalid_moves: 100.0% of the newest 512 training games of E were ended by an own invalid move "
         "(over 90%, 5 times in a row). It usually means: the policy does not know the form of a move, or has lost it. "
         "Try: look at games.jsonl for what it says",

@@ -206,7 +206,7 @@ class League:
 
     def rate(self, **mu: float) -> None:
         for uid, value in mu.items():
-            self.registry.get(uid.replace("_", "-")).rating = Rating(value, 1.0)
+            self.registry.get(uid.replace("_", "-")).ratings["E"] = Rating(value, 1.0)
 
     @property
     def active(self) -> list[str]:
@@ -688,7 +688,7 @@ async def test_through_a_long_league_slots_suffice_nothing_stalls_and_everyone_i
     for _ in range(40):
         await league.update()
         for meta in league.registry.checkpoints():
-            meta.rating = Rating(meta.rating.mu + rng.gauss(0, 3), 2.0)
+            meta.ratings["E"] = Rating(meta.rating.mu + rng.gauss(0, 3), 2.0)
         await league.settle()
         await league.every_game_is_over()
         assert len(league.active) <= size

@@ -72,6 +72,9 @@ def evaluated(model: str, win_rate: float, n: int = 40, label: str = "update") -
         "env_id": "Nim-v0-train",
         "opponent": "scripted:random",
         "n": n,
+        "wins": round(win_rate * n),
+        "draws": 0,
+        "losses": n - round(win_rate * n),
         "win_rate": win_rate,
         "interval": [win_rate - 0.125, win_rate + 0.125],
         "mean_reward": 0.0,
@@ -150,7 +153,7 @@ async def test_runs_are_compared_by_what_differs_and_what_came_of_it(two: tuple[
     assert ["updates", "8 of 3", "1 of 3"] in rows
     assert ["entropy", "0.125, n=7 tokens", "1.000, n=7 tokens"] in rows
     told = " ".join(row[1] for row in rows)
-    assert "50.0% (37.5% – 62.5%)," in told and "n=40, ckpt-8" in told and "n=3, ckpt-9" in told
+    assert "50.0% of the points (35.2% – 64.8%)," in told and "n=40, ckpt-8" in told and "n=3, ckpt-9" in told
 
 
 async def test_what_is_no_run_is_named_and_one_run_is_no_comparison(two: tuple[Path, Path], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from unstable_lite.config import AlarmConfig, AlarmsConfig
-from unstable_lite.trackers.tracker import Z_95, Evaluation, mean_interval, wilson_interval
+from unstable_lite.trackers.tracker import Z_95, Evaluation, mean_interval, points_interval
 
 SAY_EVERY = 20
 """An alarm that stays on is said again, and its action taken again, after so many further readings."""
@@ -273,15 +273,17 @@ def readings_of(figures: Mapping[str, float]) -> list[Reading]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What the policy did at some time: a share (of games won), or a mean (reward)."""
+    """What the policy did at some time: its share of the points, the share of games of some kind, or a mean reward."""
 
     who: str
     """`ckpt-20`, `up to update 20`."""
     update: int
     mean: float
     n: int
-    what: str = "won"
-    """What a share is the share of, among the games."""
+    draws: int = 0
+    """Games that count half in a share of points."""
+    what: str | None = None
+    """Kind of games that `mean` is the share of; None: it is the share of points."""
     std: float | None = None
     """Of one game's reward; None: `mean` is a share."""
 
@@ -291,19 +293,21 @@ class Result:
         if evaluation.n < 2:
             return None
         model, step, n = evaluation.model, evaluation.step, evaluation.n
-        if math.isfinite(evaluation.win_rate):
-            return cls(who=model, update=step, mean=evaluation.win_rate, n=n)
+        if math.isfinite(evaluation.points):
+            return cls(who=model, update=step, mean=evaluation.points, n=n, draws=evaluation.draws)
         return cls(who=model, update=step, mean=evaluation.mean_reward, n=n, std=evaluation.reward_std)
 
     def interval(self, z: float = Z_95) -> tuple[float, float]:
         if self.std is None:
-            return wilson_interval(round(self.mean * self.n), self.n, z)
+            wins = round(self.mean * self.n - self.draws / 2)
+            return points_interval(wins, self.draws, self.n - wins - self.draws, z)
         return mean_interval(self.mean, self.std, self.n, z)
 
     def describe(self) -> str:
         low, high = self.interval()
         if self.std is None:
-            return f"{self.who} {self.mean:.1%} of {self.n} games {self.what} (95 %: {low:.1%} – {high:.1%})"
+            of = f"{self.n} games {self.what}" if self.what else f"the points in {self.n} games"
+            return f"{self.who} {self.mean:.1%} of {of} (95 %: {low:.1%} – {high:.1%})"
         return f"{self.who} a mean reward of {self.mean:.3f} in {self.n} games (95 %: {low:.3f} – {high:.3f})"
 
 

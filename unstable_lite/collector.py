@@ -11,7 +11,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
@@ -42,9 +41,10 @@ class Collector:
         on_record: Callable[[GameRecord], None],
         lock_step: LockStep | None = None,
         environments: Environments | None = None,
+        on_begin: Callable[[GameSpec], None] = lambda spec: None,  # noqa: ARG005
     ) -> None:
         """`lock_step`: what the seats ask, where games are played in rounds, at one pace; `environments`: where envs
-        live, if not all of them here."""
+        live, if not all of them here; `on_begin`: called for each training game, in the order of their numbers."""
         self.games_in_flight: Counter[str] = Counter()
         """By kind: "train", "eval"."""
         self.going = asyncio.Event()
@@ -57,6 +57,7 @@ class Collector:
         self._arena = arena
         self._config = config
         self._on_record = on_record
+        self._on_begin = on_begin
         self._lock_step = lock_step
         self.evaluating: Counter[str] = Counter()
         """Evaluation games without a quota that are in flight, by the checkpoint's uid."""
@@ -99,12 +100,15 @@ class Collector:
         list to put them in, one by one as the games end.
         """
         records = [] if records is None else records
-        draw = partial(self._scheduler.next_eval_job, env, model, label)
+
+        def draw(number: int) -> GameSpec:
+            return self._scheduler.next_eval_job(env, model, label, number=number)
+
         with self._arena.held(_version(model)):
             if self._lock_step is not None:
                 await self._evaluate_in_rounds(self._lock_step, draw, num_games, concurrency, records)
                 return records
-            specs = iter([draw() for _ in range(num_games)])
+            specs = iter([draw(number) for number in range(num_games)])
 
             async def play() -> None:
                 for spec in specs:  # shared by all workers
@@ -121,7 +125,7 @@ class Collector:
     async def _evaluate_in_rounds(
         self,
         lock_step: LockStep,
-        draw: Callable[[], GameSpec],
+        draw: Callable[[int], GameSpec],
         num_games: int,
         concurrency: int,
         records: list[GameRecord],
@@ -130,7 +134,8 @@ class Collector:
         before = self._scheduler.state_dict()
         try:
             while len(records) < num_games:
-                specs = [draw() for _ in range(min(concurrency, num_games - len(records)))]
+                first = len(records)
+                specs = [draw(number) for number in range(first, min(first + concurrency, num_games))]
                 for spec in specs:
                     self._retain(spec)
                 records += await self._play_round(lock_step, specs)
@@ -186,6 +191,7 @@ class Collector:
             return
         self._idle_since = None
         for spec in group:
+            self._on_begin(spec)
             self._retain(spec)
             self._buffer.begin_game(spec)
             self._rest_of_group.append(spec)

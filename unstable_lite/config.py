@@ -10,13 +10,14 @@ import copy
 import difflib
 import itertools
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from unstable_lite.errors import ConfigError
-from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
+from unstable_lite.types import INHERITED, EvalEnvSpec, TrainEnvSpec
 
 MAX_LEVELS = 16
 """Of tables and lists within each other."""
@@ -471,11 +472,11 @@ class AlarmsConfig(Section):
     invalid_moves: AlarmConfig = AlarmConfig(threshold=0.9, updates=5)
     """Share of an env's newest training games that the policy ended by an invalid move of its own."""
     collapse: AlarmConfig = AlarmConfig(threshold=0.0)
-    """How far the interval of the newest evaluation lies under that of the best one before it, in win rate (in reward,
-    where nobody can win)."""
+    """How far the interval of the newest evaluation lies under that of the best one before it, in points (win 1, draw
+    1/2), or in mean reward if nobody can win."""
     decline: AlarmConfig = AlarmConfig(threshold=0.1)
-    """The same for the share of the newest games, as training and `run.num_eval_workers` go on, that are won against a
-    fixed opponent; and for the share of training games without an own invalid move."""
+    """The same for the share of points of the newest games of training and of `run.num_eval_workers` against a fixed
+    opponent, and for the share of training games without an own invalid move."""
     starved: AlarmConfig = AlarmConfig(threshold=900.0)
     """Seconds in which training games ended, none of them brought the learner a step, and no batch waited; or in which
     games of one env ended, and updates were made without a step of it."""
@@ -549,6 +550,29 @@ class Config(Section):
     train_envs: tuple[TrainEnvSpec, ...] = Field(min_length=1)
     eval_envs: tuple[EvalEnvSpec, ...] = ()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit_from_training(cls, given: Any) -> Any:
+        """Fill in what an eval env leaves out and the training env of the same id has; see `INHERITED`.
+
+        An `EvalEnvSpec` leaves out what it has at its default.
+        """
+        if not isinstance(given, dict):
+            return given
+        train, evaluated = given.get("train_envs"), given.get("eval_envs")
+        if not isinstance(train, list | tuple) or not isinstance(evaluated, list | tuple):
+            return given
+        trained = {
+            str(env.get("env_id")): {key: env[key] for key in INHERITED if key in env} for env in map(_given, train)
+        }
+        return {
+            **given,
+            "eval_envs": [
+                trained[env_id] | own if (env_id := str((own := _given(env)).get("env_id"))) in trained else env
+                for env in evaluated
+            ],
+        }
+
     @property
     def buffer_size(self) -> int:
         return self.buffer.buffer_size or 2 * self.learner.batch_size
@@ -557,6 +581,13 @@ class Config(Section):
     def group_baseline(self) -> Literal["grpo", "rloo"] | None:
         of_algorithm: dict[str, Literal["grpo", "rloo"]] = {"grpo": "grpo", "rloo": "rloo"}
         return self.rewards.group_baseline or of_algorithm.get(self.algorithm)
+
+
+def _given(env: Any) -> dict[str, Any]:
+    """Return what an env's entry says; of a spec, what is not at its default."""
+    if isinstance(env, TrainEnvSpec | EvalEnvSpec):
+        return {f.name: value for f in fields(env) if (value := getattr(env, f.name)) != f.default}
+    return env if isinstance(env, dict) else {}
 
 
 def read_config(path: Path, overrides: tuple[str, ...] = ()) -> tuple[Config | None, list[str]]:

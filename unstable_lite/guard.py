@@ -11,18 +11,19 @@ import contextlib
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from unstable_lite.alarms import SAY_EVERY, Alarms, Change, Contests, Reading, Result, readings_of
 from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.config import Config
+from unstable_lite.trackers.in_order import InOrder
 from unstable_lite.trackers.repetition import repetition
 from unstable_lite.trackers.run_view import by_update
-from unstable_lite.trackers.tracker import WINDOW, Evaluation, Tracker
+from unstable_lite.trackers.tracker import POINTS, WINDOW, Evaluation, Tracker
 from unstable_lite.trackers.train_data import steps_of
-from unstable_lite.types import Batch, GameRecord
+from unstable_lite.types import Batch, GameRecord, GameSpec
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ LOOK_S = 0.5
 """Between two looks whether it is still there."""
 MIN_GAMES = 100
 """Fewer of a kind say nothing yet."""
-WON, VALID = "won", "without an own invalid move"
+SCORED, VALID = "points", "without an own invalid move"
 """What is counted of the newest games."""
 
 
@@ -62,8 +63,10 @@ class Guard:
         self._contests = Contests()
         self._num_evaluations = 0
         """That were compared."""
-        self._windows: dict[str, dict[str, deque[bool]]] = defaultdict(lambda: defaultdict(_new_window))
+        self._windows: dict[str, dict[str, deque[float]]] = defaultdict(lambda: defaultdict(_new_window))
         """By what is counted, by the games that it is counted of; the newest ones."""
+        self._counted: InOrder[list[tuple[str, str, float]]] = InOrder()
+        """What training games add to the windows, in the order of their numbers."""
         self._update = 0
         self._reasons: list[str] = []
         """To pause."""
@@ -78,24 +81,34 @@ class Guard:
         """How the training games ended that ended after it."""
         (directory / PAUSED).unlink(missing_ok=True)
 
+    def begin_game(self, spec: GameSpec) -> None:
+        """Note a training game that begins: the windows count no later one before it ends."""
+        self._counted.begin(spec.game_idx)
+
     def add_record(self, record: GameRecord) -> None:
         """Count a finished game; before the buffer has seen it."""
         spec = record.spec
         if spec.kind == "train":
             self._since_fed["void" if record.end == "void" else "whole"] += 1
             self._ended_of[spec.env_id] += 1
-        if record.end == "void" or spec.eval_label is not None:
-            return
+        entries = [] if record.end == "void" or spec.eval_label is not None else list(self._entries(record))
+        for of_game in self._counted.end(spec.game_idx, entries) if spec.kind == "train" else [entries]:
+            for what, games, value in of_game:
+                self._windows[what][games].append(value)
+
+    def _entries(self, record: GameRecord) -> Iterator[tuple[str, str, float]]:
+        """Yield what is counted, the games that it is counted of, and this game's value."""
+        spec = record.spec
         is_training = spec.kind == "train"
         own = [a.pid for a in spec.agent_specs if (a.collect_data if is_training else a.model.kind == "checkpoint")]
         others = {a.model.name for a in spec.agent_specs if a.pid not in own}
         opponent = others.pop() if len(others) == 1 else None
         if is_training:
-            self._windows[VALID][spec.env_id].append(not set(own).intersection(record.invalid_pids))
+            yield VALID, spec.env_id, float(not set(own).intersection(record.invalid_pids))
         for pid in own:
             if opponent is not None and record.outcomes[pid] != "na":
                 games = f"{'training' if is_training else 'evaluation'} games of {spec.env_id} against {opponent}"
-                self._windows[WON][games].append(record.outcomes[pid] == "win")
+                yield SCORED, games, POINTS[record.outcomes[pid]]
 
     async def measure(self, batch: Batch) -> dict[str, float]:
         """What no learner tells of a batch; beside the event loop, for there may be millions of tokens."""
@@ -226,7 +239,14 @@ class Guard:
                     continue
                 if what == VALID:
                     readings.append(Reading(alarm="invalid_moves", value=1 - share, n=n, subject=games))
-                result = Result(who=f"up to update {self._update}", update=self._update, mean=share, n=n, what=what)
+                result = Result(
+                    who=f"up to update {self._update}",
+                    update=self._update,
+                    mean=share,
+                    n=n,
+                    draws=sum(value == POINTS["draw"] for value in window),
+                    what=VALID if what == VALID else None,
+                )
                 subject = f"training games of {games}" if what == VALID else games
                 readings += self._contests.add("decline", subject, result)
         return readings
@@ -289,5 +309,5 @@ class Guard:
         return f"Of update {best.update} itself there is no checkpoint (run.checkpoint_every); {found}"
 
 
-def _new_window() -> deque[bool]:
+def _new_window() -> deque[float]:
     return deque(maxlen=WINDOW)

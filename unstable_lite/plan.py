@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from unstable_lite.pace import describe as describe_pace
 from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
 from unstable_lite.sharing import describe_sharing, divide, shared, sharing_problems
 from unstable_lite.transport.keys import read_run_keys
-from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
+from unstable_lite.types import INHERITED, EvalEnvSpec, TrainEnvSpec
 
 MIB = 1 << 20
 LEAST_TRAINED_TEMPERATURE = 0.01
@@ -122,6 +122,7 @@ class Plan:
             rows.append(("learner ranks", f"{self.num_ranks}: each a part of every batch, cut by tokens{base}"))
         rows += describe_sharing(config, self.engine_devices, self.learner_devices)
         rows.append(("base model", config.model_name))
+        rows += [("differs", difference) for difference in played_otherwise(config)]
         rows.append(("opponents", self.opponents()))
         if self.active_checkpoints > 1:
             least, most = config.league.opponent_lag
@@ -163,6 +164,17 @@ class Plan:
         rows.append(("buffer", f"{config.buffer_size} steps, {batches}{whole}"))
         rows.append(("rewards", describe_rewards(config.rewards)))
         return rows
+
+
+def played_otherwise(config: Config) -> Iterator[str]:
+    """Yield how an eval env is played otherwise than the training env of the same id."""
+    trained = {env.env_id: env for env in config.train_envs}
+    for env in config.eval_envs:
+        if (other := trained.get(env.env_id)) is None:
+            continue
+        pairs = ((key, getattr(env, key), getattr(other, key)) for key in INHERITED)
+        if differing := [f"{key} = {own!r}, trained with {its!r}" for key, own, its in pairs if own != its]:
+            yield f"{env.env_id} against {env.opponent} is evaluated with {'; '.join(differing)}"
 
 
 def load_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:

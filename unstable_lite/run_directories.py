@@ -49,7 +49,7 @@ class RunEntry:
     env_ids: tuple[str, ...] = ()
     """That it trains on."""
     evaluation: Mapping[str, Any] | None = None
-    """The newest line of eval.jsonl that counts games and has a win rate."""
+    """The newest line of eval.jsonl that counts games and has points."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +88,11 @@ def is_running(directory: Path) -> bool:
 
 def runs_table(entries: Sequence[RunEntry]) -> Text:
     """Two lines a run: its figures; what it is, and where, never cut, for it is to be copied."""
-    lines = [Text(f"{'begun':<16}  {'state':<10}  {'updates':>11}  {'won (games)':>15}  {'size':>9}", style="bold")]
+    lines = [Text(f"{'begun':<16}  {'state':<10}  {'updates':>11}  {'points (games)':>15}  {'size':>9}", style="bold")]
     for entry in entries:
         line = Text(f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(entry.began))}  ")
         line.append(f"{entry.state:<10}", style=STATE_STYLES.get(entry.state, ""))
-        line.append(f"  {f'{entry.updates}/{entry.planned}':>11}  {_won(entry.evaluation):>15}")
+        line.append(f"  {f'{entry.updates}/{entry.planned}':>11}  {_points(entry.evaluation):>15}")
         line.append(f"  {size(entry.size_bytes):>9}")
         what = ", ".join((entry.algorithm, entry.model, *entry.env_ids)).strip(", ")
         lines += [line, Text(f"    {what}", style="dim"), Text(f"    {entry.directory}")]
@@ -243,9 +243,9 @@ def _readable_entry(directory: Path, began: float, taken: int) -> RunEntry:
         state = "paused" if (directory / PAUSED).exists() else "running"
     else:
         state = "ended" if view.live.get("has_ended") else "killed"
-    counted = [line for line in view.all_evaluations() if line["n"] and line.get("win_rate") is not None]
+    counted = [line for line in view.all_evaluations() if line["n"] and line["points"] is not None]
     newest = max(counted, key=lambda line: (line["label"] != "concurrent", line["step"]), default=None)
-    _won(newest)  # raises for what cannot be shown
+    _points(newest)  # raises for what cannot be shown
     return RunEntry(
         directory=directory,
         began=began,
@@ -273,8 +273,8 @@ def _last_written(directory: Path) -> float:
     return max((directory / name).stat().st_mtime for name in names if (directory / name).exists())
 
 
-def _won(evaluation: Mapping[str, Any] | None) -> str:
-    return "–" if evaluation is None else f"{evaluation['win_rate']:.1%} ({evaluation['n']})"
+def _points(evaluation: Mapping[str, Any] | None) -> str:
+    return "–" if evaluation is None else f"{evaluation['points']:.1%} ({evaluation['n']})"
 
 
 def _figures(run: RunData) -> Iterator[tuple[str, str]]:
@@ -284,9 +284,9 @@ def _figures(run: RunData) -> Iterator[tuple[str, str]]:
     evaluations = {(line["env_id"], line["opponent"], line["label"] == "concurrent"): line for line in run.evaluations}
     for (env_id, opponent, is_concurrent), line in evaluations.items():
         meanwhile = ", while training" * is_concurrent
-        if line["win_rate"] is not None:
-            figure, form = f"{line['win_rate']:.1%}", "{:.1%}"
-            interval = line["interval"]
+        if line["points"] is not None:
+            figure, form = f"{line['points']:.1%} of the points", "{:.1%}"
+            interval = line["points_interval"]
         elif line["mean_reward"] is not None:
             figure, form = f"reward {line['mean_reward']:.3f}", "{:.3f}"
             interval = [edge for edge in line["reward_interval"] if edge is not None]
@@ -297,7 +297,7 @@ def _figures(run: RunData) -> Iterator[tuple[str, str]]:
         yield name, f"{figure}{f' ({between})' * bool(interval)}, n={line['n']}, {line['model']}"
     for env in run.config.get("train_envs", []):
         group = f"collection-{env['env_id']}"
-        for name, form in (("reward", "{:+.3f}"), ("Win Rate", "{:.1%}"), ("Ended by own invalid move", "{:.1%}")):
+        for name, form in (("reward", "{:+.3f}"), ("Points", "{:.1%}"), ("Ended by own invalid move", "{:.1%}")):
             if (value := latest.get(f"{group}/{name}")) is not None:
                 n = latest.get(f"{group}/n", 0)
                 yield f"{env['env_id']}, training: {name}", f"{form.format(value)}, n={n:.0f}"
@@ -357,7 +357,7 @@ def _best(view: RunView) -> set[str]:
     """Of each env and opponent, the checkpoint that an evaluation with a quota found best."""
     best: dict[tuple[str, str], tuple[float, str]] = {}
     for line in view.evaluations():
-        figure = line["win_rate"] if line["win_rate"] is not None else line.get("mean_reward")
+        figure = line["points"] if line["points"] is not None else line.get("mean_reward")
         if figure is not None and line["model"].startswith("ckpt-"):
             cell, result = (line["env_id"], line["opponent"]), (figure, line["model"])
             best[cell] = max(best.get(cell, result), result, key=lambda found: found[0])

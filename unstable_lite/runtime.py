@@ -45,7 +45,7 @@ from unstable_lite.games.templates import Template, format_prompt, templates_for
 from unstable_lite.guard import Guard
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
+from unstable_lite.league.samplers import anchors, build_env_sampler, build_model_sampler
 from unstable_lite.live import shown_live
 from unstable_lite.loop_watch import LoopWatch
 from unstable_lite.opponent_pool import OpponentPool
@@ -64,7 +64,7 @@ from unstable_lite.trackers.tracker import Evaluation, RichSink, Sink, Tracker
 from unstable_lite.training import Training, is_evaluated
 from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas, try_lock
 from unstable_lite.turns import Turns
-from unstable_lite.types import GameRecord
+from unstable_lite.types import GameRecord, GameSpec
 from unstable_lite.visible_text import VisibleFormatter, visible
 from unstable_lite.workers import Workers, started_workers
 
@@ -372,6 +372,8 @@ class Run:
         for env in config.eval_envs:
             if env.num_players > 1:
                 scheduler.registry.add_fixed(env.fixed_opponent, active=False)
+        for env_id, name in anchors(config).items():
+            scheduler.registry.set_anchor(env_id, scheduler.registry.add_fixed(name, active=False).uid)
         publisher = Publisher(
             workers.engines,
             workers.learner,
@@ -385,7 +387,11 @@ class Run:
             tracker.add_record(record)
             guard.add_record(record)
 
-        collector = Collector(scheduler, buffer, seats, arena, config.run, count, lock_step, environments)
+        def begin(spec: GameSpec) -> None:
+            tracker.begin_game(spec)
+            guard.begin_game(spec)
+
+        collector = Collector(scheduler, buffer, seats, arena, config.run, count, lock_step, environments, begin)
         engines = zip(workers.engines.engines, self.plan.engine_devices, strict=False)  # others are elsewhere
         sleepers = [engine for engine, device in engines if device in self.plan.shared_devices]
         turns = Turns(

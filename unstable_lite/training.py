@@ -275,6 +275,9 @@ class Training:
         evaluation = summarise_evaluation(label, step, model, env.env_id, env.opponent, records)
         self.tracker.add_evaluation(evaluation)
         self.terminal.say(f"evaluation {label}: {evaluation.describe()}")
+        same = [e for e in self.tracker.evaluations if (e.env_id, e.opponent) == (env.env_id, env.opponent)]
+        if same[0] is not evaluation and (change := evaluation.describe_change(same[0])) is not None:
+            self.terminal.say(f"evaluation {label}: {change}")
         self.guard.check_evaluation(evaluation)
         return True
 
@@ -321,6 +324,8 @@ class Training:
             "trueskill/current mu": rating.mu,
             "trueskill/current sigma": rating.sigma,
         }
+        for env_id, (mu, sigma) in self.registry.get(self.registry.current.uid).ratings.items():
+            figures |= {f"trueskill/{env_id} current mu": mu, f"trueskill/{env_id} current sigma": sigma}
         if self.plan.config.group_baseline is not None and isinstance(self.buffer, StepBuffer):
             figures["buffer/steps_in_groups"] = self.buffer.steps_in_groups()
             figures |= {f"buffer/groups_{name}": count for name, count in self.buffer.group_counters().items()}
@@ -359,21 +364,21 @@ class Training:
         return generated / max(time.monotonic() - self._started, 1e-9)
 
     def _against_fixed(self) -> Iterator[str]:
-        """For each eval env that can be won: its last evaluation, or without one the newest games beside training."""
+        """Yield the points in each eval env that can be won: of its last evaluation, else of the newest games."""
         eval_envs = self.plan.config.eval_envs
         in_order = sorted(self.tracker.evaluations, key=lambda e: e.step)  # they overlap, and end in any order
-        told = {(e.env_id, e.opponent): e for e in in_order if math.isfinite(e.win_rate)}
+        told = {(e.env_id, e.opponent): e for e in in_order if math.isfinite(e.points)}
         for env in eval_envs:
             evaluation = told.get((env.env_id, env.fixed_opponent))
             group = f"evaluation-{env.env_id} ({env.fixed_opponent})"
             if evaluation is not None:
-                win_rate, n = evaluation.win_rate, evaluation.n
-            elif f"{group}/Win Rate" in self.tracker.latest:
-                win_rate, n = self.tracker.latest[f"{group}/Win Rate"], int(self.tracker.latest[f"{group}/n"])
+                points, n = evaluation.points, evaluation.n
+            elif f"{group}/Points" in self.tracker.latest:
+                points, n = self.tracker.latest[f"{group}/Points"], int(self.tracker.latest[f"{group}/n"])
             else:
                 continue
             where = f" in {env.env_id}" * (len(eval_envs) > 1)
-            yield f"won {win_rate:.0%} against {env.fixed_opponent}{where} (n={n})"
+            yield f"points {points:.0%} against {env.fixed_opponent}{where} (n={n})"
 
     def _batch_progress(self) -> tuple[int, int]:
         return self.buffer.size(), self.plan.config.learner.batch_size

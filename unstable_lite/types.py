@@ -55,22 +55,33 @@ class TrainEnvSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalEnvSpec:
-    """An env to evaluate on: one seat of the current policy, the rest `fixed_opponent`."""
+    """An env to evaluate on: one seat of the current policy, the rest `fixed_opponent`.
+
+    In a config, a key of `INHERITED` that is left out is that of the training env of the same id, if there is one.
+    """
 
     env_id: str
     num_players: int
     prompt_template: str = "default"
+    """As in `train_envs`. Left out: as the training env of the same id has it."""
     action_extraction_fn: str = "default"
+    """As in `train_envs`. Left out: as the training env of the same id has it."""
     fixed_opponent: str = "google/gemini-2.0-flash-lite-001"
     """Named as `league.fixed_opponents` names them."""
     max_turns: int = 200
+    """As in `train_envs`. Left out: as the training env of the same id has it."""
     observation: Observation = "env"
+    """As in `train_envs`. Left out: as the training env of the same id has it."""
     isolated: bool | None = None
 
     @property
     def opponent(self) -> str:
         """As results name it."""
         return self.fixed_opponent if self.num_players > 1 else "none"
+
+
+INHERITED = ("prompt_template", "action_extraction_fn", "max_turns", "observation")
+"""What an eval env takes over from the training env of the same id: a curve is of what is trained."""
 
 
 class ModelRef(msgspec.Struct, frozen=True, kw_only=True):

@@ -198,6 +198,23 @@ def test_a_quota_is_balanced_even_while_other_evaluations_run():
     assert seats == {0: 2, 1: 2}
 
 
+def test_all_evaluations_with_a_quota_play_the_same_seeds_each_from_every_seat():
+    scheduler, env = a_scheduler(), an_eval_env(3)
+    played = {}
+    for label in ("before", "after"):
+        specs = [scheduler.next_eval_job(env, label=label, number=number) for number in range(30)]
+        played[label] = [(spec.seed, policy_seat(spec)) for spec in specs]
+        scheduler.next_eval_job()
+        scheduler.next_train_job()
+    assert played["before"] == played["after"]
+    assert len(set(played["before"])) == 30
+    seeds = Counter(seed for seed, _ in played["before"])
+    assert set(seeds.values()) == {3}
+    assert all(seed % 2 for seed in seeds)
+    resumed = a_scheduler()  # nothing of it is kept: an evaluation that is made again plays them, too
+    assert resumed.next_eval_job(env, label="after", number=4).seed == played["after"][4][0]
+
+
 def test_the_rest_of_an_evaluation_is_the_envs_fixed_opponent_and_nothing_is_collected():
     spec = a_scheduler(evals=[an_eval_env(3)]).next_eval_job(label="before")
     assert Counter(agent.model.uid for agent in spec.agent_specs) == {"ckpt-1": 1, "fixed-judge": 2}
@@ -280,11 +297,10 @@ def test_the_global_random_stream_is_neither_read_nor_moved():
 def test_training_and_evaluation_games_are_rated():
     scheduler = a_scheduler()
     for spec in (scheduler.next_train_job(), scheduler.next_eval_job()):
-        before = scheduler.registry.get("ckpt-1").rating
         rewards = [-1.0, -1.0]
         rewards[policy_seat(spec)] = 1.0
         scheduler.update(a_record(spec, rewards))
-        assert scheduler.registry.get("ckpt-1").rating.mu > before.mu
+        assert scheduler.registry.get("ckpt-1").ratings[spec.env_id].mu > 25
 
 
 def test_a_void_game_teaches_nothing():

@@ -4,13 +4,14 @@ import random
 import tomllib
 from collections import Counter
 
+import numpy as np
 import pytest
 import trueskill
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unstable_lite.checkpoints import to_toml
-from unstable_lite.config import Config
+from unstable_lite.config import Config, LeagueConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry, Rating
 from unstable_lite.league.samplers import (
@@ -33,6 +34,7 @@ from unstable_lite.league.samplers import (
     UniformRandomEnvSampler,
     WeightedEnvSampler,
     WeightedModelSampler,
+    anchors,
     build_env_sampler,
     build_model_sampler,
     check_league,
@@ -130,6 +132,32 @@ def test_an_env_whose_reward_rises_or_falls_is_drawn_more_than_one_that_stands_s
     assert falling > 0.2
     counts = Counter(sampler.sample("train").env_id for _ in range(2000))
     assert counts["B"] == pytest.approx(2000 * rising, abs=150)
+
+
+def test_a_curriculum_does_not_chase_noise():
+    """A is a fair coin, B improves from 10 to 95 % within 3,000 games, C always pays 1."""
+    played = Counter()
+    for seed in range(4):
+        rng, sampler = random.Random(seed), LearningProgressEnvSampler(TRAIN, rng_seed=seed)
+        own = Counter()
+        for _ in range(6000):
+            env_id = sampler.sample("train").env_id
+            own[env_id] += 1
+            p = {"A": 0.5, "B": min(0.95, 0.1 + 0.85 * own["B"] / 3000), "C": 1.0}[env_id]
+            sampler.update(env_id, 1.0 if rng.random() < p else -1.0, None)
+        played += own
+    assert played["A"] < 1.6 * played["C"]
+    assert played["B"] > 2 * played["A"]
+
+
+def test_the_deviation_that_chance_makes_is_that_of_simulated_averages():
+    fast, slow = 0.05, 0.01
+    for games in (2, 30, 300):
+        rewards = np.random.default_rng(0).standard_normal((20_000, games))
+        ages = np.arange(games)[::-1]
+        weights = [(1 - rate) ** ages / ((1 - rate) ** ages).sum() for rate in (fast, slow)]
+        simulated = (rewards @ (weights[0] - weights[1])).var()
+        assert a_curriculum(fast=fast, slow=slow)._variance_factor(games) == pytest.approx(simulated, rel=0.05)
 
 
 def test_before_any_game_and_without_any_progress_envs_are_drawn_alike():
@@ -236,8 +264,8 @@ def a_rated_registry(ratings, current=EQUAL):
     """Fixed opponents a, b, c, … with these ratings, and the current policy."""
     registry = a_registry(fixed=[chr(ord("a") + index) for index in range(len(ratings))])
     for meta, rating in zip(registry.fixed(), ratings, strict=True):
-        meta.rating = rating
-    registry.get("base").rating = current
+        meta.ratings["E"] = rating
+    registry.get("base").ratings["E"] = current
     return registry
 
 
@@ -284,7 +312,7 @@ def test_ts_dist_biased_weighs_by_the_difference_over_25():
 @pytest.mark.parametrize("name", ["match-quality", "ts-dist", "ts-dist-biased", "pfsp"])
 def test_weighted_opponents_are_never_the_policy_itself_unless_nobody_else_is_there(name):
     registry = a_registry(2)
-    registry.get("base").rating, registry.get("ckpt-1").rating = Rating(20.0, 4.0), Rating(23.0, 4.0)
+    registry.get("base").ratings["E"], registry.get("ckpt-1").ratings["E"] = Rating(20.0, 4.0), Rating(23.0, 4.0)
     sampler = MODEL_SAMPLERS[name](registry, random.Random(0))
     assert set(drawn(sampler)) == {"base", "ckpt-1"}
     registry.set_active("ckpt-1", False)
@@ -598,3 +626,17 @@ def test_every_problem_of_a_league_is_found_before_the_run(num_actors, league, m
 
 def test_all_problems_are_reported_at_once():
     assert len(check_league(a_config(1, opponent_lag=[7, 1], env_sampling_strategy="uniform"))) == 3
+
+
+def test_ratings_are_measured_from_random_play_or_the_first_fixed_opponent_of_the_env():
+    evaluated = [("A", "x"), ("A", "scripted:random"), ("B", "x"), ("B", "y")]
+    config = Config(
+        train_envs=(
+            TrainEnvSpec(env_id="B", num_players=2, num_actors=2),
+            TrainEnvSpec(env_id="C", num_players=2, num_actors=1),
+            TrainEnvSpec(env_id="D", num_players=2, num_actors=2),
+        ),
+        eval_envs=tuple(EvalEnvSpec(env_id=env_id, num_players=2, fixed_opponent=name) for env_id, name in evaluated),
+        league=LeagueConfig(opponent_sampling_strategy="fixed", fixed_opponents=("z",)),
+    )
+    assert anchors(config) == {"A": "scripted:random", "B": "x", "C": "z"}

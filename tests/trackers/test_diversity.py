@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from unstable_lite.trackers.diversity import Diversity
+from unstable_lite.trackers.diversity import Diversity, digests
 
 Trajectory = tuple[list[str], list[str]]
 
@@ -49,14 +49,14 @@ def test_figures_are_those_of_the_newest_trajectories_alone(num_games: int) -> N
     for _ in range(num_games):
         actions = [rng.choice("abcd") for _ in range(rng.randint(1, 8))]
         trajectories.append(([f"{rng.randint(0, 9)}" for _ in actions], actions))
-        diversity.add(*trajectories[-1])
+        diversity.append(*map(digests, trajectories[-1]))
     assert diversity.metrics() == pytest.approx(expected(trajectories[-20:]))
 
 
 def test_a_policy_that_always_does_the_same_has_no_entropy() -> None:
     diversity = Diversity(window=512)
     for _ in range(5):
-        diversity.add(["s1", "s2"], ["a", "b"])
+        diversity.append(digests(["s1", "s2"]), digests(["a", "b"]))
     figures = diversity.metrics()
     assert figures["Action Entropy (per turn)"] == pytest.approx(0)
     assert figures["Unique Trajectories"] == 1
@@ -67,7 +67,7 @@ def test_a_policy_that_always_does_the_same_has_no_entropy() -> None:
 def test_long_games_fill_the_window_earlier() -> None:
     diversity = Diversity(window=512, max_turns=100)
     for game in range(30):
-        diversity.add([str(game)] * 9, [str(game)] * 9)
+        diversity.append(digests([str(game)] * 9), digests([str(game)] * 9))
     figures = diversity.metrics()
     assert figures["n"] == figures["Unique Actions"] == 11
     assert figures["n (turns)"] == 99

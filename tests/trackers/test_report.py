@@ -32,11 +32,11 @@ from unstable_lite.trackers.jsonl import JsonlSink
 from unstable_lite.trackers.records import write_whole
 from unstable_lite.trackers.report import write_report
 from unstable_lite.trackers.report.games import Sample, read_games
-from unstable_lite.trackers.report.page import T_95, Change, _changes
+from unstable_lite.trackers.report.page import Change, _changes
 from unstable_lite.trackers.report.prompts import templates_by_env
 from unstable_lite.trackers.report.runs import RunData, read_run
 from unstable_lite.trackers.report.tokens import pieces
-from unstable_lite.trackers.tracker import Tally, Tracker, summarise_evaluation, wilson_interval
+from unstable_lite.trackers.tracker import T_95, Tally, Tracker, summarise_evaluation, t_95, wilson_interval
 from unstable_lite.trackers.train_data import step_to_json
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, PlayerTrajectory, Step, Turn
 
@@ -277,7 +277,7 @@ def test_the_report_opens_without_a_network_and_draws_its_curves(one_run: Path, 
     entropy = page.locator("figure", has_text="learner/entropy")
     entropy.scroll_into_view_if_needed()
     expect(entropy.locator("svg.main-svg").first).to_be_visible()
-    won = page.locator("figure", has_text="Won against scripted:random").first
+    won = page.locator("figure", has_text="Points against scripted:random").first
     expect(won.locator(".latest")).to_have_text("90.0 % (82.6 % – 94.5 %, n = 100)")
     won.get_by_text("Values").click()
     expect(won.locator("tbody tr")).to_have_count(2)
@@ -290,7 +290,7 @@ def test_the_report_opens_without_a_network_and_draws_its_curves(one_run: Path, 
 def test_the_summary_says_what_training_did_and_what_alarmed(one_run: Path, opened: Opened) -> None:
     page = opened(one_run)
     tile = page.locator(".tile")
-    expect(tile).to_contain_text("Won against scripted:random")
+    expect(tile).to_contain_text("Points against scripted:random")
     expect(tile.locator(".before")).to_have_text("50.0 %")
     expect(tile.locator(".after")).to_have_text("90.0 %")
     expect(tile).to_contain_text("+40.0 points (+27.8 to +50.6)")
@@ -617,7 +617,7 @@ def test_several_runs_lie_over_each_other_with_mean_and_spread(tmp_path: Path, o
     expect(tiles.first).to_contain_text("learning_rate 1e-05")
     expect(tiles.first.locator(".after")).to_have_text("85.0 %")
     expect(tiles.first).to_contain_text("n = 200, SD over 2 seeds 7.1 %")
-    won = page.locator("figure", has_text="Won against scripted:random").first
+    won = page.locator("figure", has_text="Points against scripted:random").first
     won.get_by_text("Values").click()
     expect(won.locator("tbody")).to_contain_text("85.0 % ± 7.1 % SD, 2 seeds")
     page.get_by_label("show").select_option("runs")
@@ -718,6 +718,7 @@ def test_the_quantiles_of_t_are_where_their_tails_are() -> None:
         scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi * freedom)
         density = scale * (1 + x * x / freedom) ** (-(freedom + 1) / 2)
         assert 2 * quantile * density.mean() == pytest.approx(0.95, abs=1e-4)
+    assert [t_95(freedom) for freedom in (15, 16, 30, 199)] == pytest.approx([2.131, 2.120, 2.042, 1.972], abs=1e-3)
 
 
 def test_a_few_rewards_that_are_all_alike_are_no_proof_and_many_are(tmp_path: Path) -> None:

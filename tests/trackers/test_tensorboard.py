@@ -46,7 +46,7 @@ CONFIG = Config(
         EvalEnvSpec(env_id="Blackjack-v0-train", num_players=1),
     ),
 )
-WON = "evaluation-Nim-v0-train (scripted:random)/checkpoint Win Rate"
+WON = "evaluation-Nim-v0-train (scripted:random)/checkpoint Points"
 
 
 def events(directory: Path) -> EventAccumulator:
@@ -135,7 +135,7 @@ def test_charts_that_belong_together_find_the_names_that_a_run_logs(tmp_path: Pa
     sink = TensorBoardSink(tmp_path)
     sink.log(1, {WON: 0.5, f"{WON} low": 0.25, f"{WON} high": 0.75, WON.replace("checkpoint ", ""): 0.625})
     sink.close()
-    (won,) = charts["Nim-v0-train, won against scripted:random, 95 %"].margin.series
+    (won,) = charts["Nim-v0-train, points against scripted:random, 95 %"].margin.series
     tags = [won.value, won.lower, won.upper]
     seen = events(tmp_path)
     assert [float(make_ndarray(seen.Tensors(tag)[0].tensor_proto)) for tag in tags] == [0.5, 0.25, 0.75]

@@ -90,7 +90,10 @@ def test_elsewhere_there_are_dated_lines_and_quietly_there_is_nothing() -> None:
         assert lines == ([] if quiet else ["said", "update 1/20  games 9", "update 20/20  games 11"])
 
 
-def test_brackets_in_a_text_are_text_wherever_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_brackets_in_a_text_are_text_wherever_it_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     said = "alarm after update 3: [/__w/gloo/pair.cc:553] Connection closed by [type=missing]"
     model, opponent = "/exp[lr=1]/ckpt-2", "vendor/model[/INST]"
     terminal = TerminalInterface()
@@ -127,8 +130,8 @@ def test_what_went_wrong_is_red_and_the_rest_is_not() -> None:
     (span,) = as_line("games 3  alarms 2, on: kl").spans
     assert "games 3  alarms 2, on: kl"[span.start : span.end].strip() == "alarms 2, on: kl"
     terminal = TerminalInterface(console(True))
-    terminal.start(20, figures=lambda: "won 5% against model[/INST]  alarms 2")
-    assert "won 5% against model[/INST]  alarms 2" in refresh(terminal)
+    terminal.start(20, figures=lambda: "points 5% against model[/INST]  alarms 2")
+    assert "points 5% against model[/INST]  alarms 2" in refresh(terminal)
     terminal.stop()
 
 

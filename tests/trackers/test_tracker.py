@@ -4,11 +4,13 @@ import dataclasses
 import io
 import json
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -19,11 +21,15 @@ from unstable_lite.trackers.records import read_part, read_records
 from unstable_lite.trackers.terminal import evaluation_tables
 from unstable_lite.trackers.tracker import (
     WINDOW,
+    Evaluation,
     Tally,
     Tracker,
     mean_interval,
+    paired_difference,
+    points_interval,
     summarise_evaluation,
     wilson_interval,
+    with_points,
 )
 from unstable_lite.trackers.transcripts import transcript
 from unstable_lite.types import (
@@ -148,6 +154,7 @@ def test_every_mean_is_of_as_many_entries_as_its_n_says(tmp_path: Path) -> None:
     figures = {name.removeprefix("collection-E/"): x for name, x in sink.lines[-1][1].items() if "collection-E" in name}
     assert figures == {
         "reward": 0.25,
+        "Points": 0.625,
         "Win Rate": 0.5,
         "Loss Rate": 0.25,
         "Draw": 0.25,
@@ -309,6 +316,80 @@ def test_evaluation_games_without_a_quota_are_told_by_checkpoint_once_it_plays_n
     assert (later["model"], later["step"], later["n"], later["invalid"]) == ("ckpt-5", 5, 1, 1)
     assert later["reward_interval"] == [None, None]  # one game has no spread
     assert tracker.evaluations == []
+
+
+def test_the_interval_of_points_covers_the_true_mean_as_often_as_it_says() -> None:
+    assert points_interval(7, 0, 13) == wilson_interval(7, 20)
+    assert points_interval(0, 0, 0) == (0.0, 1.0)
+    low, high = points_interval(0, 400, 0)
+    assert (low, high) == pytest.approx((0.5 / (1 + 1.96**2 / 400), 1 - 0.5 / (1 + 1.96**2 / 400)))
+    assert points_interval(3, 5, 2) == pytest.approx([1 - edge for edge in reversed(points_interval(2, 5, 3))])
+    rng = np.random.default_rng(0)
+    for win, draw in ((0.45, 0.1), (0.3, 0.3), (0.1, 0.8), (0.0, 0.9)):
+        counts, times = np.unique(
+            rng.multinomial(100, [win, draw, 1 - win - draw], size=2000), axis=0, return_counts=True
+        )
+        intervals = [points_interval(*map(int, row)) for row in counts]
+        covered = sum(n for (low, high), n in zip(intervals, times, strict=True) if low <= win + draw / 2 <= high)
+        assert 0.93 < covered / 2000 < 0.98, (win, draw)
+
+
+def test_points_count_draws_half_and_are_read_from_lines_of_earlier_versions() -> None:
+    tally = Tally()
+    for outcome in ("win", "draw", "draw", "loss", "loss"):
+        tally.add(outcome, 0.0, own_invalid=False)
+    line = tally.evaluation("l", "m", 0, "E", "o").to_json()
+    assert (line["points"], line["win_rate"]) == (0.4, 0.2)
+    assert line["points_interval"] == list(points_interval(1, 2, 2))
+    old = {name: value for name, value in line.items() if not name.startswith("points")}
+    assert with_points(old) == line
+    assert with_points(old | {"win_rate": None})["points"] is None
+
+
+def test_two_evaluations_of_the_same_seeds_are_compared_in_pairs() -> None:
+    def played(seed: int, outcomes: str, label: str) -> Evaluation:
+        records = []
+        for number, outcome in enumerate(outcomes):
+            rewards = {"w": (1.0, -1.0), "d": (0.0, 0.0), "l": (-1.0, 1.0), "v": (0.0, 0.0)}[outcome]
+            record = game(kind="eval", rewards=rewards, end="void" if outcome == "v" else "natural", label=label)
+            record.spec = msgspec.structs.replace(record.spec, game_idx=seed + number)
+            records.append(record)
+        random.Random(seed).shuffle(records)  # games end in any order
+        return summarise_evaluation(label, 0, BASE, "E", "o", records)
+
+    before, after = played(0, "wdllwwlv", "before"), played(100, "wwlwwwdv", "after")
+    assert before.scores == ((1, 0.5), (0, 0), (1, 1), (0, None))
+    gain = paired_difference(before.scores, after.scores)
+    gained = [0.25, 0.5, 0.0, 0.5]  # by seed, the mean over its seats
+    assert gain is not None
+    assert gain.mean == pytest.approx(0.3125)
+    half = 3.182 * np.std(gained, ddof=1) / 2
+    assert (gain.low, gain.high) == pytest.approx((0.3125 - half, 0.3125 + half))
+    assert after.describe_change(before) == (
+        f"change since before: +31.2 points (95 %: {100 * gain.low:+.1f} to {100 * gain.high:+.1f}), "
+        "of 4 seeds that both played"
+    )
+    assert "; 1 void" in after.describe()
+    (table,) = evaluation_tables([before, after])
+    assert table.caption == after.describe_change(before)
+    assert after.describe_change(Tally().evaluation("l", "m", 0, "E", "o")) is None
+    known = json.loads(json.dumps(before.to_json()))["scores"]
+    assert tuple(map(tuple, known)) == before.scores
+
+
+def test_pairs_tell_more_of_games_that_the_seed_decides() -> None:
+    rng = np.random.default_rng(0)
+    cards = rng.random(200)
+    before, after = ([[float(card < p)] for card in cards] for p in (0.5, 0.6))
+    gain = paired_difference(before, after)
+    assert gain is not None
+    assert 0 < gain.low < 0.1 < gain.high < 0.2
+    won = [sum(x == [1.0] for x in of) for of in (before, after)]
+    (_, high), (low, _) = (points_interval(wins, 0, 200 - wins) for wins in won)
+    assert low < high  # unpaired, nobody could tell
+    same = paired_difference(after, after)
+    assert same is not None
+    assert same.low < 0 == same.mean < same.high
 
 
 def test_games_that_nobody_can_win_have_a_reward_and_no_win_rate() -> None:

@@ -1,7 +1,8 @@
 """Which games an evaluation consists of: cells (a model, its opponent, an env), and the games of each.
 
-Pure: knows no engines, no files. Game number k of an env has the same seed and the same seat whoever plays it, so that
-every model meets the same games; which of them is sampled how is the engines' own chance.
+Pure: knows no engines, no files. Game number k of an env has the same seed and the same seat whoever plays it, and each
+seed is played from every seat, so that every model meets the same games. What is sampled in them is the engines' own
+chance.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def game_spec(cell: Cell, number: int, seed: int, ref: Callable[[EvaluatedModel]
         kind="eval",
         env_id=env.env_id,
         num_players=env.num_players,
-        seed=derive_seed(seed, "offline eval", env.env_id, env.num_players, number) % 2**31 | 1,
+        seed=derive_seed(seed, "offline eval", env.env_id, env.num_players, number // env.num_players) % 2**31 | 1,
         agent_specs=tuple(
             AgentSpec(
                 pid=pid,

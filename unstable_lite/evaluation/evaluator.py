@@ -74,7 +74,7 @@ class EvaluationPlan:
         config = self.plan.config
         engine, opponents = config.engine, config.opponents
         return {
-            "format": 1,
+            "format": 2,
             "model_name": config.model_name,
             "seed": config.run.seed,
             "engine": engine.kind,

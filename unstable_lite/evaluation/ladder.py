@@ -57,13 +57,13 @@ def make_ladder(games: Sequence[RatedGame], beta: float) -> list[Placed]:
 
 def _rate(games: Sequence[RatedGame], beta: float) -> dict[str, ModelMeta]:
     registry = ModelRegistry(beta)
-    uids: dict[str, str] = {}
+    uids: dict[str, str] = {}  # one ladder over all envs
     for game in games:
         for name in (game.model, game.opponent):
             if name not in uids:
                 uids[name] = registry.add_fixed(name).uid
         score = {"win": 1.0, "draw": 0.0, "loss": -1.0}[game.outcome]
-        registry.update_ratings({0: uids[game.model], 1: uids[game.opponent]}, {0: score, 1: 0.0}, game.env_id)
+        registry.update_ratings({0: uids[game.model], 1: uids[game.opponent]}, {0: score, 1: 0.0}, "")
     return {name: registry.get(uid) for name, uid in uids.items()}
 
 

@@ -40,6 +40,9 @@ COLUMNS = (
     "win_rate",
     "low",
     "high",
+    "points",
+    "points_low",
+    "points_high",
     "mean_reward",
     "reward_low",
     "reward_high",
@@ -258,17 +261,18 @@ def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
         shown = [e for e in evaluations if (e.env_id, e.opponent) == (env_id, opponent)]
         differing = {name: of for name, of in PLAYED_HOW.items() if len({getattr(e, of) for e in shown}) > 1}
         table = Table("model", *differing, title=f"{env_id} against {opponent}", title_justify="left")
-        for name in ("games", "won", "95 % interval", "drawn", "reward", "own invalid"):
+        for name in ("games", "points", "95 % interval", "won", "drawn", "reward", "own invalid"):
             table.add_column(name, justify="right")
         for e in shown:
-            low, high = e.interval
-            is_decided = math.isfinite(e.win_rate)
+            low, high = e.points_interval
+            is_decided = math.isfinite(e.points)
             table.add_row(
                 e.model,
                 *(str(getattr(e, of)) for of in differing.values()),
                 f"{e.n}" + f" (+{e.void} void)" * bool(e.void),
-                f"{e.win_rate:.1%}" if is_decided else "–",
+                f"{e.points:.1%}" if is_decided else "–",
                 f"{low:.1%} – {high:.1%}" if is_decided else "–",
+                str(e.wins) if is_decided else "–",
                 str(e.draws) if is_decided else "–",
                 f"{e.mean_reward:+.3f}" if e.n else "–",
                 e.own_invalid,
@@ -290,6 +294,7 @@ def ladder_table(placed: Sequence[Placed]) -> Table:
 
 def _figures(e: CellEvaluation) -> dict[str, Any]:
     low, high = e.interval
+    points_low, points_high = e.points_interval
     reward_low, reward_high = e.reward_interval
     return {
         "model": e.model,
@@ -305,6 +310,9 @@ def _figures(e: CellEvaluation) -> dict[str, Any]:
         "win_rate": e.win_rate,
         "low": low,
         "high": high,
+        "points": e.points,
+        "points_low": points_low,
+        "points_high": points_high,
         "mean_reward": e.mean_reward,
         "reward_low": reward_low,
         "reward_high": reward_high,

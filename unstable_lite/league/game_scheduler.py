@@ -115,23 +115,28 @@ class GameScheduler:
         model: ModelRef | None = None,
         label: str | None = None,
         can_play: Callable[[ModelRef], bool] = _anybody,
+        number: int | None = None,
     ) -> GameSpec:
         """One seat to the model (default: the current policy), the others to the env's fixed opponent.
 
-        The seat goes round for each model, env and label apart, so that a quota is balanced over the seats. Without
-        `spec`, an env whose opponent cannot play now is drawn again; raises OpponentError if none that can is found.
+        The seat goes round for each model, env and label apart. Without `spec`, an env whose opponent cannot play now
+        is drawn again; raises OpponentError if none that can is found.
+
+        `number`: that of the game within an evaluation with a quota. Its seat and its seed follow from it, each seed is
+        played from every seat, and all evaluations of an env play the same seeds, so that they compare in pairs.
         """
         env = spec or self._sample_eval_env(can_play)
         subject = "current" if model is None else model.uid
         key = f"{subject} {env.env_id} {env.num_players} {env.fixed_opponent} {label}"
-        seat = self._eval_games_of[key] % env.num_players
-        self._eval_games_of[key] += 1
+        seat = (self._eval_games_of[key] if number is None else number) % env.num_players
+        self._eval_games_of[key] += number is None
         models = dict.fromkeys(range(env.num_players), model or self.registry.current)
         if env.num_players > 1:
             opponent = self.registry.add_fixed(env.fixed_opponent, active=False)
             models |= {pid: opponent for pid in models if pid != seat}
         agents = [_agent(pid, models[pid], env, collect=False) for pid in models]
-        return self._new_game("eval", env, agents, label)
+        pair = None if number is None else number // env.num_players
+        return self._new_game("eval", env, agents, label, pair)
 
     def _sample_opponent(self, can_play: Callable[[ModelRef], bool]) -> ModelRef:
         for _ in range(DRAWS):
@@ -211,8 +216,11 @@ class GameScheduler:
         env: TrainEnvSpec | EvalEnvSpec,
         agents: list[AgentSpec],
         label: str | None = None,
+        pair: int | None = None,
     ) -> GameSpec:
         seed = game_seed(self._run_seed, kind, self._games[kind])
+        if pair is not None:
+            seed = game_seed(derive_seed(self._run_seed, "quota", env.env_id, env.num_players), kind, pair)
         return GameSpec(
             game_idx=self._next_idx(kind),
             kind=kind,

@@ -9,7 +9,9 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from operator import eq
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import trueskill
@@ -30,7 +32,6 @@ class ModelMeta:
     kind: Literal["checkpoint", "fixed"]
     adapter_version: int | None
     name: str | None
-    rating: Rating
     iteration: int | None
     """Updates made when the checkpoint was published."""
     active: bool = True
@@ -41,18 +42,46 @@ class ModelMeta:
     """`wins`, `draws`, `losses` count games against other models only, by rank."""
     draws: int = 0
     losses: int = 0
+    prior_mu: float = 25.0
+    ratings: dict[str, Rating] = field(default_factory=dict)
+    """By env id, of every env in which any two models were rated."""
+
+    @property
+    def rating(self) -> Rating:
+        """Mean over the envs; the prior before the first rated game."""
+        ratings = self.ratings.values()
+        if not ratings:
+            return Rating(self.prior_mu, trueskill.SIGMA)
+        sigma = math.sqrt(sum(rating.sigma**2 for rating in ratings)) / len(ratings)
+        return Rating(fmean(rating.mu for rating in ratings), sigma)
 
     @property
     def ref(self) -> ModelRef:
         return ModelRef(uid=self.uid, kind=self.kind, adapter_version=self.adapter_version, name=self.name)
 
 
+COLUMNS = tuple(column.name for column in fields(ModelMeta) if column.name != "ratings")
+PRIOR_GAMES = 10
+"""Imagined games beside the measured ones in an env's probability of a draw."""
+LEAST_SIGMA = 1e-3
+"""An anchor's in a game of three or more models: the library divides by it."""
+
+
 class ModelRegistry:
-    """Starts with `base`; the current policy is the checkpoint added last."""
+    """Starts with `base`; the current policy is the checkpoint added last.
+
+    Each env has ratings of its own. TrueSkill knows differences only, and new checkpoints keep coming, so that without
+    a fixed point all ratings of an env drift together: the anchor of an env stays at its prior with σ = 0.
+    """
 
     def __init__(self, beta: float = 4.0) -> None:
         self._trueskill = trueskill.TrueSkill(beta=beta)
-        self._draw_margin = trueskill.calc_draw_margin(self._trueskill.draw_probability, 2, self._trueskill)
+        self._envs: dict[str, None] = {}
+        """Ids of the envs that have ratings."""
+        self._anchors: dict[str, str] = {}
+        """By env id: the uid of the fixed model that its ratings are relative to."""
+        self._draws: dict[str, tuple[int, int]] = {}
+        """By env id: draws and games between neighbouring ranks, for the probability of a draw."""
         self._models: dict[str, ModelMeta] = {}
         self._numbers: dict[str, int] = {}
         """By uid: how many were registered before."""
@@ -82,19 +111,16 @@ class ModelRegistry:
         return self._models[uid]
 
     def add_checkpoint(self, uid: str, adapter_version: int, iteration: int, inherit: bool = True) -> ModelRef:
-        """The new current policy. It inherits its predecessor's μ and twice its σ, at most the prior's."""
+        """The new current policy. In each env it inherits its predecessor's μ and twice its σ, at most the prior's."""
         assert uid not in self._models, f"{uid} is registered already"
-        rating = Rating(self._trueskill.mu, self._trueskill.sigma)
-        if inherit and self._models:
-            predecessor = self._models[self._current_uid].rating
-            rating = Rating(predecessor.mu, min(2 * predecessor.sigma, rating.sigma))
+        inherited = self._models[self._current_uid].ratings if inherit and self._models else {}
         meta = ModelMeta(
             uid=uid,
             kind="checkpoint",
             adapter_version=adapter_version,
             name=None,
-            rating=rating,
             iteration=iteration,
+            ratings={env_id: Rating(mu, min(2 * sigma, trueskill.SIGMA)) for env_id, (mu, sigma) in inherited.items()},
         )
         self.touched[self._current_uid] = None  # which is so no more
         self._register(meta)
@@ -111,14 +137,21 @@ class ModelRegistry:
                     kind="fixed",
                     adapter_version=None,
                     name=name,
-                    rating=Rating(prior_mu, self._trueskill.sigma),
                     iteration=None,
                     active=False,
+                    prior_mu=prior_mu,
                 )
             )
         meta = self._models[uid]
         self.set_active(uid, meta.active or active)
         return meta.ref
+
+    def set_anchor(self, env_id: str, uid: str) -> None:
+        """Measure the ratings of an env from this fixed model, whose own stays where it is."""
+        assert self._models[uid].kind == "fixed", f"{uid} changes, and cannot be an anchor"
+        self._anchors[env_id] = uid
+        self._add_env(env_id)
+        self._fix_anchors()
 
     def set_active(self, uid: str, active: bool) -> None:
         meta = self._models[uid]
@@ -162,8 +195,8 @@ class ModelRegistry:
         spread = known + sigma**2 + other_sigma**2
         return math.sqrt(known / spread) * math.exp(-((mu - other_mu) ** 2) / (2 * spread))
 
-    def update_ratings(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:  # noqa: ARG002
-        """Count one game and rate it: who sat where, and the final score of each seat.
+    def update_ratings(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:
+        """Count one game and rate it in its env: who sat where, and the final score of each seat.
 
         Only distinct models are rated against each other, each as a player of its own; equal ranks are draws.
         A model at several seats is one player, placed by the mean rank of its seats, for they are no
@@ -181,7 +214,7 @@ class ModelRegistry:
         if len(models) > 1:
             places = mean_ranks(uids, scores)
             self._count_outcomes(places)
-            self._rate(places)
+            self._rate(places, env_id)
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able. Every model that ever was is in it, for the ladder has them all: about 100 bytes each in columns
@@ -190,7 +223,9 @@ class ModelRegistry:
         models, numbers = self._models.values(), self._numbers
         return {
             "current": self._current_uid,
-            "models": {field.name: [getattr(meta, field.name) for meta in models] for field in fields(ModelMeta)},
+            "models": {name: [getattr(meta, name) for meta in models] for name in COLUMNS},
+            "ratings": {env_id: [meta.ratings[env_id] for meta in models] for env_id in self._envs},
+            "draws": self._draws,
             "match_counts": [[numbers[a], numbers[b], count] for (a, b), count in self.match_counts.items()],
         }
 
@@ -201,8 +236,14 @@ class ModelRegistry:
         configured = {meta.uid: meta for meta in self._fixed}
         columns: dict[str, list[Any]] = state["models"]
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        models = [ModelMeta(**(row | {"rating": Rating(*row["rating"])})) for row in rows]
+        models = [ModelMeta(**row) for row in rows]
+        ratings = state["ratings"]
+        for env_id, of_models in ratings.items():
+            for meta, rating in zip(models, of_models, strict=True):
+                meta.ratings[env_id] = Rating(*rating)
+        self._draws = {env_id: (drawn, games) for env_id, (drawn, games) in state["draws"].items()}
         self._models, self._numbers, self._checkpoints, self._fixed = {}, {}, [], []
+        self._envs = {}
         self.touched = {}
         for meta in models:
             if meta.kind == "fixed":
@@ -210,15 +251,34 @@ class ModelRegistry:
             self._register(meta)
         for uid, meta in configured.items():
             if uid not in self._models:
+                meta.ratings.clear()
                 self._register(meta)
+        for env_id in {**ratings, **self._anchors}:
+            self._add_env(env_id)
+        self._fix_anchors()
         self._current_uid = self._models[state["current"]].uid
         uids = columns["uid"]
         self.match_counts = defaultdict(int, {(uids[a], uids[b]): count for a, b, count in state["match_counts"]})
         self.touched_pairs = dict.fromkeys(self.match_counts)
 
+    def _add_env(self, env_id: str) -> None:
+        """Give every model a rating in this env."""
+        if env_id in self._envs:
+            return
+        self._envs[env_id] = None
+        for meta in self._models.values():
+            meta.ratings.setdefault(env_id, Rating(meta.prior_mu, trueskill.SIGMA))
+
+    def _fix_anchors(self) -> None:
+        for env_id, uid in self._anchors.items():
+            ratings = self._models[uid].ratings
+            ratings[env_id] = Rating(ratings[env_id].mu, 0.0)
+
     def _register(self, meta: ModelMeta) -> None:
         self._numbers[meta.uid] = len(self._models)
         self._models[meta.uid] = meta
+        for env_id in self._envs:
+            meta.ratings.setdefault(env_id, Rating(meta.prior_mu, trueskill.SIGMA))
         self.touched[meta.uid] = None
         if meta.kind == "fixed":
             self._fixed.append(meta)
@@ -237,36 +297,47 @@ class ModelRegistry:
             else:
                 meta.wins += 1
 
-    def _rate(self, places: Mapping[str, float]) -> None:
+    def _rate(self, places: Mapping[str, float], env_id: str) -> None:
+        self._add_env(env_id)
         uids, ranks = sorted(places, key=places.__getitem__), sorted(places.values())
-        before = [self._models[uid].rating for uid in uids]
+        before = [self._models[uid].ratings[env_id] for uid in uids]
+        env = trueskill.TrueSkill(beta=self._trueskill.beta, draw_probability=self._count_draws(ranks, env_id))
         try:
             if len(before) == 2:
-                after = self._rate_two(before[0], before[1], is_draw=ranks[0] == ranks[1])
+                after = _rate_two(env, before[0], before[1], is_draw=ranks[0] == ranks[1])
             else:
-                rated = self._trueskill.rate([(self._trueskill.create_rating(*rating),) for rating in before], ranks)
-                after = [Rating(rating.mu, rating.sigma) for (rating,) in rated]
+                given = [(env.create_rating(mu, sigma or LEAST_SIGMA),) for mu, sigma in before]
+                after = [Rating(rating.mu, rating.sigma) for (rating,) in env.rate(given, ranks)]
         except FloatingPointError:
             return  # so far apart that the result's likelihood underflows: no step that floats can express
         for uid, rating in zip(uids, after, strict=True):
-            self._models[uid].rating = rating
+            if uid != self._anchors.get(env_id):
+                self._models[uid].ratings[env_id] = rating
 
-    def _rate_two(self, better: Rating, worse: Rating, is_draw: bool) -> list[Rating]:
-        """What the library's message passing comes to for two players, in a fraction of its time.
+    def _count_draws(self, ranks: list[float], env_id: str) -> float:
+        """Count an env's draws; return their share before this game, with `PRIOR_GAMES` at 10 % beside it."""
+        drawn, games = self._draws.get(env_id, (0, 0))
+        self._draws[env_id] = drawn + sum(map(eq, ranks, ranks[1:])), games + len(ranks) - 1
+        return (drawn + 0.1 * PRIOR_GAMES) / (games + PRIOR_GAMES)
 
-        Herbrich et al. 2006, "TrueSkill": with two players nothing is left to iterate. Raises FloatingPointError.
-        """
-        env = self._trueskill
-        better_variance, worse_variance = better.sigma**2 + env.tau**2, worse.sigma**2 + env.tau**2
-        variance = 2 * env.beta**2 + better_variance + worse_variance
-        spread = math.sqrt(variance)
-        difference, margin = (better.mu - worse.mu) / spread, self._draw_margin / spread
-        v, w = (env.v_draw, env.w_draw) if is_draw else (env.v_win, env.w_win)
-        step, shrink = v(difference, margin) / spread, w(difference, margin) / variance
-        return [
-            Rating(better.mu + better_variance * step, math.sqrt(better_variance * (1 - better_variance * shrink))),
-            Rating(worse.mu - worse_variance * step, math.sqrt(worse_variance * (1 - worse_variance * shrink))),
-        ]
+
+def _rate_two(env: trueskill.TrueSkill, better: Rating, worse: Rating, is_draw: bool) -> list[Rating]:
+    """What the library's message passing comes to for two players, in a fraction of its time.
+
+    Herbrich et al. 2006, "TrueSkill": with two players nothing is left to iterate. σ = 0 is certain, and stays so.
+    Raises FloatingPointError.
+    """
+    better_variance, worse_variance = (sigma and sigma**2 + env.tau**2 for _, sigma in (better, worse))
+    variance = 2 * env.beta**2 + better_variance + worse_variance
+    spread = math.sqrt(variance)
+    difference = (better.mu - worse.mu) / spread
+    margin = trueskill.calc_draw_margin(env.draw_probability, 2, env) / spread
+    v, w = (env.v_draw, env.w_draw) if is_draw else (env.v_win, env.w_win)
+    step, shrink = v(difference, margin) / spread, w(difference, margin) / variance
+    return [
+        Rating(better.mu + better_variance * step, math.sqrt(better_variance * (1 - better_variance * shrink))),
+        Rating(worse.mu - worse_variance * step, math.sqrt(worse_variance * (1 - worse_variance * shrink))),
+    ]
 
 
 def mean_ranks(uids: Mapping[int, str], scores: Mapping[int, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -28,10 +28,8 @@ class Diversity:
         self._max_turns = max_turns
         self._num_turns = 0
 
-    def add(self, states: Sequence[str], actions: Sequence[str]) -> None:
-        self._append(tuple(map(_digest, states)), tuple(map(_digest, actions)))
-
-    def _append(self, states: tuple[int, ...], actions: tuple[int, ...]) -> None:
+    def append(self, states: tuple[int, ...], actions: tuple[int, ...]) -> None:
+        """Add a trajectory by the digests of its states and of its actions."""
         self._trajectories.append((states, actions))
         self._num_turns += len(actions)
         while len(self._trajectories) > self._window or self._num_turns > self._max_turns:
@@ -42,7 +40,7 @@ class Diversity:
 
     def load_state_dict(self, state: list[Any]) -> None:
         for states, actions in state:
-            self._append(tuple(states), tuple(actions))
+            self.append(tuple(states), tuple(actions))
 
     def metrics(self) -> dict[str, float]:
         """Shares between 0 and 1, entropies in nats, and how many trajectories and turns they are of."""
@@ -69,6 +67,10 @@ class Diversity:
             "n": num_trajectories,
             "n (turns)": num_turns,
         }
+
+
+def digests(texts: Iterable[str]) -> tuple[int, ...]:
+    return tuple(map(_digest, texts))
 
 
 def _digest(text: str) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from unstable_lite.errors import UnstableError
 from unstable_lite.trackers.records import parsed_line
+from unstable_lite.trackers.tracker import with_points
 
 Metrics = dict[str, Any]
 PACE_UPDATES = 20
@@ -153,12 +154,12 @@ class RunView:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Those with a quota, by update: they overlap, and end in any order."""
-        with_quota = [line for line in self._until(self._evaluations) if line["label"] != "concurrent"]
+        with_quota = [line for line in self.all_evaluations() if line["label"] != "concurrent"]
         return sorted(with_quota, key=lambda line: line["step"])
 
     def all_evaluations(self) -> list[dict[str, Any]]:
         """Those beside training, too."""
-        return list(self._until(self._evaluations))
+        return [with_points(line) for line in self._until(self._evaluations)]
 
     def alarms(self) -> list[str]:
         """Each once, the oldest first."""

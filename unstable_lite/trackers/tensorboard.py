@@ -53,7 +53,7 @@ HPARAMS = (
 """What the table of hyperparameters has a column for, besides the envs."""
 
 
-CHARTED = re.compile(r"evaluation-.* \(.*\)/(concurrent )?checkpoint Win Rate( low| high)?")
+CHARTED = re.compile(r"evaluation-.* \(.*\)/(concurrent )?checkpoint Points( low| high)?")
 """Logged under a second name, too: see `charted`."""
 
 
@@ -125,20 +125,20 @@ def layout(config: Config) -> layout_pb2.Layout:
     """Charts of the custom scalars page; tags are regular expressions there."""
     won = [
         layout_pb2.Chart(
-            title=f"{env_id}, won against {opponent}, 95 %{meanwhile}",
+            title=f"{env_id}, points against {opponent}, 95 %{meanwhile}",
             margin=layout_pb2.MarginChartContent(
                 series=[
                     layout_pb2.MarginChartContent.Series(
-                        value=charted(f"{tag} Win Rate"),
-                        lower=charted(f"{tag} Win Rate low"),
-                        upper=charted(f"{tag} Win Rate high"),
+                        value=charted(f"{tag} Points"),
+                        lower=charted(f"{tag} Points low"),
+                        upper=charted(f"{tag} Points high"),
                     )
                 ]
             ),
         )
         for env_id, opponent, tag, meanwhile in _evaluations(config)
     ]
-    won.append(_lines("training games won", "collection-.*/Win Rate"))
+    won.append(_lines("points in training games", "collection-.*/Points"))
     won.append(_lines("ended by an own invalid move", "collection-.*/Ended by own invalid move"))
     healthy = [
         _lines("staleness (updates)", "learner/staleness_(mean|max)"),
@@ -198,7 +198,7 @@ def _add_hparams(summary: Summary, config: Config) -> None:
         else:
             session.hparams[key].string_value = value if isinstance(value, str) else json.dumps(value)
             experiment.hparam_infos.add(name=key, type=api_pb2.DATA_TYPE_STRING)
-    metrics = [f"{tag} Win Rate" for _, _, tag, _ in _evaluations(config)]
+    metrics = [f"{tag} Points" for _, _, tag, _ in _evaluations(config)]
     metrics += [f"collection-{env_id}/reward" for env_id in dict.fromkeys(env.env_id for env in config.train_envs)]
     for tag in metrics:
         experiment.metric_infos.add(name=api_pb2.MetricName(tag=tag))

@@ -188,14 +188,15 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
         table.add_column("when")
         table.add_column("model")
         rows = [e for e in evaluations if (e.env_id, e.opponent) == (env_id, opponent)]
-        has_winners = any(math.isfinite(e.win_rate) for e in rows)
-        for name in ("games", "won" if has_winners else "reward", "95 % interval", "drawn", "own invalid"):
+        has_winners = any(math.isfinite(e.points) for e in rows)
+        shown = ("points", "95 % interval", "won", "draw") if has_winners else ("reward", "95 % interval")
+        for name in ("games", *shown, "own\ninvalid"):  # a table of 80 columns
             table.add_column(name, justify="right")
         for evaluation in rows:
             if not evaluation.n:
                 share = interval = "–"
             elif has_winners:
-                share, (low, high) = f"{evaluation.win_rate:.1%}", evaluation.interval
+                share, (low, high) = f"{evaluation.points:.1%}", evaluation.points_interval
                 interval = f"{low:.1%} – {high:.1%}"
             else:
                 share, (low, high) = f"{evaluation.mean_reward:.3f}", evaluation.reward_interval
@@ -206,8 +207,9 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
                 f"{evaluation.n}" + f" (+{evaluation.void} void)" * bool(evaluation.void),
                 share,
                 interval,
-                f"{evaluation.draws}" if has_winners else "–",
+                *([f"{evaluation.wins}", f"{evaluation.draws}"] if has_winners else []),
                 evaluation.own_invalid,
             )
+        table.caption, table.caption_justify = rows[-1].describe_change(rows[0]) if len(rows) > 1 else None, "left"
         tables.append(table)
     return tables

@@ -81,7 +81,7 @@ def collection_rows(env_id: str) -> list[Row]:
     group = f"collection-{env_id}"
     return [
         Row("reward", f"{group}/reward", lambda value: f"{value:+.2f}"),
-        Row("win rate", f"{group}/Win Rate", percent),
+        Row("points", f"{group}/Points", percent),
         Row("format ok", f"{group}/Format Success Rate - correct_answer_format", percent),
         Row("own invalid", f"{group}/Ended by own invalid move", percent),
         Row("turns a game", f"{group}/Game Length", short),
@@ -302,8 +302,8 @@ def _evaluations(evaluations: Sequence[dict[str, Any]]) -> RenderableType:
         table.add_column(min_width=least, no_wrap=True, justify="left" if least == 7 else "right")
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis", style="dim")
     for line in evaluations:
-        if line["win_rate"] is not None:
-            figure, (low, high) = percent(line["win_rate"]), [f"{edge:.0%}" for edge in line["interval"]]
+        if line["points"] is not None:
+            figure, (low, high) = percent(line["points"]), [f"{edge:.0%}" for edge in line["points_interval"]]
         elif line["mean_reward"] is not None:
             figure, (low, high) = (
                 short(line["mean_reward"]),

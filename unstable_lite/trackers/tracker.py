@@ -11,19 +11,21 @@ import contextlib
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from statistics import NormalDist, fmean, stdev
 from typing import Any, Protocol, runtime_checkable
 
 from unstable_lite.config import TrackerConfig
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.trackers.diversity import Diversity
+from unstable_lite.trackers.diversity import Diversity, digests
+from unstable_lite.trackers.in_order import InOrder
 from unstable_lite.trackers.league_log import LeagueLog
 from unstable_lite.trackers.records import AppendFile, RecordLog, to_line
 from unstable_lite.trackers.train_data import Batch, TrainDataFiles
 from unstable_lite.trackers.transcripts import transcript
-from unstable_lite.types import GameRecord, Histogram, Logprobs, ModelRef, Outcome, PlayerTrajectory, Turn
+from unstable_lite.types import GameRecord, GameSpec, Histogram, Logprobs, ModelRef, Outcome, PlayerTrajectory, Turn
 
 WINDOW = 512
 """Entries over which the means of collection and evaluation run (reference): a player's games, or their turns."""
@@ -34,6 +36,10 @@ INTERFACE_MEANS = (
 )
 """What `get_interface_info` averages over all training envs, and what is counted there."""
 Z_95 = 1.96
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Student's t of two-sided 95 % by degrees of freedom, from 1 on (NIST/SEMATECH e-Handbook, 1.3.6.7.2)."""
+POINTS: dict[Outcome, float] = {"win": 1.0, "draw": 0.5, "loss": 0.0}
+"""What a game of several players is worth to one of them."""
 
 
 class Sink(Protocol):
@@ -73,6 +79,9 @@ class Evaluation:
     mean_reward: float
     reward_std: float
     """Of one game's reward."""
+    scores: tuple[tuple[float | None, ...], ...] = ()
+    """Of an evaluation with a quota: by seed, what the model got from each seat in points, or in reward if nobody can
+    win; None for a void game."""
 
     @property
     def win_rate(self) -> float:
@@ -84,6 +93,17 @@ class Evaluation:
     def interval(self) -> tuple[float, float]:
         """95 % Wilson score interval of the win rate."""
         return wilson_interval(self.wins, self.wins + self.draws + self.losses)
+
+    @property
+    def points(self) -> float:
+        """Mean of 1 for a win, 1/2 for a draw and 0 for a loss; not a number if nobody can win."""
+        decided = self.wins + self.draws + self.losses
+        return (self.wins + self.draws / 2) / decided if decided else math.nan
+
+    @property
+    def points_interval(self) -> tuple[float, float]:
+        """95 % score interval of the points."""
+        return points_interval(self.wins, self.draws, self.losses)
 
     @property
     def reward_interval(self) -> tuple[float, float]:
@@ -102,25 +122,63 @@ class Evaluation:
     def describe(self) -> str:
         if not self.n:
             return f"{self.model} has no result in {self.env_id}: all of its {self.void} games are void"
+        invalid = f"{self.invalid} ended by its own invalid move" + f"; {self.void} void" * bool(self.void)
         if not math.isfinite(self.win_rate):
             low, high = self.reward_interval
             return (
                 f"{self.model} had a mean reward of {self.mean_reward:.3f} in {self.n} games of {self.env_id}"
                 + f" (95 %: {low:.3f} – {high:.3f})" * math.isfinite(low)
-                + f"; {self.invalid} ended by its own invalid move"
+                + f"; {invalid}"
             )
-        low, high = self.interval
+        low, high = self.points_interval
         return (
-            f"{self.model} won {self.win_rate:.1%} of {self.n} games of {self.env_id} against {self.opponent} "
-            f"(95 %: {low:.1%} – {high:.1%}); {self.invalid} ended by its own invalid move"
+            f"{self.model} scored {self.points:.1%} of the points in {self.n} games of {self.env_id} against "
+            f"{self.opponent} (95 %: {low:.1%} – {high:.1%}): {self.wins} won, {self.draws} drawn; {invalid}"
         )
+
+    def describe_change(self, before: Evaluation) -> str | None:
+        """Return how it differs from an earlier evaluation of the same env and opponent; None without common seeds."""
+        if (gained := paired_difference(before.scores, self.scores)) is None:
+            return None
+        mean, low, high = gained.mean, gained.low, gained.high
+        if math.isfinite(self.points):
+            figures = f"{100 * mean:+.1f} points (95 %: {100 * low:+.1f} to {100 * high:+.1f})"
+        else:
+            figures = f"{mean:+.3f} in mean reward (95 %: {low:+.3f} to {high:+.3f})"
+        return f"change since {before.label}: {figures}, of {gained.seeds} seeds that both played"
 
     def to_json(self) -> dict[str, Any]:
         """A line of eval.jsonl; what is not a number is null."""
-        figures = {**asdict(self), "win_rate": self.win_rate}
+        figures = {**asdict(self), "win_rate": self.win_rate, "points": self.points}
         plain = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in figures.items()}
         reward_interval = [x if math.isfinite(x) else None for x in self.reward_interval]
-        return plain | {"interval": list(self.interval), "reward_interval": reward_interval}
+        return plain | {
+            "interval": list(self.interval),
+            "points_interval": list(self.points_interval),
+            "reward_interval": reward_interval,
+        }
+
+
+@dataclass(slots=True)
+class _Collected:
+    """What one player's training game adds to the windows, without the game."""
+
+    env_id: str
+    entries: dict[str, dict[str, list[float]]]
+    """By what is counted, by name, as the windows are."""
+    states: tuple[int, ...]
+    actions: tuple[int, ...]
+    """Digests of what the player saw and did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """A mean difference with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
 
 
 class Tally:
@@ -197,6 +255,68 @@ def wilson_interval(successes: int, n: int, z: float = Z_95) -> tuple[float, flo
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def points_interval(wins: int, draws: int, losses: int, z: float = Z_95) -> tuple[float, float]:
+    """Return the score interval of the mean of wins (1), draws (1/2) and losses (0); [0, 1] without a game.
+
+    A mean belongs to the interval if it is within z standard errors of the observed one, where the share of draws is
+    the likeliest one that the mean allows (score test with a constrained estimate: Tango 1998, Statistics in Medicine
+    17, 891-908; Agresti and Min 2005, Statistics in Medicine 24, 729-740). Without draws it is Wilson's interval, and
+    it has a width even if all games were drawn.
+    """
+    n = wins + draws + losses
+    if not draws:
+        return wilson_interval(wins, n, z)
+    observed = (wins + draws / 2) / n
+
+    def is_inside(mean: float) -> bool:
+        win_room, loss_room = 2 * mean, 2 * (1 - mean)  # no larger share of draws leaves this mean possible
+        b = 2 * draws + wins * loss_room + losses * win_room
+        drawn = (b - math.sqrt(max(b * b - 4 * n * draws * win_room * loss_room, 0.0))) / (2 * n)
+        return (observed - mean) ** 2 <= z * z * (mean * (1 - mean) - drawn / 4) / n
+
+    def edge(outside: float) -> float:
+        inside = observed
+        for _ in range(40):
+            middle = (inside + outside) / 2
+            inside, outside = (middle, outside) if is_inside(middle) else (inside, middle)
+        return inside
+
+    return edge(0.0), edge(1.0)
+
+
+def paired_difference(before: Sequence[Sequence[float | None]], after: Sequence[Sequence[float | None]]) -> Gain | None:
+    """Compare two evaluations that played the same seeds from the same seats; None for fewer than two common seeds.
+
+    The games of one seed are not independent, so that the t-interval is of the seeds' mean differences.
+    """
+    gained = []
+    for old, new in zip(before, after, strict=False):
+        pairs = [y - x for x, y in zip(old, new, strict=False) if x is not None and y is not None]
+        if pairs:
+            gained.append(fmean(pairs))
+    if len(gained) < 2:
+        return None
+    low, high = mean_interval(fmean(gained), stdev(gained), len(gained), t_95(len(gained) - 1))
+    return Gain(mean=fmean(gained), low=low, high=high, seeds=len(gained))
+
+
+def t_95(freedom: int) -> float:
+    """Return Student's t of two-sided 95 %; beyond the table by its expansion (Abramowitz and Stegun 26.7.5)."""
+    if freedom <= len(T_95):
+        return T_95[freedom - 1]
+    z = NormalDist().inv_cdf(0.975)
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
+def with_points(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of eval.jsonl with its points, which earlier versions did not write."""
+    if "points" in line or line.get("win_rate") is None:
+        return {"points": None} | line
+    wins, draws, losses = line["wins"], line["draws"], line["losses"]
+    points = (wins + draws / 2) / (wins + draws + losses)
+    return line | {"points": points, "points_interval": list(points_interval(wins, draws, losses))}
+
+
 def mean_interval(mean: float, std: float, n: int, z: float = Z_95) -> tuple[float, float]:
     """Of the mean of n rewards, by the normal approximation; one that never vanishes, for whoever decides by it.
 
@@ -214,12 +334,23 @@ def summarise_evaluation(
     label: str, step: int, model: ModelRef, env_id: str, opponent: str, records: Sequence[GameRecord]
 ) -> Evaluation:
     """Count what one model did in `records`, from the seats it sat at."""
-    tally = Tally()
-    for record in records:
+    tally, scores = Tally(), list[float | None]()
+    for record in sorted(records, key=lambda record: record.spec.game_idx):  # as they were drawn: seed by seed
         for agent in record.spec.agent_specs:
             if agent.model.uid == model.uid:
                 tally.add_record(record, agent.pid)
-    return tally.evaluation(label, model.uid, step, env_id, opponent)
+                scores.append(_score(record, agent.pid))
+    seats = records[0].spec.num_players if records else 1
+    by_seed = tuple(tuple(scores[i : i + seats]) for i in range(0, len(scores), seats))
+    return replace(tally.evaluation(label, model.uid, step, env_id, opponent), scores=by_seed)
+
+
+def _score(record: GameRecord, pid: int) -> float | None:
+    """Return the points, or the reward if nobody can win; None if the game is void."""
+    if record.end == "void":
+        return None
+    outcome = record.outcomes[pid]
+    return record.rewards[pid] if outcome == "na" else POINTS[outcome]
 
 
 class Tracker:
@@ -260,12 +391,18 @@ class Tracker:
         self._train_data = TrainDataFiles(run_directory / "train_data") if config.keep_train_data else None
         self._windows: dict[str, dict[str, dict[str, deque[float]]]] = defaultdict(lambda: defaultdict(_new_windows))
         """By group, by what is counted (`n`, `n (turns)`, …), by name."""
+        self._collected: InOrder[list[_Collected]] = InOrder()
+        """What training games add to the windows, in the order of their numbers."""
         self._games_of: dict[str, int] = defaultdict(int)
         self._diversity: dict[str, Diversity] = defaultdict(lambda: Diversity(WINDOW))
         self._tallies: dict[tuple[str, str, str], Tally] = defaultdict(Tally)
         """Evaluation games without a quota, by (model, env, opponent)."""
         self._started = time.monotonic()
         """Of a run that goes on: as if there had been no break."""
+
+    def begin_game(self, spec: GameSpec) -> None:
+        """Note a training game that begins: the windows count no later one before it ends."""
+        self._collected.begin(spec.game_idx)
 
     def add_record(self, record: GameRecord) -> None:
         """Count a finished game and keep its transcript."""
@@ -274,10 +411,12 @@ class Tracker:
         self.void_games += is_void
         if record.spec.kind == "eval":
             self._add_evaluated(record)
-        elif not is_void:
-            self._newest_game = record
-            for trajectory in record.trajectories:
-                self._add_collected(record, trajectory)
+        else:
+            self._newest_game = self._newest_game if is_void else record
+            collected = [] if is_void else [self._collect(record, trajectory) for trajectory in record.trajectories]
+            for of_game in self._collected.end(record.spec.game_idx, collected):
+                for of_player in of_game:
+                    self._add_collected(of_player)
         if self._config.keep_games == "all" or self._config.keep_games == record.spec.kind:
             with self._surviving("games.jsonl"):
                 self._games_file.write(record_to_json(record, self._config.keep_tokens))
@@ -352,7 +491,9 @@ class Tracker:
                 for name, value in self.latest.items()
                 if name.startswith("inference/") and name.endswith("/tok_s")
             },
-            "TS": {uid: asdict(meta) for uid, meta in registry.get_all_models().items()} if registry else {},
+            "TS": {uid: asdict(meta) | {"rating": meta.rating} for uid, meta in registry.get_all_models().items()}
+            if registry
+            else {},
             "match_counts": dict(registry.match_counts) if registry else {},
             "exploration": {env_id: diversity.metrics() for env_id, diversity in self._diversity.items()},
         } | {name: self._mean_over_envs(count, name) for count, name in INTERFACE_MEANS}
@@ -389,11 +530,11 @@ class Tracker:
             self._diversity[env_id].load_state_dict(diversity)
         for *key, tally in state["tallies"]:
             self._tallies[key[0], key[1], key[2]].load_state_dict(tally)
-        names = {field.name for field in fields(Evaluation)}
+        names = {field.name for field in fields(Evaluation)} - {"scores"}
         known = []
         for line in evaluations:
             figures: dict[str, Any] = {name: math.nan if line[name] is None else line[name] for name in names}
-            known.append(Evaluation(**figures))
+            known.append(Evaluation(**figures, scores=tuple(map(tuple, line.get("scores", ())))))
         self.evaluations = [evaluation for evaluation in known if evaluation.label != "concurrent"]
 
     def close(self) -> None:
@@ -456,9 +597,14 @@ class Tracker:
         with self._surviving("eval.jsonl"):
             self._eval_file.write(to_line(evaluation.to_json()))
         group = evaluation_group(evaluation.label, evaluation.env_id, evaluation.opponent)
-        low, high = evaluation.interval if math.isfinite(evaluation.win_rate) else (math.nan, math.nan)
+        is_decided = math.isfinite(evaluation.win_rate)
+        low, high = evaluation.interval if is_decided else (math.nan, math.nan)
+        points_low, points_high = evaluation.points_interval if is_decided else (math.nan, math.nan)
         metrics = {
             f"{group} Reward": evaluation.mean_reward,
+            f"{group} Points": evaluation.points,
+            f"{group} Points low": points_low,
+            f"{group} Points high": points_high,
             f"{group} Win Rate": evaluation.win_rate,
             f"{group} Win Rate low": low,
             f"{group} Win Rate high": high,
@@ -477,11 +623,19 @@ class Tracker:
         values = [value for windows in groups for value in windows.get(name, ())]
         return sum(values) / len(values) if values else None
 
-    def _add_collected(self, record: GameRecord, trajectory: PlayerTrajectory) -> None:
-        group, pid = f"collection-{record.spec.env_id}", trajectory.pid
+    def _add_collected(self, collected: _Collected) -> None:
+        group = f"collection-{collected.env_id}"
         self._games_of[group] += 1
-        self._add_outcome(group, record, pid, "Draw")
-        of_turns = self._windows[group]["n (turns)"]
+        for count, by_name in collected.entries.items():
+            for name, values in by_name.items():
+                self._windows[group][count][name].extend(values)
+        self._diversity[collected.env_id].append(collected.states, collected.actions)
+
+    def _collect(self, record: GameRecord, trajectory: PlayerTrajectory) -> _Collected:
+        pid = trajectory.pid
+        entries: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        _add_outcome(entries, record, pid, "Draw")
+        of_turns = entries["n (turns)"]
         steps, turns = trajectory.steps, [turn for turn in record.turns if turn.pid == pid]
         tokens, seconds = [len(step.generation.completion_ids) for step in steps], [turn.seconds for turn in turns]
         if steps:
@@ -492,8 +646,9 @@ class Tracker:
                 of_turns[f"Format Success Rate - {name}"].extend([step.format_feedback[name] for step in steps])
             of_turns["Time per Turn (s)"].extend(seconds)
         if num_tokens := sum(tokens):
-            self._windows[group]["n (answered)"]["Time per Token (s)"].append(sum(seconds) / num_tokens)
-        self._diversity[record.spec.env_id].add([t.observation for t in turns], [t.action for t in turns])
+            entries["n (answered)"]["Time per Token (s)"].append(sum(seconds) / num_tokens)
+        states, actions = (digests(getattr(turn, name) for turn in turns) for name in ("observation", "action"))
+        return _Collected(record.spec.env_id, entries, states, actions)
 
     def _add_evaluated(self, record: GameRecord) -> None:
         opponents = [agent.model.name for agent in record.spec.agent_specs if agent.model.kind == "fixed"]
@@ -507,7 +662,7 @@ class Tracker:
             if record.end == "void":
                 continue
             self._games_of[group] += 1
-            self._add_outcome(group, record, agent.pid, "Draw Rate")
+            _add_outcome(self._windows[group], record, agent.pid, "Draw Rate")
             of_turns = self._windows[group]["n (turns)"]
             for turn in record.turns:
                 if turn.pid == agent.pid:
@@ -515,23 +670,27 @@ class Tracker:
                     of_turns["Format Success Rate - correct_answer_format"].append(turn.format_ok)
                     of_turns["Time per Turn (s)"].append(turn.seconds)
 
-    def _add_outcome(self, group: str, record: GameRecord, pid: int, draw_name: str) -> None:
-        """What one player's game was like, in training and in evaluation alike."""
-        of_games, of_seat = self._windows[group]["n"], self._windows[group][f"n (pid={pid})"]
-        of_games["reward" if record.spec.kind == "train" else "Reward"].append(record.rewards[pid])
-        of_seat[f"Reward (pid={pid})"].append(record.rewards[pid])
-        outcome = record.outcomes[pid]
-        if outcome != "na":
-            of_games["Win Rate"].append(outcome == "win")
-            of_games["Loss Rate"].append(outcome == "loss")
-            of_games[draw_name].append(outcome == "draw")
-            of_seat[f"Win Rate (pid={pid})"].append(outcome == "win")
-        own_invalid = pid in record.invalid_pids
-        of_games["Ended by own invalid move"].append(own_invalid)
-        of_games["Ended by others' invalid move"].append(record.end == "invalid" and not own_invalid)
-        of_games["Truncated"].append(record.end == "truncated")
-        of_games["Game Length"].append(len(record.turns))
-        of_games["Time per Game (s)"].append(record.seconds)
+
+def _add_outcome(
+    into: Mapping[str, Mapping[str, MutableSequence[float]]], record: GameRecord, pid: int, draw_name: str
+) -> None:
+    """Add how one player's game went, in training or in evaluation, to `into` by what is counted and by name."""
+    of_games, of_seat = into["n"], into[f"n (pid={pid})"]
+    of_games["reward" if record.spec.kind == "train" else "Reward"].append(record.rewards[pid])
+    of_seat[f"Reward (pid={pid})"].append(record.rewards[pid])
+    outcome = record.outcomes[pid]
+    if outcome != "na":
+        of_games["Points"].append(POINTS[outcome])
+        of_games["Win Rate"].append(outcome == "win")
+        of_games["Loss Rate"].append(outcome == "loss")
+        of_games[draw_name].append(outcome == "draw")
+        of_seat[f"Win Rate (pid={pid})"].append(outcome == "win")
+    own_invalid = pid in record.invalid_pids
+    of_games["Ended by own invalid move"].append(own_invalid)
+    of_games["Ended by others' invalid move"].append(record.end == "invalid" and not own_invalid)
+    of_games["Truncated"].append(record.end == "truncated")
+    of_games["Game Length"].append(len(record.turns))
+    of_games["Time per Game (s)"].append(record.seconds)
 
 
 def _new_windows() -> dict[str, deque[float]]:

@@ -61,6 +61,7 @@ __all__ = [
     "UniformRandomEnvSampler",
     "WeightedEnvSampler",
     "WeightedModelSampler",
+    "anchors",
     "build_env_sampler",
     "build_model_sampler",
     "check_league",
@@ -103,6 +104,24 @@ def uses_fixed(league: LeagueConfig) -> bool:
 def uses_checkpoints(league: LeagueConfig) -> bool:
     """Whether checkpoints before the current one may be drawn."""
     return any(name not in ("none", "mirror", "fixed") for name in strategies(league))
+
+
+def anchors(config: Config) -> dict[str, str]:
+    """Return the fixed opponent that each env's ratings are measured from, by env id.
+
+    `scripted:random` if it is met there, else the first opponent of an evaluation, else the first of `fixed_opponents`
+    if they may be drawn. An env without any has no anchor.
+    """
+    met: dict[str, list[str]] = {}
+    for spec in config.eval_envs:
+        if spec.num_players > 1:
+            met.setdefault(spec.env_id, []).append(spec.fixed_opponent)
+    for env in config.train_envs:
+        if env.num_actors < env.num_players and uses_fixed(config.league):
+            met.setdefault(env.env_id, []).extend(config.league.fixed_opponents)
+    return {
+        env_id: "scripted:random" if "scripted:random" in names else names[0] for env_id, names in met.items() if names
+    }
 
 
 def build_env_sampler(config: Config) -> BaseEnvSampler:

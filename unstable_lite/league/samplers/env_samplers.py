@@ -127,9 +127,11 @@ class RoundRobinEnvSampler(BaseEnvSampler):
 class LearningProgressEnvSampler(BaseEnvSampler):
     """More of the envs where the policy's reward is on the move, up or down.
 
-    An env's learning progress is `|fast - slow|`: two exponential averages of the actors' reward, at rates `fast` and
+    An env's learning progress is `|fast - slow|` of two exponential averages of the actors' reward, at rates `fast` and
     `slow` a game (Kanitscheider et al. 2021, "Multi-task curriculum learning in a complex, visual, hard-exploration
-    domain: Minecraft"; absolute progress as in Matiisen et al. 2017, "Teacher-Student Curriculum Learning"). The
+    domain: Minecraft"; absolute progress as in Matiisen et al. 2017, "Teacher-Student Curriculum Learning"), as far as
+    it exceeds `noise` standard deviations of what chance alone makes of it: the rewards of a fair coin differ too, and
+    the averages follow them. That deviation follows from the rates, the number of games and a running variance. The
     probability of an env is `min_share / n + (1 - min_share) * progress / (sum of all progress)`: what is mastered, or
     still too hard, is looked at now and then. Rewards of the envs should be of one scale. A zero-sum game whose every
     seat is the policy's has a mean reward of 0 for ever, and so shows no progress.
@@ -144,6 +146,7 @@ class LearningProgressEnvSampler(BaseEnvSampler):
         fast: float = 0.02,
         slow: float = 0.002,
         min_share: float = 0.2,
+        noise: float = 1.5,
     ) -> None:
         super().__init__(train_env_specs, eval_env_specs, rng_seed)
         if not 0 < slow < fast <= 1 or not 0 < min_share <= 1:
@@ -151,11 +154,16 @@ class LearningProgressEnvSampler(BaseEnvSampler):
                 f"learning-progress: slow = {slow}, fast = {fast}, min_share = {min_share}: "
                 "0 < slow < fast <= 1 and 0 < min_share <= 1 are needed"
             )
+        if noise < 0:
+            raise ConfigError(f"learning-progress: noise = {noise} must be at least 0")
         self._rates = (fast, slow)
+        self._noise = noise
         self._min_share = min_share
         self._games: dict[str, int] = {}
         self._averages: dict[str, tuple[float, float]] = {}
         """By env id: fast and slow, started at 0."""
+        self._squares: dict[str, float] = {}
+        """By env id: the slow average of the squared reward, started at 0."""
 
     def progress(self, env_id: str) -> float:
         """0 for an env that was never played."""
@@ -163,10 +171,25 @@ class LearningProgressEnvSampler(BaseEnvSampler):
         if not games:
             return 0.0
         # Divided by the weight that its games have in it so far, an average does not remember that it started at 0.
-        weights = zip(self._averages[env_id], self._rates, strict=True)
-        fast, slow = (average / (1 - (1 - rate) ** games) for average, rate in weights)
-        difference = abs(fast - slow)
-        return difference if difference > _ROUNDING else 0.0
+        weights = [1 - (1 - rate) ** games for rate in self._rates]
+        fast, slow = (average / weight for average, weight in zip(self._averages[env_id], weights, strict=True))
+        variance = max(self._squares[env_id] / weights[1] - slow**2, 0.0)
+        excess = abs(fast - slow) - self._noise * math.sqrt(variance * self._variance_factor(games))
+        return excess if excess > _ROUNDING else 0.0
+
+    def _variance_factor(self, games: int) -> float:
+        """Return the variance of `fast - slow` over that of a reward, if rewards are independent and do not change.
+
+        An average weighs its games by `rate * (1 - rate)^age`; sums of products of such weights are geometric series.
+        """
+
+        def product(one: float, other: float) -> float:
+            ratio = (1 - one) * (1 - other)
+            series = (1 - ratio**games) / (1 - ratio)
+            return one * other * series / (1 - (1 - one) ** games) / (1 - (1 - other) ** games)
+
+        fast, slow = self._rates
+        return max(product(fast, fast) - 2 * product(fast, slow) + product(slow, slow), 0.0)
 
     def probabilities(self) -> list[float]:
         """Of the training envs, in their order."""
@@ -181,6 +204,8 @@ class LearningProgressEnvSampler(BaseEnvSampler):
         pairs = zip(before, self._rates, strict=True)
         fast, slow = (average + rate * (avg_actor_reward - average) for average, rate in pairs)
         self._averages[env_id] = (fast, slow)
+        squares = self._squares.get(env_id, 0.0)
+        self._squares[env_id] = squares + self._rates[1] * (avg_actor_reward**2 - squares)
         self._games[env_id] = self._games.get(env_id, 0) + 1
 
     def _choose_train(self) -> TrainEnvSpec:
@@ -189,9 +214,14 @@ class LearningProgressEnvSampler(BaseEnvSampler):
 
     def state_dict(self) -> dict[str, Any]:
         averages = {env_id: list(averages) for env_id, averages in self._averages.items()}
-        return super().state_dict() | {"games": dict(self._games), "averages": averages}
+        return super().state_dict() | {
+            "games": dict(self._games),
+            "averages": averages,
+            "squares": dict(self._squares),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._games = dict(state["games"])
+        self._squares = dict(state["squares"])
         self._averages = {env_id: (fast, slow) for env_id, (fast, slow) in state["averages"].items()}

@@ -65,7 +65,7 @@ const HEALTH = ["entropy", "policy_grad_norm", "loss", "importance_weight_mean",
   "mismatch_mean", "staleness_mean", "staleness_max", "kl_to_base", "value_loss"].map((name) => `learner/${name}`);
 const SPEED = ["run/tokens_per_s", "learner/wait_for_batch_s", "learner/seconds", "learner/publish_s", "buffer/size"];
 const OF_TURNS = /^(Format Success|Respone? Length|Response Length|Observation Length|Time per Turn)/;
-const SHARE = /(Win Rate|Loss Rate|Draw Rate|^Draw|Ended by|Truncated|Format Success Rate|Invalid Rate|share$|clipped$|^Pct\.)/;
+const SHARE = /(Points$|Win Rate|Loss Rate|Draw Rate|^Draw|Ended by|Truncated|Format Success Rate|Invalid Rate|share$|clipped$|^Pct\.)/;
 
 const split = (name) => [name.slice(0, name.lastIndexOf("/")), name.slice(name.lastIndexOf("/") + 1)];
 
@@ -111,8 +111,8 @@ function evaluationPoints(run, env, opponent, concurrent) {
   const rows = run.evaluations.filter((row) => row.env_id === env && row.opponent === opponent && row.n
     && (row.label === "concurrent") === concurrent);
   return rows.sort((a, b) => a.step - b.step).map((row) => {
-    const isShare = row.win_rate !== null, [low, high] = isShare ? row.interval : row.reward_interval;
-    return { step: row.step, hours: hoursAt(run, row.step), y: isShare ? row.win_rate : row.mean_reward, low, high, n: row.n };
+    const isShare = row.points !== null, [low, high] = isShare ? row.points_interval : row.reward_interval;
+    return { step: row.step, hours: hoursAt(run, row.step), y: isShare ? row.points : row.mean_reward, low, high, n: row.n };
   });
 }
 
@@ -277,17 +277,17 @@ function drawCurves(data) {
   const of = (env) => (allEnvs.size > 1 ? `, ${env}` : "");
   const [learns] = group("Does it play better?", true);
   const evaluated = new Map();
-  for (const run of data.runs) for (const row of run.evaluations) evaluated.set(JSON.stringify([row.env_id, row.opponent, row.label === "concurrent"]), row.win_rate !== null);
+  for (const run of data.runs) for (const row of run.evaluations) evaluated.set(JSON.stringify([row.env_id, row.opponent, row.label === "concurrent"]), row.points !== null);
   for (const [key, isShare] of [...evaluated].sort((a, b) => JSON.parse(a[0])[2] - JSON.parse(b[0])[2])) {
     const [env, opponent, concurrent] = JSON.parse(key);
-    const what = isShare ? `Won against ${opponent}` : "Mean reward";
+    const what = isShare ? `Points against ${opponent}` : "Mean reward";
     curves.add(learns, `${what}${of(env)}${concurrent ? ", while training" : ""}`, (run) => evaluationPoints(run, env, opponent, concurrent),
       { percent: isShare, explain: concurrent ? "Evaluation games beside the training ones, by checkpoint." : "Evaluation: games that are not trained on." });
   }
   const envs = [...new Set(names.filter((name) => name.startsWith("collection-")).map((name) => split(name)[0]))];
   for (const env of envs) {
     const title = of(env.slice(11));
-    metric(learns, `${env}/Win Rate`, `Training games won${title}`, "Against whoever was met, itself included: against itself half is won.");
+    metric(learns, `${env}/Points`, `Points in training games${title}`, "Against every opponent, itself included: against itself it is a half.");
     metric(learns, `${env}/reward`, `Reward in training games${title}`, "Of the policy's seats, over the newest 512.");
   }
   const [healthy] = group("Is it healthy?", true);

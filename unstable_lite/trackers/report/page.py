@@ -23,15 +23,12 @@ import jinja2
 
 from unstable_lite.trackers.report.games import RunGames, policy_seats
 from unstable_lite.trackers.report.runs import RunData, groups_of
-from unstable_lite.trackers.tracker import mean_interval, wilson_interval
+from unstable_lite.trackers.tracker import mean_interval, paired_difference, points_interval, t_95
 
 HERE = Path(__file__).parent
 PAGE_CHARS = 400_000
 """Of games' JSON that is unpacked at once when one of them is opened."""
 MAX_IN_MATRIX = 16
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""Student's t of two-sided 95 % by degrees of freedom, from 1 on (NIST/SEMATECH e-Handbook, 1.3.6.7.2); for more than
-these the last is a little too large, which is safe."""
 
 
 def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -> bytes:
@@ -84,7 +81,7 @@ def _run_data(run: RunData) -> dict[str, Any]:
         "steps": run.steps,
         "hours": run.hours,
         "series": run.series,
-        "evaluations": run.evaluations,
+        "evaluations": [{name: figure for name, figure in row.items() if name != "scores"} for row in run.evaluations],
         "ladder": {uid: rows for uid, rows in run.ladder.items() if uid == "base" or uid.startswith("fixed-")},
         "cap": run.config.get("learner", {}).get("importance_weight_cap"),
     }
@@ -145,14 +142,15 @@ class Change:
     group: int
     env_id: str
     opponent: str
-    is_win_rate: bool
+    is_points: bool
     """Else the mean reward, where nobody can win."""
     first: float
     first_interval: tuple[float, float]
     last: float
     last_interval: tuple[float, float]
     difference: tuple[float, float, float]
-    """With its 95 % interval: of these runs for one seed, of any seed for several."""
+    """With its 95 % interval: of this run for one, by the pairs of games with the same env seed; of any seed for
+    several."""
     games: tuple[int, int]
     """Of the first and of the last evaluations."""
     updates: tuple[int, int]
@@ -184,25 +182,29 @@ def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
             continue
         updates = min(shared), max(shared)
         firsts, lasts = ([rows[update] for rows in series] for update in updates)
-        is_win_rate = firsts[0]["win_rate"] is not None
-        ends = [(_pooled_wins if is_win_rate else _pooled_reward)(rows) for rows in (firsts, lasts)]
+        is_points = firsts[0]["points"] is not None
+        ends = [(_pooled_points if is_points else _pooled_reward)(rows) for rows in (firsts, lasts)]
         (first, low_1, high_1), (last, low_2, high_2) = ends
-        name = "win_rate" if is_win_rate else "mean_reward"
+        name = "points" if is_points else "mean_reward"
         between = _t_half([after[name] - before[name] for before, after in zip(firsts, lasts, strict=True)])
         # Newcombe's (1998) hybrid of the two intervals, or what the seeds differ by where that is more.
         below = max(between, math.hypot(last - low_2, high_1 - first))
         above = max(between, math.hypot(high_2 - last, first - low_1))
+        difference = (last - first, last - first - below, last - first + above)
+        pairs = paired_difference(firsts[0].get("scores", ()), lasts[0].get("scores", ())) if len(series) == 1 else None
+        if pairs is not None:
+            difference = (pairs.mean, pairs.low, pairs.high)
         spread = tuple(stdev(row[name] for row in rows) for rows in (firsts, lasts)) if len(series) > 1 else None
         yield Change(
             group=group,
             env_id=env_id,
             opponent=opponent,
-            is_win_rate=is_win_rate,
+            is_points=is_points,
             first=first,
             first_interval=(low_1, high_1),
             last=last,
             last_interval=(low_2, high_2),
-            difference=(last - first, last - first - below, last - first + above),
+            difference=difference,
             games=(sum(row["n"] for row in firsts), sum(row["n"] for row in lasts)),
             updates=updates,
             seeds=len(series),
@@ -213,13 +215,12 @@ def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
 def _t_half(differences: Sequence[float]) -> float:
     """Half the 95 % t-interval of the mean of what each seed's run gained; 0 for one seed, which tells of no other."""
     k = len(differences)
-    return T_95[min(k - 1, len(T_95)) - 1] * stdev(differences) / math.sqrt(k) if k > 1 else 0.0
+    return t_95(k - 1) * stdev(differences) / math.sqrt(k) if k > 1 else 0.0
 
 
-def _pooled_wins(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
-    wins = sum(row["wins"] for row in rows)
-    decided = sum(row["wins"] + row["draws"] + row["losses"] for row in rows)
-    return wins / decided, *wilson_interval(wins, decided)
+def _pooled_points(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
+    wins, draws, losses = (sum(row[name] for row in rows) for name in ("wins", "draws", "losses"))
+    return (wins + draws / 2) / (wins + draws + losses), *points_interval(wins, draws, losses)
 
 
 def _pooled_reward(rows: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
@@ -301,7 +302,13 @@ def _met(games: RunGames, model: str, other: str) -> dict[str, Any] | None:
     if met is None:
         return None
     wins, losses = (met["win"], met["loss"]) if model < other else (met["loss"], met["win"])
-    return {"wins": wins, "draws": met["draw"], "losses": losses, "n": met.total(), "share": wins / met.total()}
+    return {
+        "wins": wins,
+        "draws": met["draw"],
+        "losses": losses,
+        "n": met.total(),
+        "share": (wins + met["draw"] / 2) / met.total(),
+    }
 
 
 def _title(runs: Sequence[RunData]) -> str:

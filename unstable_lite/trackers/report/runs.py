@@ -16,6 +16,7 @@ from typing import Any
 from unstable_lite.errors import UnstableError
 from unstable_lite.trackers.records import read_part, understood
 from unstable_lite.trackers.run_view import alarm_lines
+from unstable_lite.trackers.tracker import with_points
 
 OWN_KEYS = ("run.seed", "run.output_dir", "run.name")
 """What tells runs of one group apart."""
@@ -125,7 +126,7 @@ def _read_data(directory: Path, config: dict[str, Any], config_text: str, versio
         hours=[hours[i] for i in kept],
         series={name: [values[i] for i in kept] for name, values in series.items()},
         latest={name: last for name, values in series.items() if (last := _last(values)) is not None},
-        evaluations=list(_lines(directory / "eval.jsonl")),
+        evaluations=[with_points(line) for line in _lines(directory / "eval.jsonl")],
         ladder=_read_ladder(directory / "league.jsonl"),
         alarms=alarm_lines(_lines(directory / "alarms.jsonl")),
     )
