@@ -28,7 +28,7 @@ class TaperedREINFORCE(REINFORCELearner):
         self._taper_cap = taper_cap
 
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
-        divisor = self._max_generation_len * len(items)
+        divisor = self._completion_len * len(items)
         trained = Trained()
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)

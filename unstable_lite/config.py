@@ -117,7 +117,7 @@ class EngineConfig(Section):
     allow_top_p: bool = False
     """Accept `top_p` below 1 although importance weights are then wrong."""
     max_generation_len: int = Field(4096, ge=1)
-    """Tokens of one completion at most; also the loss's constant divisor."""
+    """Largest number of tokens of one completion."""
     max_model_len: int = Field(8192, ge=2)
     """Prompt and completion together; no longer than the model's own limit, which with LongRoPE is that of its short
     factors (`original_max_position_embeddings`): no two libraries rotate alike past it."""
@@ -201,7 +201,7 @@ class LearnerConfig(Section):
     weight_decay: float = Field(0.01, ge=0)
     """AdamW's."""
     gradient_clipping: float = Field(0.2, gt=0)
-    """Largest L2 norm of the gradient."""
+    """Largest L2 norm of the gradient; `learner/grad_clipped` is the share of steps that it limits."""
     activation_checkpointing: bool = True
     """Recompute a layer's activations in the backward pass; this or `gradient_checkpointing` = false turns it off."""
     gradient_checkpointing: bool = True

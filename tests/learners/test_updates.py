@@ -22,6 +22,7 @@ from unrolled import (
     kl_to_base,
     largest_difference,
     logprobs,
+    mean_length,
     policy_loss,
     returns,
     snapshot,
@@ -73,7 +74,7 @@ def test_an_update_of_a2c_is_that_of_the_formulas_written_out(
         advantages = returns(items, values, 0.9, 0.7)
         targets = [advantage + each for advantage, each in zip(advantages, values, strict=True)]
         weights = z_scores(advantages) if normalize_adv else advantages
-        policy_gradient = gradient(policy_loss(twin, items, weights), policy)
+        policy_gradient = gradient(policy_loss(twin, items, weights, mean_length(items)), policy)
         apply(gradient(value_loss(twin, items, targets), critic), critic, optimizers[1], 0.05)
         apply(policy_gradient, policy, optimizers[0], 0.05)
     assert largest_difference(learner.policy.parameters, policy) < 1e-6
@@ -131,7 +132,8 @@ def test_an_update_in_several_steps_is_that_of_the_formulas_written_out(
         order = torch.randperm(7).tolist()
         for rows in (order[:4], order[4:]):
             batch = [items[row] for row in rows]
-            loss = clipped_loss(twin, batch, [weights[row] for row in rows], [old[row] for row in rows], 0.1)
+            of_rows = [weights[row] for row in rows], [old[row] for row in rows]
+            loss = clipped_loss(twin, batch, *of_rows, 0.1, mean_length(items))
             apply(gradient(loss, twin.policy.parameters), twin.policy.parameters, optimizers[0], 0.2)
             if has_critic:
                 loss = value_loss(twin, batch, [targets[row] for row in rows])
@@ -319,6 +321,45 @@ def test_without_an_advantage_the_policy_and_its_moments_stay_bit_identical(
         torch.cat([p.detach().flatten() for p in learner.policy.parameters.values()]),
         torch.cat([after[name].flatten() for name in learner.policy.parameters]),
     )
+
+
+@pytest.mark.parametrize("algorithm", LEARNERS)
+def test_max_generation_len_does_not_change_an_update(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
+) -> None:
+    """To the last bit, as long as no answer is cut; nor does it after a resume."""
+    states = []
+    for limit in (16, 32_768):
+        learner, resumed = (make_learner(algorithm, engine={"max_generation_len": limit}) for _ in range(2))
+        assert learner.update(make_items(8, turns=2), 1).skipped is None
+        (tmp_path / str(limit)).mkdir()
+        learner.save(tmp_path / str(limit))
+        resumed.load(tmp_path / str(limit))
+        resumed.update(make_items(5, seed=1), 2)
+        states.append(snapshot(resumed))
+    assert is_equal(*states)
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce", "ppo", "grpo"])
+def test_the_divisor_is_that_of_the_first_batch_that_was_trained_on(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    """Longer answers of later batches weigh as much a token; a skipped first batch leaves nothing behind."""
+    learner, first = make_learner(algorithm), make_items(6, turns=2)
+    ones = [replace(item, completion_ids=item.completion_ids[:1], logprobs=item.logprobs[:1]) for item in make_items(4)]
+    assert learner.update([replace(ones[0], reward=math.nan)], 1).skipped is not None
+    assert learner.update(first, 1).skipped is None
+    learner.update(ones, 2)
+    assert learner._completion_len == mean_length(first) != 1
+
+
+@pytest.mark.parametrize("algorithm", LEARNERS)
+def test_an_update_tells_whether_the_gradient_was_clipped(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    for limit, share in ((1e-6, 1.0), (1e6, 0.0)):
+        learner = make_learner(algorithm, learner={"gradient_clipping": limit})
+        assert learner.update(make_items(6, turns=2), 1).metrics["grad_clipped"] == share
 
 
 @pytest.mark.parametrize("algorithm", LEARNERS)

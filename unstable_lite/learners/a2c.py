@@ -35,7 +35,8 @@ class A2CLearner:
         self.version = 0
         """Of the adapter that the policy now holds; 0 is the one that it started with."""
         self.samples_seen = 0
-        self._max_generation_len = config.engine.max_generation_len
+        self._completion_len = float(config.engine.max_generation_len)
+        """Constant that the loss of a step is divided by: the mean completion length of the first batch, in tokens."""
         self._config = config.learner
         self._parameters = list(self.policy.parameters.values())
         self._critic_parameters = list(self.critic.parameters.values())
@@ -70,6 +71,8 @@ class A2CLearner:
         logprobs: tuple[Logprobs, ...] = ()
         advantages: tuple[float, ...] = ()
         if fitted.items:
+            if self.step == 0:
+                self._completion_len = fitted.mean_completion_len
             weight_I = normalized(advantage_I) if self._config.normalize_adv else advantage_I
             weighed = [replace(item, reward=float(weight)) for item, weight in zip(fitted.items, weight_I, strict=True)]
             try:
@@ -100,6 +103,7 @@ class A2CLearner:
             metrics |= {
                 "zero_advantage": zero_share(weight_I),
                 "policy_grad_norm": norm,
+                "grad_clipped": float(norm > self._config.gradient_clipping),
                 "grad_norm": norm,
                 "critic_grad_norm": critic_norm,
                 "policy_loss": trained.loss,
@@ -128,7 +132,7 @@ class A2CLearner:
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
         """Add the gradient of the policy's loss on `items`, of this rank's share; rewards are the advantages."""
         config = self._config
-        divisor = self._max_generation_len * len(items)
+        divisor = self._completion_len * len(items)
         trained = Trained()
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
@@ -149,7 +153,8 @@ class A2CLearner:
         self.critic.save(directory / "critic")
         moments = state_tensors(self._optimizer, self.policy.parameters)
         moments |= state_tensors(self._critic_optimizer, self.critic.parameters)
-        counters = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        counters: dict[str, float] = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        counters["completion_len"] = self._completion_len
         write_state(directory, moments, counters, self.policy.device)
 
     def load(self, directory: Path) -> None:
@@ -161,3 +166,5 @@ class A2CLearner:
         load_state_tensors(self._critic_optimizer, self.critic.parameters, moments)
         self.step, self.version = counters["step"], counters["version"]
         self.samples_seen = counters["samples_seen"]
+        # A state without it is of a run that divided by max_generation_len, and continues to.
+        self._completion_len = counters.get("completion_len", self._completion_len)

@@ -88,6 +88,11 @@ class Fitted:
     num_dropped: int
     """Steps whose prompt leaves no room for a completion token."""
 
+    @property
+    def mean_completion_len(self) -> float:
+        """Mean number of completion tokens of `items`, of which there is at least one."""
+        return sum(len(item.completion_ids) for item in self.items) / len(self.items)
+
     def spread(self, of_items: Sequence[Logprobs]) -> tuple[Logprobs, ...]:
         """What is known of each of `items`, for each one that was given; nothing of those that were dropped."""
         spread = [np.empty(0, np.float32)] * (len(self.kept) + self.num_dropped)

@@ -17,8 +17,8 @@ def importance_weights(logp_N: Tensor, behaviour_logp_N: Tensor, cap: float) -> 
 def policy_gradient_loss(logp_N: Tensor, weight_N: Tensor, advantage_N: Tensor, divisor: float) -> Tensor:
     """Negative advantage-weighted log-likelihood.
 
-    divisor: max_generation_len × steps of the whole batch, the same for every micro-batch: neither the length of
-    an answer nor the company that it is computed in changes its weight.
+    divisor: a constant number of tokens × the steps of the whole batch, the same for every micro-batch: a token's
+    weight depends neither on the length of its answer nor on what else is in its micro-batch.
     """
     return -(weight_N * advantage_N * logp_N).sum() / divisor
 

@@ -31,7 +31,8 @@ class REINFORCELearner:
         self.version = 0
         """Of the adapter that the policy now holds; 0 is the one that it started with."""
         self.samples_seen = 0
-        self._max_generation_len = config.engine.max_generation_len
+        self._completion_len = float(config.engine.max_generation_len)
+        """Constant that the loss of a step is divided by: the mean completion length of the first batch, in tokens."""
         self._config = config.learner
         self._parameters = list(self.policy.parameters.values())
         self._optimizer = make_optimizer(self.policy.parameters, config.learner.learning_rate, config.learner)
@@ -54,6 +55,8 @@ class REINFORCELearner:
         skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
         logprobs: tuple[Logprobs, ...] = ()
         if fitted.items:
+            if self.step == 0:
+                self._completion_len = fitted.mean_completion_len
             try:
                 trained = self.add_gradient(fitted.items)
                 ranks.sum_gradients(self._parameters)
@@ -73,6 +76,7 @@ class REINFORCELearner:
             metrics |= {
                 "zero_advantage": zero_share([item.reward for item in fitted.items]),
                 "policy_grad_norm": norm,
+                "grad_clipped": float(norm > self._config.gradient_clipping),
                 **trained.figures(self.version, self._config.importance_weight_cap),
             }
         if skipped is None:
@@ -95,7 +99,7 @@ class REINFORCELearner:
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
         """Add the gradient of the loss on `items`, of this rank's share, to the parameters."""
         config = self._config
-        divisor = self._max_generation_len * len(items)
+        divisor = self._completion_len * len(items)
         trained = Trained()
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
@@ -113,7 +117,8 @@ class REINFORCELearner:
         """Adapter, optimiser, counters and random state, into a directory that exists."""
         adapter_files.write(directory, *self.policy.adapter_state())
         moments = state_tensors(self._optimizer, self.policy.parameters)
-        counters = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        counters: dict[str, float] = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        counters["completion_len"] = self._completion_len
         write_state(directory, moments, counters, self.policy.device)
 
     def load(self, directory: Path) -> None:
@@ -123,3 +128,5 @@ class REINFORCELearner:
         load_state_tensors(self._optimizer, self.policy.parameters, moments)
         self.step, self.version = counters["step"], counters["version"]
         self.samples_seen = counters["samples_seen"]
+        # A state without it is of a run that divided by max_generation_len, and continues to.
+        self._completion_len = counters.get("completion_len", self._completion_len)
