@@ -36,7 +36,7 @@ class TaperedREINFORCE(REINFORCELearner):
             weight_N = torch.where(batch.advantage_N > 0, torch.ones_like(tapered_N), tapered_N)
             loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
             loss.backward()
-            trained.add(batch, logp_N, entropy_N, base_logp_N=None, loss=loss)
+            trained.add(batch, logp_N, entropy_N, reference_logp_N=None, loss=loss)
         return trained
 
 

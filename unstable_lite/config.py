@@ -213,7 +213,10 @@ class LearnerConfig(Section):
     importance_weight_cap: float = Field(2.0, gt=0)
     """Truncation of π/μ per token."""
     kl_coefficient: float = Field(0.0, ge=0)
-    """Price of one nat of KL(policy ‖ frozen base) per token, in units of the advantage; 0: not computed."""
+    """Price of one nat of KL(policy ‖ reference) per token, in units of the advantage; 0: not computed."""
+    kl_reference: Literal["initial", "base"] = "initial"
+    """What `kl_coefficient` keeps the policy near: the adapter at `lora.initial_lora_path` if there is one, or the base
+    model without an adapter."""
     critic_learning_rate: float = Field(5e-5, gt=0)
     """Of the critic's adapter and head."""
     critic_warmup_updates: int = Field(0, ge=0)

@@ -90,7 +90,7 @@ def test_the_clipped_gradient_is_that_of_the_formula_written_out(
     items, rng = make_items(9), np.random.default_rng(4)
     now = proximal_policy(learner.policy, items, learner._config)
     moved = [logp + torch.tensor(rng.normal(0, 0.3, len(logp))) for logp in now.logp]
-    clipped = learner.add_gradient(items, Proximal(moved, now.base_logp, now.trained))
+    clipped = learner.add_gradient(items, Proximal(moved, now.reference_logp, now.trained))
     share = clipped.figures(0.2)["clip_fraction"]
     assert 0.2 < share < 0.8
     rewards = [float(np.float32(item.reward)) for item in items]
@@ -321,6 +321,56 @@ def test_without_an_advantage_the_policy_and_its_moments_stay_bit_identical(
         torch.cat([p.detach().flatten() for p in learner.policy.parameters.values()]),
         torch.cat([after[name].flatten() for name in learner.policy.parameters]),
     )
+
+
+@pytest.mark.parametrize("algorithm", LEARNERS)
+def test_kl_holds_the_policy_at_the_adapter_that_training_started_from(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
+) -> None:
+    """Not at the base, towards which it would unlearn the checkpoint even without any reward."""
+    make_learner(algorithm).save(tmp_path)
+    start = {"initial_lora_path": tmp_path}
+    items = alike(make_items(6), 0.0)
+    kl = {}
+    for reference in ("initial", "base"):
+        settings = {"kl_coefficient": 0.5, "kl_reference": reference}
+        learner = make_learner(algorithm, has_signal=False, learner=settings, lora=start)
+        before = [scored.adapter for scored in learner.policy.score(items)]
+        sampled = [replace(item, logprobs=logp) for item, logp in zip(items, before, strict=True)]
+        for version in (1, 2, 3):
+            metrics = learner.update(sampled, version).metrics
+        assert f"kl_to_{reference}" in metrics
+        assert "kl_to_initial" not in metrics or "kl_to_base" not in metrics
+        after = [scored.adapter for scored in learner.policy.score(items)]
+        kl[reference] = max(np.abs(a - b).max() for a, b in zip(after, before, strict=True))
+    assert kl["initial"] < 1e-5 < 1e-2 < kl["base"]
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce", "ppo"])
+def test_the_reference_stays_that_of_the_start_after_a_resume(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
+) -> None:
+    directories = {name: tmp_path / name for name in ("start", "saved")}
+    for directory in directories.values():
+        directory.mkdir()
+    make_learner(algorithm).save(directories["start"])
+    settings: dict[str, Any] = {"learner": {"kl_coefficient": 0.5}, "lora": {"initial_lora_path": directories["start"]}}
+    learner, resumed = (make_learner(algorithm, has_signal=False, **settings) for _ in range(2))
+    for version in (1, 2):
+        learner.update(make_items(6, turns=2), version)
+    learner.save(directories["saved"])
+    torch.manual_seed(99)
+    resumed.load(directories["saved"])
+    frozen = {n: p.clone() for n, p in learner.policy.model.named_parameters() if ".reference." in n}
+    states = []
+    for each in (learner, resumed):
+        torch.manual_seed(5)
+        metrics = each.update(make_items(6, seed=3, turns=2), 3).metrics
+        assert metrics["kl_to_initial"] > 1e-4
+        states.append(snapshot(each))
+    assert is_equal(*states)
+    assert frozen
+    assert all(torch.equal(p, frozen[n]) for n, p in learner.policy.model.named_parameters() if n in frozen)
 
 
 @pytest.mark.parametrize("algorithm", LEARNERS)

@@ -133,17 +133,17 @@ class A2CLearner:
         """Add the gradient of the policy's loss on `items`, of this rank's share; rewards are the advantages."""
         config = self._config
         divisor = self._completion_len * len(items)
-        trained = Trained()
+        trained = Trained(kl_metric=self.policy.kl_metric)
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
             weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
-            base_logp_N = None
+            reference_logp_N = None
             if config.kl_coefficient:
-                base_logp_N = self.policy.base_logprobs(batch)
-                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, base_logp_N, weight_N, divisor)
+                reference_logp_N = self.policy.reference_logprobs(batch)
+                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
             loss.backward()  # type: ignore[no-untyped-call]
-            trained.add(batch, logp_N, entropy_N, base_logp_N, loss)
+            trained.add(batch, logp_N, entropy_N, reference_logp_N, loss)
         return trained
 
     def save(self, directory: Path) -> None:

@@ -126,10 +126,10 @@ class GRPOLearner:
             old_logp_N = batch.gather(proximal.logp)
             weight_N = losses.importance_weights(old_logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             loss = losses.clipped_loss(logp_N, old_logp_N, weight_N, batch.advantage_N, config.clip_range, divisor)
-            if proximal.base_logp is not None:
-                base_logp_N = batch.gather(proximal.base_logp)
+            if proximal.reference_logp is not None:
+                reference_logp_N = batch.gather(proximal.reference_logp)
                 weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
-                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, base_logp_N, weight_N, divisor)
+                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
             loss.backward()  # type: ignore[no-untyped-call]
             clipped.add(logp_N, old_logp_N, loss)
         return clipped

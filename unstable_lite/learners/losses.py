@@ -37,20 +37,20 @@ def clipped_loss(
     return -(weight_N * torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)).sum() / divisor
 
 
-def kl_estimates(logp_N: Tensor, base_logp_N: Tensor) -> Tensor:
-    """KL(policy ‖ base) from one sampled token each: never negative, unbiased (Schulman's k3)."""
-    difference_N = base_logp_N - logp_N
+def kl_estimates(logp_N: Tensor, reference_logp_N: Tensor) -> Tensor:
+    """KL(policy ‖ reference) from one sampled token each: never negative, unbiased (Schulman's k3)."""
+    difference_N = reference_logp_N - logp_N
     return difference_N.expm1() - difference_N
 
 
-def kl_penalty(logp_N: Tensor, base_logp_N: Tensor, weight_N: Tensor, divisor: float) -> Tensor:
-    """KL(policy ‖ base), with its own gradient.
+def kl_penalty(logp_N: Tensor, reference_logp_N: Tensor, weight_N: Tensor, divisor: float) -> Tensor:
+    """KL(policy ‖ reference), with its own gradient.
 
-    The estimate's derivative at fixed tokens would be that of KL(base ‖ policy): the tokens are the policy's, and
-    change with it. The derivative of the expectation is that of (log π − log base) · log π, first factor constant.
+    The estimate's derivative at fixed tokens would be that of KL(reference ‖ policy): the tokens are the policy's, and
+    change with it. The derivative of the expectation is that of (log π − log reference) · log π, first factor constant.
     """
-    gradient_N = (logp_N - base_logp_N).detach() * (logp_N - logp_N.detach())
-    return (weight_N * (kl_estimates(logp_N.detach(), base_logp_N) + gradient_N)).sum() / divisor
+    gradient_N = (logp_N - reference_logp_N).detach() * (logp_N - logp_N.detach())
+    return (weight_N * (kl_estimates(logp_N.detach(), reference_logp_N) + gradient_N)).sum() / divisor
 
 
 def clipping_figures(logp_N: Tensor, old_logp_N: Tensor, clip_range: float) -> dict[str, float]:
