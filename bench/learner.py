@@ -314,7 +314,7 @@ def measure(questioner: Questioner) -> None:
         policy = learner_with(DEFAULT).policy
 
     def update_with(option: str) -> Update:
-        common: dict[str, Any] = {"divisor": MAX_GENERATION_LEN, "gradient_clipping": 0.2}
+        common: dict[str, Any] = {"divisor": mean_len, "gradient_clipping": 0.2}
         if arguments["kind"] == "reference":
             return lambda items: reference_update.update(
                 policy, tokenizer, [_as_text(tokenizer, item) for item in items], optimizer, **common
@@ -328,6 +328,7 @@ def measure(questioner: Questioner) -> None:
     if arguments["kind"] == "reference":
         policy.model.eval()  # scoring leaves it in training mode
     num_tokens = sum(map(batching.length, items))
+    mean_len = batching.fit(items, None).mean_completion_len  # as our learners divide
     peak_flops = _flops_per_s_of_a_large_product(policy)
     forget_peak_memory()
     questioner.answer({"tokens": num_tokens, "dtype": str(policy.dtype).removeprefix("torch.")})

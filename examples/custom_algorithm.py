@@ -28,7 +28,7 @@ class TaperedREINFORCE(REINFORCELearner):
         self._taper_cap = taper_cap
 
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
-        divisor = self._max_generation_len * len(items)
+        divisor = self._completion_len * len(items)
         trained = Trained()
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
@@ -36,7 +36,7 @@ class TaperedREINFORCE(REINFORCELearner):
             weight_N = torch.where(batch.advantage_N > 0, torch.ones_like(tapered_N), tapered_N)
             loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
             loss.backward()
-            trained.add(batch, logp_N, entropy_N, base_logp_N=None, loss=loss)
+            trained.add(batch, logp_N, entropy_N, reference_logp_N=None, loss=loss)
         return trained
 
 

@@ -119,7 +119,7 @@ class EngineConfig(Section):
     allow_top_p: bool = False
     """Accept `top_p` below 1 although importance weights are then wrong."""
     max_generation_len: int = Field(4096, ge=1)
-    """Tokens of one completion at most; also the loss's constant divisor."""
+    """Largest number of tokens of one completion."""
     max_model_len: int = Field(8192, ge=2)
     """Prompt and completion together; no longer than the model's own limit, which with LongRoPE is that of its short
     factors (`original_max_position_embeddings`): no two libraries rotate alike past it."""
@@ -203,7 +203,7 @@ class LearnerConfig(Section):
     weight_decay: float = Field(0.01, ge=0)
     """AdamW's."""
     gradient_clipping: float = Field(0.2, gt=0)
-    """Largest L2 norm of the gradient."""
+    """Largest L2 norm of the gradient; `learner/grad_clipped` is the share of steps that it limits."""
     activation_checkpointing: bool = True
     """Recompute a layer's activations in the backward pass; this or `gradient_checkpointing` = false turns it off."""
     gradient_checkpointing: bool = True
@@ -215,7 +215,10 @@ class LearnerConfig(Section):
     importance_weight_cap: float = Field(2.0, gt=0)
     """Truncation of π/μ per token."""
     kl_coefficient: float = Field(0.0, ge=0)
-    """Price of one nat of KL(policy ‖ frozen base) per token, in units of the advantage; 0: not computed."""
+    """Price of one nat of KL(policy ‖ reference) per token, in units of the advantage; 0: not computed."""
+    kl_reference: Literal["initial", "base"] = "initial"
+    """What `kl_coefficient` keeps the policy near: the adapter at `lora.initial_lora_path` if there is one, or the base
+    model without an adapter."""
     critic_learning_rate: float = Field(5e-5, gt=0)
     """Of the critic's adapter and head."""
     critic_warmup_updates: int = Field(0, ge=0)

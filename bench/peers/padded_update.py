@@ -24,7 +24,7 @@ def update(
     items: Sequence[TrainItem],
     optimizer: torch.optim.Optimizer,
     *,
-    divisor: int,
+    divisor: float,
     gradient_clipping: float,
 ) -> float:
     """One optimiser step; the gradient's norm before clipping. `divisor`: as in `reference_update`."""

@@ -35,10 +35,10 @@ def update(
     steps: Sequence[TextStep],
     optimizer: torch.optim.Optimizer,
     *,
-    divisor: int,
+    divisor: float,
     gradient_clipping: float,
 ) -> float:
-    """One optimiser step; the gradient's norm before clipping. `divisor`: the constant one, `max_generation_len`."""
+    """One optimiser step; the gradient's norm before clipping. `divisor`: a constant number of tokens."""
     num_tokens = 0
     for step in steps:
         ids_T = torch.tensor(tokenizer(step.prompt + step.completion)["input_ids"], device=policy.device)

@@ -25,6 +25,7 @@ from unstable_lite.games.isolation import make_in_process
 from unstable_lite.games.players.policy import PolicyPlayer
 from unstable_lite.games.run_game import new_record, run_game
 from unstable_lite.games.templates import TEMPLATES
+from unstable_lite.learners.batching import fit
 from unstable_lite.learners.model import Policy
 from unstable_lite.learners.reinforce import REINFORCELearner
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, TrainItem
@@ -164,7 +165,7 @@ def test_the_peers_updates_have_the_gradient_of_ours(tmp_path: Path) -> None:
         steps.append(reference_update.TextStep(prompt=prompt, completion=completion, advantage=item.reward))
     policy = Policy(config, "cpu")
     optimizer = torch.optim.AdamW(policy.parameters.values(), lr=1e-30)
-    settings = {"divisor": config.engine.max_generation_len, "gradient_clipping": 0.2}
+    settings = {"divisor": fit(items, None).mean_completion_len, "gradient_clipping": 0.2}
     padded = padded_update.update(policy, items, optimizer, **settings)
     policy.model.eval()
     reference = reference_update.update(policy, tokenizer, steps, optimizer, **settings)

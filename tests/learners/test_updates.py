@@ -22,6 +22,7 @@ from unrolled import (
     kl_to_base,
     largest_difference,
     logprobs,
+    mean_length,
     policy_loss,
     returns,
     snapshot,
@@ -73,7 +74,7 @@ def test_an_update_of_a2c_is_that_of_the_formulas_written_out(
         advantages = returns(items, values, 0.9, 0.7)
         targets = [advantage + each for advantage, each in zip(advantages, values, strict=True)]
         weights = z_scores(advantages) if normalize_adv else advantages
-        policy_gradient = gradient(policy_loss(twin, items, weights), policy)
+        policy_gradient = gradient(policy_loss(twin, items, weights, mean_length(items)), policy)
         apply(gradient(value_loss(twin, items, targets), critic), critic, optimizers[1], 0.05)
         apply(policy_gradient, policy, optimizers[0], 0.05)
     assert largest_difference(learner.policy.parameters, policy) < 1e-6
@@ -89,7 +90,7 @@ def test_the_clipped_gradient_is_that_of_the_formula_written_out(
     items, rng = make_items(9), np.random.default_rng(4)
     now = proximal_policy(learner.policy, items, learner._config)
     moved = [logp + torch.tensor(rng.normal(0, 0.3, len(logp))) for logp in now.logp]
-    clipped = learner.add_gradient(items, Proximal(moved, now.base_logp, now.trained))
+    clipped = learner.add_gradient(items, Proximal(moved, now.reference_logp, now.trained))
     share = clipped.figures(0.2)["clip_fraction"]
     assert 0.2 < share < 0.8
     rewards = [float(np.float32(item.reward)) for item in items]
@@ -131,7 +132,8 @@ def test_an_update_in_several_steps_is_that_of_the_formulas_written_out(
         order = torch.randperm(7).tolist()
         for rows in (order[:4], order[4:]):
             batch = [items[row] for row in rows]
-            loss = clipped_loss(twin, batch, [weights[row] for row in rows], [old[row] for row in rows], 0.1)
+            of_rows = [weights[row] for row in rows], [old[row] for row in rows]
+            loss = clipped_loss(twin, batch, *of_rows, 0.1, mean_length(items))
             apply(gradient(loss, twin.policy.parameters), twin.policy.parameters, optimizers[0], 0.2)
             if has_critic:
                 loss = value_loss(twin, batch, [targets[row] for row in rows])
@@ -286,6 +288,140 @@ def test_while_the_critic_warms_up_the_policy_stands_still_and_versions_go_on(
             (learner.critic.parameters, False),
         ):
             assert all(torch.equal(before[name], after[name]) == stands_still for name in parameters)
+
+
+def alike(items: list[TrainItem], reward: float) -> list[TrainItem]:
+    """Games of one turn that all begin, go and end alike: nothing to learn, whatever the baseline."""
+    return [replace(items[0], reward=reward, trajectory=index) for index in range(len(items))]
+
+
+@pytest.mark.parametrize("algorithm", LEARNERS)
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_without_an_advantage_the_policy_and_its_moments_stay_bit_identical(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str, num_before: int
+) -> None:
+    """An optimiser with moments would move on, and so would weight decay."""
+    settings = {"ppo_epochs": 2, "ppo_minibatches": 2, "weight_decay": 0.1}
+    learner, has_critic = make_learner(algorithm, learner=settings), LEARNERS[algorithm].has_critic
+    for version in range(1, num_before + 1):
+        learner.update(make_items(6, seed=version, turns=2), version)
+    before = snapshot(learner)
+    # A critic leaves an advantage of 0 by centring; without one the reward itself is the advantage, up to rounding.
+    result = learner.update(alike(make_items(6), 1.0 if has_critic else 1e-9), num_before + 1)
+    after = snapshot(learner)
+    assert result.skipped is None
+    assert result.metrics["zero_advantage"] == 1
+    assert learner.step == learner.version == num_before + 1, "the update makes a version all the same"
+    of_critic = {name for name in after if "critic" in name or "value_head" in name}
+    assert is_equal(*({name: state[name] for name in state if name not in of_critic} for state in (before, after)))
+    if has_critic:
+        assert not is_equal(before, after), "the critic still learns"
+    learner.update(make_items(6, seed=9, turns=2), num_before + 2)
+    assert not torch.equal(
+        torch.cat([p.detach().flatten() for p in learner.policy.parameters.values()]),
+        torch.cat([after[name].flatten() for name in learner.policy.parameters]),
+    )
+
+
+@pytest.mark.parametrize("algorithm", LEARNERS)
+def test_kl_holds_the_policy_at_the_adapter_that_training_started_from(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
+) -> None:
+    """Not at the base, towards which it would unlearn the checkpoint even without any reward."""
+    make_learner(algorithm).save(tmp_path)
+    start = {"initial_lora_path": tmp_path}
+    items = alike(make_items(6), 0.0)
+    kl = {}
+    for reference in ("initial", "base"):
+        settings = {"kl_coefficient": 0.5, "kl_reference": reference}
+        learner = make_learner(algorithm, has_signal=False, learner=settings, lora=start)
+        before = [scored.adapter for scored in learner.policy.score(items)]
+        sampled = [replace(item, logprobs=logp) for item, logp in zip(items, before, strict=True)]
+        for version in (1, 2, 3):
+            metrics = learner.update(sampled, version).metrics
+        assert f"kl_to_{reference}" in metrics
+        assert "kl_to_initial" not in metrics or "kl_to_base" not in metrics
+        after = [scored.adapter for scored in learner.policy.score(items)]
+        kl[reference] = max(np.abs(a - b).max() for a, b in zip(after, before, strict=True))
+    assert kl["initial"] < 1e-5 < 1e-2 < kl["base"]
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce", "ppo"])
+def test_the_reference_stays_that_of_the_start_after_a_resume(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
+) -> None:
+    directories = {name: tmp_path / name for name in ("start", "saved")}
+    for directory in directories.values():
+        directory.mkdir()
+    make_learner(algorithm).save(directories["start"])
+    settings: dict[str, Any] = {"learner": {"kl_coefficient": 0.5}, "lora": {"initial_lora_path": directories["start"]}}
+    learner, resumed = (make_learner(algorithm, has_signal=False, **settings) for _ in range(2))
+    for version in (1, 2):
+        learner.update(make_items(6, turns=2), version)
+    learner.save(directories["saved"])
+    torch.manual_seed(99)
+    resumed.load(directories["saved"])
+    frozen = {n: p.clone() for n, p in learner.policy.model.named_parameters() if ".reference." in n}
+    states = []
+    for each in (learner, resumed):
+        torch.manual_seed(5)
+        metrics = each.update(make_items(6, seed=3, turns=2), 3).metrics
+        assert metrics["kl_to_initial"] > 1e-4
+        states.append(snapshot(each))
+    assert is_equal(*states)
+    assert frozen
+    assert all(torch.equal(p, frozen[n]) for n, p in learner.policy.model.named_parameters() if n in frozen)
+
+
+@pytest.mark.parametrize("algorithm", LEARNERS)
+def test_max_generation_len_does_not_change_an_update(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
+) -> None:
+    """To the last bit, as long as no answer is cut; nor does it after a resume."""
+    states = []
+    for limit in (16, 32_768):
+        learner, resumed = (make_learner(algorithm, engine={"max_generation_len": limit}) for _ in range(2))
+        assert learner.update(make_items(8, turns=2), 1).skipped is None
+        (tmp_path / str(limit)).mkdir()
+        learner.save(tmp_path / str(limit))
+        resumed.load(tmp_path / str(limit))
+        resumed.update(make_items(5, seed=1), 2)
+        states.append(snapshot(resumed))
+    assert is_equal(*states)
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce", "ppo", "grpo"])
+def test_the_divisor_is_that_of_the_first_batch_that_was_trained_on(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    """Longer answers of later batches weigh as much a token; a skipped first batch leaves nothing behind."""
+    learner, first = make_learner(algorithm), make_items(6, turns=2)
+    ones = [replace(item, completion_ids=item.completion_ids[:1], logprobs=item.logprobs[:1]) for item in make_items(4)]
+    assert learner.update([replace(ones[0], reward=math.nan)], 1).skipped is not None
+    assert learner.update(first, 1).skipped is None
+    learner.update(ones, 2)
+    assert learner._completion_len == mean_length(first) != 1
+
+
+@pytest.mark.parametrize("algorithm", LEARNERS)
+def test_an_update_tells_whether_the_gradient_was_clipped(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    for limit, share in ((1e-6, 1.0), (1e6, 0.0)):
+        learner = make_learner(algorithm, learner={"gradient_clipping": limit})
+        assert learner.update(make_items(6, turns=2), 1).metrics["grad_clipped"] == share
+
+
+@pytest.mark.parametrize("algorithm", LEARNERS)
+def test_without_an_advantage_the_kl_term_still_acts(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    learner = make_learner(algorithm, learner={"kl_coefficient": 0.1})
+    before = snapshot(learner)
+    metrics = learner.update(alike(make_items(6), 1.0 if LEARNERS[algorithm].has_critic else 0.0), 1).metrics
+    assert metrics["zero_advantage"] == 1
+    after = snapshot(learner)
+    assert not all(torch.equal(before[name], after[name]) for name in learner.policy.parameters)
 
 
 @pytest.mark.parametrize("algorithm", ["a2c", "ppo", "grpo"])

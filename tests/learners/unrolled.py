@@ -41,13 +41,16 @@ def value(learner: Any, item: TrainItem) -> Tensor:
     return (learner.critic.head.weight[0] * hidden_D).sum() + learner.critic.head.bias[0]
 
 
-def policy_loss(learner: Any, items: Sequence[TrainItem], advantages: Sequence[float]) -> Tensor:
+def policy_loss(
+    learner: Any, items: Sequence[TrainItem], advantages: Sequence[float], length: float = MAX_GENERATION_LEN
+) -> Tensor:
+    """`length`: what a step is divided by; before the first update that is the longest completion there can be."""
     learner.policy.model.set_adapter("default")
     total = torch.zeros((), dtype=torch.float64)
     for item, advantage in zip(items, advantages, strict=True):
         for logp, behaviour in zip(logprobs(learner, item), item.logprobs.tolist(), strict=True):
             total = total - min(math.exp(logp.item() - behaviour), CAP) * advantage * logp
-    return total / (MAX_GENERATION_LEN * len(items))
+    return total / (length * len(items))
 
 
 def clipped_loss(
@@ -56,6 +59,7 @@ def clipped_loss(
     advantages: Sequence[float],
     old_logprobs: Sequence[Tensor],
     clip_range: float,
+    length: float = MAX_GENERATION_LEN,
 ) -> Tensor:
     learner.policy.model.set_adapter("default")
     total = torch.zeros((), dtype=torch.float64)
@@ -68,7 +72,7 @@ def clipped_loss(
             limit = 1 + clip_range if advantage > 0 else 1 - clip_range
             gained = limit * advantage if is_past else ratio * advantage
             total = total - min(math.exp(old_logp - behaviour), CAP) * gained
-    return total / (MAX_GENERATION_LEN * len(items))
+    return total / (length * len(items))
 
 
 def kl_to_base(learner: Any, items: Sequence[TrainItem]) -> Tensor:
@@ -102,6 +106,11 @@ def returns(items: Sequence[TrainItem], values: Sequence[float], gamma: float, g
             total += (gamma * gae_lambda) ** (j - i) * surprise
         advantages.append(total)
     return advantages
+
+
+def mean_length(items: Sequence[TrainItem]) -> float:
+    """Tokens of a completion."""
+    return sum(len(item.completion_ids) for item in items) / len(items)
 
 
 def z_scores(numbers: Sequence[float]) -> list[float]:

@@ -35,7 +35,8 @@ class A2CLearner:
         self.version = 0
         """Of the adapter that the policy now holds; 0 is the one that it started with."""
         self.samples_seen = 0
-        self._max_generation_len = config.engine.max_generation_len
+        self._completion_len = float(config.engine.max_generation_len)
+        """Constant that the loss of a step is divided by: the mean completion length of the first batch, in tokens."""
         self._config = config.learner
         self._parameters = list(self.policy.parameters.values())
         self._critic_parameters = list(self.critic.parameters.values())
@@ -48,7 +49,8 @@ class A2CLearner:
         """One step of policy and critic each on all of `items`, which makes adapter `version`.
 
         No step is taken, and nothing changes, where a loss or a gradient is not finite. While the critic warms up the
-        policy's step is left out, and version after version holds the same adapter.
+        policy's step is left out, and version after version holds the same adapter. The policy's step is
+        also left out if its gradient is zero.
         """
         started = time.perf_counter()
         check(items, self.policy.vocab_size)
@@ -69,6 +71,8 @@ class A2CLearner:
         logprobs: tuple[Logprobs, ...] = ()
         advantages: tuple[float, ...] = ()
         if fitted.items:
+            if self.step == 0:
+                self._completion_len = fitted.mean_completion_len
             weight_I = normalized(advantage_I) if self._config.normalize_adv else advantage_I
             weighed = [replace(item, reward=float(weight)) for item, weight in zip(fitted.items, weight_I, strict=True)]
             try:
@@ -81,7 +85,8 @@ class A2CLearner:
                 norm = clip_grad_norm_(self._parameters, self._config.gradient_clipping).item()
                 critic_norm = clip_grad_norm_(self._critic_parameters, self._config.gradient_clipping).item()
                 if all(map(math.isfinite, (trained.loss, value_loss, norm, critic_norm))):
-                    if self.step >= self._config.critic_warmup_updates:
+                    # AdamW also moves without a gradient, by momentum and weight decay.
+                    if norm > 0 and self.step >= self._config.critic_warmup_updates:
                         self._optimizer.step()
                     self._critic_optimizer.step()
                     skipped = None
@@ -98,6 +103,7 @@ class A2CLearner:
             metrics |= {
                 "zero_advantage": zero_share(weight_I),
                 "policy_grad_norm": norm,
+                "grad_clipped": float(norm > self._config.gradient_clipping),
                 "grad_norm": norm,
                 "critic_grad_norm": critic_norm,
                 "policy_loss": trained.loss,
@@ -126,18 +132,18 @@ class A2CLearner:
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
         """Add the gradient of the policy's loss on `items`, of this rank's share; rewards are the advantages."""
         config = self._config
-        divisor = self._max_generation_len * len(items)
-        trained = Trained()
+        divisor = self._completion_len * len(items)
+        trained = Trained(kl_metric=self.policy.kl_metric)
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
             weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
-            base_logp_N = None
+            reference_logp_N = None
             if config.kl_coefficient:
-                base_logp_N = self.policy.base_logprobs(batch)
-                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, base_logp_N, weight_N, divisor)
+                reference_logp_N = self.policy.reference_logprobs(batch)
+                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
             loss.backward()  # type: ignore[no-untyped-call]
-            trained.add(batch, logp_N, entropy_N, base_logp_N, loss)
+            trained.add(batch, logp_N, entropy_N, reference_logp_N, loss)
         return trained
 
     def save(self, directory: Path) -> None:
@@ -147,7 +153,8 @@ class A2CLearner:
         self.critic.save(directory / "critic")
         moments = state_tensors(self._optimizer, self.policy.parameters)
         moments |= state_tensors(self._critic_optimizer, self.critic.parameters)
-        counters = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        counters: dict[str, float] = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        counters["completion_len"] = self._completion_len
         write_state(directory, moments, counters, self.policy.device)
 
     def load(self, directory: Path) -> None:
@@ -159,3 +166,5 @@ class A2CLearner:
         load_state_tensors(self._critic_optimizer, self.critic.parameters, moments)
         self.step, self.version = counters["step"], counters["version"]
         self.samples_seen = counters["samples_seen"]
+        # A state without it is of a run that divided by max_generation_len, and continues to.
+        self._completion_len = counters.get("completion_len", self._completion_len)

@@ -21,6 +21,8 @@ from unstable_lite.types import Logprobs, TrainItem
 class Trained:
     """`N` counts the trained tokens of all micro-batches so far."""
 
+    kl_metric: str = "kl_to_base"
+    """Name of the KL metric, by what the policy is compared with."""
     _loss: Tensor | float = 0.0
     _tokens: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
     _kl: list[Tensor] = field(default_factory=list)
@@ -30,13 +32,13 @@ class Trained:
     _num_positions: int = 0
 
     def add(
-        self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, base_logp_N: Tensor | None, loss: Tensor
+        self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, reference_logp_N: Tensor | None, loss: Tensor
     ) -> None:
-        """base_logp_N: where it was computed."""
+        """reference_logp_N: where it was computed."""
         self._loss = self._loss + loss.detach()
         self._tokens.append((logp_N.detach(), batch.behaviour_logp_N, entropy_N.detach(), batch.version_N))
-        if base_logp_N is not None:
-            self._kl.append(losses.kl_estimates(logp_N.detach(), base_logp_N))
+        if reference_logp_N is not None:
+            self._kl.append(losses.kl_estimates(logp_N.detach(), reference_logp_N))
         self.rows += batch.rows
         self._num_padding += batch.num_padding
         self._num_positions += batch.tokens_BT.numel()
@@ -82,7 +84,7 @@ class Trained:
         """version: of the adapter that the log-probabilities are of."""
         logp_N, behaviour_logp_N, entropy_N, version_N = map(torch.cat, zip(*self._tokens, strict=True))
         staleness_N = (version - version_N).float()
-        kl = {"kl_to_base": torch.cat(self._kl).mean().item()} if self._kl else {}
+        kl = {self.kl_metric: torch.cat(self._kl).mean().item()} if self._kl else {}
         return {
             "loss": self.loss,
             "logp_mean": logp_N.mean().item(),

@@ -34,7 +34,8 @@ class GRPOLearner:
         self.version = 0
         """Of the adapter that the policy now holds; 0 is the one that it started with."""
         self.samples_seen = 0
-        self._max_generation_len = config.engine.max_generation_len
+        self._completion_len = float(config.engine.max_generation_len)
+        """Constant that the loss of a step is divided by: the mean completion length of the first batch, in tokens."""
         self._config = config.learner
         self._parameters = list(self.policy.parameters.values())
         self._optimizer = make_optimizer(self.policy.parameters, config.learner.learning_rate, config.learner)
@@ -42,7 +43,8 @@ class GRPOLearner:
     def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
         """`ppo_epochs` passes over `items` in `ppo_minibatches` steps each, which make one adapter `version`.
 
-        Where the loss or the gradient of any of them is not finite all are taken back, and nothing changes.
+        Where the loss or the gradient of any of them is not finite all are taken back, and nothing changes. A step
+        whose gradient is zero changes no parameter and no moment.
         """
         started = time.perf_counter()
         check(items, self.policy.vocab_size)
@@ -56,6 +58,8 @@ class GRPOLearner:
         skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
         logprobs: tuple[Logprobs, ...] = ()
         if fitted.items:
+            if self.step == 0:
+                self._completion_len = fitted.mean_completion_len
             before = Snapshot.take(self._optimizer)
             try:
                 proximal = proximal_policy(self.policy, fitted.items, self._config)
@@ -72,7 +76,9 @@ class GRPOLearner:
                     if not all(map(math.isfinite, (clipped.loss, norm))):
                         skipped = f"not finite: loss {clipped.loss:g}, gradient norm {norm:g}"
                         break
-                    self._optimizer.step()
+                    # AdamW also moves without a gradient, by momentum and weight decay.
+                    if norm > 0:
+                        self._optimizer.step()
                     self._optimizer.zero_grad(set_to_none=True)
                     if is_last_epoch:
                         last_epoch.extend(clipped)
@@ -89,6 +95,7 @@ class GRPOLearner:
                 "loss": fmean(loss_of_steps),
                 "policy_loss": fmean(loss_of_steps),
                 "policy_grad_norm": fmean(norm_of_steps),
+                "grad_clipped": fmean(norm > self._config.gradient_clipping for norm in norm_of_steps),
                 "logp_std": proximal.trained.logp_std,
                 **last_epoch.figures(self._config.clip_range),
             }
@@ -112,17 +119,17 @@ class GRPOLearner:
     def add_gradient(self, items: Sequence[TrainItem], proximal: Proximal) -> Clipped:
         """Add the gradient of the clipped loss on `items`, of this rank's share, to the parameters."""
         config = self._config
-        divisor = self._max_generation_len * len(items)
+        divisor = self._completion_len * len(items)
         clipped = Clipped()
         for batch in self.policy.micro_batches(items):
             logp_N, _ = self.policy.logprobs(batch)
             old_logp_N = batch.gather(proximal.logp)
             weight_N = losses.importance_weights(old_logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             loss = losses.clipped_loss(logp_N, old_logp_N, weight_N, batch.advantage_N, config.clip_range, divisor)
-            if proximal.base_logp is not None:
-                base_logp_N = batch.gather(proximal.base_logp)
+            if proximal.reference_logp is not None:
+                reference_logp_N = batch.gather(proximal.reference_logp)
                 weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
-                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, base_logp_N, weight_N, divisor)
+                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
             loss.backward()  # type: ignore[no-untyped-call]
             clipped.add(logp_N, old_logp_N, loss)
         return clipped
@@ -131,7 +138,8 @@ class GRPOLearner:
         """Adapter, optimiser, counters and random state, into a directory that exists."""
         adapter_files.write(directory, *self.policy.adapter_state())
         moments = state_tensors(self._optimizer, self.policy.parameters)
-        counters = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        counters: dict[str, float] = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        counters["completion_len"] = self._completion_len
         write_state(directory, moments, counters, self.policy.device)
 
     def load(self, directory: Path) -> None:
@@ -141,3 +149,5 @@ class GRPOLearner:
         load_state_tensors(self._optimizer, self.policy.parameters, moments)
         self.step, self.version = counters["step"], counters["version"]
         self.samples_seen = counters["samples_seen"]
+        # A state without it is of a run that divided by max_generation_len, and continues to.
+        self._completion_len = counters.get("completion_len", self._completion_len)

@@ -17,8 +17,8 @@ def importance_weights(logp_N: Tensor, behaviour_logp_N: Tensor, cap: float) -> 
 def policy_gradient_loss(logp_N: Tensor, weight_N: Tensor, advantage_N: Tensor, divisor: float) -> Tensor:
     """Negative advantage-weighted log-likelihood.
 
-    divisor: max_generation_len × steps of the whole batch, the same for every micro-batch: neither the length of
-    an answer nor the company that it is computed in changes its weight.
+    divisor: a constant number of tokens × the steps of the whole batch, the same for every micro-batch: a token's
+    weight depends neither on the length of its answer nor on what else is in its micro-batch.
     """
     return -(weight_N * advantage_N * logp_N).sum() / divisor
 
@@ -37,20 +37,20 @@ def clipped_loss(
     return -(weight_N * torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)).sum() / divisor
 
 
-def kl_estimates(logp_N: Tensor, base_logp_N: Tensor) -> Tensor:
-    """KL(policy ‖ base) from one sampled token each: never negative, unbiased (Schulman's k3)."""
-    difference_N = base_logp_N - logp_N
+def kl_estimates(logp_N: Tensor, reference_logp_N: Tensor) -> Tensor:
+    """KL(policy ‖ reference) from one sampled token each: never negative, unbiased (Schulman's k3)."""
+    difference_N = reference_logp_N - logp_N
     return difference_N.expm1() - difference_N
 
 
-def kl_penalty(logp_N: Tensor, base_logp_N: Tensor, weight_N: Tensor, divisor: float) -> Tensor:
-    """KL(policy ‖ base), with its own gradient.
+def kl_penalty(logp_N: Tensor, reference_logp_N: Tensor, weight_N: Tensor, divisor: float) -> Tensor:
+    """KL(policy ‖ reference), with its own gradient.
 
-    The estimate's derivative at fixed tokens would be that of KL(base ‖ policy): the tokens are the policy's, and
-    change with it. The derivative of the expectation is that of (log π − log base) · log π, first factor constant.
+    The estimate's derivative at fixed tokens would be that of KL(reference ‖ policy): the tokens are the policy's, and
+    change with it. The derivative of the expectation is that of (log π − log reference) · log π, first factor constant.
     """
-    gradient_N = (logp_N - base_logp_N).detach() * (logp_N - logp_N.detach())
-    return (weight_N * (kl_estimates(logp_N.detach(), base_logp_N) + gradient_N)).sum() / divisor
+    gradient_N = (logp_N - reference_logp_N).detach() * (logp_N - logp_N.detach())
+    return (weight_N * (kl_estimates(logp_N.detach(), reference_logp_N) + gradient_N)).sum() / divisor
 
 
 def clipping_figures(logp_N: Tensor, old_logp_N: Tensor, clip_range: float) -> dict[str, float]:

@@ -28,6 +28,7 @@ from unstable_lite.rng import derive_seed
 from unstable_lite.types import LearnerLogprobs, TrainItem
 
 _ADAPTER = "default"
+_REFERENCE = "reference"
 
 
 class Policy:
@@ -66,6 +67,13 @@ class Policy:
         self._check_head()
         self._train()
         ranks.copy_from_first(self.parameters)
+        learner, initial = config.learner, config.lora.initial_lora_path
+        self._has_reference = bool(learner.kl_coefficient) and learner.kl_reference == "initial" and initial is not None
+        if self._has_reference and initial is not None:
+            # A frozen copy: nothing trains it, and a resumed run reads it from the same directory.
+            for parameter in self.add_adapter(_REFERENCE, config.lora).values():
+                parameter.requires_grad_(False)
+            self.load_adapter(initial, _REFERENCE)
 
     @property
     def vocab_size(self) -> int:
@@ -161,6 +169,23 @@ class Policy:
             LearnerLogprobs(adapter=adapter.numpy(), base=base.numpy())
             for adapter, base in zip(adapter_logp, base_logp, strict=True)
         ]
+
+    @property
+    def kl_metric(self) -> str:
+        """Name of the KL metric, by what `reference_logprobs` are of."""
+        return "kl_to_initial" if self._has_reference else "kl_to_base"
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch: batching.MicroBatch) -> Tensor:
+        """Return each trained token's log-probability under the policy that `kl_coefficient` holds the adapter near.
+
+        That is the adapter that training started from, or the base if there was none or `kl_reference` says so.
+        """
+        if not self._has_reference:
+            return self.base_logprobs(batch)
+        with self.evaluating(), self.using(_REFERENCE):
+            logp_N, _ = self.logprobs(batch)
+        return logp_N
 
     @torch.no_grad()
     def base_logprobs(self, batch: batching.MicroBatch) -> Tensor:

@@ -37,7 +37,8 @@ class PPOLearner:
         self.version = 0
         """Of the adapter that the policy now holds; 0 is the one that it started with."""
         self.samples_seen = 0
-        self._max_generation_len = config.engine.max_generation_len
+        self._completion_len = float(config.engine.max_generation_len)
+        """Constant that the loss of a step is divided by: the mean completion length of the first batch, in tokens."""
         self._config = config.learner
         self._parameters = list(self.policy.parameters.values())
         self._critic_parameters = list(self.critic.parameters.values())
@@ -50,7 +51,8 @@ class PPOLearner:
         """`ppo_epochs` passes over `items` in `ppo_minibatches` steps each, which make one adapter `version`.
 
         Where a loss or a gradient of any of them is not finite all are taken back, and nothing changes. While the
-        critic warms up the policy's steps are left out, and version after version holds the same adapter.
+        critic warms up the policy's steps are left out, and version after version holds the same adapter. A step of the
+        policy is also left out if its gradient is zero.
         """
         started = time.perf_counter()
         check(items, self.policy.vocab_size)
@@ -71,6 +73,8 @@ class PPOLearner:
         logprobs: tuple[Logprobs, ...] = ()
         advantages: tuple[float, ...] = ()
         if fitted.items:
+            if self.step == 0:
+                self._completion_len = fitted.mean_completion_len
             weight_I = normalized(advantage_I) if self._config.normalize_adv else advantage_I
             weighed = [replace(item, reward=float(weight)) for item, weight in zip(fitted.items, weight_I, strict=True)]
             before, critic_before = Snapshot.take(self._optimizer), Snapshot.take(self._critic_optimizer)
@@ -98,7 +102,8 @@ class PPOLearner:
                             f"gradient norm {critic_norm:g}"
                         )
                         break
-                    if self.step >= self._config.critic_warmup_updates:
+                    # AdamW also moves without a gradient, by momentum and weight decay.
+                    if norm > 0 and self.step >= self._config.critic_warmup_updates:
                         self._optimizer.step()
                     self._critic_optimizer.step()
                     self._optimizer.zero_grad(set_to_none=True)
@@ -122,6 +127,7 @@ class PPOLearner:
                 "policy_loss": fmean(loss_of_steps),
                 "value_loss": fmean(value_loss_of_steps),
                 "policy_grad_norm": fmean(norm_of_steps),
+                "grad_clipped": fmean(norm > self._config.gradient_clipping for norm in norm_of_steps),
                 "grad_norm": fmean(norm_of_steps),
                 "critic_grad_norm": fmean(critic_norm_of_steps),
                 "logp_std": proximal.trained.logp_std,
@@ -148,17 +154,17 @@ class PPOLearner:
     def add_gradient(self, items: Sequence[TrainItem], proximal: Proximal) -> Clipped:
         """Add the gradient of the clipped loss on `items`, of this rank's share; rewards are the advantages."""
         config = self._config
-        divisor = self._max_generation_len * len(items)
+        divisor = self._completion_len * len(items)
         clipped = Clipped()
         for batch in self.policy.micro_batches(items):
             logp_N, _ = self.policy.logprobs(batch)
             old_logp_N = batch.gather(proximal.logp)
             weight_N = losses.importance_weights(old_logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             loss = losses.clipped_loss(logp_N, old_logp_N, weight_N, batch.advantage_N, config.clip_range, divisor)
-            if proximal.base_logp is not None:
-                base_logp_N = batch.gather(proximal.base_logp)
+            if proximal.reference_logp is not None:
+                reference_logp_N = batch.gather(proximal.reference_logp)
                 weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
-                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, base_logp_N, weight_N, divisor)
+                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
             loss.backward()  # type: ignore[no-untyped-call]
             clipped.add(logp_N, old_logp_N, loss)
         return clipped
@@ -170,7 +176,8 @@ class PPOLearner:
         self.critic.save(directory / "critic")
         moments = state_tensors(self._optimizer, self.policy.parameters)
         moments |= state_tensors(self._critic_optimizer, self.critic.parameters)
-        counters = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        counters: dict[str, float] = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        counters["completion_len"] = self._completion_len
         write_state(directory, moments, counters, self.policy.device)
 
     def load(self, directory: Path) -> None:
@@ -182,3 +189,5 @@ class PPOLearner:
         load_state_tensors(self._critic_optimizer, self.critic.parameters, moments)
         self.step, self.version = counters["step"], counters["version"]
         self.samples_seen = counters["samples_seen"]
+        # A state without it is of a run that divided by max_generation_len, and continues to.
+        self._completion_len = counters.get("completion_len", self._completion_len)

@@ -24,37 +24,37 @@ class Proximal:
     """For each item, one tensor of its trained tokens' log-probabilities."""
 
     logp: list[Tensor]
-    base_logp: list[Tensor] | None
+    reference_logp: list[Tensor] | None
     trained: Trained
     """The figures of the policy as it was."""
 
     def of(self, rows: Sequence[int]) -> Proximal:
         """The same for some of the items."""
-        base_logp = None if self.base_logp is None else [self.base_logp[row] for row in rows]
-        return Proximal([self.logp[row] for row in rows], base_logp, self.trained)
+        reference_logp = None if self.reference_logp is None else [self.reference_logp[row] for row in rows]
+        return Proximal([self.logp[row] for row in rows], reference_logp, self.trained)
 
 
 @torch.no_grad()
 def proximal_policy(policy: Policy, items: Sequence[TrainItem], config: LearnerConfig) -> Proximal:
-    trained = Trained()
+    trained = Trained(kl_metric=policy.kl_metric)
     logp = [torch.empty(0)] * len(items)
-    base_logp = [torch.empty(0)] * len(items) if config.kl_coefficient else None
+    reference_logp = [torch.empty(0)] * len(items) if config.kl_coefficient else None
     for batch in policy.micro_batches(items):
         with policy.evaluating():
             logp_N, entropy_N = policy.logprobs(batch)
-        base_logp_N = None
-        if base_logp is not None:
-            base_logp_N = policy.base_logprobs(batch)
-            batch.scatter(base_logp_N, base_logp)
+        reference_logp_N = None
+        if reference_logp is not None:
+            reference_logp_N = policy.reference_logprobs(batch)
+            batch.scatter(reference_logp_N, reference_logp)
         batch.scatter(logp_N, logp)
-        trained.add(batch, logp_N, entropy_N, base_logp_N, loss=torch.zeros(()))
+        trained.add(batch, logp_N, entropy_N, reference_logp_N, loss=torch.zeros(()))
     # The steps draw other shares.
     like = next(iter(policy.parameters.values()))
     ranks.fill(trained.rows, logp, like)
-    if base_logp is not None:
-        ranks.fill(trained.rows, base_logp, like)
+    if reference_logp is not None:
+        ranks.fill(trained.rows, reference_logp, like)
     trained.gather()
-    return Proximal(logp, base_logp, trained)
+    return Proximal(logp, reference_logp, trained)
 
 
 def shuffled_minibatches(num_items: int, config: LearnerConfig) -> Iterator[tuple[bool, list[int]]]:

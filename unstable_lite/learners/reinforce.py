@@ -31,7 +31,8 @@ class REINFORCELearner:
         self.version = 0
         """Of the adapter that the policy now holds; 0 is the one that it started with."""
         self.samples_seen = 0
-        self._max_generation_len = config.engine.max_generation_len
+        self._completion_len = float(config.engine.max_generation_len)
+        """Constant that the loss of a step is divided by: the mean completion length of the first batch, in tokens."""
         self._config = config.learner
         self._parameters = list(self.policy.parameters.values())
         self._optimizer = make_optimizer(self.policy.parameters, config.learner.learning_rate, config.learner)
@@ -39,7 +40,8 @@ class REINFORCELearner:
     def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
         """One optimiser step on all of `items`, which makes adapter `version`.
 
-        The step is not taken, and nothing changes, where the loss or the gradient is not finite.
+        The step is not taken, and nothing changes, where the loss or the gradient is not finite. If the gradient
+        is zero no parameter and no moment changes, but the update counts and makes its version.
         """
         started = time.perf_counter()
         check(items, self.policy.vocab_size)
@@ -53,6 +55,8 @@ class REINFORCELearner:
         skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
         logprobs: tuple[Logprobs, ...] = ()
         if fitted.items:
+            if self.step == 0:
+                self._completion_len = fitted.mean_completion_len
             try:
                 trained = self.add_gradient(fitted.items)
                 ranks.sum_gradients(self._parameters)
@@ -60,7 +64,9 @@ class REINFORCELearner:
                 # Returns the norm from before the clipping.
                 norm = clip_grad_norm_(self._parameters, self._config.gradient_clipping).item()
                 if math.isfinite(trained.loss) and math.isfinite(norm):
-                    self._optimizer.step()
+                    # AdamW also moves without a gradient, by momentum and weight decay.
+                    if norm > 0:
+                        self._optimizer.step()
                     skipped = None
                 else:
                     skipped = f"not finite: loss {trained.loss:g}, gradient norm {norm:g}"
@@ -70,6 +76,7 @@ class REINFORCELearner:
             metrics |= {
                 "zero_advantage": zero_share([item.reward for item in fitted.items]),
                 "policy_grad_norm": norm,
+                "grad_clipped": float(norm > self._config.gradient_clipping),
                 **trained.figures(self.version, self._config.importance_weight_cap),
             }
         if skipped is None:
@@ -92,25 +99,26 @@ class REINFORCELearner:
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
         """Add the gradient of the loss on `items`, of this rank's share, to the parameters."""
         config = self._config
-        divisor = self._max_generation_len * len(items)
-        trained = Trained()
+        divisor = self._completion_len * len(items)
+        trained = Trained(kl_metric=self.policy.kl_metric)
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
             weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
-            base_logp_N = None
+            reference_logp_N = None
             if config.kl_coefficient:
-                base_logp_N = self.policy.base_logprobs(batch)
-                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, base_logp_N, weight_N, divisor)
+                reference_logp_N = self.policy.reference_logprobs(batch)
+                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
             loss.backward()  # type: ignore[no-untyped-call]
-            trained.add(batch, logp_N, entropy_N, base_logp_N, loss)
+            trained.add(batch, logp_N, entropy_N, reference_logp_N, loss)
         return trained
 
     def save(self, directory: Path) -> None:
         """Adapter, optimiser, counters and random state, into a directory that exists."""
         adapter_files.write(directory, *self.policy.adapter_state())
         moments = state_tensors(self._optimizer, self.policy.parameters)
-        counters = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        counters: dict[str, float] = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        counters["completion_len"] = self._completion_len
         write_state(directory, moments, counters, self.policy.device)
 
     def load(self, directory: Path) -> None:
@@ -120,3 +128,5 @@ class REINFORCELearner:
         load_state_tensors(self._optimizer, self.policy.parameters, moments)
         self.step, self.version = counters["step"], counters["version"]
         self.samples_seen = counters["samples_seen"]
+        # A state without it is of a run that divided by max_generation_len, and continues to.
+        self._completion_len = counters.get("completion_len", self._completion_len)
