@@ -84,12 +84,13 @@ async def test_episodes_carry_the_final_reward_on_the_last_step_alone():
 
 
 @pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
-async def test_the_role_average_learns_from_players_that_never_moved(buffer_class):
-    final = RoleAdvantageFormatter(tau=0.5)
-    buffer = buffer_class(10, final)
+async def test_player_without_a_turn_goes_through_no_transform(buffer_class):
+    seen = []
+    buffer = buffer_class(10, lambda reward, pid, env_id: seen.append(pid) or reward)
     buffer.add_player_trajectory(a_trajectory(0))
-    assert final.role_advantage == {0: 0.5}
-    assert buffer.size() == 0
+    assert (seen, buffer.size()) == ([], 0)
+    buffer.add_player_trajectory(a_trajectory(1))
+    assert (seen, buffer.size()) == ([0], 1)
 
 
 async def test_the_sampling_transform_sees_the_batch():

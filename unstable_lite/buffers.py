@@ -24,10 +24,10 @@ from typing import Any
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations.compose import Stateful
-from unstable_lite.reward_transformations.final import FinalRewardTransform
+from unstable_lite.reward_transformations.final import ComposeFinalRewardTransforms, FinalRewardTransform
 from unstable_lite.reward_transformations.group import GroupBaseline, has_spread
 from unstable_lite.reward_transformations.sampling import SamplingRewardTransform
-from unstable_lite.reward_transformations.step import StepRewardTransform
+from unstable_lite.reward_transformations.step import ComposeStepRewardTransforms, StepRewardTransform
 from unstable_lite.rng import restore, state_of
 from unstable_lite.types import GameRecord, PlayerTrajectory, Step
 
@@ -61,8 +61,8 @@ class _Waiting:
         self.added = self.taken = self.dropped_stale = self.drained = 0
         self.filtered = 0
         """Trajectories left out because another player's invalid move ended the game."""
-        self._final = final_reward_transformation
-        self._step = step_reward_transformation
+        self._final = ComposeFinalRewardTransforms.of(final_reward_transformation)
+        self._step = ComposeStepRewardTransforms.of(step_reward_transformation)
         self._sampling = sampling_reward_transformation
         self._rng = rng if isinstance(rng, random.Random) else random.Random(rng)
         self._chunks: list[list[Step]] = []
@@ -84,7 +84,7 @@ class _Waiting:
         raise NotImplementedError
 
     def add_game(self, record: GameRecord) -> None:
-        """What is to be learnt from a finished game; of a void one nothing."""
+        """Add what is to be learnt from a finished game; nothing from a void one."""
         for trajectory in self._learnt_from(record):
             self.add_player_trajectory(trajectory)
 
@@ -171,19 +171,14 @@ class _Waiting:
 
     def _final_reward(self, trajectory: PlayerTrajectory) -> float:
         reward = trajectory.final_reward
-        if self._final is not None:
-            reward = self._final(reward, trajectory.pid, trajectory.env_id)
-            if not isinstance(reward, Real):
-                raise ConfigError(
-                    f"{trajectory.env_id}: {self._final!r} made {reward!r} of a reward; it must be a number"
-                )
+        reward = self._final(reward, trajectory.pid, trajectory.env_id, trajectory.steps[-1].context)
+        if not isinstance(reward, Real):
+            raise ConfigError(f"{trajectory.env_id}: {self._final!r} made {reward!r} of a reward; it must be a number")
         return float(reward)  # one of numpy's, for example, is of no type that the learner is sent
 
     def _set_reward(self, trajectory: PlayerTrajectory, index: int, env_reward: float) -> None:
         """`env_reward`: what of the game's reward, after the final transform, falls to this step."""
-        reward = env_reward
-        if self._step is not None:
-            reward = self._step(trajectory, index, reward)
+        reward = self._step(trajectory, index, env_reward)
         if not isinstance(reward, Real) or not math.isfinite(reward):
             raise ConfigError(
                 f"{trajectory.env_id}: player {trajectory.pid}: reward {trajectory.final_reward} became {reward} "
@@ -292,7 +287,12 @@ class StepBuffer(_Waiting):
         return self._size_of_groups
 
     def add_player_trajectory(self, traj: PlayerTrajectory) -> None:
-        """The final transform once, the step transform for each step; both are kept in `step_info`."""
+        """Apply the final transform once and the step transform to each step; both are kept in `step_info`.
+
+        A player without a turn feeds no average: its result says nothing about the policy.
+        """
+        if not traj.steps:
+            return
         self._set_rewards(traj)
         self._put([[step] for step in traj.steps])
 
@@ -304,8 +304,8 @@ class StepBuffer(_Waiting):
         group = self._groups.setdefault(record.spec.group_idx, _Group())
         group.num_games += 1
         for trajectory in self._learnt_from(record):
-            self._set_rewards(trajectory)
-            if trajectory.steps:  # who never had a turn has no rewards of steps to be compared with
+            if trajectory.steps:  # a player without a turn has no rewards of steps to compare
+                self._set_rewards(trajectory)
                 group.trajectories.setdefault(trajectory.pid, []).append(trajectory)
                 self._size_of_groups += len(trajectory.steps)
         if group.num_games == self._group_size:
@@ -359,9 +359,9 @@ class EpisodeBuffer(_Waiting):
     """Whole trajectories; the final reward falls to the last step alone, so that returns count it once."""
 
     def add_player_trajectory(self, traj: PlayerTrajectory) -> None:
-        env_reward = self._final_reward(traj)
         if not traj.steps:
             return
+        env_reward = self._final_reward(traj)
         last = len(traj.steps) - 1
         for index in range(len(traj.steps)):
             self._set_reward(traj, index, env_reward if index == last else 0.0)

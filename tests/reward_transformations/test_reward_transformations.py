@@ -29,7 +29,7 @@ from unstable_lite.reward_transformations import (
     build_reward_transformations,
     build_transforms,
 )
-from unstable_lite.types import Generation, ModelRef, PlayerTrajectory, Step
+from unstable_lite.types import Generation, ModelRef, Opponent, PlayerTrajectory, Step, StepContext
 
 STEP_ARGUMENTS = ("player_traj", "step_index", "reward")
 GENERATION = Generation(
@@ -186,6 +186,44 @@ def test_compositions_apply_in_order_and_can_be_extended():
     sampling = ComposeSamplingRewardTransforms([NormalizeRewards()])
     sampling.register(lambda steps: list(reversed(steps)))
     assert rewards_of(sampling([a_step(1.0), a_step(3.0)])) == [1.0, -1.0]
+
+
+def test_transform_with_a_context_parameter_is_given_the_context():
+    context = StepContext(
+        env_id="E",
+        game_idx=3,
+        group_idx=None,
+        pid=0,
+        opponents=(Opponent(pid=1, uid="base", kind="mirror"),),
+        turn=4,
+        player_turn=2,
+        num_turns=5,
+        num_player_turns=3,
+        final_reward=1.0,
+        outcome="win",
+        end="natural",
+        is_invalid=False,
+        is_cut_off=True,
+        format_ok=True,
+    )
+    final = ComposeFinalRewardTransforms(
+        [lambda reward, pid, env_id: reward + 1, lambda reward, pid, env_id, context: reward * context.num_turns]
+    )
+    assert final(1.0, 0, "E", context) == 10.0
+
+    step = ComposeStepRewardTransforms([lambda trajectory, index, reward: reward + 1])
+    step.register(lambda trajectory, index, reward, *, context: reward * (-1 if context.is_cut_off else 1))
+    assert step(a_trajectory(replace(a_step(), context=context)), 0, 1.0) == -2.0
+
+
+def test_class_with_a_context_parameter_is_found_by_name():
+    (transform,) = build_transforms([f"{__name__}:ByOpponent"], FINAL, ComposeFinalRewardTransforms.ARGUMENTS)
+    assert isinstance(transform, ByOpponent)
+
+
+class ByOpponent:
+    def __call__(self, reward, pid, env_id, context):
+        return reward if context.opponent_kinds == "mirror" else 2 * reward
 
 
 def test_an_empty_composition_changes_nothing():

@@ -1,5 +1,6 @@
 """What a game's outcome is worth to one player: `(reward, pid, env_id) -> float`, once per trajectory.
 
+A transform with a parameter named `context` is also given the `StepContext` of the player's last turn.
 Owns the running averages behind role advantages. Knows nothing of steps or batches.
 """
 
@@ -10,10 +11,12 @@ from typing import Any, TypeVar
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations.compose import Compose
+from unstable_lite.types import StepContext
 
 K = TypeVar("K", int, str)
 
-FinalRewardTransform = Callable[[float, int, str], float]
+FinalRewardTransform = Callable[..., float]
+"""`(reward, pid, env_id) -> float`, or `(reward, pid, env_id, context) -> float`."""
 
 
 class ComposeFinalRewardTransforms(Compose[FinalRewardTransform]):
@@ -21,9 +24,10 @@ class ComposeFinalRewardTransforms(Compose[FinalRewardTransform]):
 
     ARGUMENTS = ("reward", "pid", "env_id")
 
-    def __call__(self, reward: float, pid: int, env_id: str) -> float:
-        for transform in self.transforms:
-            reward = transform(reward, pid, env_id)
+    def __call__(self, reward: float, pid: int, env_id: str, context: StepContext | None = None) -> float:
+        for transform, with_context in self._calls:
+            keywords = {"context": context} if with_context else {}
+            reward = transform(reward, pid, env_id, **keywords)
         return reward
 
 

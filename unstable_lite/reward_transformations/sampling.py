@@ -1,4 +1,4 @@
-"""From the rewards of a batch to its advantages: `(steps) -> steps`, once per batch.
+"""From the rewards of a batch to its advantages: `(steps) -> steps`, once per batch. Each step has its `context`.
 
 A transform returns new Step objects in the same order and leaves those it was given as they are: whoever
 still holds them (a transcript, a second sample) sees the rewards that the game gave.
