@@ -94,6 +94,9 @@ def outcome(
             score = Score(request_id=8, items=tuple(first))
             one = Score(request_id=8, items=tuple(first[:1]))  # one rank has nothing to do
             add(f"{name} {algorithm}", algorithm, [score, *several, score, one], settings, is_double=False)
+    flat = [replace(item, reward=0.0) for item in second]
+    add("signal", "grpo", [update(1, first)], roomy)
+    add("signal, then none", "grpo", [update(1, first), update(2, flat)], roomy)
     add("broken", "reinforce", [update(1, first)], broken=1)
     add("strayed", "reinforce", [update(1, first)], strayed=1)
     add("strayed critic", "a2c", [update(1, first)], strayed_critic=1)
@@ -185,6 +188,14 @@ def test_where_one_rank_runs_out_of_memory_all_begin_anew_with_smaller_micro_bat
 def test_two_ranks_that_drop_out_go_on_from_a_state_bit_for_bit(outcome: Callable[..., Outcome]) -> None:
     for rank in (0, 1):
         assert is_equal(outcome("dropout", 2, rank).tensors, outcome("resumed", 2, rank).tensors)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_update_without_an_advantage_moves_no_rank(outcome: Callable[..., Outcome], rank: int) -> None:
+    before, after = outcome("signal", 2, rank), outcome("signal, then none", 2, rank)
+    assert is_equal(before.tensors, after.tensors)
+    if rank == 0:
+        assert [update.metrics["step"] for update in after.updates] == [1, 2]
 
 
 @pytest.mark.parametrize(

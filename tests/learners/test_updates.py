@@ -288,6 +288,51 @@ def test_while_the_critic_warms_up_the_policy_stands_still_and_versions_go_on(
             assert all(torch.equal(before[name], after[name]) == stands_still for name in parameters)
 
 
+def alike(items: list[TrainItem], reward: float) -> list[TrainItem]:
+    """Games of one turn that all begin, go and end alike: nothing to learn, whatever the baseline."""
+    return [replace(items[0], reward=reward, trajectory=index) for index in range(len(items))]
+
+
+@pytest.mark.parametrize("algorithm", LEARNERS)
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_without_an_advantage_the_policy_and_its_moments_stay_bit_identical(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str, num_before: int
+) -> None:
+    """An optimiser with moments would move on, and so would weight decay."""
+    settings = {"ppo_epochs": 2, "ppo_minibatches": 2, "weight_decay": 0.1}
+    learner, has_critic = make_learner(algorithm, learner=settings), LEARNERS[algorithm].has_critic
+    for version in range(1, num_before + 1):
+        learner.update(make_items(6, seed=version, turns=2), version)
+    before = snapshot(learner)
+    # A critic leaves an advantage of 0 by centring; without one the reward itself is the advantage, up to rounding.
+    result = learner.update(alike(make_items(6), 1.0 if has_critic else 1e-9), num_before + 1)
+    after = snapshot(learner)
+    assert result.skipped is None
+    assert result.metrics["zero_advantage"] == 1
+    assert learner.step == learner.version == num_before + 1, "the update makes a version all the same"
+    of_critic = {name for name in after if "critic" in name or "value_head" in name}
+    assert is_equal(*({name: state[name] for name in state if name not in of_critic} for state in (before, after)))
+    if has_critic:
+        assert not is_equal(before, after), "the critic still learns"
+    learner.update(make_items(6, seed=9, turns=2), num_before + 2)
+    assert not torch.equal(
+        torch.cat([p.detach().flatten() for p in learner.policy.parameters.values()]),
+        torch.cat([after[name].flatten() for name in learner.policy.parameters]),
+    )
+
+
+@pytest.mark.parametrize("algorithm", LEARNERS)
+def test_without_an_advantage_the_kl_term_still_acts(
+    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
+) -> None:
+    learner = make_learner(algorithm, learner={"kl_coefficient": 0.1})
+    before = snapshot(learner)
+    metrics = learner.update(alike(make_items(6), 1.0 if LEARNERS[algorithm].has_critic else 0.0), 1).metrics
+    assert metrics["zero_advantage"] == 1
+    after = snapshot(learner)
+    assert not all(torch.equal(before[name], after[name]) for name in learner.policy.parameters)
+
+
 @pytest.mark.parametrize("algorithm", ["a2c", "ppo", "grpo"])
 @pytest.mark.parametrize("num_before", [0, 2])
 def test_save_and_load_go_on_bit_for_bit(

@@ -48,7 +48,8 @@ class A2CLearner:
         """One step of policy and critic each on all of `items`, which makes adapter `version`.
 
         No step is taken, and nothing changes, where a loss or a gradient is not finite. While the critic warms up the
-        policy's step is left out, and version after version holds the same adapter.
+        policy's step is left out, and version after version holds the same adapter. The policy's step is
+        also left out if its gradient is zero.
         """
         started = time.perf_counter()
         check(items, self.policy.vocab_size)
@@ -81,7 +82,8 @@ class A2CLearner:
                 norm = clip_grad_norm_(self._parameters, self._config.gradient_clipping).item()
                 critic_norm = clip_grad_norm_(self._critic_parameters, self._config.gradient_clipping).item()
                 if all(map(math.isfinite, (trained.loss, value_loss, norm, critic_norm))):
-                    if self.step >= self._config.critic_warmup_updates:
+                    # AdamW also moves without a gradient, by momentum and weight decay.
+                    if norm > 0 and self.step >= self._config.critic_warmup_updates:
                         self._optimizer.step()
                     self._critic_optimizer.step()
                     skipped = None

@@ -16,7 +16,8 @@ from unstable_lite.types import TrainItem
 Figures = npt.NDArray[np.float64]
 
 _EPSILON = 1e-8
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
+"""Largest advantage that counts as 0, in the loss and in `zero_advantage` alike."""
 
 
 def estimate_advantages(
@@ -54,7 +55,7 @@ def normalized(advantage_I: Figures) -> Figures:
 
 def zero_share(advantages: Sequence[float] | Figures) -> float:
     """Share of steps that teach nothing: their advantage is 0, but for rounding. 0 without a step."""
-    return float((np.abs(advantages) <= _ROUNDING).mean()) if len(advantages) else 0.0
+    return float((np.abs(advantages) <= ROUNDING).mean()) if len(advantages) else 0.0
 
 
 def value_figures(value_I: Figures, target_I: Figures) -> dict[str, float]:

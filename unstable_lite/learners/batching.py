@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unstable_lite.errors import RequestError
+from unstable_lite.learners.advantages import ROUNDING
 from unstable_lite.types import Logprobs, TrainItem
 
 BATCH_COST = 128
@@ -34,7 +35,7 @@ class MicroBatch:
     behaviour_logp_N: Tensor
     """Their log-probabilities when they were sampled (μ)."""
     advantage_N: Tensor
-    """The item's reward, alike for all of its tokens."""
+    """The item's reward, the same for all of its tokens; exactly 0 if only rounding keeps it from 0."""
     version_N: Tensor
     """Of the adapter that sampled them."""
     num_padding: int
@@ -233,6 +234,7 @@ def pad(rows: Sequence[TrainItem]) -> MicroBatch:
         sources.append(i * width + np.arange(num_prompt - 1, length(row) - 1))
     repeats = [len(row.completion_ids) for row in rows]
     advantages = np.array([row.reward for row in rows], np.float64)
+    advantages[np.abs(advantages) <= ROUNDING] = 0.0
     versions = np.array([row.adapter_version for row in rows], np.int64)
     return MicroBatch(
         tokens_BT=torch.from_numpy(tokens_BT),

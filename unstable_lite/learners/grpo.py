@@ -42,7 +42,8 @@ class GRPOLearner:
     def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
         """`ppo_epochs` passes over `items` in `ppo_minibatches` steps each, which make one adapter `version`.
 
-        Where the loss or the gradient of any of them is not finite all are taken back, and nothing changes.
+        Where the loss or the gradient of any of them is not finite all are taken back, and nothing changes. A step
+        whose gradient is zero changes no parameter and no moment.
         """
         started = time.perf_counter()
         check(items, self.policy.vocab_size)
@@ -72,7 +73,9 @@ class GRPOLearner:
                     if not all(map(math.isfinite, (clipped.loss, norm))):
                         skipped = f"not finite: loss {clipped.loss:g}, gradient norm {norm:g}"
                         break
-                    self._optimizer.step()
+                    # AdamW also moves without a gradient, by momentum and weight decay.
+                    if norm > 0:
+                        self._optimizer.step()
                     self._optimizer.zero_grad(set_to_none=True)
                     if is_last_epoch:
                         last_epoch.extend(clipped)

@@ -50,7 +50,8 @@ class PPOLearner:
         """`ppo_epochs` passes over `items` in `ppo_minibatches` steps each, which make one adapter `version`.
 
         Where a loss or a gradient of any of them is not finite all are taken back, and nothing changes. While the
-        critic warms up the policy's steps are left out, and version after version holds the same adapter.
+        critic warms up the policy's steps are left out, and version after version holds the same adapter. A step of the
+        policy is also left out if its gradient is zero.
         """
         started = time.perf_counter()
         check(items, self.policy.vocab_size)
@@ -98,7 +99,8 @@ class PPOLearner:
                             f"gradient norm {critic_norm:g}"
                         )
                         break
-                    if self.step >= self._config.critic_warmup_updates:
+                    # AdamW also moves without a gradient, by momentum and weight decay.
+                    if norm > 0 and self.step >= self._config.critic_warmup_updates:
                         self._optimizer.step()
                     self._critic_optimizer.step()
                     self._optimizer.zero_grad(set_to_none=True)

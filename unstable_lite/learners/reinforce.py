@@ -39,7 +39,8 @@ class REINFORCELearner:
     def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
         """One optimiser step on all of `items`, which makes adapter `version`.
 
-        The step is not taken, and nothing changes, where the loss or the gradient is not finite.
+        The step is not taken, and nothing changes, where the loss or the gradient is not finite. If the gradient
+        is zero no parameter and no moment changes, but the update counts and makes its version.
         """
         started = time.perf_counter()
         check(items, self.policy.vocab_size)
@@ -60,7 +61,9 @@ class REINFORCELearner:
                 # Returns the norm from before the clipping.
                 norm = clip_grad_norm_(self._parameters, self._config.gradient_clipping).item()
                 if math.isfinite(trained.loss) and math.isfinite(norm):
-                    self._optimizer.step()
+                    # AdamW also moves without a gradient, by momentum and weight decay.
+                    if norm > 0:
+                        self._optimizer.step()
                     skipped = None
                 else:
                     skipped = f"not finite: loss {trained.loss:g}, gradient norm {norm:g}"
