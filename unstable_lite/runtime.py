@@ -357,7 +357,7 @@ class Run:
         if arena.remark is not None:
             self._terminal.say(arena.remark)
         scheduler = self._scheduler or _scheduler(config)
-        buffer = self._buffer or _buffer(config)
+        buffer = self._buffer or make_buffer(config)
         tracker.registry = scheduler.registry
         for env in config.eval_envs:
             if env.num_players > 1:
@@ -544,7 +544,8 @@ def _scheduler(config: Config) -> GameScheduler:
     return GameScheduler(model_sampler, build_env_sampler(config), config.run.seed, config.run.group_size)
 
 
-def _buffer(config: Config) -> StepBuffer | EpisodeBuffer:
+def make_buffer(config: Config) -> StepBuffer | EpisodeBuffer:
+    """Return the buffer that a resolved config asks for."""
     final, step, sampling = build_reward_transformations(config.rewards)
     common: dict[str, Any] = {
         "final_reward_transformation": final,

@@ -218,7 +218,8 @@ class Step:
     format_feedback: dict[str, bool] = field(default_factory=dict)
     """`correct_answer_format`, `invalid_move`."""
     step_info: dict[str, Any] = field(default_factory=dict)
-    """`raw_reward`, `env_reward`, `step_reward`, `game_idx`, `turn`, `action`."""
+    """`raw_reward`, `env_reward`, `baseline` (taken off by the final transforms), `step_reward`, `game_idx`, `turn`,
+    `action`."""
     context: StepContext | None = None
     """Set by `run_game` when the game is over; None for a step made by hand."""
 

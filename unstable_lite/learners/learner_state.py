@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -23,7 +24,7 @@ _STATE = "learner.safetensors"
 
 
 def write_state(
-    directory: Path, moments: Mapping[str, Tensor], counters: Mapping[str, int], device: torch.device
+    directory: Path, moments: Mapping[str, Tensor], counters: Mapping[str, Any], device: torch.device
 ) -> None:
     """Into a directory that exists; with the random states of now."""
     tensors = {"rng.cpu": torch.get_rng_state(), **moments}
@@ -33,13 +34,13 @@ def write_state(
     adapter_files.write_file(directory / _STATE, content)
 
 
-def read_state(directory: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, int]]:
+def read_state(directory: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Moments and counters; the random states are put back on the way. Raises ModelError for what is no such state."""
     try:
         read_header(directory / _STATE)
         with safetensors.safe_open(directory / _STATE, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            counters: dict[str, int] = json.loads(file.metadata()["counters"])
+            counters: dict[str, Any] = json.loads(file.metadata()["counters"])
         torch.set_rng_state(tensors.pop("rng.cpu"))
     except (OSError, AdapterError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ModelError(f"{directory / _STATE} is no learner's state: {error}") from error
