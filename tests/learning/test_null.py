@@ -185,3 +185,24 @@ async def test_kl_penalty_still_acts_if_all_results_are_alike(tmp_path: Path, al
     before = policy_state(run.learner)
     assert (await run.update())["zero_advantage"] == 1
     assert not all(map(torch.equal, before, policy_state(run.learner)))
+
+
+async def test_random_rewards_move_the_policy_little_and_nowhere_in_particular(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """The learning rate is one at which true rewards do not yet end at their largest KL, ln 2, within the updates."""
+
+    async def run_25_updates(reward: Reward, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        run = NullRun(tmp_path_factory.mktemp("model"), "reinforce", reward, seed, learning_rate=3e-3)
+        start_2V = distributions(run.learner)
+        for _ in range(25):
+            await run.update()
+        return start_2V, distributions(run.learner)
+
+    start_2V, taught_2V = await run_25_updates(even_token_wins, 0)
+    by_seed = [await run_25_updates(by_chance, seed) for seed in range(8)]
+    assert all(np.array_equal(start_2V, start) for start, _ in by_seed)
+    assert np.mean([kl(end_2V, start_2V) for _, end_2V in by_seed]) < kl(taught_2V, start_2V) / 4
+    change_S2V = np.stack([end_2V - start_2V for _, end_2V in by_seed])
+    t_2V = change_S2V.mean(0) / (change_S2V.std(0, ddof=1) / np.sqrt(len(by_seed)))
+    assert np.abs(t_2V).max() < 3.499  # p > 0.01 with 7 degrees of freedom, two-sided
