@@ -59,12 +59,12 @@ def assert_balanced(buffer):
 
 
 async def test_the_final_transform_runs_once_for_a_trajectory_and_the_step_transform_for_each_step():
-    buffer = StepBuffer(10, RoleAdvantageFormatter(tau=0.5), RewardForFormat(reward=2.0))
+    buffer = StepBuffer(10, RoleAdvantageFormatter(role_adv=0.5), RewardForFormat(reward=2.0))
     buffer.add_player_trajectory(a_trajectory(3))
     batch = await buffer.get_batch(3, 0)
     assert [step.reward for step in batch] == [2.5, 2.5, 2.5]
     for step in batch:
-        assert step.step_info == {"raw_reward": 1.0, "env_reward": 0.5, "step_reward": 2.5}
+        assert step.step_info == {"raw_reward": 1.0, "env_reward": 0.5, "baseline": 0.5, "step_reward": 2.5}
 
 
 @pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
@@ -76,7 +76,7 @@ def test_a_transform_that_computes_in_numpy_gives_rewards_that_can_be_sent_and_w
 
 
 async def test_episodes_carry_the_final_reward_on_the_last_step_alone():
-    buffer = EpisodeBuffer(10, RoleAdvantageFormatter(tau=0.5), RewardForFormat(reward=2.0))
+    buffer = EpisodeBuffer(10, RoleAdvantageFormatter(role_adv=0.5), RewardForFormat(reward=2.0))
     buffer.add_player_trajectory(a_trajectory(3))
     (episode,) = await buffer.get_batch(3, 0)
     assert [step.reward for step in episode] == [2.0, 2.0, 2.5]
@@ -84,12 +84,13 @@ async def test_episodes_carry_the_final_reward_on_the_last_step_alone():
 
 
 @pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
-async def test_the_role_average_learns_from_players_that_never_moved(buffer_class):
-    final = RoleAdvantageFormatter(tau=0.5)
-    buffer = buffer_class(10, final)
+async def test_player_without_a_turn_goes_through_no_transform(buffer_class):
+    seen = []
+    buffer = buffer_class(10, lambda reward, pid, env_id: seen.append(pid) or reward)
     buffer.add_player_trajectory(a_trajectory(0))
-    assert final.role_advantage == {0: 0.5}
-    assert buffer.size() == 0
+    assert (seen, buffer.size()) == ([], 0)
+    buffer.add_player_trajectory(a_trajectory(1))
+    assert (seen, buffer.size()) == ([0], 1)
 
 
 async def test_the_sampling_transform_sees_the_batch():
@@ -393,15 +394,15 @@ async def test_a_restored_buffer_draws_on_as_the_first_would_have():
 
 
 def test_the_transforms_memory_is_part_of_the_state():
-    saved, loaded = (StepBuffer(10, RoleAdvantageFormatter(tau=0.5)) for _ in range(2))
+    saved, loaded = (StepBuffer(10, RoleAdvantageFormatter()) for _ in range(2))
     saved.add_player_trajectory(a_trajectory(2))
     loaded.load_state_dict(json.loads(json.dumps(saved.state_dict())))
     rewards = []
     for buffer in (saved, loaded):
         buffer.clear()
-        buffer.add_player_trajectory(a_trajectory(1))
+        buffer.add_player_trajectory(a_trajectory(1, final_reward=3.0))
         rewards.append(buffer.drain()[0].reward)
-    assert rewards == [0.25, 0.25]
+    assert rewards == [2.0, 2.0]
 
 
 # groups
@@ -512,11 +513,27 @@ async def test_steps_that_wait_for_their_group_fill_the_buffer_and_leave_room_wh
     assert not buffer.is_full
 
 
-async def test_shaping_counts_by_its_mean_so_that_longer_games_are_no_better():
+async def test_shaping_that_is_alike_for_all_steps_does_not_favour_longer_games():
     buffer = a_grouped_buffer(2, "rloo", step_reward_transformation=RewardForFormat(reward=2.0))
     buffer.add_game(a_game([1.0], num_steps=1))
     buffer.add_game(a_game([1.0], num_steps=3))
     assert [step.reward for step in await buffer.get_batch(4, 0)] == [0.0] * 4
+
+
+@pytest.mark.parametrize("baseline", ["grpo", "rloo"])
+@pytest.mark.parametrize("num_steps", [2, 5, 20])
+async def test_an_invalid_move_costs_its_own_turn_the_same_in_any_length_of_game(baseline, num_steps):
+    penalty = PenaltyForInvalidMove(reward=1.0, penalty=-1.0)
+    buffer = a_grouped_buffer(2, baseline, step_reward_transformation=penalty)
+    lost = a_game([-1.0], num_steps=num_steps)
+    lost.trajectories[0].steps[-1].format_feedback["invalid_move"] = True
+    buffer.add_game(lost)
+    buffer.add_game(a_game([-1.0], num_steps=num_steps, game_idx=1))
+    rewards = {step.act: step.reward for step in await buffer.get_batch(2 * num_steps, 0)}
+    invalid = rewards.pop(f"0.{num_steps - 1}")
+    (valid,) = set(rewards.values())  # the game was lost either way
+    assert valid - invalid == pytest.approx(2.0)
+    assert valid >= 0 > invalid
 
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=16))

@@ -61,8 +61,8 @@ def names_of(transformations: Any) -> list[str]:
     ("algorithm", "kind", "final", "sampling"),
     [
         ("reinforce", "steps", ["RoleAdvantageByEnvFormatter"], ["NormalizeRewardsByEnv"]),
-        ("a2c", "episodes", ["RoleAdvantageByEnvFormatter"], []),
-        ("ppo", "episodes", ["RoleAdvantageByEnvFormatter"], []),
+        ("a2c", "episodes", [], []),
+        ("ppo", "episodes", [], []),
         ("grpo", "steps", [], []),
         ("rloo", "steps", [], []),
         ("json:Mine", "steps", ["RoleAdvantageByEnvFormatter"], ["NormalizeRewardsByEnv"]),

@@ -34,10 +34,10 @@ def resolve_defaults(config: Config) -> Config:
     """The config with nothing left open: what was given stays, the rest is what the algorithm wants."""
     kind = _algorithm(config).batches if config.buffer.kind == "auto" else config.buffer.kind
     has_group = config.group_baseline is not None
-    # A critic or a group is the baseline: there is nothing left for the batch to centre.
+    # A critic or a group is the baseline: a role average and the batch's mean would be a second one.
     has_baseline = has_group or kind == "episodes"
     open_ones = {
-        "final_reward_transformation": () if has_group else ("RoleAdvantageByEnvFormatter",),
+        "final_reward_transformation": () if has_baseline else ("RoleAdvantageByEnvFormatter",),
         "step_reward_transformation": _STEP_PENALTIES if kind == "episodes" else _STEP_REWARDS,
         "sampling_reward_transformation": () if has_baseline else _NORMALIZED,
     }

@@ -28,10 +28,10 @@ from typing import Any, Literal
 from unstable_lite.back_pressure import InFlight
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations.compose import Stateful
-from unstable_lite.reward_transformations.final import FinalRewardTransform
+from unstable_lite.reward_transformations.final import ComposeFinalRewardTransforms, FinalRewardTransform
 from unstable_lite.reward_transformations.group import GroupBaseline, has_spread
 from unstable_lite.reward_transformations.sampling import SamplingRewardTransform
-from unstable_lite.reward_transformations.step import StepRewardTransform
+from unstable_lite.reward_transformations.step import ComposeStepRewardTransforms, StepRewardTransform
 from unstable_lite.rng import restore, state_of
 from unstable_lite.types import GameRecord, GameSpec, PlayerTrajectory, Step
 
@@ -106,8 +106,8 @@ class _Waiting:
         """Those of them that were dropped."""
         self.in_flight: InFlight | None = None
         """The games that will bring more steps; None: they are not counted."""
-        self._final = final_reward_transformation
-        self._step = step_reward_transformation
+        self._final = ComposeFinalRewardTransforms.of(final_reward_transformation)
+        self._step = ComposeStepRewardTransforms.of(step_reward_transformation)
         self._sampling = sampling_reward_transformation
         self._rng = rng if isinstance(rng, random.Random) else random.Random(rng)
         self._chunks: list[list[Step]] = []
@@ -292,21 +292,19 @@ class _Waiting:
         self.filtered += len(record.trajectories) - len(own)
         return own
 
-    def _final_reward(self, trajectory: PlayerTrajectory) -> float:
-        reward = trajectory.final_reward
-        if self._final is not None:
-            reward = self._final(reward, trajectory.pid, trajectory.env_id)
-            if not isinstance(reward, Real):
-                raise ConfigError(
-                    f"{trajectory.env_id}: {self._final!r} made {reward!r} of a reward; it must be a number"
-                )
-        return float(reward)  # one of numpy's, for example, is of no type that the learner is sent
+    def _final_reward(self, trajectory: PlayerTrajectory) -> tuple[float, float]:
+        """Return the game's reward after the final transforms, and how much of it they took off as a baseline."""
+        before, reward = self._final.stages(
+            trajectory.final_reward, trajectory.pid, trajectory.env_id, trajectory.steps[-1].context
+        )
+        if not isinstance(reward, Real):
+            raise ConfigError(f"{trajectory.env_id}: {self._final!r} made {reward!r} of a reward; it must be a number")
+        # One of numpy's, for example, is of no type that the learner is sent.
+        return float(reward), float(before - reward)
 
-    def _set_reward(self, trajectory: PlayerTrajectory, index: int, env_reward: float) -> None:
-        """`env_reward`: what of the game's reward, after the final transform, falls to this step."""
-        reward = env_reward
-        if self._step is not None:
-            reward = self._step(trajectory, index, reward)
+    def _set_reward(self, trajectory: PlayerTrajectory, index: int, env_reward: float, baseline: float) -> None:
+        """`env_reward`, `baseline`: what of the two figures of `_final_reward` falls to this step."""
+        reward = self._step(trajectory, index, env_reward)
         if not isinstance(reward, Real) or not math.isfinite(reward):
             raise ConfigError(
                 f"{trajectory.env_id}: player {trajectory.pid}: reward {trajectory.final_reward} became {reward} "
@@ -314,7 +312,9 @@ class _Waiting:
             )
         step = trajectory.steps[index]
         step.reward = reward = float(reward)
-        step.step_info.update(raw_reward=trajectory.final_reward, env_reward=env_reward, step_reward=reward)
+        step.step_info.update(
+            raw_reward=trajectory.final_reward, env_reward=env_reward, baseline=baseline, step_reward=reward
+        )
 
     def _put(self, chunks: list[list[Step]]) -> None:
         new_steps = sum(map(len, chunks))
@@ -429,7 +429,12 @@ class StepBuffer(_Waiting):
         return self._size_of_groups
 
     def add_player_trajectory(self, traj: PlayerTrajectory) -> None:
-        """The final transform once, the step transform for each step; both are kept in `step_info`."""
+        """Apply the final transform once and the step transform to each step; both are kept in `step_info`.
+
+        A player without a turn feeds no average: its result says nothing about the policy.
+        """
+        if not traj.steps:
+            return
         self._set_rewards(traj)
         self._put([[step] for step in traj.steps])
 
@@ -443,8 +448,8 @@ class StepBuffer(_Waiting):
         trajectories, born, _ = self._end_game(record)
         group.born = born if group.born is None else min(group.born, born)
         for trajectory in trajectories:
-            self._set_rewards(trajectory)
-            if trajectory.steps:  # who never had a turn has no rewards of steps to be compared with
+            if trajectory.steps:  # a player without a turn has no rewards of steps to compare
+                self._set_rewards(trajectory)
                 group.trajectories.setdefault(trajectory.pid, []).append(trajectory)
                 self._size_of_groups += len(trajectory.steps)
         if group.num_games == self._group_size:
@@ -474,22 +479,33 @@ class StepBuffer(_Waiting):
         )
 
     def _add_compared(self, trajectories: list[PlayerTrajectory], baseline: GroupBaseline) -> None:
-        """One group of one player. A trajectory's reward is the mean of its steps'; all of them get its advantage."""
+        """Compare one group of one player by the final rewards; each step gets its trajectory's advantage.
+
+        What the step transforms added goes to its own step, less the group's mean: an invalid move costs the turn that
+        made it, in any length of game.
+        """
         self.groups += 1
         if len(trajectories) == 1:
             self.groups_of_one += 1
             return
-        rewards = [fmean(step.reward for step in trajectory.steps) for trajectory in trajectories]
-        self.groups_without_spread += not has_spread(rewards)
-        for trajectory, advantage in zip(trajectories, baseline(rewards), strict=True):
-            for step in trajectory.steps:
-                step.reward = advantage
-        self._put([[step] for trajectory in trajectories for step in trajectory.steps])
+        steps = [step for trajectory in trajectories for step in trajectory.steps]
+        finals = [trajectory.steps[0].step_info["env_reward"] for trajectory in trajectories]
+        added = [step.step_info["step_reward"] - step.step_info["env_reward"] for step in steps]
+        usual = fmean(added)
+        is_alike = not has_spread(added)
+        self.groups_without_spread += is_alike and not has_spread(finals)
+        advantages = chain.from_iterable(
+            [advantage] * len(trajectory.steps)
+            for trajectory, advantage in zip(trajectories, baseline(finals), strict=True)
+        )
+        for step, advantage, reward in zip(steps, advantages, added, strict=True):
+            step.reward = advantage + (0.0 if is_alike else reward - usual)
+        self._put([[step] for step in steps])
 
     def _set_rewards(self, trajectory: PlayerTrajectory) -> None:
-        env_reward = self._final_reward(trajectory)
+        env_reward, baseline = self._final_reward(trajectory)
         for index in range(len(trajectory.steps)):
-            self._set_reward(trajectory, index, env_reward)
+            self._set_reward(trajectory, index, env_reward, baseline)
 
     async def get_batch(self, n: int, current_version: int) -> list[Step]:
         """Wait for `n` fresh steps; return exactly `n`, the oldest, by chance among those of one version."""
@@ -501,12 +517,12 @@ class EpisodeBuffer(_Waiting):
     """Whole trajectories; the final reward falls to the last step alone, so that returns count it once."""
 
     def add_player_trajectory(self, traj: PlayerTrajectory) -> None:
-        env_reward = self._final_reward(traj)
         if not traj.steps:
             return
+        env_reward, baseline = self._final_reward(traj)
         last = len(traj.steps) - 1
         for index in range(len(traj.steps)):
-            self._set_reward(traj, index, env_reward if index == last else 0.0)
+            self._set_reward(traj, index, *((env_reward, baseline) if index == last else (0.0, 0.0)))
         self._put([list(traj.steps)])
 
     async def get_batch(self, n: int, current_version: int) -> list[list[Step]]:

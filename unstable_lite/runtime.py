@@ -366,7 +366,7 @@ class Run:
         if arena.remark is not None:
             self._terminal.say(arena.remark)
         scheduler = self._scheduler or _scheduler(config)
-        buffer = self._buffer or _buffer(config)
+        buffer = self._buffer or make_buffer(config)
         buffer.in_flight = in_flight(config, self.plan.game_lengths)
         tracker.registry = scheduler.registry
         for env in config.eval_envs:
@@ -561,7 +561,8 @@ def _scheduler(config: Config) -> GameScheduler:
     return GameScheduler(model_sampler, build_env_sampler(config), run.seed, run.group_size, shares_by)
 
 
-def _buffer(config: Config) -> StepBuffer | EpisodeBuffer:
+def make_buffer(config: Config) -> StepBuffer | EpisodeBuffer:
+    """Return the buffer that a resolved config asks for."""
     final, step, sampling = build_reward_transformations(config.rewards)
     common: dict[str, Any] = {
         "final_reward_transformation": final,

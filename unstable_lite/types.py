@@ -159,6 +159,62 @@ class Reply(msgspec.Struct, kw_only=True):
     """Present for models that the engines serve."""
 
 
+OpponentKind = Literal["mirror", "checkpoint", "scripted", "fixed"]
+"""The current policy itself, another checkpoint, a `scripted:` player, or any other fixed opponent."""
+
+
+class Opponent(msgspec.Struct, frozen=True, kw_only=True):
+    """A player at another seat, as seen by one trained player."""
+
+    pid: int
+    uid: str
+    """Key of the model in ratings and metrics."""
+    kind: OpponentKind
+
+
+class StepContext(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about one trained turn, known once its game is over. Later versions only add fields.
+
+    A Struct because one is made for every trained turn: a frozen dataclass takes ten times as long to make.
+    """
+
+    env_id: str
+    game_idx: int
+    group_idx: int | None
+    """Number of the group that the game was played in; None without groups."""
+    pid: int
+    """Seat of the player."""
+    opponents: tuple[Opponent, ...]
+    """Players at the other seats, by seat; empty in a game for one."""
+    turn: int
+    """Number of the turn, from 0, over all players of the game."""
+    player_turn: int
+    """Number of the turn, from 0, over this player's own."""
+    num_turns: int
+    """Turns of all players in the whole game."""
+    num_player_turns: int
+    """Turns of this player in the whole game."""
+    final_reward: float
+    """Reward of this player at the end of the game, as the env gave it."""
+    outcome: Outcome
+    """Place of this player at the end of the game."""
+    end: GameEnd
+    """How the game ended."""
+    is_invalid: bool
+    """Whether the rules did not allow this turn's action."""
+    is_cut_off: bool
+    """Whether a limit on tokens ended this turn's answer."""
+    format_ok: bool
+    """Whether this turn's answer was where the template asks it to be."""
+
+    @property
+    def opponent_kinds(self) -> str:
+        """Kinds of the opponents, sorted and joined: "mirror", "checkpoint+scripted"; "" in a game for one."""
+        if len(self.opponents) == 1:
+            return self.opponents[0].kind
+        return "+".join(sorted({opponent.kind for opponent in self.opponents}))
+
+
 @dataclass(slots=True, kw_only=True)
 class Step:
     """One trained turn of one player."""
@@ -175,7 +231,10 @@ class Step:
     format_feedback: dict[str, bool] = field(default_factory=dict)
     """`correct_answer_format`, `invalid_move`."""
     step_info: dict[str, Any] = field(default_factory=dict)
-    """`raw_reward`, `env_reward`, `step_reward`, `game_idx`, `turn`, `action`."""
+    """`raw_reward`, `env_reward`, `baseline` (taken off by the final transforms), `step_reward`, `game_idx`, `turn`,
+    `action`."""
+    context: StepContext | None = None
+    """Set by `run_game` when the game is over; None for a step made by hand."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -256,6 +315,8 @@ class TrainItem:
     adapter_version: int
     trajectory: int
     """Steps of one player's game share it and stand next to each other, in turn order."""
+    context: StepContext | None = None
+    """Facts about the turn and its game; None for an item that is only scored or imitated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

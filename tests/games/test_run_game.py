@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,6 +104,46 @@ async def test_a_step_holds_the_formatted_prompt_and_the_very_tokens_that_were_s
             assert bytes(step.generation.completion_ids.astype(np.uint8)).decode() == step.act
             assert len(step.generation.logprobs) == len(step.generation.completion_ids)
             assert step.generation.adapter_version == 3
+
+
+async def test_steps_know_turn_opponents_and_how_the_game_ended() -> None:
+    past = ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
+    kinds = {}
+    for opponent in (RANDOM, past, POLICY):
+        record = await played(tictactoe(POLICY, opponent))
+        trajectory = record.trajectories[0]
+        for index, step in enumerate(trajectory.steps):
+            context = step.context
+            assert context is not None
+            assert (context.env_id, context.game_idx, context.pid, context.group_idx) == (
+                record.spec.env_id,
+                1,
+                0,
+                None,
+            )
+            assert (context.turn, context.player_turn) == (2 * index, index)
+            assert (context.num_turns, context.num_player_turns) == (len(record.turns), len(trajectory.steps))
+            assert (context.outcome, context.end) == (record.outcomes[0], "natural")
+            assert context.final_reward == record.rewards[0]
+            assert (context.is_invalid, context.is_cut_off, context.format_ok) == (False, False, True)
+            assert [(one.pid, one.uid) for one in context.opponents] == [(1, opponent.uid)]
+            kinds[opponent.uid] = context.opponent_kinds
+    assert kinds == {"fixed-scripted:random": "scripted", "ckpt-1": "checkpoint", "ckpt-3": "mirror"}
+
+
+async def test_context_marks_the_answer_that_was_cut_off_and_the_invalid_move() -> None:
+    turns = iter(["\\boxed{4}", "\\boxed{4}"])
+
+    async def cut_off(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
+        return replace(generation(next(turns)), finish_reason="length")
+
+    record = await played(tictactoe(POLICY, POLICY), cut_off)
+    (first,), (second,) = (trajectory.steps for trajectory in record.trajectories)
+    assert first.context is not None and second.context is not None
+    assert (first.context.is_invalid, second.context.is_invalid) == (False, True)
+    assert first.context.is_cut_off and second.context.is_cut_off
+    assert (first.context.outcome, second.context.outcome) == ("win", "loss")
+    assert first.context.end == second.context.end == "invalid"
 
 
 async def test_the_same_spec_and_actions_give_the_same_record() -> None:

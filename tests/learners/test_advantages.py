@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from unrolled import returns, z_scores
 from unstable_lite.errors import RequestError
-from unstable_lite.learners.advantages import estimate_advantages, normalized, value_figures, zero_share
+from unstable_lite.learners.advantages import estimate_advantages, policy_weights, value_figures, zero_share
+from unstable_lite.reward_transformations.spread import Spread
 from unstable_lite.types import TrainItem
 
 
@@ -65,11 +66,30 @@ def test_a_trajectory_in_two_places_is_refused() -> None:
         estimate_advantages([step(0, 1), step(0, 2), step(0, 1)], np.zeros(3), 1.0, 1.0)
 
 
-def test_normalised_advantages_have_mean_0_and_deviation_1_and_equal_ones_become_0() -> None:
-    given = [1.0, 4.0, -2.0, 0.5]
-    assert normalized(np.array(given)) == pytest.approx(z_scores(given))
-    assert np.abs(normalized(np.full(5, 0.1) + np.array([0, 1, 0, 0, 0]) * 1e-17)).max() < 1e-3
-    assert normalized(np.array([3.0])).tolist() == [0.0]
+def test_normalised_advantages_have_mean_0_and_deviation_1() -> None:
+    given = np.array([1.0, 4.0, -2.0, 0.5])
+    items = [step(reward, trajectory) for trajectory, reward in enumerate(given)]
+    assert policy_weights(items, given, 1.0, True, Spread()) == pytest.approx(z_scores(given.tolist()))
+    assert policy_weights(items, given, 1.0, False, Spread()) == pytest.approx(given)
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_a_critics_error_is_no_advantage_if_all_returns_are_alike(is_normalized: bool) -> None:
+    items = [step(0.0, 0), step(1.0, 0), step(1.0, 1), step(0.0, 2), step(0.0, 2), step(1.0, 2)]
+    error_I = np.array([0.01, -0.02, 0.03, 0.02, 0.01, -0.01])
+    assert policy_weights(items, error_I, 1.0, is_normalized, Spread()).tolist() == [0.0] * 6
+    lost = [*items, step(-1.0, 3)]
+    assert np.abs(policy_weights(lost, np.append(error_I, -1.9), 1.0, is_normalized, Spread())).min() > 0
+
+
+def test_a_batch_that_varies_far_less_than_usual_is_not_scaled_up() -> None:
+    spread = Spread()
+    usual = [step(reward, trajectory) for trajectory, reward in enumerate([1.0, -1.0] * 8)]
+    for _ in range(20):
+        policy_weights(usual, np.array([1.0, -1.0] * 8), 1.0, True, spread)
+    calm = [step(reward, trajectory) for trajectory, reward in enumerate([1.0, 0.999] * 8)]
+    advantage_I = np.array([0.0005, -0.0005] * 8)
+    assert np.abs(policy_weights(calm, advantage_I, 1.0, True, spread)).max() == pytest.approx(0.005)
 
 
 def test_value_figures_count_what_they_say() -> None:
@@ -87,5 +107,5 @@ def test_value_figures_count_what_they_say() -> None:
 
 def test_steps_that_teach_nothing_are_counted_rounding_included() -> None:
     assert zero_share([0.0, 1e-9, -1.0, 0.5]) == 0.5
-    assert zero_share(normalized(np.full(3, 0.1))) == 1
+    assert zero_share(np.zeros(3)) == 1
     assert zero_share([]) == 0

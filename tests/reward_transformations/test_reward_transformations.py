@@ -29,7 +29,7 @@ from unstable_lite.reward_transformations import (
     build_reward_transformations,
     build_transforms,
 )
-from unstable_lite.types import Generation, ModelRef, PlayerTrajectory, Step
+from unstable_lite.types import Generation, ModelRef, Opponent, PlayerTrajectory, Step, StepContext
 
 STEP_ARGUMENTS = ("player_traj", "step_index", "reward")
 GENERATION = Generation(
@@ -59,6 +59,26 @@ def a_trajectory(*steps):
     return PlayerTrajectory(pid=0, env_id="E", game_idx=0, model=BASE, steps=list(steps))
 
 
+def a_context(opponent_kind):
+    return StepContext(
+        env_id="E",
+        game_idx=3,
+        group_idx=None,
+        pid=0,
+        opponents=(Opponent(pid=1, uid="base", kind=opponent_kind),),
+        turn=4,
+        player_turn=2,
+        num_turns=5,
+        num_player_turns=3,
+        final_reward=1.0,
+        outcome="win",
+        end="natural",
+        is_invalid=False,
+        is_cut_off=True,
+        format_ok=True,
+    )
+
+
 def rewards_of(steps):
     return [step.reward for step in steps]
 
@@ -66,23 +86,44 @@ def rewards_of(steps):
 # final
 
 
-def test_the_role_average_takes_the_reward_in_before_it_is_subtracted():
-    assert RoleAdvantageByEnvFormatter(tau=0.25)(1.0, 0, "E") == 0.75
-    assert RoleAdvantageFormatter(tau=0.25)(1.0, 0, "E") == 0.75
+@pytest.mark.parametrize("transform", [RoleAdvantageFormatter, RoleAdvantageByEnvFormatter])
+def test_a_reward_is_compared_with_the_average_of_those_before_it(transform):
+    role = transform(tau=0.5)
+    assert [role(reward, 0, "E") for reward in (1.0, 4.0, 1.0)] == [1.0, 3.0, -2.0]
+    # Weights 1/2, 1/4, 1/8, made to add up to 1: (4 * 1 + 2 * 4 + 1 * 1) / 7.
+    assert role(0.0, 0, "E") == pytest.approx(-13 / 7)
+
+
+@pytest.mark.parametrize("transform", [RoleAdvantageFormatter, RoleAdvantageByEnvFormatter])
+def test_equal_rewards_have_an_advantage_of_exactly_0_after_the_first(transform):
+    role = transform()
+    assert [role(0.1, 0, "E") for _ in range(300)] == [0.1] + [0.0] * 299
 
 
 def test_role_averages_by_env_are_apart_for_each_env_and_player():
     transform = RoleAdvantageByEnvFormatter(tau=0.5)
     transform(1.0, 0, "A")
-    assert transform(1.0, 1, "A") == 0.5
-    assert transform(1.0, 0, "B") == 0.5
-    assert transform(1.0, 0, "A") == 0.25
+    assert transform(1.0, 1, "A") == 1.0
+    assert transform(1.0, 0, "B") == 1.0
+    assert transform(1.0, 0, "A") == 0.0
 
 
 def test_role_averages_without_env_are_shared_by_all_envs():
     transform = RoleAdvantageFormatter(tau=0.5)
     transform(1.0, 0, "A")
-    assert transform(1.0, 0, "B") == 0.25
+    assert transform(1.0, 0, "B") == 0.0
+
+
+def test_role_averages_are_apart_for_each_kind_of_opponent():
+    transform = RoleAdvantageByEnvFormatter()
+    assert transform(1.0, 0, "E", a_context("mirror")) == 1.0
+    assert transform(-1.0, 0, "E", a_context("scripted")) == -1.0
+    assert transform(1.0, 0, "E", a_context("mirror")) == 0.0
+
+
+def test_role_averages_of_an_earlier_version_are_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match="initial_lora_path"):
+        RoleAdvantageByEnvFormatter().load_state_dict({"role_advantage": {"E": {"0": 0.5}}})
 
 
 def test_role_averages_start_where_the_config_says():
@@ -140,6 +181,44 @@ def test_without_z_score_the_scale_is_kept():
     assert rewards_of(NormalizeRewards()([a_step(1.0), a_step(3.0)])) == [-1.0, 1.0]
 
 
+@pytest.mark.parametrize("transform", [NormalizeRewards, NormalizeRewardsByEnv])
+@pytest.mark.parametrize("z_score", [True, False])
+def test_what_a_baseline_leaves_of_equal_rewards_becomes_zeros(transform, z_score):
+    def batch(baselines, reward=1.0):
+        steps = [a_step(reward - baseline) for baseline in baselines]
+        for step, baseline in zip(steps, baselines, strict=True):
+            step.step_info["baseline"] = baseline
+        return steps
+
+    seat_1 = [replace(step, pid=1) for step in batch([-0.7, -0.8], reward=-1.0)]
+    given = batch([0.7, 0.8, 0.9]) + seat_1
+    assert rewards_of(transform(z_score)(given)) == [0.0] * 5
+    # One different result of a seat is a signal for that seat, and still none for the other.
+    lost = batch([0.9], reward=-1.0)
+    assert [reward == 0 for reward in rewards_of(transform(z_score)(given + lost))] == [False] * 3 + [True] * 2 + [
+        False
+    ]
+
+
+def test_a_lone_result_is_compared_with_the_one_before_it():
+    transform = NormalizeRewardsByEnv()
+    transform([a_step(1.0)])
+    assert rewards_of(transform([a_step(-1.0), replace(a_step(1.0), pid=1), replace(a_step(3.0), pid=1)])) == [
+        -2.0,
+        0.0,
+        2.0,
+    ]
+
+
+def test_a_z_score_has_a_floor_that_survives_json():
+    before, after = NormalizeRewards(z_score=True), NormalizeRewards(z_score=True)
+    for _ in range(20):
+        before([a_step(1.0), a_step(-1.0)])
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    for transform in (before, after):
+        assert rewards_of(transform([a_step(0.01), a_step(-0.01)])) == pytest.approx([0.1, -0.1], rel=1e-3)
+
+
 def test_by_env_each_env_has_its_own_mean_and_the_order_is_kept():
     steps = [a_step(1.0, "A"), a_step(10.0, "B"), a_step(3.0, "A"), a_step(30.0, "B")]
     normalized = NormalizeRewardsByEnv()(steps)
@@ -188,6 +267,28 @@ def test_compositions_apply_in_order_and_can_be_extended():
     assert rewards_of(sampling([a_step(1.0), a_step(3.0)])) == [1.0, -1.0]
 
 
+def test_transform_with_a_context_parameter_is_given_the_context():
+    context = a_context("mirror")
+    final = ComposeFinalRewardTransforms(
+        [lambda reward, pid, env_id: reward + 1, lambda reward, pid, env_id, context: reward * context.num_turns]
+    )
+    assert final(1.0, 0, "E", context) == 10.0
+
+    step = ComposeStepRewardTransforms([lambda trajectory, index, reward: reward + 1])
+    step.register(lambda trajectory, index, reward, *, context: reward * (-1 if context.is_cut_off else 1))
+    assert step(a_trajectory(replace(a_step(), context=context)), 0, 1.0) == -2.0
+
+
+def test_class_with_a_context_parameter_is_found_by_name():
+    (transform,) = build_transforms([f"{__name__}:ByOpponent"], FINAL, ComposeFinalRewardTransforms.ARGUMENTS)
+    assert isinstance(transform, ByOpponent)
+
+
+class ByOpponent:
+    def __call__(self, reward, pid, env_id, context):
+        return reward if context.opponent_kinds == "mirror" else 2 * reward
+
+
 def test_an_empty_composition_changes_nothing():
     steps = [a_step(1.0)]
     assert ComposeFinalRewardTransforms()(1.0, 0, "E") == 1.0
@@ -205,7 +306,7 @@ def test_a_composition_carries_the_state_of_its_parts_through_json():
     before, after = composed(), composed()
     before(1.0, 0, "E")
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert after(1.0, 0, "E") == before(1.0, 0, "E") == 0.25
+    assert after(-0.5, 0, "E") == before(-0.5, 0, "E") == -2.0
 
 
 def test_state_of_other_transforms_is_refused():
@@ -217,11 +318,11 @@ def test_state_of_other_transforms_is_refused():
 # by name
 
 
-def test_the_default_config_builds_the_references_transforms():
+def test_the_default_config_builds_the_documented_transforms():
     env = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2}
     config = resolve_defaults(Config.model_validate({"train_envs": [env]}))
     final, step, sampling = build_reward_transformations(config.rewards)
-    assert repr(final.transforms) == "[RoleAdvantageByEnvFormatter(default_role_adv=0.0, tau=0.001)]"
+    assert repr(final.transforms) == "[RoleAdvantageByEnvFormatter(default_role_adv=0.0, tau=0.05)]"
     assert repr(step.transforms) == (
         "[RewardForFormat(reward=1.5, penalty=0), PenaltyForInvalidMove(reward=1.0, penalty=-1.0)]"
     )

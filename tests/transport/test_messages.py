@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgpack
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,7 +30,7 @@ from unstable_lite.transport.messages import (
     pack_all,
     unpack_all,
 )
-from unstable_lite.types import Generation, Logprobs, TokenIds, TrainItem
+from unstable_lite.types import Generation, Logprobs, StepContext, TokenIds, TrainItem
 
 _anything = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(),
@@ -44,8 +45,10 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(st.integers(-(2**31), 2**31 - 1)).map(lambda ids: np.array(ids, np.int32))
     if hint == Logprobs:
         return st.lists(st.floats(width=32)).map(lambda values: np.array(values, np.float32))
-    if is_dataclass(hint):
+    if is_dataclass(hint) or _is_struct(hint):
         return _instances(hint)
+    if hint == StepContext | None:
+        return st.none() | _instances(StepContext)
     if hint == tuple[str, ...]:
         return st.lists(st.text()).map(tuple)
     if hint == tuple[float, ...]:
@@ -72,9 +75,14 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from(get_args(hint))  # a Literal
 
 
+def _is_struct(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, msgspec.Struct)
+
+
 def _instances(cls: Any) -> st.SearchStrategy[Any]:
     hints = get_type_hints(cls)
-    built = st.builds(cls, **{field.name: _values(hints[field.name]) for field in fields(cls)})
+    names = cls.__struct_fields__ if _is_struct(cls) else [field.name for field in fields(cls)]
+    built = st.builds(cls, **{name: _values(hints[name]) for name in names})
     return built.map(_with_equal_lengths) if cls in SAME_LENGTH else built
 
 
@@ -88,6 +96,8 @@ def _same(a: Any, b: Any) -> bool:
         return bool(a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
     if type(a) is not type(b):
         return False
+    if _is_struct(type(a)):
+        return all(_same(getattr(a, name), getattr(b, name)) for name in a.__struct_fields__)
     if is_dataclass(a):
         return all(_same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
     if isinstance(a, dict):
@@ -145,7 +155,10 @@ _json_like = st.recursive(
 def _assert_well_typed(value: Any, hint: Any) -> None:
     if hint in (TokenIds, Logprobs):
         assert value.dtype == ("<i4" if hint == TokenIds else "<f4")
-    elif is_dataclass(hint):
+    elif hint == StepContext | None:
+        if value is not None:
+            _assert_well_typed(value, StepContext)
+    elif is_dataclass(hint) or _is_struct(hint):
         for name, inner in get_type_hints(hint).items():
             _assert_well_typed(getattr(value, name), inner)
         if hint in SAME_LENGTH:

@@ -12,7 +12,18 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.games.environments import outcomes_from_rewards
 from unstable_lite.games.isolation import GameEnvironment
 from unstable_lite.games.players.player import Player
-from unstable_lite.types import GameRecord, GameSpec, PlayerTrajectory, Reply, Step, Turn
+from unstable_lite.types import (
+    GameRecord,
+    GameSpec,
+    ModelRef,
+    Opponent,
+    OpponentKind,
+    PlayerTrajectory,
+    Reply,
+    Step,
+    StepContext,
+    Turn,
+)
 
 
 def new_record(spec: GameSpec) -> GameRecord:
@@ -85,4 +96,41 @@ async def run_game(
         trajectory.final_reward = record.rewards[pid]
         trajectory.num_turns = len(record.turns)
         trajectory.game_info = record.game_info.get(pid, {})
+        _set_contexts(trajectory, record)
     record.seconds = time.monotonic() - started
+
+
+def _set_contexts(trajectory: PlayerTrajectory, record: GameRecord) -> None:
+    """Give each step of `trajectory` its context, from a record that is complete."""
+    spec, pid, steps = record.spec, trajectory.pid, trajectory.steps
+    opponents = tuple(
+        Opponent(pid=agent.pid, uid=agent.model.uid, kind=_kind(agent.model, trajectory.model))
+        for agent in spec.agent_specs
+        if agent.pid != pid
+    )
+    for player_turn, step in enumerate(steps):
+        turn: int = step.step_info["turn"]
+        step.context = StepContext(
+            env_id=spec.env_id,
+            game_idx=spec.game_idx,
+            group_idx=spec.group_idx,
+            pid=pid,
+            opponents=opponents,
+            turn=turn,
+            player_turn=player_turn,
+            num_turns=len(record.turns),
+            num_player_turns=len(steps),
+            final_reward=trajectory.final_reward,
+            outcome=record.outcomes[pid],
+            end=record.end,
+            is_invalid=record.turns[turn].is_invalid,
+            is_cut_off=record.turns[turn].is_cut_off,
+            format_ok=record.turns[turn].format_ok,
+        )
+
+
+def _kind(model: ModelRef, own: ModelRef) -> OpponentKind:
+    """Return the kind of the opponent `model` of a player that is `own`."""
+    if model.kind == "checkpoint":
+        return "mirror" if model == own else "checkpoint"
+    return "scripted" if (model.name or "").startswith("scripted:") else "fixed"

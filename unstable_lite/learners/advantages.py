@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from unstable_lite.errors import RequestError
+from unstable_lite.reward_transformations.spread import Spread, cell_of
 from unstable_lite.types import TrainItem
 
 Figures = npt.NDArray[np.float64]
 
-_EPSILON = 1e-8
 ROUNDING = 1e-6
 """Largest advantage that counts as 0, in the loss and in `zero_advantage` alike."""
 
@@ -44,13 +44,25 @@ def estimate_advantages(
     return advantage_I, advantage_I + value_I
 
 
-def normalized(advantage_I: Figures) -> Figures:
-    """Mean 0, standard deviation 1; equal advantages become zeros, rounding noise is not scaled up to a signal."""
-    if not len(advantage_I):
-        return advantage_I
-    centred = advantage_I - advantage_I.mean()
-    scaled: Figures = centred / (centred.std() + _EPSILON * max(1.0, float(np.abs(advantage_I).max())))
-    return scaled
+def policy_weights(
+    items: Sequence[TrainItem], advantage_I: Figures, gamma: float, is_normalized: bool, spread: Spread
+) -> Figures:
+    """Return what the policy's gradient of each item is multiplied by.
+
+    An advantage is 0 if its cell's returns are all alike: it would be nothing but the critic's error. If
+    `is_normalized` the others get mean 0 and standard deviation 1, or less if they vary far less than in earlier
+    batches. `spread` remembers those and is updated.
+    """
+    return_I, _ = estimate_advantages(items, np.zeros(len(items)), gamma, 1.0)
+    cells = [
+        cell_of(item.context.env_id, item.context.pid, item.context) if item.context is not None else ""
+        for item in items
+    ]
+    is_different_I = spread.tells_apart(return_I, cells)
+    weight_I = np.where(is_different_I, advantage_I, 0.0)
+    if is_normalized:
+        weight_I[is_different_I] = spread.standardized("", advantage_I[is_different_I])
+    return weight_I
 
 
 def zero_share(advantages: Sequence[float] | Figures) -> float:

@@ -13,7 +13,7 @@ from unstable_lite.config import LearnerConfig
 from unstable_lite.errors import WorkerDied
 from unstable_lite.transport.messages import LoadLearner, Message, Publish, SaveLearner, Score, Scored, Update, Updated
 from unstable_lite.transport.sockets import Peer, Router
-from unstable_lite.types import Batch, Generation, LearnerLogprobs, TrainItem
+from unstable_lite.types import Batch, Generation, LearnerLogprobs, StepContext, TrainItem
 
 SAVE_TIMEOUT_S = 600.0
 UPDATED = "updated.json"
@@ -128,13 +128,15 @@ def train_items(batch: Batch) -> tuple[TrainItem, ...]:
     """What the learner needs of each step; a step that comes alone is a trajectory of its own."""
     trajectories = [entry if isinstance(entry, list) else [entry] for entry in batch]
     return tuple(
-        _train_item(step.generation, step.reward, trajectory=index)
+        _train_item(step.generation, step.reward, trajectory=index, context=step.context)
         for index, steps in enumerate(trajectories)
         for step in steps
     )
 
 
-def _train_item(generation: Generation, reward: float, trajectory: int) -> TrainItem:
+def _train_item(
+    generation: Generation, reward: float, trajectory: int, context: StepContext | None = None
+) -> TrainItem:
     return TrainItem(
         prompt_ids=generation.prompt_ids,
         completion_ids=generation.completion_ids,
@@ -142,4 +144,5 @@ def _train_item(generation: Generation, reward: float, trajectory: int) -> Train
         reward=reward,
         adapter_version=generation.adapter_version,
         trajectory=trajectory,
+        context=context,
     )

@@ -24,7 +24,7 @@ _STATE = "learner.safetensors"
 
 
 def write_state(
-    directory: Path, moments: Mapping[str, Tensor], counters: Mapping[str, float], device: torch.device
+    directory: Path, moments: Mapping[str, Tensor], counters: Mapping[str, Any], device: torch.device
 ) -> None:
     """Into a directory that exists; with the random states of now."""
     tensors = {"rng.cpu": torch.get_rng_state(), **moments}

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from torch.nn.utils import clip_grad_norm_
 
 from unstable_lite.config import Config
 from unstable_lite.learners import UpdateResult, adapter_files, losses, ranks
-from unstable_lite.learners.advantages import estimate_advantages, normalized, value_figures, zero_share
+from unstable_lite.learners.advantages import estimate_advantages, policy_weights, value_figures, zero_share
 from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.critic import Critic
 from unstable_lite.learners.figures import Clipped
@@ -25,6 +26,7 @@ from unstable_lite.learners.learner_state import read_state, write_state
 from unstable_lite.learners.model import Policy
 from unstable_lite.learners.optimizers import Snapshot, load_state_tensors, make_optimizer, state_tensors
 from unstable_lite.learners.proximal import Proximal, proximal_policy, shuffled_minibatches
+from unstable_lite.reward_transformations.spread import Spread
 from unstable_lite.types import Logprobs, TrainItem
 
 
@@ -39,6 +41,8 @@ class PPOLearner:
         self.samples_seen = 0
         self._completion_len = float(config.engine.max_generation_len)
         """Constant that the loss of a step is divided by: the mean completion length of the first batch, in tokens."""
+        self._spread = Spread()
+        """Memory of earlier batches' returns and advantages."""
         self._config = config.learner
         self._parameters = list(self.policy.parameters.values())
         self._critic_parameters = list(self.critic.parameters.values())
@@ -59,8 +63,9 @@ class PPOLearner:
         # Of all steps: one that is too long to train on still passes on what the game paid later.
         value_I = self.critic.estimate(items)
         advantage_I, target_I = estimate_advantages(items, value_I, self._config.gamma, self._config.gae_lambda)
+        weight_I = policy_weights(items, advantage_I, self._config.gamma, self._config.normalize_adv, self._spread)
         fitted = fit(items, self._config.max_train_len)
-        value_I, advantage_I, target_I = (figures_I[fitted.kept] for figures_I in (value_I, advantage_I, target_I))
+        value_I, weight_I, target_I = (figures_I[fitted.kept] for figures_I in (value_I, weight_I, target_I))
         metrics = {
             "num_items": float(len(fitted.items)),
             "dropped_too_long": float(fitted.num_dropped),
@@ -75,7 +80,6 @@ class PPOLearner:
         if fitted.items:
             if self.step == 0:
                 self._completion_len = fitted.mean_completion_len
-            weight_I = normalized(advantage_I) if self._config.normalize_adv else advantage_I
             weighed = [replace(item, reward=float(weight)) for item, weight in zip(fitted.items, weight_I, strict=True)]
             before, critic_before = Snapshot.take(self._optimizer), Snapshot.take(self._critic_optimizer)
             try:
@@ -176,8 +180,9 @@ class PPOLearner:
         self.critic.save(directory / "critic")
         moments = state_tensors(self._optimizer, self.policy.parameters)
         moments |= state_tensors(self._critic_optimizer, self.critic.parameters)
-        counters: dict[str, float] = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
+        counters: dict[str, Any] = {"step": self.step, "version": self.version, "samples_seen": self.samples_seen}
         counters["completion_len"] = self._completion_len
+        counters["spread"] = self._spread.state_dict()
         write_state(directory, moments, counters, self.policy.device)
 
     def load(self, directory: Path) -> None:
@@ -191,3 +196,5 @@ class PPOLearner:
         self.samples_seen = counters["samples_seen"]
         # A state without it is of a run that divided by max_generation_len, and continues to.
         self._completion_len = counters.get("completion_len", self._completion_len)
+        if "spread" in counters:  # a checkpoint of an earlier version has none
+            self._spread.load_state_dict(counters["spread"])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from unstable_lite import by_name
 from unstable_lite.errors import ConfigError
+from unstable_lite.reward_transformations.compose import takes_context
 from unstable_lite.reward_transformations.final import (
     ComposeFinalRewardTransforms,
     FinalRewardTransform,
@@ -129,13 +130,14 @@ def build_reward_transformations(
 
 
 def _can_take(transform: object, arguments: Sequence[str]) -> bool:
-    """Whether it can be called with so many; where nobody knows, the first game tells."""
+    """Return whether `transform` can be called with `arguments`, and with a `context` if it has such a parameter."""
     if not callable(transform):
         return False
-    with contextlib.suppress(ValueError):  # some of C's have no signature
+    with contextlib.suppress(ValueError):  # some callables written in C have no signature: the first game tells
         signature = inspect.signature(transform)
+        context = {"context": None} if takes_context(transform) else {}
         try:
-            signature.bind(*arguments)
+            signature.bind(*arguments, **context)
         except TypeError:
             return False
     return True

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from unstable_lite.by_name import lasting
 from unstable_lite.errors import ConfigError
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Callable[..., Any])
 
 
 @runtime_checkable
@@ -21,17 +22,31 @@ class Stateful(Protocol):
 
 class Compose(Generic[T]):
     def __init__(self, transforms: Iterable[T] = ()) -> None:
-        self.transforms = list(transforms)
+        self.transforms: list[T] = []
+        self._calls: list[tuple[T, bool]] = []
+        """Each transform, and whether it takes the context."""
+        for transform in transforms:
+            self.register(transform)
+
+    @classmethod
+    def of(cls, transform: T | Self | None) -> Self:
+        """Return `transform` as a composition: itself if it is one, else a composition of it, or of nothing."""
+        if isinstance(transform, cls):
+            return transform
+        return cls(() if transform is None else (transform,))  # type: ignore[arg-type]
 
     def register(self, transform: T) -> None:
         """Append; it is applied last."""
         self.transforms.append(transform)
+        self._calls.append((transform, takes_context(transform)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.transforms!r})"
 
     def state_dict(self) -> dict[str, Any]:
-        states = [lasting(_name(t), t.state_dict()) if isinstance(t, Stateful) else {} for t in self.transforms]
+        states: list[dict[str, Any]] = []
+        for transform in self.transforms:
+            states.append(lasting(_name(transform), transform.state_dict()) if isinstance(transform, Stateful) else {})
         return {"names": [_name(t) for t in self.transforms], "states": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -41,6 +56,14 @@ class Compose(Generic[T]):
         for transform, saved in zip(self.transforms, state["states"], strict=True):
             if isinstance(transform, Stateful):
                 transform.load_state_dict(saved)
+
+
+def takes_context(transform: Callable[..., Any]) -> bool:
+    """Return whether `transform` has a parameter named `context`, for the turn's `StepContext`."""
+    try:
+        return "context" in inspect.signature(transform).parameters
+    except ValueError:  # some callables written in C have no signature
+        return False
 
 
 def _name(transform: object) -> str:

@@ -1,19 +1,21 @@
 """What a game's outcome is worth to one player: `(reward, pid, env_id) -> float`, once per trajectory.
 
+A transform with a parameter named `context` is also given the `StepContext` of the player's last turn.
 Owns the running averages behind role advantages. Knows nothing of steps or batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations.compose import Compose
+from unstable_lite.reward_transformations.spread import cell_of
+from unstable_lite.types import StepContext
 
-K = TypeVar("K", int, str)
-
-FinalRewardTransform = Callable[[float, int, str], float]
+FinalRewardTransform = Callable[..., float]
+"""`(reward, pid, env_id) -> float`, or `(reward, pid, env_id, context) -> float`."""
 
 
 class ComposeFinalRewardTransforms(Compose[FinalRewardTransform]):
@@ -21,63 +23,65 @@ class ComposeFinalRewardTransforms(Compose[FinalRewardTransform]):
 
     ARGUMENTS = ("reward", "pid", "env_id")
 
-    def __call__(self, reward: float, pid: int, env_id: str) -> float:
-        for transform in self.transforms:
-            reward = transform(reward, pid, env_id)
-        return reward
+    def __call__(self, reward: float, pid: int, env_id: str, context: StepContext | None = None) -> float:
+        return self.stages(reward, pid, env_id, context)[1]
+
+    def stages(self, reward: float, pid: int, env_id: str, context: StepContext | None) -> tuple[float, float]:
+        """Return the reward before the first transform with `is_baseline`, and after all of them."""
+        before: float | None = None
+        for transform, with_context in self._calls:
+            if before is None and getattr(transform, "is_baseline", False):
+                before = reward
+            keywords = {"context": context} if with_context else {}
+            reward = transform(reward, pid, env_id, **keywords)
+        return (reward if before is None else before), reward
 
 
 class RoleAdvantageFormatter:
-    """Subtract what this player's seat earns on average, over all envs.
+    """Subtract what this player's seat earns on average against opponents of the same kinds, over all envs.
 
-    The average is exponential with rate `tau`, starts at `role_adv`, and is updated before it is subtracted.
+    The average is exponential with rate `tau` and without bias at its start. A reward is compared with the average from
+    before it, and with `role_adv` before the first one.
+    Source: Liu et al. 2025, "SPIRAL", arXiv:2506.24119 (role-conditioned advantage estimation, decay 0.95).
     """
 
-    def __init__(self, role_adv: float = 0.0, tau: float = 0.001) -> None:
-        _check_tau(tau)
-        self.initial = role_adv
-        self.tau = tau
-        self.role_advantage: dict[int, float] = {}
+    is_baseline = True
 
-    def __call__(self, reward: float, pid: int, env_id: str) -> float:  # noqa: ARG002
-        average = _towards(self.role_advantage.get(pid, self.initial), reward, self.tau)
-        self.role_advantage[pid] = average
-        return reward - average
+    def __init__(self, role_adv: float = 0.0, tau: float = 0.05) -> None:
+        self._averages = _RunningAverages(role_adv, tau)
+
+    def __call__(self, reward: float, pid: int, env_id: str, context: StepContext | None = None) -> float:  # noqa: ARG002
+        return self._averages.advantage(reward, cell_of("", pid, context))
 
     def __repr__(self) -> str:
-        return f"RoleAdvantageFormatter(role_adv={self.initial}, tau={self.tau})"
+        return f"RoleAdvantageFormatter(role_adv={self._averages.initial}, tau={self._averages.tau})"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"role_advantage": _with_keys(str, self.role_advantage)}
+        return self._averages.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.role_advantage = _with_keys(int, state["role_advantage"])
+        self._averages.load_state_dict(state)
 
 
 class RoleAdvantageByEnvFormatter:
     """Subtract what this player's seat earns on average in this env; see RoleAdvantageFormatter."""
 
-    def __init__(self, default_role_adv: float = 0.0, tau: float = 0.001) -> None:
-        _check_tau(tau)
-        self.initial = default_role_adv
-        self.tau = tau
-        self.role_advantage: dict[str, dict[int, float]] = {}
+    is_baseline = True
 
-    def __call__(self, reward: float, pid: int, env_id: str) -> float:
-        averages = self.role_advantage.setdefault(env_id, {})
-        averages[pid] = _towards(averages.get(pid, self.initial), reward, self.tau)
-        return reward - averages[pid]
+    def __init__(self, default_role_adv: float = 0.0, tau: float = 0.05) -> None:
+        self._averages = _RunningAverages(default_role_adv, tau)
+
+    def __call__(self, reward: float, pid: int, env_id: str, context: StepContext | None = None) -> float:
+        return self._averages.advantage(reward, cell_of(env_id, pid, context))
 
     def __repr__(self) -> str:
-        return f"RoleAdvantageByEnvFormatter(default_role_adv={self.initial}, tau={self.tau})"
+        return f"RoleAdvantageByEnvFormatter(default_role_adv={self._averages.initial}, tau={self._averages.tau})"
 
     def state_dict(self) -> dict[str, Any]:
-        by_env = {env: _with_keys(str, averages) for env, averages in self.role_advantage.items()}
-        return {"role_advantage": by_env}
+        return self._averages.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        by_env = state["role_advantage"].items()
-        self.role_advantage = {env: _with_keys(int, averages) for env, averages in by_env}
+        self._averages.load_state_dict(state)
 
 
 class WinDrawLossFormatter:
@@ -105,15 +109,31 @@ class WinDrawLossFormatter:
         return f"WinDrawLossFormatter({values})"
 
 
-def _check_tau(tau: float) -> None:
-    if not 0 <= tau <= 1:
-        raise ConfigError(f"tau = {tau}: must be between 0 and 1")
+class _RunningAverages:
+    """Exponential averages by key, each with its weight: the share of it that rewards have made so far."""
 
+    def __init__(self, initial: float, tau: float) -> None:
+        if not 0 <= tau <= 1:
+            raise ConfigError(f"tau = {tau}: must be between 0 and 1")
+        self.initial = initial
+        self.tau = tau
+        self._averages: dict[str, tuple[float, float]] = {}
 
-def _with_keys(key: Callable[[Any], K], averages: Mapping[Any, float]) -> dict[K, float]:
-    """JSON has only strings for keys."""
-    return {key(pid): average for pid, average in averages.items()}
+    def advantage(self, reward: float, key: str) -> float:
+        """Return `reward` less the average so far, then take it into the average."""
+        average, weight = self._averages.get(key, (self.initial, 0.0))
+        if self.tau:
+            weight = weight + self.tau * (1 - weight)
+            self._averages[key] = (average + self.tau / weight * (reward - average), weight)
+        return reward - average
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"averages": {key: list(pair) for key, pair in self._averages.items()}}
 
-def _towards(average: float, reward: float, tau: float) -> float:
-    return (1 - tau) * average + tau * reward
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "averages" not in state:
+            raise ConfigError(
+                "the checkpoint's role averages are those of an earlier version, which were not kept by kind of "
+                "opponent: start a new run from its adapter (lora.initial_lora_path)"
+            )
+        self._averages = {key: (average, weight) for key, (average, weight) in state["averages"].items()}

@@ -1,4 +1,4 @@
-"""From the rewards of a batch to its advantages: `(steps) -> steps`, once per batch.
+"""From the rewards of a batch to its advantages: `(steps) -> steps`, once per batch. Each step has its `context`.
 
 A transform returns new Step objects in the same order and leaves those it was given as they are: whoever
 still holds them (a transcript, a second sample) sees the rewards that the game gave.
@@ -11,16 +11,16 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from numbers import Real
+from typing import Any
 
 import numpy as np
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations.compose import Compose
+from unstable_lite.reward_transformations.spread import Spread, cell_of
 from unstable_lite.types import Step
 
 SamplingRewardTransform = Callable[[Sequence[Step]], list[Step]]
-
-_EPSILON = 1e-8
 
 
 class ComposeSamplingRewardTransforms(Compose[SamplingRewardTransform]):
@@ -44,46 +44,48 @@ class ComposeSamplingRewardTransforms(Compose[SamplingRewardTransform]):
 
 
 class NormalizeRewards:
-    """Subtract the batch's mean; with `z_score` also divide by its standard deviation."""
+    """Subtract the batch's mean; with `z_score` also divide by its standard deviation.
+
+    A step is judged with those of its env, seat and kinds of opponents: if their rewards before the baseline are all
+    alike, its advantage is 0 and it counts in neither figure. The standard deviation is at least a tenth of its running
+    average over batches.
+    """
 
     def __init__(self, z_score: bool = False) -> None:
         self.z_score = z_score
+        self._spread = Spread()
 
     def __call__(self, steps: Sequence[Step]) -> list[Step]:
-        rewards = normalized([step.reward for step in steps], self.z_score)
-        return [replace(step, reward=reward) for step, reward in zip(steps, rewards, strict=True)]
+        rewards = np.array([step.reward for step in steps], np.float64)
+        results = rewards + [step.step_info.get("baseline", 0.0) for step in steps]
+        cells = [cell_of(step.env_id, step.pid, step.context) for step in steps]
+        is_different = self._spread.tells_apart(results, cells)
+        rows_of_group: dict[str, list[int]] = defaultdict(list)
+        for row in np.flatnonzero(is_different).tolist():
+            rows_of_group[self._group(steps[row])].append(row)
+        advantages = np.zeros(len(steps))
+        for group, rows in rows_of_group.items():
+            given = rewards[rows]
+            advantages[rows] = self._spread.standardized(group, given) if self.z_score else given - given.mean()
+        return [replace(step, reward=reward) for step, reward in zip(steps, advantages.tolist(), strict=True)]
 
     def __repr__(self) -> str:
-        return f"NormalizeRewards(z_score={self.z_score})"
+        return f"{type(self).__name__}(z_score={self.z_score})"
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._spread.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:  # a checkpoint of an earlier version has none
+            self._spread.load_state_dict(state)
+
+    def _group(self, step: Step) -> str:  # noqa: ARG002
+        """Return the key of the steps that share mean and standard deviation."""
+        return ""
 
 
-class NormalizeRewardsByEnv:
+class NormalizeRewardsByEnv(NormalizeRewards):
     """NormalizeRewards within each env of the batch."""
 
-    def __init__(self, z_score: bool = False) -> None:
-        self.z_score = z_score
-
-    def __call__(self, steps: Sequence[Step]) -> list[Step]:
-        rows_of_env: dict[str, list[int]] = defaultdict(list)
-        for row, step in enumerate(steps):
-            rows_of_env[step.env_id].append(row)
-        result = list(steps)
-        for rows in rows_of_env.values():
-            rewards = normalized([steps[row].reward for row in rows], self.z_score)
-            for row, reward in zip(rows, rewards, strict=True):
-                result[row] = replace(steps[row], reward=reward)
-        return result
-
-    def __repr__(self) -> str:
-        return f"NormalizeRewardsByEnv(z_score={self.z_score})"
-
-
-def normalized(rewards: Sequence[float], z_score: bool) -> list[float]:
-    """Centred, optionally scaled. Equal rewards become zeros: rounding noise is not scaled up to a signal."""
-    if not rewards:
-        return []
-    given = np.asarray(rewards, dtype=np.float64)
-    centred = given - given.mean()
-    if z_score:
-        centred = centred / (centred.std() + _EPSILON * max(1.0, float(np.abs(given).max())))
-    return [float(reward) for reward in centred]
+    def _group(self, step: Step) -> str:
+        return step.env_id

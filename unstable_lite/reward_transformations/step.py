@@ -1,4 +1,7 @@
-"""What one turn adds to the outcome: `(player_traj, step_index, reward) -> float`, once per step."""
+"""What one turn adds to the outcome: `(player_traj, step_index, reward) -> float`, once per step.
+
+A transform with a parameter named `context` is also given the turn's `StepContext`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from collections.abc import Callable
 from unstable_lite.reward_transformations.compose import Compose
 from unstable_lite.types import PlayerTrajectory
 
-StepRewardTransform = Callable[[PlayerTrajectory, int, float], float]
+StepRewardTransform = Callable[..., float]
+"""`(player_traj, step_index, reward) -> float`, or `(player_traj, step_index, reward, context) -> float`."""
 
 
 class ComposeStepRewardTransforms(Compose[StepRewardTransform]):
@@ -16,8 +20,9 @@ class ComposeStepRewardTransforms(Compose[StepRewardTransform]):
     ARGUMENTS = ("player_traj", "step_index", "reward")
 
     def __call__(self, player_traj: PlayerTrajectory, step_index: int, reward: float) -> float:
-        for transform in self.transforms:
-            reward = transform(player_traj, step_index, reward)
+        for transform, with_context in self._calls:
+            keywords = {"context": player_traj.steps[step_index].context} if with_context else {}
+            reward = transform(player_traj, step_index, reward, **keywords)
         return reward
 
 

@@ -26,7 +26,7 @@ from unstable_lite.types import FinishReason, Generation, Histogram, LearnerLogp
 
 T = TypeVar("T")
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_FRAME_BYTES = 1 << 30
 MAX_ITEMS = 1 << 20
 """Of one list or table. What a frame claims to hold is not believed before it is read: room is made for so many."""
@@ -408,16 +408,35 @@ def _packer(hint: Any) -> _Convert:
     if hint in (TokenIds, Logprobs):
         little_endian = _DTYPES[hint]
         return lambda array: array.astype(little_endian, copy=False).tobytes()
-    if is_dataclass(hint):
-        return _dataclass_packer(hint)
+    if _is_record(hint):
+        return _record_packer(hint)
+    if (record := _optional_record(hint)) is not None:
+        pack_record = _record_packer(record)
+        return lambda value: None if value is None else pack_record(value)
     if get_origin(hint) is tuple and (pack_item := _packer(get_args(hint)[0])) is not _identity:
         return lambda items: [pack_item(item) for item in items]
     return _identity
 
 
-def _dataclass_packer(cls: Any, *tag: str) -> _Convert:
+def _is_record(hint: Any) -> bool:
+    """Return whether `hint` is a dataclass or a Struct."""
+    return is_dataclass(hint) or (isinstance(hint, type) and issubclass(hint, msgspec.Struct))
+
+
+def _optional_record(hint: Any) -> Any:
+    """Return the record type of a hint `Record | None`, or None for any other hint."""
+    if get_origin(hint) is not UnionType:
+        return None
+    return next((choice for choice in get_args(hint) if _is_record(choice)), None)
+
+
+def _names(cls: Any) -> list[str]:
+    return list(cls.__struct_fields__) if issubclass(cls, msgspec.Struct) else [f.name for f in fields(cls)]
+
+
+def _record_packer(cls: Any, *tag: str) -> _Convert:
     """To `[tag, field, …]`."""
-    hints, names = get_type_hints(cls), [f.name for f in fields(cls)]
+    hints, names = get_type_hints(cls), _names(cls)
     all_packers = [(at, _packer(hints[name])) for at, name in enumerate(names, len(tag))]
     packers = [(at, pack_field) for at, pack_field in all_packers if pack_field is not _identity]
     # Of less than two names `attrgetter` makes no tuple.
@@ -436,8 +455,11 @@ def _unpacker(hint: Any, where: str) -> tuple[tuple[type, ...], _Convert | None]
     """What msgpack must give for a field of this type, and what makes the value of it (None: it is the value)."""
     if hint in (TokenIds, Logprobs):
         return (bytes,), _array_unpacker(_DTYPES[hint], where)
-    if is_dataclass(hint):
-        return (list,), _dataclass_unpacker(hint, where)
+    if _is_record(hint):
+        return (list,), _record_unpacker(hint, where)
+    if (record := _optional_record(hint)) is not None:
+        unpack_record = _record_unpacker(record, where)
+        return (list, NoneType), lambda value: None if value is None else unpack_record(value)
     origin, args = get_origin(hint), get_args(hint)
     if origin is tuple:
         return (list,), _items_unpacker(args[0], where)
@@ -507,9 +529,9 @@ def _plain(where: str, value: Any, levels: int = MAX_LEVELS) -> Any:
     return value
 
 
-def _dataclass_unpacker(cls: Any, where: str) -> _Convert:
+def _record_unpacker(cls: Any, where: str) -> _Convert:
     hints = get_type_hints(cls)
-    plan = [(f.name, *_unpacker(hints[f.name], f"{where}.{f.name}")) for f in fields(cls)]
+    plan = [(name, *_unpacker(hints[name], f"{where}.{name}")) for name in _names(cls)]
     one, other = SAME_LENGTH.get(cls, ("", ""))
 
     def unpack(values: list[Any]) -> Any:
@@ -528,7 +550,7 @@ def _dataclass_unpacker(cls: Any, where: str) -> _Convert:
 
 
 def pack_all(cls: type[T], values: Iterable[T]) -> bytes:
-    """Dataclasses of one kind as bytes, with the same care for token arrays."""
+    """Records of one kind as bytes, with the same care for token arrays."""
     pack_value = _packer(cls)
     return _close([pack_value(value) for value in values])
 
@@ -539,8 +561,8 @@ def unpack_all(cls: type[T], content: bytes) -> list[T]:
 
 
 _CLASSES: tuple[Any, ...] = get_args(Message)
-_PACKERS = {cls: _dataclass_packer(cls, cls.__name__) for cls in _CLASSES}
-_UNPACKERS = {cls.__name__: _dataclass_unpacker(cls, cls.__name__) for cls in _CLASSES}
+_PACKERS = {cls: _record_packer(cls, cls.__name__) for cls in _CLASSES}
+_UNPACKERS = {cls.__name__: _record_unpacker(cls, cls.__name__) for cls in _CLASSES}
 
 
 def encode(messages: Iterable[Message]) -> bytes:

@@ -1,0 +1,80 @@
+"""Judge whether results differ at all, and how large advantages usually are.
+
+Numbers in, numbers out: knows nothing of steps, models or losses. A cell is what shares one baseline: an env, a seat
+and the kinds of the opponents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unstable_lite.types import StepContext
+
+Figures = npt.NDArray[np.float64]
+
+FLOOR = 0.1
+"""Smallest standard deviation that advantages are divided by, relative to the running one."""
+DECAY = 0.95
+"""Share of the running standard deviation that one batch leaves."""
+_ROUNDING = 1e-6
+_EPSILON = 1e-8
+
+
+def cell_of(env_id: str, pid: int, context: StepContext | None) -> str:
+    """Return the cell of a step as a key that JSON can hold."""
+    return f"{env_id}/{pid}/{context.opponent_kinds if context is not None else ''}"
+
+
+class Spread:
+    """Memory of the results of earlier batches; its state is JSON-able."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        """The newest result of each cell: a batch with one result of a cell is compared with it."""
+        self._deviation: dict[str, tuple[float, float]] = {}
+        """Running standard deviation of each group, and its weight, for a start without bias."""
+
+    def tells_apart(self, results: Figures, cells: Sequence[str]) -> npt.NDArray[np.bool_]:
+        """Return, for each result, whether its cell has different results in this batch or since the last one.
+
+        If it has not, nothing tells a good action from a bad one, and a baseline leaves only its own error.
+        """
+        by_cell: dict[str, list[int]] = {}
+        for row, cell in enumerate(cells):
+            by_cell.setdefault(cell, []).append(row)
+        is_different = np.zeros(len(results), np.bool_)
+        for cell, rows in by_cell.items():
+            seen = np.append(results[rows], self._last.get(cell, results[rows[0]]))
+            tolerance = _ROUNDING * max(1.0, float(np.abs(seen).max()))
+            # NaN differs from everything: the learner skips an update whose loss it makes NaN.
+            is_different[rows] = not np.abs(seen - seen[0]).max() <= tolerance
+            if np.isfinite(results[rows[-1]]):
+                self._last[cell] = float(results[rows[-1]])
+        return is_different
+
+    def standardized(self, group: str, advantages: Figures) -> Figures:
+        """Return `advantages` with mean 0 and standard deviation 1, or less if this batch varies far less than usual.
+
+        Equal advantages become zeros: rounding errors are not scaled up to a signal.
+        """
+        if not len(advantages):
+            return advantages
+        deviation = float(advantages.std())
+        running, weight = self._deviation.get(group, (0.0, 0.0))
+        rounding = _EPSILON * max(1.0, float(np.abs(advantages).max()))
+        scaled: Figures = (advantages - advantages.mean()) / (max(deviation, FLOOR * running) + rounding)
+        if np.isfinite(deviation):
+            weight += (1 - DECAY) * (1 - weight)
+            self._deviation[group] = (running + (1 - DECAY) / weight * (deviation - running), weight)
+        return scaled
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": dict(self._last), "deviation": {key: list(pair) for key, pair in self._deviation.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last = dict(state["last"])
+        self._deviation = {group: (running, weight) for group, (running, weight) in state["deviation"].items()}
