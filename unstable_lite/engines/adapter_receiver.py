@@ -5,7 +5,8 @@
 Whoever knows the secret (`Authorization: Bearer …`) may:
 
     PUT /adapters/NAME/adapter_config.json, then
-    PUT /adapters/NAME/adapter_model.safetensors    → {"path": "/adapters/NAME"}, once both are a whole LoRA adapter
+    PUT /adapters/NAME/adapter_model.safetensors    → {"path": "/adapters/NAME", "digest": "…"}, once both are a whole
+                                                      LoRA adapter; the digest is that of what lies in the folder
     DELETE /adapters/NAME                           → {}, whether it was there or not
     GET /adapters                                   → {"adapters": ["NAME", …]}
 
@@ -29,7 +30,7 @@ from typing import Any
 
 from unstable_lite.errors import AdapterError
 from unstable_lite.games.api_keys import RECEIVER_KEY
-from unstable_lite.outside_files import CONFIG, MAX_JSON_BYTES, WEIGHTS, check_adapter
+from unstable_lite.outside_files import CONFIG, MAX_JSON_BYTES, WEIGHTS, adapter_digest
 
 log = logging.getLogger(__name__)
 
@@ -145,11 +146,10 @@ class _Handler(BaseHTTPRequestHandler):
                 elif not directory.is_dir():
                     raise _Refusal(409, f"{CONFIG} comes first")
                 partial.replace(directory / file)
-                if file == WEIGHTS:
-                    self._check(directory)
+                digest = {"digest": self._check(directory)} if file == WEIGHTS else {}
         finally:
             partial.unlink(missing_ok=True)
-        return {"path": str(directory)}
+        return {"path": str(directory)} | digest
 
     def _receive(self, partial: Path, max_bytes: int) -> None:
         length = self.headers.get("content-length", "")
@@ -172,9 +172,10 @@ class _Handler(BaseHTTPRequestHandler):
             log.warning("%s goes: --max-adapters is %d", oldest.name, self.server.max_adapters)
             shutil.rmtree(oldest)
 
-    def _check(self, directory: Path) -> None:
+    def _check(self, directory: Path) -> str:
+        """Return the digest of the adapter in `directory`; remove the directory if it holds none."""
         try:
-            check_adapter(directory)
+            return adapter_digest(directory)
         except AdapterError as error:
             shutil.rmtree(directory)
             raise _Refusal(422, str(error)) from error
