@@ -76,7 +76,19 @@ def test_an_engine_that_is_right_to_the_last_bit_is_right() -> None:
     evidence = Evidence()
     for noise in (Noise(np.zeros(256), TOLERANCE), Noise([], TOLERANCE)):
         evidence.add(noise, np.zeros(64), np.zeros(64), np.full(64, -0.1))
-        assert evidence.logs.max() < 0
+        assert evidence.logs[:-1].max() < 0
+
+
+@pytest.mark.parametrize("noise", [in_float32(), World().noise()])
+def test_an_engine_that_parts_from_what_it_said_at_once_is_wrong(noise: Noise) -> None:
+    """Then there is not one token to compare."""
+    check = Check(Evidence(), noise, TOLERANCE, first=2, sampled=12)
+    for number in range(12):
+        prompt, now, then = (np.full(size, number + size, np.int32) for size in (1, 16, 15))
+        check.add_again(prompt, now, then, *[np.full(15, -1.0)] * 3)
+    assert check.num_tokens == 0
+    assert check.evidence.is_wrong
+    assert "other tokens than before" in check.evidence.suspicion
 
 
 def test_no_single_completion_ends_a_run() -> None:

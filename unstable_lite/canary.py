@@ -37,6 +37,7 @@ SUSPICIONS = (
     "the adapter counts for more than it should, as if the scaling were too large",
     "its log-probabilities differ by more than rounding explains",
     "its log-probabilities differ by more than rounding explains, by little and for long",
+    "it gives other tokens than before to the same prompts and seeds more often than rounding explains",
 )
 WRONG_AT = math.log(len(SUSPICIONS) / ERROR_RATE)
 OPEN_AT = math.log(10.0)
@@ -53,6 +54,8 @@ EFFECT_SLACK = 0.25
 TAIL_EXPONENT = 2.0
 """How fast differences beyond the largest one of the start are assumed to become rarer; Gaussian ones do it faster."""
 LARGEST_STAKE = 0.95
+LEAST_PARTING = 0.01
+"""Share of tokens, at least, at which rounding is assumed to part two completions of one seed."""
 BY_MUCH, BY_LITTLE = 0.5, 0.8
 """The exponents k."""
 NOISE_TOKENS = 256
@@ -83,9 +86,9 @@ class Noise:
         self._fine_sizes = np.maximum([0.0, *sizes], tolerance / 2000)
 
     def log_factors(self, engine: Logprobs, learner: Logprobs, base: Logprobs) -> Floats:
-        """Logarithm of each token's factor for each suspicion, T × 4."""
+        """Logarithm of each token's factor for each suspicion; those of the last one are 0."""
         difference, effect = np.float64(engine) - learner, np.float64(learner) - base
-        factors = np.empty((len(difference), len(SUSPICIONS)))
+        factors = np.zeros((len(difference), len(SUSPICIONS)))
         p_value = self._p_value(np.abs(difference), self._sizes)
         factors[:, 2], factors[:, 3] = _log_calibrated(p_value, BY_MUCH), _log_calibrated(p_value, BY_LITTLE)
         stake = np.minimum(LARGEST_STAKE, np.abs(effect) / self._scale)
@@ -96,6 +99,14 @@ class Noise:
             is_plain = np.abs(effect) > 4 * self._scale
             factors[:, column] = np.where(is_plain, _log_calibrated(p_value, BY_MUCH), by_sign)
         return factors
+
+    def log_parting_factor(self, num_common: int, has_parted: bool) -> float:
+        """Logarithm of the factor of one completion that is sampled again, against one whose every second token parts.
+
+        Two distributions part at a token with half the mean |Δ log p| as probability, so this assumes four times more.
+        """
+        probability = min(max(NOISE_FACTOR * self.level, LEAST_PARTING), 0.5)
+        return num_common * math.log(0.5 / (1 - probability)) + has_parted * math.log(0.5 / probability)
 
     def _p_value(self, sizes: Floats, known: Floats) -> Floats:
         """Share of the known differences, enlarged by NOISE_FACTOR, that are at least so large."""
@@ -131,6 +142,11 @@ class Evidence:
         """Add tokens of one completion."""
         one = CORRELATION * noise.log_factors(engine, learner, base).sum(axis=0)
         self.logs = self.logs + np.minimum(one, MOST_OF_ONE)
+
+    def add_parting(self, noise: Noise, num_common: int, has_parted: bool) -> None:
+        """Add whether a completion that is sampled again gave another token after `num_common` tokens."""
+        self.logs = self.logs.copy()
+        self.logs[-1] += min(noise.log_parting_factor(num_common, has_parted), MOST_OF_ONE)
 
     @property
     def is_open(self) -> bool:
@@ -199,6 +215,18 @@ class Check:
         self.effects.append(learner - base)
         if self._noise is not None:
             self.evidence.add(self._noise, engine, learner, base)
+
+    def add_again(self, prompt_ids: TokenIds, now_ids: TokenIds, then_ids: TokenIds, *logprobs: Logprobs) -> None:
+        """Compare a completion with what the same seed gave before, up to where the two part.
+
+        `logprobs`: by the engine now and then, and by the learner without the adapter.
+        """
+        n = min(len(now_ids), len(then_ids))
+        differs = np.nonzero(now_ids[:n] != then_ids[:n])[0]
+        num_common = int(differs[0]) if len(differs) else n
+        self.add(prompt_ids, now_ids[:num_common], *(part[:num_common] for part in logprobs))
+        if self._noise is not None:
+            self.evidence.add_parting(self._noise, num_common, bool(len(differs)))
 
     def num_wanted(self) -> int:
         """Return how many completions, in all, are to be compared before the next look; 0 if enough is known."""

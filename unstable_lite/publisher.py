@@ -38,7 +38,7 @@ CANARY_SEED = 20_11
 SCORED_TOKENS, SCORED = 32, (2, 8)
 """An adapter is judged by about so many tokens at first, in so many completions: the learner scores no more of them as
 long as nothing speaks against the engine."""
-SAMPLED_TOKENS, SAMPLED = 128, (8, 32)
+SAMPLED_TOKENS, SAMPLED = 192, (12, 32)
 """Engines sample about so many at once, in so many completions: they are there if more are needed, and to compare with
 if the adapter comes back."""
 NEW = -1
@@ -460,9 +460,8 @@ class Publisher:
                 base_logprobs = then.logprobs
                 if version:
                     base_logprobs = scored[_tokens(now)].base if then.base_logprobs is None else then.base_logprobs
-                n = _num_common(then.completion_ids, now.completion_ids)
-                logprobs = (part[:n] for part in (now.logprobs, then.logprobs, base_logprobs))
-                check.add(now.prompt_ids, now.completion_ids[:n], *logprobs)
+                logprobs = (now.logprobs, then.logprobs, base_logprobs)
+                check.add_again(now.prompt_ids, now.completion_ids, then.completion_ids, *logprobs)
         self._judge(engine.peer.name, version, check, "does not answer as it once did with what is now loaded as")
 
     def _judge(self, name: str, version: int, check: Check, what: str) -> None:
@@ -544,13 +543,6 @@ def _from_text(text: str, dtype: str) -> Any:
 
 def _tokens(generation: Generation) -> tuple[bytes, bytes]:
     return generation.prompt_ids.tobytes(), generation.completion_ids.tobytes()
-
-
-def _num_common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common beginning."""
-    n = min(len(a), len(b))
-    differs = np.nonzero(a[:n] != b[:n])[0]
-    return int(differs[0]) if len(differs) else n
 
 
 def _between(bounds: tuple[int, int], number: float) -> int:

@@ -18,7 +18,7 @@ RECORDED = Path(__file__).with_name("smollm2_bfloat16.npz")
 TOLERANCE = 0.2
 TOKENS = 16
 """Of one completion of a canary."""
-SCORED, SAMPLED = 2, 8
+SCORED, SAMPLED = 2, 12
 """Completions of the first two rounds, as publisher.py has them for completions of TOKENS tokens."""
 
 
@@ -77,8 +77,12 @@ class World:
                 rounding = self.rounding()
                 # The samplers part with about the probability by which the two distributions differ.
                 parts = np.nonzero(self.rng.random(len(rounding)) < np.abs(rounding) / 2)[0]
-                common = rounding[: parts[0]] if len(parts) else rounding
-                self._add(check, common, np.zeros_like(common), -self.effect(effect, len(common)))
+                then = np.full(len(rounding), self._number, np.int32)
+                now = then.copy()
+                now[parts] = -1
+                self._number += 1
+                zeros = np.zeros_like(rounding)
+                check.add_again(self._prompt, now, then, rounding, zeros, -self.effect(effect, len(rounding)))
         return check
 
     def tokens_to_catch(self, noise: Noise, kind: str, mean: float, most: int = 1 << 15) -> float:
