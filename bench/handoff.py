@@ -23,9 +23,9 @@ from bench.engine import MODELS, RANKS
 from bench.harness import Options, Questioner, Report, Subject, Subjects, Target, alternate, bench_config, letters
 from unstable_lite.config import Config
 from unstable_lite.plan import make_plan
-from unstable_lite.publisher import CANARIES, CANARY_SEED, CANARY_TOKENS
+from unstable_lite.publisher import CANARY_SEED, CANARY_TOKENS, SAMPLED, SCORED
 from unstable_lite.transport.adapters import AdapterArena
-from unstable_lite.transport.messages import Done, LoadAdapter
+from unstable_lite.transport.messages import AdapterDigest, LoadAdapter
 from unstable_lite.types import Generation, Step
 from unstable_lite.workers import Workers, started_workers
 
@@ -38,8 +38,8 @@ ENGINES = {
 STEPS = {
     "own_load_s": "engine's own load",
     "load_s": "load, message included",
-    "canary_s": f"{CANARIES} canaries of {CANARY_TOKENS} tokens",
-    "score_s": "canaries scored",
+    "canary_s": f"{SAMPLED[0]} canaries of {CANARY_TOKENS} tokens",
+    "score_s": f"{SCORED[0]} canaries scored",
     "first_token_s": "first token",
     "total_s": "publish → first token",
     "without_canary_s": "load and first token, canary apart",
@@ -149,14 +149,14 @@ class Handoff:
 
         clock = [time.perf_counter()]
         path = str(self._arena.path(version))
-        loaded: Done = await self._engine.peer.ask(LoadAdapter, 300.0, version=version, path=path)
+        loaded: AdapterDigest = await self._engine.peer.ask(LoadAdapter, 300.0, version=version, path=path)
         self._engine.adapters.add(version)
         clock.append(time.perf_counter())
-        seeds = range(CANARY_SEED, CANARY_SEED + CANARIES)
-        asked = (self._engine.generate(self._prompt(), version, seed=s, max_tokens=CANARY_TOKENS) for s in seeds)
+        seeds, prompt = range(CANARY_SEED, CANARY_SEED + SAMPLED[0]), self._prompt()
+        asked = (self._engine.generate(prompt, version, seed=s, max_tokens=CANARY_TOKENS) for s in seeds)
         canaries = await asyncio.gather(*asked)
         clock.append(time.perf_counter())
-        await self._learner.score(canaries)
+        await self._learner.score(canaries[: SCORED[0]])
         clock.append(time.perf_counter())
         await self._engine.generate(self._prompt(), version, max_tokens=1)
         clock.append(time.perf_counter())

@@ -47,7 +47,7 @@ from bench.plot import Chart, to_svg
 from bench.simulation import LearnerCosts, Outcome, Setup, Simulation
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
-from unstable_lite.publisher import CANARIES, CANARY_TOKENS
+from unstable_lite.publisher import CANARY_TOKENS, SCORED
 from unstable_lite.runtime import run_in_loop
 from unstable_lite.transport.messages import Generate, Generated, encode
 from unstable_lite.types import Generation
@@ -142,7 +142,7 @@ LEARNER = LearnerCosts(
     canary_s=0.3,
     score_s=0.02,
     scored_token_s=2 / 3 / 40_000,  # two passes forward; training makes one, and one backward, which takes two
-    canaries=CANARIES,
+    canaries=SCORED[0],
     canary_tokens=PROMPT_TOKENS + CANARY_TOKENS,
     buffer_size=768,
     max_staleness=8,

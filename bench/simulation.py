@@ -60,7 +60,7 @@ class LearnerCosts:
     score_s: float
     """The learner's time for a request to score, however little it is."""
     scored_token_s: float
-    """And for each token of the canaries, of which every engine has `CANARIES`: one rank scores them all, in one go.
+    """And for each token of the canaries, of which every engine has `SCORED`: one rank scores them all, in one go.
     What several engines say alike is scored once, which is left out: that no two do is the worst there is."""
     canaries: int
     canary_tokens: int

@@ -183,7 +183,7 @@ def config_of(arguments: dict[str, Any], directory: Path) -> Config:
             "batch_size": 16 if arguments["small"] else 128,
             "devices": devices,
             "threads": 1,
-            "canary_tolerance": 1e9 if arguments["kind"] == "paced" else 0.1,
+            "canary_tolerance": 1e9 if arguments["kind"] == "paced" else 0.2,
         },
         alarms={name: {"action": "off"} for name in AlarmsConfig.model_fields},
         # Full, the buffer would hold up the games; what is stale leaves it.

@@ -37,9 +37,9 @@ class KeepsADiary(TransformersEngine):
             self.note("answer")
         return finished
 
-    def load_adapter(self, version: int, path: Path) -> None:
+    def load_adapter(self, version: int, path: Path) -> str:
         self.note("load")
-        super().load_adapter(version, path)
+        return super().load_adapter(version, path)
 
     def sleep(self) -> None:
         super().sleep()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import random
 import shutil
@@ -23,17 +24,23 @@ from unstable_lite.engines.scripted import LOGPROB, ScriptedEngine
 from unstable_lite.errors import AdapterError, RequestError
 from unstable_lite.league.model_registry import ModelRegistry, Rating
 from unstable_lite.opponent_pool import FIRST_RETURNED_VERSION, OpponentPool
-from unstable_lite.publisher import CANARIES, CANARY_SEED, Publisher
+from unstable_lite.publisher import CANARY_SEED, SAMPLED, SCORED, Publisher
 from unstable_lite.transport.adapters import AdapterArena
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import Generate
 from unstable_lite.types import Generation, LearnerLogprobs
 
-CANARY_SEEDS = range(CANARY_SEED, CANARY_SEED + CANARIES)
+PROMPT = "p"
+NUM_SAMPLED, NUM_SCORED = SAMPLED[1], SCORED[1]
+"""Completions of a check, as long as nobody has measured how long they are."""
 CONFIG = {
-    "engine": {"kind": "scripted", "replies": ["a", "bb", "ccc"], "max_model_len": 64},
+    "engine": {"kind": "scripted", "replies": [16 * letter for letter in "abcdefgh"], "max_model_len": 64},
     "train_envs": [{"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 1}],
 }
+
+
+def digest_of(weights: bytes) -> str:
+    return hashlib.sha256(weights).hexdigest()
 
 
 class LocalEngine:
@@ -65,6 +72,9 @@ class LocalEngine:
     @property
     def adapters(self) -> set[int]:
         return set(self.loaded)
+
+    async def adapter_digest(self, version: int) -> str:
+        return digest_of(self.loaded[version])
 
     async def load_adapter(self, version: int, path: Path) -> None:
         await self.loading.wait()
@@ -133,7 +143,8 @@ class LocalLearner:
         if self.while_scoring is not None:
             await self.while_scoring()
         same = [np.full(len(generation.completion_ids), LOGPROB, np.float32) for generation in generations]
-        return [LearnerLogprobs(adapter=one, base=one - np.float32(0.05)) for one in same]
+        gaps = [np.float32(0.05 if generation.adapter_version else 0.0) for generation in generations]
+        return [LearnerLogprobs(adapter=one, base=one - gap) for one, gap in zip(same, gaps, strict=True)]
 
 
 class League:
@@ -150,9 +161,10 @@ class League:
             self.engines,
             self.learner,  # type: ignore[arg-type]
             self.arena,
-            "p",
+            [PROMPT],
             self.max_loras,
-            tolerance=0.1,
+            tolerance=0.2,
+            alarm=lambda text: self.alarms.append(text),
         )
         self.disk = tmp_path / "adapters"
         self.alarms: list[str] = []
@@ -174,7 +186,8 @@ class League:
         if extra_file:
             (path / extra_file).symlink_to(path / "absent")  # cannot be copied
         self.pool.make_room()
-        await asyncio.wait_for(self.publisher.publish(version), 10)
+        digest = digest_of(f"weights of ckpt-{version}".encode())
+        await asyncio.wait_for(self.publisher.publish(version, digest), 10)
         self.updates += 1
         self.pool.admit(f"ckpt-{version}", version, self.updates)
 
@@ -237,12 +250,13 @@ async def test_the_learner_is_asked_once_for_the_canaries_of_all_engines_and_onc
     tmp_path: Path,
 ) -> None:
     league = League(tmp_path, 3, engines=5)
-    said = [await league.engines.engines[0].generate("p", 0, seed=s, max_tokens=16) for s in CANARY_SEEDS]
+    seeds = range(CANARY_SEED, CANARY_SEED + NUM_SCORED)
+    said = [await league.engines.engines[0].generate(PROMPT, 0, seed=s, max_tokens=16) for s in seeds]
     distinct = len({generation.text for generation in said})
     await league.update()
     await league.update()
     assert league.learner.asked == [distinct, distinct]
-    assert [engine.most_at_once for engine in league.engines.engines] == [CANARIES] * 5
+    assert [engine.most_at_once for engine in league.engines.engines] == [NUM_SAMPLED] * 5
     await league.close()
 
 
@@ -256,8 +270,8 @@ async def test_an_engine_that_died_while_its_canary_was_scored_is_asked_again(tm
 
     league.learner.while_scoring = die
     await league.update()
-    assert engine.num_asked - before == 2 * CANARIES
-    assert len(league.publisher._remembered[2]["engine-1"]) == CANARIES
+    assert engine.num_asked - before == 2 * NUM_SAMPLED
+    assert len(league.publisher._remembered[2]["engine-1"]) == NUM_SAMPLED
     await league.close()
 
 
@@ -328,7 +342,7 @@ async def test_an_adapter_that_is_published_while_an_engine_comes_back_is_tried_
 
     league.learner.while_scoring = come_back
     if is_back_first:
-        with pytest.raises(AdapterError, match="engine-1 and the learner disagree about adapter 2"):
+        with pytest.raises(AdapterError, match="engine-1 does not compute what the learner does with adapter 2"):
             await league.update()
         await restoring[0]
     else:
@@ -345,7 +359,7 @@ async def test_an_engine_that_is_there_again_is_asked_everything_at_once(tmp_pat
     engine.start_again()
     await league.publisher.restore(engine)
     assert set(engine.loaded) == {1, 2, 3}
-    assert engine.most_at_once == 3 * CANARIES
+    assert engine.most_at_once == 3 * NUM_SCORED
     engine.start_again()
     engine.lie, engine.lies_about = 0.5, 3
     with pytest.raises(AdapterError, match="engine-1 does not answer as it once did"):
@@ -386,7 +400,7 @@ async def test_a_league_that_goes_on_says_of_each_opponent_that_stays_away_why(
         getattr(league, part).load_state_dict(state[part])
     path = league.arena.path(3)
     shutil.copytree(tmp_path / "adapters" / "ckpt-3", path)
-    await league.publisher.publish(3)
+    await league.publisher.publish(3, digest_of(b"weights of ckpt-3"))
     await league.pool.resume()
     missing = ["ckpt-1"] if max_loras == 5 else ["ckpt-1", "ckpt-2"]
     assert sorted(alarm.split()[0] for alarm in league.alarms) == missing
@@ -547,7 +561,7 @@ async def test_training_does_not_wait_for_a_checkpoint_that_comes_back(tmp_path:
 async def test_an_engine_that_answers_otherwise_than_it_did_ends_the_run(tmp_path: Path) -> None:
     league = League(tmp_path, size=2, opponent_lag=(2, 9), engines=2)
     league.engines.engines[1].lie = 0.5
-    with pytest.raises(AdapterError, match=r"engine-1 does not answer as it once did.*0\.5000"):
+    with pytest.raises(AdapterError, match=r"engine-1 does not answer as it once did.*differ by 0\.5000"):
         for _ in range(4):
             await league.update()
             await league.settle()
@@ -558,9 +572,102 @@ async def test_an_engine_that_answers_as_the_base_where_the_two_can_be_told_apar
     league = League(tmp_path, size=2, opponent_lag=(2, 9))
     league.engines.engines[0].lie = -0.05
     with pytest.raises(AdapterError, match="does not answer as it once did"):
-        for _ in range(4):
+        for _ in range(9):
             await league.update()
             await league.settle()
+    await league.close()
+
+
+async def test_an_engine_that_reads_another_adapter_than_was_written_ends_the_run(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 1, size=2, engines=2)
+    engine = league.engines.engines[1]
+    load = engine.load_adapter
+
+    async def load_the_one_before(version: int, path: Path) -> None:
+        await load(version, path)
+        engine.loaded[version] = engine.loaded[1]
+
+    engine.load_adapter = load_the_one_before
+    old, new = (digest_of(f"weights of ckpt-{version}".encode()) for version in (1, 2))
+    with pytest.raises(AdapterError, match=f"engine-1 holds another adapter as version 2 .*is {old}, the.*is {new}"):
+        await league.update()
+    await league.close()
+
+
+@pytest.mark.parametrize("is_started_again", [True, False])
+async def test_an_engine_that_holds_something_else_when_it_is_there_again_ends_the_run(
+    tmp_path: Path, is_started_again: bool
+) -> None:
+    """Whether it was given its adapters again, or had slept and forgotten them."""
+    league = await a_league_of(tmp_path, 2, size=2)
+    (engine,) = league.engines.engines
+    if is_started_again:
+        engine.start_again()
+        (league.arena.path(2) / "adapter_model.safetensors").write_text("weights of ckpt-3")
+    else:
+        engine.loaded[2] = b"nothing"
+    with pytest.raises(AdapterError, match="engine-0 holds another adapter as version 2"):
+        await league.publisher.restore(engine)
+    await league.close()
+
+
+async def test_an_adapter_that_was_damaged_on_disk_does_not_come_back_and_training_goes_on(tmp_path: Path) -> None:
+    league = await a_league_of(tmp_path, 2, size=2, opponent_lag=(2, 9), engines=2)
+    (league.disk / "ckpt-1" / "adapter_model.safetensors").write_text("weights of ckpt-l")
+    for _ in range(3):
+        await league.update()
+        await league.settle()
+    assert len(league.alarms) == 1
+    assert "ckpt-1 cannot come back as an opponent: its files were damaged" in league.alarms[0]
+    assert league.active == ["ckpt-3", "ckpt-5"]
+    await league.close()
+
+
+async def test_a_run_that_goes_on_knows_the_digests_of_those_that_may_come_back(tmp_path: Path) -> None:
+    first = await a_league_of(tmp_path, 3, size=3)
+    parts = ("registry", "publisher", "pool")
+    state = json.loads(json.dumps({part: getattr(first, part).state_dict() for part in parts}))
+    await first.close()
+    league = League(tmp_path, 3)
+    for part in parts:
+        getattr(league, part).load_state_dict(state[part])
+    shutil.copytree(tmp_path / "adapters" / "ckpt-3", league.arena.path(3))
+    await league.publisher.publish(3, digest_of(b"weights of ckpt-3"))
+    (league.disk / "ckpt-1" / "adapter_model.safetensors").write_text("weights of ckpt-l")
+    await league.pool.resume()
+    assert [alarm.partition(":")[0] for alarm in league.alarms][:1] == ["ckpt-1 cannot come back as an opponent"]
+    assert league.active == ["ckpt-2", "ckpt-3"]
+    await league.close()
+
+
+async def test_what_speaks_against_an_engine_survives_json(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    league, other = League(tmp_path / "one", 2), League(tmp_path / "other", 2)
+    (engine,) = league.engines.engines
+    engine._engine._replies = ["aaaaaaa"]
+    engine.lie, engine.lies_about = 0.5, 1
+    await league.update()
+    state = json.loads(json.dumps(league.publisher.state_dict()))
+    assert state["num_doubts"] > 0
+    assert "stays open whether engine-0" in league.alarms[-1]
+    other.publisher.load_state_dict(state)
+    assert other.publisher.state_dict()["evidence"] == state["evidence"] != []
+    await league.close()
+    await other.close()
+
+
+async def test_a_model_that_says_one_token_is_an_alarm_and_no_more(tmp_path: Path) -> None:
+    league = League(tmp_path, 2)
+    (engine,) = league.engines.engines
+    engine._engine._replies = [""]
+    figures = await league.publisher.check_base()
+    assert figures["canary/n"] == 1
+    for _ in range(3):
+        await league.update()
+    assert len(league.alarms) == 1
+    assert "have only 1 different tokens" in league.alarms[0]
+    assert league.publisher.num_doubts == 4
     await league.close()
 
 

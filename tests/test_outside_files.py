@@ -19,7 +19,15 @@ from unstable_lite.checkpoints import LEAGUE, MANIFEST, WAITING, find_damage
 from unstable_lite.config import LoraConfig, parse_config
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
 from unstable_lite.evaluation.models import find_models
-from unstable_lite.outside_files import CONFIG, WEIGHTS, check_adapter, read_header, read_json
+from unstable_lite.outside_files import (
+    CONFIG,
+    WEIGHTS,
+    adapter_digest,
+    check_adapter,
+    digest_of,
+    read_header,
+    read_json,
+)
 from unstable_lite.plan import adapter_problems, find_problems
 
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
@@ -246,6 +254,48 @@ def test_learners_and_engines_open_no_pickle(evil: Path, tmp_path: Path) -> None
     with pytest.raises(ModelError, match="cannot"):
         Policy(config, "cpu")
     assert not (tmp_path / "it ran").exists()
+
+
+def test_a_digest_is_of_names_types_shapes_weights_and_scale_and_of_nothing_else(tmp_path: Path) -> None:
+    a, b = Q_PROJ.format("A"), Q_PROJ.format("B")
+    known = adapter_digest(adapter(tmp_path / "known"))
+    (tmp_path / "known" / CONFIG).write_text(json.dumps(PLAIN | {"task_type": "CAUSAL_LM"}, indent=4))
+    assert adapter_digest(tmp_path / "known") == known
+    # The same tensors, with a remark, and the other way round in the file.
+    header = {"__metadata__": {"format": "pt"}, b: entry(0, 128, (8, 4)), a: entry(128, 224, (4, 6))}
+    file_of(tmp_path / "known" / WEIGHTS, header, PAIR[b].tobytes() + PAIR[a].tobytes())
+    assert adapter_digest(tmp_path / "known") == known
+
+    changed = PAIR[a].copy()
+    changed.view(np.uint32)[3, 5] ^= 1
+    renamed = {name.replace("q_proj", "k_proj"): array for name, array in PAIR.items()}
+    others: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (PAIR | {a: changed}, {}),
+        (renamed, {"target_modules": ["k_proj"]}),
+        ({name: array.astype(np.float16) for name, array in PAIR.items()}, {}),
+        (PAIR | {b: np.ones((16, 4), np.float32)}, {}),
+        (PAIR, {"lora_alpha": 32}),
+        (PAIR, {"use_rslora": True}),
+    ]
+    digests = [
+        adapter_digest(adapter(tmp_path / f"{n}", arrays, **config)) for n, (arrays, config) in enumerate(others)
+    ]
+    assert len({known, *digests}) == 1 + len(others)
+    with pytest.raises(AdapterError, match="no safetensors"):
+        digest_of(PLAIN, b"nothing")
+
+
+def test_learner_and_engine_compute_one_digest(tmp_path: Path) -> None:
+    import torch
+
+    from unstable_lite.engines.lora import read_adapter
+    from unstable_lite.learners import adapter_files
+
+    tensors = {name: torch.from_numpy(array).to(torch.bfloat16) for name, array in PAIR.items()}
+    adapter_files.publish(tmp_path / "v1", tensors, PLAIN)
+    assert (
+        adapter_files.digest(tensors, PLAIN) == read_adapter(tmp_path / "v1", 32)[2] == adapter_digest(tmp_path / "v1")
+    )
 
 
 def test_a_number_that_is_not_finite_is_found_when_an_adapter_is_loaded(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """Adapters and states that come from elsewhere: what their files are, told before any library maps them.
 
-Owns the forms that are taken: safetensors, and JSON of a bounded size. A pickle (`.bin`, `.pt`) can run code, so it is
-never opened; only its name is told, and how to convert it. Knows no tensors and loads no torch.
+Owns the forms that are taken: safetensors, and JSON of a bounded size; and the digest by which two processes find out
+whether they hold the same adapter. A pickle (`.bin`, `.pt`) can run code, so it is never opened; only its name is told,
+and how to convert it. Knows no tensors and loads no torch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import math
 import re
@@ -13,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from unstable_lite.errors import AdapterError
 
@@ -118,22 +121,61 @@ def read_header(path: Path, dtypes: Mapping[str, int] = ANY_BYTES) -> dict[str, 
     """
     try:
         with path.open("rb") as file:
-            size = path.stat().st_size
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
-                raise ValueError(f"a header of {header_bytes} bytes in a file of {size}")
-            table = _table(file.read(header_bytes))
-        table.pop("__metadata__", None)
-        entries = {name: _entry(name, value, 8 + header_bytes, dtypes) for name, value in table.items()}
-        stop = 8 + header_bytes
-        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
-            if entry.start != stop:
-                raise ValueError(f"{name} begins at byte {entry.start}, where {stop} is expected")
-            stop = entry.stop
-        if stop != size:
-            raise ValueError(f"it has {size} bytes, and its header tells of {stop}")
+            return _entries(file, path.stat().st_size, dtypes)
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{path} is no whole safetensors file: {error}") from error
+
+
+def digest_of(config: Mapping[str, Any], content: bytes) -> str:
+    """Return the digest of a LoRA adapter, given its PEFT config and the bytes of its safetensors file.
+
+    It covers the scale of the adapter and the name, dtype, shape and bytes of each tensor in the order of the names,
+    so it does not depend on where in the file a tensor is. Raises AdapterError if the bytes are no safetensors file.
+    """
+    digest = hashlib.blake2b(lora_scale(config).hex().encode(), digest_size=16)
+    try:
+        entries = _entries(io.BytesIO(content), len(content), ANY_BYTES)
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"these bytes are no safetensors file: {error}") from error
+    view = memoryview(content)
+    for name, entry in sorted(entries.items()):
+        digest.update(json.dumps([name, entry.dtype, entry.shape]).encode())
+        digest.update(view[entry.start : entry.stop])
+    return digest.hexdigest()
+
+
+def adapter_digest(directory: Path) -> str:
+    """Return the digest of the adapter in a PEFT directory. Raises AdapterError if there is none."""
+    config, _ = check_adapter(directory)
+    try:
+        content = (directory / WEIGHTS).read_bytes()
+    except OSError as error:
+        raise AdapterError(f"{directory / WEIGHTS} cannot be read: {error}") from error
+    return digest_of(config, content)
+
+
+def lora_scale(config: Mapping[str, Any]) -> float:
+    """Return the factor by which the adapter's output is scaled, given its PEFT config."""
+    rank = config["r"]
+    scale: float = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
+    return float(scale)
+
+
+def _entries(file: BinaryIO, size: int, dtypes: Mapping[str, int]) -> dict[str, Entry]:
+    """Read the header of a safetensors file of `size` bytes. Raises ValueError."""
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+        raise ValueError(f"a header of {header_bytes} bytes in a file of {size}")
+    table = _table(file.read(header_bytes))
+    table.pop("__metadata__", None)
+    entries = {name: _entry(name, value, 8 + header_bytes, dtypes) for name, value in table.items()}
+    stop = 8 + header_bytes
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != stop:
+            raise ValueError(f"{name} begins at byte {entry.start}, where {stop} is expected")
+        stop = entry.stop
+    if stop != size:
+        raise ValueError(f"it has {size} bytes, and its header tells of {stop}")
     return entries
 
 

@@ -1,10 +1,12 @@
-"""From a written adapter to one that games may ask for: load on every engine, canary, offer; and back again.
+"""From a written adapter to one that games may ask for: load on every engine, confirm, canary, offer; and back again.
 
-The canary: each engine samples a few tokens of a fixed prompt with the new adapter, and the learner scores those very
-tokens, of all engines in one go. They must agree, and be nearer to the adapter than to the base wherever the learner
-can tell the two apart. The learner holds only the newest adapter. One that comes back, or that an engine is given which
-died and is there again, is held against what engines said with it, to the same prompt and seeds, when it was the
-newest.
+Identity first: the learner says the digest of each adapter that it writes, and each engine the digest of what it
+read, so another version, another adapter or a damaged file is refused whatever its size. Then the canary, for what is
+computed with it: each engine samples completions of a prompt of the run, and the learner scores those very tokens.
+canary.py says what follows from the differences.
+
+The learner holds only the newest adapter. One that comes back, or that an engine is given which died and is there
+again, is compared with what engines said with it, to the same prompts and seeds, when it was the newest.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Coroutine, Iterable, Mapping
-from dataclasses import dataclass
-from statistics import fmean
+import math
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
+from unstable_lite.canary import FEWEST_TOKENS, NOISE_TOKENS, Check, Evidence, Noise
 from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.errors import AdapterError, RequestError, WorkerDied
 from unstable_lite.learners.client import LearnerClient
@@ -30,48 +33,60 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CANARY_TOKENS = 16
+"""Of one completion."""
 CANARY_SEED = 20_11
-BASE_CANARIES = 8
-"""Samples that each engine gives of the base, once: a short answer may hold tokens that any distribution is sure of."""
-CANARIES = 2
-"""Samples of an adapter: the first token of one of them may fall otherwise, by rounding alone, when it is asked again,
-and leave nothing to compare."""
+SCORED_TOKENS, SCORED = 32, (2, 8)
+"""An adapter is judged by about so many tokens at first, in so many completions: the learner scores no more of them as
+long as nothing speaks against the engine."""
+SAMPLED_TOKENS, SAMPLED = 192, (12, 32)
+"""Engines sample about so many at once, in so many completions: they are there if more are needed, and to compare with
+if the adapter comes back."""
+NEW = -1
 UNLOAD_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Canary:
-    """What one engine's canary told; means over its tokens of |Δ log p|."""
-
-    engine: str
-    n: int
-    mismatch: float
-    """Engine against the learner, with what the engine was asked for."""
-    base_gap: float
-    """Learner with the adapter against the learner without."""
-    engine_to_base: float
-    """Engine against the learner without the adapter."""
-
-    def is_of_the_base(self, noise: float) -> bool:
-        """Whether the engine answered from the base. noise: mean |Δ log p| of the base itself.
-
-        The smaller of both gaps is what rounding did to these very tokens, which may be far more than `noise`. So the
-        other one must stand out from it: an adapter that has hardly left the base is no reason to end a run.
-        """
-        can_tell = self.base_gap > 4 * max(noise, 1e-4)
-        return can_tell and 2 * self.engine_to_base <= self.mismatch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Remembered:
-    """One canary of an adapter from when the learner held it."""
+    """One completion of an adapter from when the learner held it."""
 
+    prompt: str
     seed: int
     completion_ids: TokenIds
     logprobs: Logprobs
     """The engine's."""
-    base_logprobs: Logprobs
-    """The learner's, without the adapter."""
+    base_logprobs: Logprobs | None
+    """The learner's, without the adapter; None if it was not asked for them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Canary:
+    """A check of one engine, and what it answered."""
+
+    engine: EngineClient
+    check: Check
+    answers: list[tuple[str, int, Generation]] = field(default_factory=list)
+    """Prompt, seed and completion."""
+    base_logprobs: list[Logprobs] = field(default_factory=list)
+    """For each completion that was scored."""
+    has_died: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.engine.peer.name
+
+    def remembered(self) -> list[_Remembered]:
+        base: list[Logprobs | None] = [*self.base_logprobs]
+        base += [None] * (len(self.answers) - len(base))
+        return [
+            _Remembered(
+                prompt=prompt,
+                seed=seed,
+                completion_ids=generation.completion_ids,
+                logprobs=generation.logprobs,
+                base_logprobs=base_logprobs,
+            )
+            for (prompt, seed, generation), base_logprobs in zip(self.answers, base, strict=True)
+        ][: SAMPLED[1]]
 
 
 class Publisher:
@@ -80,12 +95,20 @@ class Publisher:
         engines: EnginePool,
         learner: LearnerClient,
         arena: AdapterArena,
-        canary_prompt: str,
+        canary_prompts: Sequence[str],
         max_loras: int,
         tolerance: float,
+        alarm: Callable[[str], None],
     ) -> None:
         self.num_waits = 0
         """How often a new adapter had to wait for a slot."""
+        self.num_doubts = 0
+        """Checks that ended without a verdict."""
+        self._has_said_few = False
+        self._evidence: dict[tuple[str, int], Evidence] = {}
+        """By engine and the version that was tried again; NEW for all new versions together."""
+        self._digests: dict[int, str] = {}
+        """By version: what the learner wrote."""
         self._remembered: dict[int, dict[str, list[_Remembered]]] = {}
         """By version and engine."""
         self._keeps: set[int] = set()
@@ -95,26 +118,48 @@ class Publisher:
         self._engines = engines
         self._learner = learner
         self._arena = arena
-        self._prompt = canary_prompt
+        self._prompts = canary_prompts
+        self._alarm = alarm
         self._max_loras = max_loras
         self._tolerance = tolerance
-        self._noise = 0.0
-        """Mean mismatch of the base: what two implementations of the same weights differ by."""
+        self._noise = Noise([], tolerance)
+        self._num_scored, self._num_sampled = SCORED[1], SAMPLED[1]
         self._loaded: set[int] = set()
         self._is_unloading = False
         self._slot_freed = asyncio.Condition()
 
     async def check_base(self) -> dict[str, float]:
-        """The canary without an adapter, before the first game: do engines and learner hold the same base?"""
-        canaries = await self._ask_canaries(0, BASE_CANARIES)
-        self._noise = fmean(canary.mismatch for canary in canaries)
-        return self._verdict(0, canaries)
+        """Measure what rounding does to the base on each engine, before the first game.
 
-    async def publish(self, version: int) -> dict[str, float]:
+        Raises AdapterError for an engine that does not hold the learner's base.
+        """
+        canaries = await self._check_everywhere(0)
+        for canary in canaries:
+            if not canary.check.level <= self._tolerance:
+                raise AdapterError(
+                    f"canary: {canary.name} and the learner disagree about the base model by {canary.check.level:.4f} "
+                    f"in mean log p over {canary.check.num_tokens} tokens (learner.canary_tolerance = "
+                    f"{self._tolerance:g}). They do not hold the same weights, or one computes them wrongly, for "
+                    "example at another temperature. Try float32 for engine.dtype and learner.dtype: rounding then "
+                    "nearly disappears"
+                )
+        differences = [part for canary in canaries for part in canary.check.differences]
+        self._noise = Noise(np.concatenate(differences), self._tolerance)
+        lengths = [len(generation.completion_ids) for canary in canaries for _, _, generation in canary.answers]
+        mean_length = sum(lengths) / len(lengths)
+        self._num_scored = _between(SCORED, SCORED_TOKENS / mean_length)
+        self._num_sampled = _between(SAMPLED, SAMPLED_TOKENS / mean_length)
+        num_tokens = min(canary.check.num_tokens for canary in canaries)
+        if num_tokens < FEWEST_TOKENS or num_tokens <= len(self._prompts):  # the stop token alone, after each prompt
+            self._say_few("the base model", num_tokens, NOISE_TOKENS)
+        return self._figures(canaries)
+
+    async def publish(self, version: int, digest: str) -> dict[str, float]:
         """Load `version` everywhere and try it; when this returns, games may use it.
 
-        Waits for a free adapter slot. Raises AdapterError if the canary fails, RequestError if an engine of this
-        machine, or every engine, does not load it.
+        `digest`: of the adapter that the learner wrote. Waits for a free adapter slot. Raises AdapterError if an engine
+        read another adapter or the canary fails, RequestError if an engine of this machine, or every engine, does not
+        load it.
         """
         async with self._slot_freed:
             if len(self._loaded) >= self._max_loras:
@@ -123,8 +168,16 @@ class Publisher:
             await self._slot_freed.wait_for(lambda: len(self._loaded) < self._max_loras)
         self._loaded.add(version)
         self._held[version] = version
+        self._digests[version] = digest
         await self._engines.load_adapter(version, self._arena.path(version))
-        return self._verdict(version, await self._ask_canaries(version, CANARIES))
+        await _all_of((self._confirm(engine, version) for engine in self._engines.up), but=WorkerDied)
+        canaries = await self._check_everywhere(version)
+        for canary in canaries:
+            self._judge(canary.name, version, canary.check, "does not compute what the learner does with")
+        num_tokens = min(canary.check.num_tokens for canary in canaries)
+        if num_tokens < FEWEST_TOKENS:
+            self._say_few(f"adapter {version}", num_tokens, SCORED_TOKENS)
+        return self._figures(canaries)
 
     async def restore(self, engine: EngineClient) -> None:
         """Give an engine that died and is there again what the others hold, and try it; then it may be asked again.
@@ -158,8 +211,9 @@ class Publisher:
         try:
             if version:
                 await engine.load_adapter(version, self._arena.path(version))
+                await self._confirm(engine, version)
             if remembered := self._remembered.get(published_as):
-                await self._check_returned(engine, version, remembered)
+                await self._check_returned(engine, version, published_as, remembered)
         except RequestError:
             if not version or version in self._held:  # else it was retired meanwhile
                 raise
@@ -186,8 +240,8 @@ class Publisher:
     async def bring_back(self, version: int, published_as: int) -> None:
         """Load again, as `version`, in its reserved slot, what was once published as `published_as`, and try it.
 
-        Raises RequestError if no engine can load it; AdapterError if the engines differ in that, or one does not
-        answer as it did.
+        Raises RequestError if no engine can load it, or if its files were damaged meanwhile; AdapterError if the
+        engines differ in that, or one does not answer as it did.
         """
         failure: RequestError | None = None
         self._held[version] = published_as
@@ -200,34 +254,70 @@ class Publisher:
             if any(version in engine.adapters for engine in self._engines.engines):
                 raise AdapterError(f"adapter {version} is loaded by some engines, not by others: {failure}")
             raise failure
+        digests = await _all_of((engine.adapter_digest(version) for engine in self._engines.up), but=WorkerDied)
+        if len(set(digests)) == 1 and digests[0] not in (None, self._digests[published_as]):
+            await self._engines.unload_adapter(version)
+            del self._held[version]
+            raise RequestError(
+                f"its files were damaged since adapter {published_as} was written: their digest is {digests[0]}, it "
+                f"was {self._digests[published_as]}"
+            )
+        await _all_of((self._confirm(engine, version) for engine in self._engines.up), but=WorkerDied)
         remembered = self._remembered[published_as]
         # One that dies is tried when it is back.
-        await _all_of((self._check_returned(e, version, remembered) for e in self._engines.up), but=WorkerDied)
+        checking = (self._check_returned(e, version, published_as, remembered) for e in self._engines.up)
+        await _all_of(checking, but=WorkerDied)
 
     def state_dict(self) -> dict[str, Any]:
         """What is remembered of versions that may come back, JSON-able."""
-        remembered = {
-            str(version): {
-                engine: [[c.seed, *map(_to_text, (c.completion_ids, c.logprobs, c.base_logprobs))] for c in known]
-                for engine, known in self._remembered[version].items()
-            }
-            for version in sorted(self._keeps & self._remembered.keys())
+        kept = {version: self._remembered[version] for version in sorted(self._keeps & self._remembered.keys())}
+        prompts = list(
+            dict.fromkeys(c.prompt for by_engine in kept.values() for known in by_engine.values() for c in known)
+        )
+        return {
+            "num_waits": self.num_waits,
+            "num_doubts": self.num_doubts,
+            "evidence": [
+                [*whose, evidence.carried.tolist()]
+                for whose, evidence in sorted(self._evidence.items())
+                if evidence.carried.any() and (whose[1] in (NEW, 0) or whose[1] in kept)
+            ],
+            "digests": {str(version): self._digests[version] for version in kept},
+            "prompts": prompts,
+            "remembered": {
+                str(version): {
+                    engine: [
+                        [
+                            prompts.index(canary.prompt),
+                            canary.seed,
+                            *map(_to_text, (canary.completion_ids, canary.logprobs)),
+                            None if canary.base_logprobs is None else _to_text(canary.base_logprobs),
+                        ]
+                        for canary in known
+                    ]
+                    for engine, known in by_engine.items()
+                }
+                for version, by_engine in kept.items()
+            },
         }
-        return {"num_waits": self.num_waits, "remembered": remembered}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_waits = state["num_waits"]
+        self.num_waits, self.num_doubts = state["num_waits"], state["num_doubts"]
+        for name, version, logs in state["evidence"]:
+            self._evidence[name, version] = Evidence(np.array(logs))
         for version, by_engine in state["remembered"].items():
             self.keep(int(version))
+            self._digests[int(version)] = state["digests"][version]
             self._remembered[int(version)] = {
                 engine: [
                     _Remembered(
+                        prompt=state["prompts"][prompt],
                         seed=seed,
                         completion_ids=_from_text(ids, "<i4"),
                         logprobs=_from_text(logprobs, "<f4"),
-                        base_logprobs=_from_text(base_logprobs, "<f4"),
+                        base_logprobs=None if base_logprobs is None else _from_text(base_logprobs, "<f4"),
                     )
-                    for seed, ids, logprobs, base_logprobs in known
+                    for prompt, seed, ids, logprobs, base_logprobs in known
                 ]
                 for engine, known in by_engine.items()
             }
@@ -241,6 +331,8 @@ class Publisher:
         self._keeps.discard(published_as)
         if published_as not in self._held.values():
             self._remembered.pop(published_as, None)
+            self._digests.pop(published_as, None)
+            self._evidence = {whose: of for whose, of in self._evidence.items() if whose[1] != published_as}
 
     async def retired(self) -> None:
         """Wait until what nobody holds is unloaded, so that its slots are free."""
@@ -279,105 +371,157 @@ class Publisher:
     def _slots(self) -> tuple[int, int]:
         return len(self._loaded), self._max_loras
 
-    async def _ask_canaries(self, version: int, count: int) -> list[Canary]:
-        """The answers to `count` seeds, asked for at once, of every engine that is up when the last one is scored.
+    async def _confirm(self, engine: EngineClient, version: int) -> None:
+        """Raise AdapterError if the engine holds another adapter as `version` than the learner wrote."""
+        published_as = self._held.get(version)
+        if published_as is None:  # it was retired meanwhile
+            return
+        expected, found = self._digests[published_as], await engine.adapter_digest(version)
+        if found != expected:
+            raise AdapterError(
+                f"{engine.peer.name} holds another adapter as version {version} than the learner wrote"
+                f"{f' as version {published_as}' * (published_as != version)}: the digest of what it read is {found}, "
+                f"the learner's is {expected}. It read another version or adapter, or its file was damaged on the way"
+            )
 
-        One that died since it answered, and is there again, is asked again.
+    async def _check_everywhere(self, version: int) -> list[_Canary]:
+        """Compare every engine with the learner, with the adapter that the learner holds now, or with the base.
+
+        In rounds, as long as more tokens are needed. An engine that died since it answered, and is there again, is
+        asked again.
         """
-        canaries: dict[tuple[str, int], list[Canary]] = {}
+        canaries: dict[tuple[str, int], _Canary] = {}
         while silent := {
             (e.peer.name, e.peer.life): e
             for e in await self._engines.wait_for_one()
             if (e.peer.name, e.peer.life) not in canaries
         }:
-            asked = [(life, seed) for life in silent for seed in range(CANARY_SEED, CANARY_SEED + count)]
-            asking = (self._ask_canary(silent[life], version, seed) for life, seed in asked)
-            answers = dict(zip(asked, await _all_of(asking, but=WorkerDied), strict=True))
-            told = {key: answer for key, answer in answers.items() if answer is not None}
-            scored = await self._score(told.values()) if told else {}
-            for name, _ in silent:
-                self._remembered.get(version, {}).pop(name, None)
-            for (life, seed), answer in told.items():
-                canary = self._compare(life[0], version, seed, answer, scored[_tokens(answer)])
-                canaries.setdefault(life, []).append(canary)
-        return [canary for of_engine in canaries.values() for canary in of_engine]
+            new = {life: _Canary(engine=engine, check=self._check(engine, version)) for life, engine in silent.items()}
+            while open_canaries := [c for c in new.values() if not c.has_died and c.check.num_wanted()]:
+                await self._compare_more(version, open_canaries)
+            canaries |= {life: canary for life, canary in new.items() if not canary.has_died}
+            for canary in new.values():
+                if not canary.has_died:
+                    self._remembered.setdefault(version, {})[canary.name] = canary.remembered()
+        return list(canaries.values())
 
-    async def _ask_canary(self, engine: EngineClient, version: int, seed: int) -> Generation:
-        return await engine.generate(self._prompt, version, seed=seed, max_tokens=CANARY_TOKENS)
+    def _check(self, engine: EngineClient, version: int) -> Check:
+        evidence, noise = self._evidence_of(engine.peer.name, NEW), self._noise if version else None
+        return Check(evidence, noise, self._tolerance, self._num_scored, self._num_sampled)
+
+    async def _compare_more(self, version: int, canaries: Sequence[_Canary]) -> None:
+        """One round: the engines sample what is missing, and the learner scores it."""
+        asked: list[tuple[_Canary, str, int]] = []
+        for canary in canaries:
+            most = max(canary.check.num_wanted(), self._num_sampled) if version else canary.check.num_wanted()
+            numbers = range(len(canary.answers), most)
+            asked += [(canary, self._prompt(version, number), CANARY_SEED + number) for number in numbers]
+        asking = (self._ask(canary.engine, version, prompt, seed) for canary, prompt, seed in asked)
+        for (canary, prompt, seed), answer in zip(asked, await _all_of(asking, but=WorkerDied), strict=True):
+            if answer is None:
+                canary.has_died = True
+            else:
+                canary.answers.append((prompt, seed, answer))
+        to_score = [
+            (canary, generation)
+            for canary in canaries
+            if not canary.has_died
+            for _, _, generation in canary.answers[canary.check.num_completions : canary.check.num_wanted()]
+        ]
+        scored = await self._score(generation for _, generation in to_score) if to_score else {}
+        for canary, generation in to_score:
+            self._compare(version, canary, generation, scored[_tokens(generation)])
+
+    def _compare(self, version: int, canary: _Canary, generation: Generation, scored: LearnerLogprobs) -> None:
+        expected = scored.adapter if version else scored.base
+        for whose, logprobs in (("the learner", expected), (canary.name, generation.logprobs)):
+            if version and not np.isfinite(logprobs).all():
+                raise AdapterError(
+                    f"canary: with adapter {version} log-probabilities are no numbers any more (those of {whose}): the "
+                    "update made them overflow; lower learner.learning_rate and go on from the newest checkpoint, if "
+                    "there is one"
+                )
+        canary.base_logprobs.append(scored.base)
+        canary.check.add(generation.prompt_ids, generation.completion_ids, generation.logprobs, expected, scored.base)
+
+    async def _check_returned(
+        self, engine: EngineClient, version: int, published_as: int, remembered: Mapping[str, list[_Remembered]]
+    ) -> None:
+        """The same seeds must give the same tokens, up to where rounding parts them, as likely as they were then."""
+        known = remembered.get(engine.peer.name) or next(iter(remembered.values()))
+        evidence = self._evidence_of(engine.peer.name, published_as)
+        check = Check(evidence, self._noise, self._tolerance, self._num_scored, len(known))
+        while asked := known[check.num_completions : check.num_wanted()]:
+            answers = await _all_of(self._ask(engine, version, then.prompt, then.seed) for then in asked)
+            pairs = [(then, now) for then, now in zip(asked, answers, strict=True) if now is not None]
+            unscored = [now for then, now in pairs if version and then.base_logprobs is None]
+            scored = await self._score(unscored) if unscored else {}
+            for then, now in pairs:
+                base_logprobs = then.logprobs
+                if version:
+                    base_logprobs = scored[_tokens(now)].base if then.base_logprobs is None else then.base_logprobs
+                logprobs = (now.logprobs, then.logprobs, base_logprobs)
+                check.add_again(now.prompt_ids, now.completion_ids, then.completion_ids, *logprobs)
+        self._judge(engine.peer.name, version, check, "does not answer as it once did with what is now loaded as")
+
+    def _judge(self, name: str, version: int, check: Check, what: str) -> None:
+        """Raise AdapterError if an engine is wrong; raise an alarm if that stays open."""
+        adapter, evidence = f"adapter {version}" if version else "the base model", check.evidence
+        found = (
+            f"10^{evidence.strength:.1f} to 1 against rounding, now over {check.num_tokens} tokens whose log p differ "
+            f"by {check.mismatch:.4f} on average: {evidence.suspicion}"
+        )
+        if evidence.is_wrong:
+            raise AdapterError(
+                f"canary: {name} {what} {adapter} ({found}). It does not hold these weights, or computes them wrongly"
+            )
+        if check.num_tokens == 0:
+            self.num_doubts += 1
+            self._alarm(
+                f"canary: {name} gave other tokens than before to every prompt and seed of {adapter}, so nothing could "
+                "be compared; its weights are those that were published (digest). The run goes on"
+            )
+        elif evidence.is_open:
+            self.num_doubts += 1
+            self._alarm(f"canary: it stays open whether {name} {what} {adapter} ({found}). The run goes on")
+
+    def _say_few(self, what: str, num_tokens: int, wanted: int) -> None:
+        """Raise an alarm, once a run."""
+        self.num_doubts += 1
+        if not self._has_said_few:
+            self._has_said_few = True
+            self._alarm(
+                f"canary: answers of {what} to the run's first prompts have only {num_tokens} different tokens, "
+                f"{wanted} are wanted: whether engines compute what the learner does can hardly be checked. Look at "
+                "what the model answers (games.jsonl), and whether prompt_template suits it"
+            )
+
+    def _figures(self, canaries: Sequence[_Canary]) -> dict[str, float]:
+        """Of the engine that differs most, as metrics."""
+        worst = max((canary.check for canary in canaries), key=lambda check: check.mismatch)
+        return {
+            "canary/mismatch": worst.mismatch,
+            "canary/base_gap": worst.base_gap,
+            "canary/n": worst.num_tokens,
+            "canary/noise": self._noise.level,
+            "canary/evidence": max(canary.check.evidence.strength for canary in canaries),
+            "canary/doubts": self.num_doubts,
+        }
+
+    def _evidence_of(self, name: str, version: int) -> Evidence:
+        return self._evidence.setdefault((name, version), Evidence())
+
+    def _prompt(self, version: int, number: int) -> str:
+        """Of the base a prompt for each completion; of an adapter one for all that are sampled at once, in turn."""
+        return self._prompts[(version + number // SAMPLED[1] if version else number) % len(self._prompts)]
+
+    async def _ask(self, engine: EngineClient, version: int, prompt: str, seed: int) -> Generation:
+        return await engine.generate(prompt, version, seed=seed, max_tokens=CANARY_TOKENS)
 
     async def _score(self, generations: Iterable[Generation]) -> dict[tuple[bytes, bytes], LearnerLogprobs]:
         """By the tokens: many engines say the same."""
         distinct = {_tokens(generation): generation for generation in generations}
         return dict(zip(distinct, await self._learner.score(list(distinct.values())), strict=True))
-
-    def _compare(self, engine: str, version: int, seed: int, generation: Generation, scored: LearnerLogprobs) -> Canary:
-        if seed < CANARY_SEED + CANARIES:
-            self._remembered.setdefault(version, {}).setdefault(engine, []).append(
-                _Remembered(
-                    seed=seed,
-                    completion_ids=generation.completion_ids,
-                    logprobs=generation.logprobs,
-                    base_logprobs=scored.base,
-                )
-            )
-        expected = scored.adapter if version else scored.base
-        return Canary(
-            engine=engine,
-            n=len(generation.completion_ids),
-            mismatch=_mean_gap(generation.logprobs, expected),
-            base_gap=_mean_gap(expected, scored.base),
-            engine_to_base=_mean_gap(generation.logprobs, scored.base),
-        )
-
-    async def _check_returned(
-        self, engine: EngineClient, version: int, remembered: Mapping[str, list[_Remembered]]
-    ) -> None:
-        """The same seeds must give the same tokens, up to where rounding parts them, as likely as they were then."""
-        then, now, base = [], [], []
-        canaries = remembered.get(engine.peer.name) or next(iter(remembered.values()))
-        answers = await _all_of(self._ask_canary(engine, version, canary.seed) for canary in canaries)
-        for canary, generation in zip(canaries, answers, strict=True):
-            assert generation is not None
-            n = _num_common(canary.completion_ids, generation.completion_ids)
-            then.append(canary.logprobs[:n])
-            now.append(generation.logprobs[:n])
-            base.append(canary.base_logprobs[:n])
-        then_N, now_N, base_N = map(np.concatenate, (then, now, base))
-        mismatch = _mean_gap(then_N, now_N) if len(then_N) else np.inf
-        can_tell = len(then_N) > 0 and _mean_gap(then_N, base_N) > 4 * max(self._noise, 1e-4)
-        if not mismatch <= self._tolerance or (can_tell and _mean_gap(now_N, base_N) <= mismatch):
-            raise AdapterError(
-                f"canary: {engine.peer.name} does not answer as it once did with what is now loaded as adapter "
-                f"{version}: {len(now_N)} of {sum(len(canary.completion_ids) for canary in canaries)} tokens are the "
-                f"same, and their log p differs by {mismatch:.4f} (learner.canary_tolerance = {self._tolerance})"
-            )
-
-    def _verdict(self, version: int, canaries: list[Canary]) -> dict[str, float]:
-        """The worst engine's figures as metrics. Raises AdapterError for an engine that does not sing in tune."""
-        worst = max(canaries, key=lambda canary: canary.mismatch)
-        what = f"adapter {version}" if version else "the base model"
-        for canary in canaries:
-            if canary.is_of_the_base(self._noise):
-                raise AdapterError(
-                    f"canary: {canary.engine} answers as the base model where {what} is asked for (log p is "
-                    f"{canary.engine_to_base:.4f} from the base, {canary.mismatch:.4f} from the adapter)"
-                )
-        if version and not np.isfinite(worst.mismatch):
-            raise AdapterError(
-                f"canary: with {what} log-probabilities are no numbers any more: the update made them overflow; "
-                "lower learner.learning_rate and go on from the newest checkpoint, if there is one"
-            )
-        if not worst.mismatch <= self._tolerance:
-            raise AdapterError(
-                f"canary: {worst.engine} and the learner disagree about {what} by {worst.mismatch:.4f} in mean log p "
-                f"over {worst.n} tokens (learner.canary_tolerance = {self._tolerance}). They do not hold the same "
-                "weights, or one computes them wrongly; dtype float32 on both sides tells which."
-            )
-        return {
-            "canary/mismatch": worst.mismatch,
-            "canary/base_gap": worst.base_gap,
-            "canary/n": worst.n,
-        }
 
 
 async def _all_of(asked: Iterable[Coroutine[Any, Any, T]], but: type[Exception] | tuple[()] = ()) -> list[T | None]:
@@ -401,12 +545,5 @@ def _tokens(generation: Generation) -> tuple[bytes, bytes]:
     return generation.prompt_ids.tobytes(), generation.completion_ids.tobytes()
 
 
-def _num_common(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the common beginning."""
-    n = min(len(a), len(b))
-    differs = np.nonzero(a[:n] != b[:n])[0]
-    return int(differs[0]) if len(differs) else n
-
-
-def _mean_gap(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.abs(a - b).mean())
+def _between(bounds: tuple[int, int], number: float) -> int:
+    return min(max(math.ceil(number), bounds[0]), bounds[1])

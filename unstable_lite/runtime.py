@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from unstable_lite.collector import Collector
 from unstable_lite.config import Config, parse_config
 from unstable_lite.engines.lock_step import LockStep
 from unstable_lite.errors import ConfigError, UnstableError
-from unstable_lite.games.environments import Environment
+from unstable_lite.games.environments import Environment, is_isolated
 from unstable_lite.games.isolation import Environments, opened_environments
 from unstable_lite.games.seats import Seats
 from unstable_lite.games.templates import Template, format_prompt, templates_for
@@ -72,6 +72,7 @@ T = TypeVar("T")
 
 
 LOG_BYTES, LOG_BACKUPS = 10_000_000, 5
+CANARY_PROMPTS = 8
 """Of orchestrator.log (reference: `tracker.py`)."""
 COLLECT_AFTER = 100_000
 """New objects, beyond those that went; thousands of games that begin and end in waves are tens of thousands."""
@@ -265,7 +266,7 @@ class Run:
                         sampling_seed = derive_seed(config.run.seed, "sampling")
                     generate = lock_step.generate if lock_step is not None else workers.engines.generate
                     async with Seats(generate, templates, config.opponents, say, sampling_seed) as seats:
-                        canary_prompt = _canary_prompt(config, templates)
+                        canary_prompts = _canary_prompts(config, templates)
                         training = self._wire(
                             directory,
                             workers,
@@ -273,7 +274,7 @@ class Run:
                             tracker,
                             seats,
                             lock_step,
-                            canary_prompt,
+                            canary_prompts,
                             checkpoint,
                             loop_watch,
                             environments,
@@ -357,7 +358,7 @@ class Run:
         tracker: Tracker,
         seats: Seats,
         lock_step: LockStep | None,
-        canary_prompt: str,
+        canary_prompts: Sequence[str],
         checkpoint: Checkpoint | None,
         loop_watch: LoopWatch,
         environments: Environments,
@@ -374,13 +375,18 @@ class Run:
                 scheduler.registry.add_fixed(env.fixed_opponent, active=False)
         for env_id, name in anchors(config).items():
             scheduler.registry.set_anchor(env_id, scheduler.registry.add_fixed(name, active=False).uid)
+
+        def alarm(text: str) -> None:
+            tracker.alarm(scheduler.registry.get(scheduler.registry.get_current_ckpt()).iteration or 0, text)
+
         publisher = Publisher(
             workers.engines,
             workers.learner,
             arena,
-            canary_prompt=canary_prompt,
+            canary_prompts=canary_prompts,
             max_loras=config.engine.max_loras,
             tolerance=config.learner.canary_tolerance,
+            alarm=alarm,
         )
 
         def count(record: GameRecord) -> None:
@@ -399,9 +405,6 @@ class Run:
         )
         say = self._terminal.say
         guard = Guard(config, directory, buffer, tracker, say, collector.going, self._stop)
-
-        def alarm(text: str) -> None:
-            tracker.alarm(scheduler.registry.get(scheduler.registry.get_current_ckpt()).iteration or 0, text)
 
         loop_watch.alarm = alarm
         return Training(
@@ -604,11 +607,21 @@ def _sinks(config: Config, directory: Path, resumed_after: int | None) -> list[S
     return [JsonlSink(directory / "metrics.jsonl"), *rich]
 
 
-def _canary_prompt(config: Config, templates: Mapping[str, Template]) -> str:
-    """What the first player of the first env is shown: a prompt of the kind that the run is about."""
-    spec = config.train_envs[0]
-    _, observation = Environment(spec.env_id, spec.num_players, seed=0, observation=spec.observation).observe()
-    return format_prompt(spec.prompt_template, observation, spec.num_players, templates)
+def _canary_prompts(config: Config, templates: Mapping[str, Template]) -> list[str]:
+    """Return what first players are shown in up to CANARY_PROMPTS different games, of all envs in turn.
+
+    An env whose reset is slow, or which needs a process of its own, gives one prompt.
+    """
+    prompts: dict[str, None] = {}
+    for seed in range(CANARY_PROMPTS):
+        for spec in config.train_envs:
+            if len(prompts) == CANARY_PROMPTS:
+                break
+            if seed and is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated):
+                continue
+            _, observation = Environment(spec.env_id, spec.num_players, seed, spec.observation).observe()
+            prompts[format_prompt(spec.prompt_template, observation, spec.num_players, templates)] = None
+    return list(prompts)
 
 
 @contextlib.contextmanager

@@ -175,7 +175,7 @@ class Training:
             self._count_skipped(updated.skipped)
             return False
         slept_s, published = time.monotonic() - asked, time.monotonic()
-        canary = await self.publisher.publish(version)
+        canary = await self.publisher.publish(version, updated.digest)
         self.updates += 1
         self._skipped_in_a_row = 0
         self._offer(f"ckpt-{self.updates}", version)
@@ -214,8 +214,8 @@ class Training:
         if self.resume_from is not None:
             canary = await self._resume(self.resume_from)
         elif self.plan.config.lora.initial_lora_path is not None:
-            await self._write_version(1, partial(self.workers.learner.publish, 1))
-            canary = await self.publisher.publish(1)
+            digest = await self._write_version(1, partial(self.workers.learner.publish, 1))
+            canary = await self.publisher.publish(1, digest)
             self._offer("initial", 1)
         self.terminal.say(
             f"engine and learner agree about {self.registry.current.uid}: mean |Δ log p| "
@@ -239,8 +239,8 @@ class Training:
         self.buffer.refill(checkpoint.waiting)
         learner, version = self.workers.learner, self.version
         await learner.load(checkpoint.directory)
-        await self._write_version(version, partial(learner.publish, version))
-        canary = await self.publisher.publish(version)
+        digest = await self._write_version(version, partial(learner.publish, version))
+        canary = await self.publisher.publish(version, digest)
         await self.pool.resume()
         with checkpoint.understood():
             self.guard.load_state_dict(state["guard"])

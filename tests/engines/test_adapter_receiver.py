@@ -22,7 +22,7 @@ import safetensors.numpy
 
 from unstable_lite.engines import adapter_receiver
 from unstable_lite.engines.adapter_receiver import AdapterReceiver
-from unstable_lite.outside_files import CONFIG, WEIGHTS
+from unstable_lite.outside_files import CONFIG, WEIGHTS, adapter_digest
 
 SECRET = "not for everybody"
 CONFIG_CONTENT = json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}).encode()
@@ -83,7 +83,9 @@ def everything(folder: Path) -> list[str]:
 
 
 def test_an_adapter_arrives_is_listed_and_goes(receiver: AdapterReceiver, folder: Path) -> None:
-    assert put(receiver, "run-1.v2") == (200, {"path": str(folder / "run-1.v2")})
+    status, answer = put(receiver, "run-1.v2")
+    assert status == 200
+    assert answer == {"path": str(folder / "run-1.v2"), "digest": adapter_digest(folder / "run-1.v2")}
     assert (folder / "run-1.v2" / WEIGHTS).read_bytes() == WEIGHTS_CONTENT
     assert (folder / "run-1.v2" / CONFIG).read_bytes() == CONFIG_CONTENT
     assert put(receiver, "run-1.v2")[0] == 200, "an upload whose answer was lost is done again"

@@ -19,7 +19,8 @@ import pytest
 from random_models import make_adapter
 from remote_engine import START_TIMEOUT_S, RemoteEngine
 from unstable_lite.opponent_pool import FIRST_RETURNED_VERSION
-from unstable_lite.transport.messages import Done, Failed, Ready
+from unstable_lite.outside_files import WEIGHTS, adapter_digest
+from unstable_lite.transport.messages import AdapterDigest, ConfirmAdapter, Done, Failed, Ready
 from unstable_lite.types import Generation
 
 MAX_MODEL_LEN = 640
@@ -85,7 +86,7 @@ def adapters(engine: Engine, adapter_dirs: list[Path]) -> Iterator[list[int]]:
     """The versions of two loaded adapters."""
     versions = [engine.remote.next_version() for _ in adapter_dirs]
     for version, path in zip(versions, adapter_dirs, strict=True):
-        assert isinstance(engine.remote.load(version, path), Done)
+        assert isinstance(engine.remote.load(version, path), AdapterDigest)
     yield versions
     for version in versions:
         engine.remote.unload(version)
@@ -253,7 +254,7 @@ def test_an_unknown_adapter_is_an_error_and_never_the_base(engine: Engine) -> No
 
 def test_a_version_is_never_used_again(engine: Engine, adapter_dirs: list[Path]) -> None:
     remote, version = engine.remote, engine.remote.next_version()
-    assert isinstance(remote.load(version, adapter_dirs[0]), Done)
+    assert isinstance(remote.load(version, adapter_dirs[0]), AdapterDigest)
     again = remote.load(version, adapter_dirs[1])
     assert isinstance(again, Failed) and "already" in again.error
     assert isinstance(remote.unload(version), Done)
@@ -264,6 +265,28 @@ def test_a_version_is_never_used_again(engine: Engine, adapter_dirs: list[Path])
     ):
         assert isinstance(reply, Failed) and str(version) in reply.error
     assert isinstance(remote.load(0, adapter_dirs[0]), Failed)
+
+
+def test_an_engine_says_which_adapter_it_read_and_still_holds(
+    engine: Engine, adapter_dirs: list[Path], tmp_path: Path
+) -> None:
+    remote, damaged = engine.remote, tmp_path / "damaged"
+    shutil.copytree(adapter_dirs[0], damaged)
+    content = bytearray((damaged / WEIGHTS).read_bytes())
+    content[-4] ^= 1
+    (damaged / WEIGHTS).write_bytes(content)
+    digests = []
+    for path in (*adapter_dirs, damaged):
+        version = remote.next_version()
+        read = remote.load(version, path)
+        assert isinstance(read, AdapterDigest) and read.digest == adapter_digest(path)
+        (held,) = remote.ask(ConfirmAdapter(request_id=next(remote._ids), version=version))
+        assert held.digest == read.digest
+        digests.append(read.digest)
+        assert isinstance(remote.unload(version), Done)
+    assert len(set(digests)) == 3
+    (unknown,) = remote.ask(ConfirmAdapter(request_id=next(remote._ids), version=version))
+    assert isinstance(unknown, Failed) and str(version) in unknown.error
 
 
 def test_a_version_in_use_is_not_unloaded(engine: Engine, adapters: list[int]) -> None:
@@ -278,7 +301,7 @@ def test_no_more_adapters_than_slots(engine: Engine, adapter_dirs: list[Path]) -
     remote = engine.remote
     versions = [remote.next_version() for _ in range(MAX_LORAS + 1)]
     replies = [remote.load(version, adapter_dirs[0]) for version in versions]
-    assert [type(reply) for reply in replies] == [Done] * MAX_LORAS + [Failed]
+    assert [type(reply) for reply in replies] == [AdapterDigest] * MAX_LORAS + [Failed]
     assert "max_loras" in replies[-1].error
     generations = remote.generate(*[remote.request("all at once", version, seed=5) for version in versions[:-1]])
     assert len({tuple(generation.completion_ids) for generation in generations}) == 1 or not engine.is_exact
@@ -290,7 +313,7 @@ def test_versions_may_be_as_large_as_those_of_adapters_that_come_back(
     engine: Engine, adapters: list[int], adapter_dirs: list[Path]
 ) -> None:
     remote, version = engine.remote, FIRST_RETURNED_VERSION + 5
-    assert isinstance(remote.load(version, adapter_dirs[0]), Done)
+    assert isinstance(remote.load(version, adapter_dirs[0]), AdapterDigest)
     returned, first, other, base = remote.generate(
         *(remote.request("who", v, temperature=1e-6) for v in (version, *adapters, 0))
     )

@@ -14,7 +14,7 @@ import torch
 
 from remote_engine import START_TIMEOUT_S, RemoteEngine
 from unstable_lite.engines.kv_cache import CacheShape, KVCache
-from unstable_lite.transport.messages import Done, Generated, Ready, Sleep, WakeUp
+from unstable_lite.transport.messages import AdapterDigest, Done, Generated, Ready, Sleep, WakeUp
 
 KINDS = [
     pytest.param(("transformers", "cpu", "float32"), id="transformers"),
@@ -51,7 +51,7 @@ def test_base_and_adapters_answer_after_a_sleep_as_before(
 ) -> None:
     versions = [engine.next_version() for _ in adapter_dirs]
     for version, path in zip(versions, adapter_dirs, strict=True):
-        assert isinstance(engine.load(version, path), Done)
+        assert isinstance(engine.load(version, path), AdapterDigest)
 
     def answers() -> list[Any]:
         return engine.generate(*(engine.request("Player 0: e4", version, seed=version) for version in (0, *versions)))

@@ -11,6 +11,7 @@ import pytest
 from remote_engine import RemoteEngine
 from unstable_lite.transport.child import ORPHANED
 from unstable_lite.transport.messages import (
+    AdapterDigest,
     Crashed,
     Done,
     EngineStats,
@@ -63,8 +64,8 @@ def test_every_refusal_is_a_reply(scripted: RemoteEngine) -> None:
 
 
 def test_adapters_are_booked(scripted: RemoteEngine, adapter: Path) -> None:
-    assert isinstance(scripted.load(1, adapter), Done)
-    assert isinstance(scripted.load(2, adapter), Done)
+    assert isinstance(scripted.load(1, adapter), AdapterDigest)
+    assert isinstance(scripted.load(2, adapter), AdapterDigest)
     assert "max_loras" in scripted.load(3, adapter).error
     assert "already" in scripted.load(1, adapter).error
     assert scripted.generate(scripted.request("p", version=2))[0].adapter_version == 2
@@ -122,7 +123,9 @@ def test_requests_wait_for_one_load_at_a_time(start_engine: Start, tmp_path: Pat
     asked = [engine.request("p") for _ in range(4)]
     loads = [LoadAdapter(request_id=100 + version, version=version, path=str(tmp_path)) for version in (1, 2, 3)]
     engine.send(*asked, *loads)
-    order = [engine.wait_for(lambda message: isinstance(message, (Generated, Done))).request_id for _ in range(7)]  # type: ignore[attr-defined]
+    order = [
+        engine.wait_for(lambda message: isinstance(message, (Generated, AdapterDigest))).request_id for _ in range(7)
+    ]  # type: ignore[attr-defined]
     first, second, third, fourth = (request.request_id for request in asked)
     assert order == [101, first, 102, second, 103, third, fourth]
 

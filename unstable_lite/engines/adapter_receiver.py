@@ -5,7 +5,8 @@
 Whoever knows the secret (`Authorization: Bearer …`) may:
 
     PUT /adapters/NAME/adapter_config.json, then
-    PUT /adapters/NAME/adapter_model.safetensors    → {"path": "/adapters/NAME"}, once both are a whole LoRA adapter
+    PUT /adapters/NAME/adapter_model.safetensors    → {"path": "/adapters/NAME", "digest": "…"}, once both are a whole
+                                                      LoRA adapter; the digest is that of what lies in the folder
     DELETE /adapters/NAME                           → {}, whether it was there or not
     GET /adapters                                   → {"adapters": ["NAME", …]}
 
@@ -33,7 +34,7 @@ from typing import Any
 
 from unstable_lite.errors import AdapterError
 from unstable_lite.games.api_keys import RECEIVER_KEY
-from unstable_lite.outside_files import CONFIG, MAX_JSON_BYTES, WEIGHTS, check_adapter
+from unstable_lite.outside_files import CONFIG, MAX_JSON_BYTES, WEIGHTS, adapter_digest
 from unstable_lite.visible_text import VisibleFormatter
 
 log = logging.getLogger(__name__)
@@ -217,11 +218,10 @@ class _Handler(BaseHTTPRequestHandler):
                 elif not directory.is_dir():
                     raise _Refusal(409, f"{CONFIG} comes first")
                 partial.replace(directory / file)
-                if file == WEIGHTS:
-                    self._check(directory)
+                digest = {"digest": self._check(directory)} if file == WEIGHTS else {}
         finally:
             partial.unlink(missing_ok=True)
-        return {"path": str(directory)}
+        return {"path": str(directory)} | digest
 
     def _receive(self, partial: Path, max_bytes: int) -> None:
         length = self.headers.get("content-length", "")
@@ -253,9 +253,10 @@ class _Handler(BaseHTTPRequestHandler):
         if total > server.max_total_bytes:
             raise _Refusal(413, f"{total} bytes in all; the limit is {server.max_total_bytes}")
 
-    def _check(self, directory: Path) -> None:
+    def _check(self, directory: Path) -> str:
+        """Return the digest of the adapter in `directory`; remove the directory if it holds none."""
         try:
-            check_adapter(directory)
+            return adapter_digest(directory)
         except AdapterError as error:
             shutil.rmtree(directory)
             raise _Refusal(422, str(error)) from error

@@ -17,6 +17,7 @@ class AdapterVersions:
         self._max_loras = max_loras
         self._in_use = {BASE: 0}
         self._retired: set[int] = set()
+        self._digests: dict[int, str] = {}
 
     def check_new(self, version: int) -> None:
         """Raises AdapterError if `version` cannot be loaded."""
@@ -33,9 +34,17 @@ class AdapterVersions:
                 "unload one or raise engine.max_loras"
             )
 
-    def add(self, version: int) -> None:
-        """It is loaded now."""
+    def add(self, version: int, digest: str) -> str:
+        """Count `version` as loaded; return `digest`, that of what was read."""
         self._in_use[version] = 0
+        self._digests[version] = digest
+        return digest
+
+    def digest(self, version: int) -> str:
+        """Return the digest of what was read as `version`. Raises AdapterError if it is not loaded."""
+        if version not in self._digests:
+            raise AdapterError(f"adapter version {version} is not loaded; {self._loaded()}")
+        return self._digests[version]
 
     def check_unused(self, version: int) -> None:
         """Raises AdapterError if `version` is not loaded or still in use."""
@@ -47,7 +56,7 @@ class AdapterVersions:
     def remove(self, version: int) -> None:
         """Raises AdapterError if `version` is not loaded or still in use."""
         self.check_unused(version)
-        del self._in_use[version]
+        del self._in_use[version], self._digests[version]
         self._retired.add(version)
 
     def check_loaded(self, version: int) -> None:

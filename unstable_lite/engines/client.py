@@ -14,6 +14,8 @@ from unstable_lite.config import EngineConfig
 from unstable_lite.errors import AdapterError, WorkerDied
 from unstable_lite.transport.adapters import adapter_part
 from unstable_lite.transport.messages import (
+    AdapterDigest,
+    ConfirmAdapter,
     EngineStats,
     FetchAdapter,
     Generate,
@@ -45,6 +47,8 @@ class EngineClient:
         """In which life which versions are loaded."""
         self._paths: dict[int, Path] = {}
         """Of the versions that it was told to load."""
+        self._read: dict[tuple[int, int], str] = {}
+        """By life and version: the digest that the engine replied when it loaded an adapter, until it is asked for."""
         self._loading = asyncio.Lock()
         self._config = config
         self._awake = asyncio.Event()
@@ -135,8 +139,22 @@ class EngineClient:
             if version in adapters:
                 return
             self._paths[version] = path
-            await self.peer.ask(LoadAdapter, LOAD_TIMEOUT_S, version=version, path=str(path))
+            reply: AdapterDigest = await self.peer.ask(LoadAdapter, LOAD_TIMEOUT_S, version=version, path=str(path))
+            self._read[self.peer.life, version] = reply.digest
             adapters.add(version)
+
+    async def adapter_digest(self, version: int) -> str:
+        """Return the digest of what the engine holds as `version`.
+
+        That is the digest in its reply to `load_adapter`, once; afterwards the engine is asked again, because a sleep
+        or a link that was cut may lie between. Raises RequestError if it does not hold `version`.
+        """
+        async with self._loading:
+            await self._awake.wait()
+            if (digest := self._read.pop((self.peer.life, version), None)) is not None:
+                return digest
+            reply: AdapterDigest = await self.peer.ask(ConfirmAdapter, LOAD_TIMEOUT_S, version=version)
+            return reply.digest
 
     async def unload_adapter(self, version: int) -> None:
         """Nothing, if it does not hold `version`."""
@@ -147,6 +165,7 @@ class EngineClient:
                 return
             await self.peer.ask(UnloadAdapter, LOAD_TIMEOUT_S, version=version)
             adapters.discard(version)
+            self._read.pop((self.peer.life, version), None)
             self._paths.pop(version, None)
 
     def holds_already(self, versions: Iterable[int]) -> None:

@@ -36,8 +36,18 @@ class Engine(Protocol):
 
     def has_unfinished(self) -> bool: ...
 
-    def load_adapter(self, version: int, path: Path) -> None:
-        """Raises AdapterError: version known or used before, no slot free, not an adapter of this base."""
+    def load_adapter(self, version: int, path: Path) -> str:
+        """Load a PEFT directory and return the digest of what was read: `outside_files.adapter_digest` or `digest_of`.
+
+        Raises AdapterError: version known or used before, no slot free, not an adapter of this base.
+        """
+
+    def confirm_adapter(self, version: int) -> str:
+        """Return the digest that `load_adapter` returned, if the engine still holds what it read.
+
+        An engine that sees that it holds something else returns another text. Raises AdapterError if the version is
+        not loaded.
+        """
 
     def unload_adapter(self, version: int) -> None:
         """Raises AdapterError if the version is unknown or has unfinished requests."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from unstable_lite.engines.adapters import BASE
 from unstable_lite.engines.attention import CachedAttention
-from unstable_lite.engines.lora import Group, check_fits, read_adapter
+from unstable_lite.engines.lora import Group, check_fits, checksum, read_adapter
 
 LARGEST_BYTES = 16 << 20
 """Of a base: each adapter version is given a copy."""
@@ -106,12 +106,24 @@ class FusedModel:
             layer.add(hidden_NI, attended_NI, weights, sizes)
         return self._norm(hidden_NI) @ self._head_IV
 
-    def load(self, version: int, directory: Path, max_rank: int) -> None:
-        """Raises AdapterError for what is no LoRA adapter of this base; the model is then as before."""
-        pairs, scale = read_adapter(directory, max_rank)
+    def load(self, version: int, directory: Path, max_rank: int) -> str:
+        """Load an adapter and return the digest of what was read.
+
+        Raises AdapterError for what is no LoRA adapter of this base; the model is then as before.
+        """
+        pairs, scale, digest = read_adapter(directory, max_rank)
         check_fits(self._model, pairs, directory)
         self._weights[version] = self._weights_with(
             {name: scale * b_OR.float() @ a_RI.float() for name, (a_RI, b_OR) in pairs.items()}
+        )
+        return digest
+
+    def checksum(self, version: int) -> int:
+        """Return a checksum of the weights that the model holds for an adapter version."""
+        return checksum(
+            tensor
+            for layer in self._weights[version]
+            for tensor in (layer.qkv_IO, layer.out_IO, layer.gate_up_IO, layer.down_IO)
         )
 
     def unload(self, version: int) -> None:

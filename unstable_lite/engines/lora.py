@@ -5,7 +5,7 @@ Owns reading PEFT directories and the arithmetic of LoRA. Knows no requests and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor, nn
 
 from unstable_lite.errors import AdapterError, ModelError
-from unstable_lite.outside_files import WEIGHTS, check_adapter
+from unstable_lite.outside_files import WEIGHTS, check_adapter, digest_of, lora_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,10 @@ class LoraLinear(nn.Module):
             (scale * b_OR.float().t()).to(weight.device, weight.dtype).contiguous(),
         )
 
+    def pair(self, version: int) -> tuple[Tensor, ...]:
+        """Return the pair of an adapter version; nothing if that version does not change this layer."""
+        return self._pairs.get(version, ())
+
     def unload(self, version: int) -> None:
         self._pairs.pop(version, None)
 
@@ -106,9 +110,12 @@ class LoraModel:
         logits_BV: Tensor = output.logits[0]
         return logits_BV
 
-    def load(self, version: int, directory: Path, max_rank: int) -> None:
-        """Raises AdapterError for what is no LoRA adapter of this base; the model is then as before."""
-        pairs, scale = read_adapter(directory, max_rank)
+    def load(self, version: int, directory: Path, max_rank: int) -> str:
+        """Load an adapter and return the digest of what was read.
+
+        Raises AdapterError for what is no LoRA adapter of this base; the model is then as before.
+        """
+        pairs, scale, digest = read_adapter(directory, max_rank)
         check_fits(self._model, pairs, directory)
         for name, (a_RI, b_OR) in pairs.items():
             if name not in self._layers:
@@ -116,6 +123,11 @@ class LoraModel:
                 self._layers[name] = LoraLinear(base, self._groups)
                 self._model.set_submodule(name, self._layers[name])
             self._layers[name].load(version, a_RI, b_OR, scale)
+        return digest
+
+    def checksum(self, version: int) -> int:
+        """Return a checksum of the weights that the model holds for an adapter version."""
+        return checksum(tensor for layer in self._layers.values() for tensor in layer.pair(version))
 
     def unload(self, version: int) -> None:
         for layer in self._layers.values():
@@ -128,11 +140,25 @@ class LoraModel:
             layer.move_adapters(device)
 
 
-def read_adapter(directory: Path, max_rank: int) -> tuple[dict[str, tuple[Tensor, Tensor]], float]:
-    """The pairs (A, B) of a PEFT directory by module name, and their scale. Raises AdapterError."""
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Return a number that changes if a bit of `tensors`, or their order, changes. Costs one pass over them."""
+    total = 0
+    for tensor in tensors:
+        bits = tensor.t() if tensor.t().is_contiguous() else tensor.contiguous()
+        words = bits.view({2: torch.int16, 4: torch.int32}[bits.element_size()])
+        total = (31 * total + int(words.sum(dtype=torch.int64))) % (1 << 64)
+    return total
+
+
+def read_adapter(directory: Path, max_rank: int) -> tuple[dict[str, tuple[Tensor, Tensor]], float, str]:
+    """Return the pairs (A, B) of a PEFT directory by module name, their scale, and the digest of what was read.
+
+    Raises AdapterError.
+    """
     config, _ = check_adapter(directory, max_rank)
     try:
-        tensors = load_file(directory / WEIGHTS)
+        content = (directory / WEIGHTS).read_bytes()
+        digest, tensors = digest_of(config, content), load(content)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{directory / WEIGHTS} cannot be loaded: {error}") from error
     pairs: dict[str, dict[str, Tensor]] = {}
@@ -141,9 +167,7 @@ def read_adapter(directory: Path, max_rank: int) -> tuple[dict[str, tuple[Tensor
             raise AdapterError(f"{directory}: {key} has numbers that are not finite")
         name, _, half = key.removeprefix("base_model.model.").rpartition(".lora_")
         pairs.setdefault(name, {})[half[0]] = tensor
-    rank = config["r"]
-    scale: float = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
-    return {name: (pair["A"], pair["B"]) for name, pair in pairs.items()}, scale
+    return {name: (pair["A"], pair["B"]) for name, pair in pairs.items()}, lora_scale(config), digest
 
 
 def check_fits(model: Any, pairs: Mapping[str, tuple[Tensor, Tensor]], directory: Path) -> None:

@@ -32,6 +32,7 @@ from unstable_lite.transport.child import WorkerSocket, WorkerSpec, last_words
 from unstable_lite.transport.door import HUNG_UP, REFUSALS
 from unstable_lite.transport.keys import WorkerKeys
 from unstable_lite.transport.messages import (
+    AdapterDigest,
     AdapterPart,
     Alive,
     Done,
@@ -179,8 +180,10 @@ class FetchingSocket:
 
     def send(self, *messages: Message) -> None:
         for message in messages:
-            asked = self._handed_on.pop(message.request_id, None) if isinstance(message, (Done, Failed)) else None
-            if isinstance(message, Done) and isinstance(asked, LoadAdapter):
+            asked = None
+            if isinstance(message, (AdapterDigest, Done, Failed)):
+                asked = self._handed_on.pop(message.request_id, None)
+            if isinstance(message, AdapterDigest) and isinstance(asked, LoadAdapter):
                 self._loaded.add(asked.version)
             elif isinstance(message, Done) and isinstance(asked, UnloadAdapter):
                 self._loaded.discard(asked.version)

@@ -15,6 +15,7 @@ import numpy as np
 from unstable_lite.engines.adapters import AdapterVersions
 from unstable_lite.engines.requests import Throughput, check_length
 from unstable_lite.errors import AdapterError
+from unstable_lite.outside_files import adapter_digest
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
 from unstable_lite.types import Generation
@@ -72,11 +73,18 @@ class ScriptedEngine:
     def forget_requests(self) -> None:
         self._finished.clear()
 
-    def load_adapter(self, version: int, path: Path) -> None:
+    def load_adapter(self, version: int, path: Path) -> str:
         self._adapters.check_new(version)
         if not (path / "adapter_config.json").is_file():
             raise AdapterError(f"adapter version {version}: no adapter_config.json in {path}")
-        self._adapters.add(version)
+        try:
+            digest = adapter_digest(path)
+        except AdapterError:  # it needs no weights, so it takes files without any
+            digest = ""
+        return self._adapters.add(version, digest)
+
+    def confirm_adapter(self, version: int) -> str:
+        return self._adapters.digest(version)
 
     def unload_adapter(self, version: int) -> None:
         self._adapters.remove(version)

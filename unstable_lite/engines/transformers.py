@@ -102,6 +102,8 @@ class TransformersEngine:
         self._cache = KVCache(shape, self._max_model_len, num_running, num_kept)
         self._attention = CachedAttention(self._cache)
         self._adapters = AdapterVersions(config.engine.max_loras)
+        self._checksums: dict[int, int] = {}
+        """Of the weights that the model held when a version had been loaded."""
         self._queue: deque[Row] = deque()
         self._running: list[Row] = []
         self._rng = np.random.default_rng(None if spec.goes_on else [config.run.seed, *spec.name.encode()])
@@ -237,14 +239,20 @@ class TransformersEngine:
             self._prompt_tokens_per_step,
         )
 
-    def load_adapter(self, version: int, path: Path) -> None:
+    def load_adapter(self, version: int, path: Path) -> str:
         self._adapters.check_new(version)
-        self._model.load(version, path, self._max_rank)
-        self._adapters.add(version)
+        digest = self._model.load(version, path, self._max_rank)
+        self._checksums[version] = self._model.checksum(version)
+        return self._adapters.add(version, digest)
+
+    def confirm_adapter(self, version: int) -> str:
+        digest = self._adapters.digest(version)
+        return digest if self._model.checksum(version) == self._checksums[version] else f"{digest}, changed since"
 
     def unload_adapter(self, version: int) -> None:
         self._adapters.remove(version)
         self._model.unload(version)
+        del self._checksums[version]
         self._cache.forget(version)
 
     def sleep(self) -> None:

@@ -133,10 +133,10 @@ class VLLMEngine:
             self._adapters.release(request.adapter_version)
         self._requests.clear()
 
-    def load_adapter(self, version: int, path: Path) -> None:
+    def load_adapter(self, version: int, path: Path) -> str:
         self._adapters.check_new(version)
         # vLLM takes more than it computes rightly: an adapter of unknown modules or of another base may pass.
-        pairs, _ = read_adapter(path, self._max_rank)
+        pairs, _, digest = read_adapter(path, self._max_rank)
         check_fits(self._bare_model, pairs, path)
         self._paths[version] = str(path)
         try:
@@ -145,7 +145,11 @@ class VLLMEngine:
             raise AdapterError(f"adapter version {version}: vLLM cannot load {path}: {error}") from error
         if not is_loaded or version not in self._engine.list_loras():
             raise AdapterError(f"adapter version {version}: vLLM did not load {path}, and does not say why")
-        self._adapters.add(version)
+        return self._adapters.add(version, digest)
+
+    def confirm_adapter(self, version: int) -> str:
+        digest = self._adapters.digest(version)
+        return digest if version in self._engine.list_loras() else f"{digest}, which vLLM no longer lists"
 
     def unload_adapter(self, version: int) -> None:
         self._adapters.remove(version)

@@ -37,7 +37,7 @@ from unstable_lite.games.api_keys import RECEIVER_KEY, SERVER_KEY
 from unstable_lite.games.templates import chats_in_use
 from unstable_lite.models import resolve_model
 from unstable_lite.models.positions import longest_sequence, longrope_limit
-from unstable_lite.outside_files import CONFIG, WEIGHTS
+from unstable_lite.outside_files import CONFIG, WEIGHTS, adapter_digest
 from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Failed, Generate, Generated
 from unstable_lite.types import Generation, TokenIds
@@ -171,15 +171,19 @@ class VLLMServerEngine:
         # What was lost while an adapter was loaded is told by the next step, even if nothing is in flight any more.
         return bool(self._tasks or self._finished or self._lost)
 
-    def load_adapter(self, version: int, path: Path) -> None:
+    def load_adapter(self, version: int, path: Path) -> str:
         self._adapters.check_new(version)
         # vLLM takes more than it computes rightly: an adapter of unknown modules or of another base may pass.
-        pairs, _ = read_adapter(path, self._max_rank)
+        pairs, _, _ = read_adapter(path, self._max_rank)
         check_fits(self._bare_model, pairs, path)
         name = f"{self._label}{self._life}-v{version}"
-        self._in_time(self._load(version, name, path), f"loading adapter version {version}")
+        digest = self._in_time(self._load(version, name, path), f"loading adapter version {version}")
         self._names[version] = name
-        self._adapters.add(version)
+        return self._adapters.add(version, digest)
+
+    def confirm_adapter(self, version: int) -> str:
+        """Return the digest of the files that were delivered. What the server holds it does not tell."""
+        return self._adapters.digest(version)
 
     def unload_adapter(self, version: int) -> None:
         self._adapters.check_unused(version)
@@ -220,15 +224,15 @@ class VLLMServerEngine:
         """Meanwhile the requests in flight go on."""
         return self._loop.run_until_complete(work)
 
-    def _in_time(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        async def bounded() -> None:
+    def _in_time(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        async def bounded() -> T:
             try:
                 async with asyncio.timeout(min(LOAD_TIMEOUT_S, DEADLINE_SHARE * self._stall_timeout_s)):
-                    await work
+                    return await work
             except TimeoutError as error:
                 raise ConnectionError(f"{self._url}: {what} does not come to an end") from error
 
-        self._run(bounded())
+        return self._run(bounded())
 
     async def _wait_for_news(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -307,20 +311,22 @@ class VLLMServerEngine:
         shown = f": {self._server.without_key(reprlib.repr(answer))}" if answer is not None else ""
         return RequestError(f"{self._url} answered {what}{shown}")
 
-    async def _load(self, version: int, name: str, path: Path) -> None:
+    async def _load(self, version: int, name: str, path: Path) -> str:
+        """Deliver an adapter and have the server load it; return the digest of the files that it was pointed to."""
         try:
-            place = await self._delivery.bring(name, path)
+            place, digest = await self._delivery.bring(name, path)
             for wait_s in (*NOT_SEEN_YET_S, None):
                 try:
                     await self._server.ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": place})
                 except Refused as refusal:
                     if "already been loaded" in refusal.reason:  # the answer to the first attempt was lost
-                        return
+                        return digest
                     if refusal.status != 404 or wait_s is None:
                         raise
                     await asyncio.sleep(wait_s)
                 else:
-                    return
+                    return digest
+            raise AssertionError("the last attempt returns or raises")
         except (RequestError, OSError) as error:
             with contextlib.suppress(RequestError, OSError):
                 await self._delivery.remove(name)
@@ -560,8 +566,8 @@ class Delivery(Protocol):
 
     async def open(self) -> None: ...
 
-    async def bring(self, name: str, path: Path) -> str:
-        """The directory as the server sees it."""
+    async def bring(self, name: str, path: Path) -> tuple[str, str]:
+        """Copy an adapter to the server's side; return the directory as the server sees it, and its digest there."""
 
     async def remove(self, name: str) -> None: ...
 
@@ -582,14 +588,14 @@ class FolderDelivery:
     async def open(self) -> None:
         pass
 
-    async def bring(self, name: str, path: Path) -> str:
+    async def bring(self, name: str, path: Path) -> tuple[str, str]:
         partial, whole = self._folder / f".{name}", self._folder / name
         partial.mkdir()
         for file in (CONFIG, WEIGHTS):
             # Not `copy`: in the arena nobody else may read them, and a server may be another user's.
             shutil.copyfile(path / file, partial / file)
         partial.rename(whole)
-        return str(whole)
+        return str(whole), adapter_digest(whole)
 
     async def remove(self, name: str) -> None:
         for directory in (self._folder / name, self._folder / f".{name}"):
@@ -614,13 +620,18 @@ class UploadDelivery:
     async def open(self) -> None:
         await self._receiver.open()
 
-    async def bring(self, name: str, path: Path) -> str:
+    async def bring(self, name: str, path: Path) -> tuple[str, str]:
         answer = None
         for file in (CONFIG, WEIGHTS):
             answer = await self._receiver.ask("PUT", f"/adapters/{name}/{file}", file=path / file)
         if not isinstance(answer, dict) or not isinstance(answer.get("path"), str):
             raise RequestError(f"{self._receiver.url} is no adapter receiver: {reprlib.repr(answer)}")
-        return str(answer["path"])
+        if not isinstance(answer.get("digest"), str):
+            raise RequestError(
+                f"{self._receiver.url} does not say which adapter it received; start the side-car from the same "
+                "version of unstable_lite as the run"
+            )
+        return answer["path"], answer["digest"]
 
     async def remove(self, name: str) -> None:
         await self._receiver.ask("DELETE", f"/adapters/{name}")

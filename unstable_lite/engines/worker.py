@@ -15,6 +15,8 @@ from unstable_lite.engines.engine import Engine, SleepingEngine, load_engine
 from unstable_lite.errors import MEMORY_ADVICE, AdapterError, ModelError, RequestError, is_out_of_memory
 from unstable_lite.transport.child import WorkerSocket, WorkerSpec
 from unstable_lite.transport.messages import (
+    AdapterDigest,
+    ConfirmAdapter,
     Done,
     Failed,
     Generate,
@@ -93,15 +95,19 @@ def serve(engine: Engine, socket: Socket) -> None:
 
 def _take(engine: Engine, message: Message) -> list[Message]:
     """Hand one request to the engine; the reply, if it is there already."""
-    assert isinstance(message, (Generate, LoadAdapter, UnloadAdapter, Sleep, WakeUp)), message
+    assert isinstance(message, (Generate, LoadAdapter, ConfirmAdapter, UnloadAdapter, Sleep, WakeUp)), message
     start = time.monotonic()
     try:
         if isinstance(message, Generate):
             engine.add_request(message)
             return []
-        if isinstance(message, LoadAdapter):
-            engine.load_adapter(message.version, Path(message.path))
-        elif isinstance(message, UnloadAdapter):
+        if isinstance(message, LoadAdapter | ConfirmAdapter):
+            if isinstance(message, LoadAdapter):
+                digest = engine.load_adapter(message.version, Path(message.path))
+            else:
+                digest = engine.confirm_adapter(message.version)
+            return [_digest_reply(engine, message.request_id, digest, time.monotonic() - start)]
+        if isinstance(message, UnloadAdapter):
             engine.unload_adapter(message.version)
         else:
             assert isinstance(engine, SleepingEngine), engine
@@ -116,3 +122,13 @@ def _take(engine: Engine, message: Message) -> list[Message]:
             raise
         return [Failed(request_id=message.request_id, error=f"out of memory: {MEMORY_ADVICE} ({error})")]
     return [Done(request_id=message.request_id, seconds=time.monotonic() - start)]
+
+
+def _digest_reply(engine: Engine, request_id: int, digest: object, seconds: float) -> Message:
+    if isinstance(digest, str):
+        return AdapterDigest(request_id=request_id, seconds=seconds, digest=digest)
+    error = (
+        f"{type(engine).__name__} returned {digest!r:.99} where the digest of an adapter is expected; see load_adapter "
+        "and confirm_adapter in engines/engine.py"
+    )
+    return Failed(request_id=request_id, error=error)

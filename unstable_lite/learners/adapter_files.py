@@ -17,7 +17,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from unstable_lite.errors import AdapterError, ModelError
-from unstable_lite.outside_files import CONFIG, WEIGHTS, check_adapter, read_header
+from unstable_lite.outside_files import CONFIG, WEIGHTS, check_adapter, digest_of, read_header
+
+
+def digest(tensors: Mapping[str, Tensor], peft_config: Mapping[str, Any]) -> str:
+    """Return the digest by which an engine confirms that it read this adapter."""
+    return digest_of(peft_config, safetensors.torch.save(dict(tensors)))
 
 
 def publish(directory: Path, tensors: Mapping[str, Tensor], peft_config: Mapping[str, Any]) -> None:

@@ -11,7 +11,17 @@ from typing import Any
 
 from unstable_lite.config import LearnerConfig
 from unstable_lite.errors import WorkerDied
-from unstable_lite.transport.messages import LoadLearner, Message, Publish, SaveLearner, Score, Scored, Update, Updated
+from unstable_lite.transport.messages import (
+    AdapterDigest,
+    LoadLearner,
+    Message,
+    Publish,
+    SaveLearner,
+    Score,
+    Scored,
+    Update,
+    Updated,
+)
 from unstable_lite.transport.sockets import Peer, Router
 from unstable_lite.types import Batch, Generation, LearnerLogprobs, StepContext, TrainItem
 
@@ -54,11 +64,14 @@ class LearnerClient:
             self._go_on_from(state_path)
         return updated
 
-    async def publish(self, version: int, path: Path, state_path: Path) -> None:
-        """Write the adapter that training starts from, as `version`."""
+    async def publish(self, version: int, path: Path, state_path: Path) -> str:
+        """Write the adapter that training starts from, as `version`, and return its digest."""
         self._next_state = state_path
-        await self._ask(Publish, SAVE_TIMEOUT_S, version=version, path=str(path), state_path=str(state_path))
+        written: AdapterDigest = await self._ask(
+            Publish, SAVE_TIMEOUT_S, version=version, path=str(path), state_path=str(state_path)
+        )
         self._go_on_from(state_path)
+        return written.digest
 
     async def score(self, generations: Sequence[Generation]) -> tuple[LearnerLogprobs, ...]:
         """The learner's own log-probabilities of the tokens that engines sampled, in the same order."""

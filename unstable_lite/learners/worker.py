@@ -35,6 +35,7 @@ from unstable_lite.learners.histograms import histograms_of
 from unstable_lite.transport.adapters import NO_ROOM
 from unstable_lite.transport.child import WorkerSocket, WorkerSpec
 from unstable_lite.transport.messages import (
+    AdapterDigest,
     Done,
     Failed,
     LoadLearner,
@@ -130,8 +131,10 @@ class _Worker:
                 learner.version = message.version
                 if not Path(message.state_path).exists():
                     self._keep(message.state_path, None)
-                self._publish(message.path)
-            elif isinstance(message, LoadLearner):
+                digest = self._publish(message.path)
+                seconds = time.perf_counter() - started
+                return AdapterDigest(request_id=message.request_id, seconds=seconds, digest=digest)
+            if isinstance(message, LoadLearner):
                 self._load(Path(message.path), message)
             else:
                 return _save(learner, message)
@@ -190,16 +193,17 @@ class _Worker:
         if self._made is not None and message.version == self.learner.version:
             if not Path(message.state_path).exists():
                 self._keep(message.state_path, self._made)
-            self._publish(message.path)
-            return Updated(request_id=message.request_id, metrics=self._made, skipped=None)
+            digest = self._publish(message.path)
+            return Updated(request_id=message.request_id, metrics=self._made, skipped=None, digest=digest)
         if self._state is None:
             self._keep(f"{message.state_path}.before", None)
         ranks.tell(message)
         result = self._update_within_memory(message.items, message.version)
+        digest = ""
         if result.skipped is None:
             self._made = result.metrics
             self._keep(message.state_path, result.metrics)
-            self._publish(message.path)
+            digest = self._publish(message.path)
         return Updated(
             request_id=message.request_id,
             metrics=result.metrics,
@@ -208,6 +212,7 @@ class _Worker:
             histograms=histograms_of(message.items, result, self._config.importance_weight_cap)
             if result.skipped is None
             else (),
+            digest=digest,
         )
 
     def _update_within_memory(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
@@ -305,9 +310,12 @@ class _Worker:
             shutil.rmtree(self._state, ignore_errors=True)
         self._state = Path(path)
 
-    def _publish(self, path: str) -> None:
+    def _publish(self, path: str) -> str:
+        """Write the adapter, and return the digest of what this process holds, whoever wrote the file."""
+        state = self.learner.policy.adapter_state()
         if not Path(path).exists():  # it may have been written just before the process died
-            adapter_files.publish(Path(path), *self.learner.policy.adapter_state())
+            adapter_files.publish(Path(path), *state)
+        return adapter_files.digest(*state)
 
     def _load(self, directory: Path, message: LoadLearner) -> None:
         self.learner.load(directory)

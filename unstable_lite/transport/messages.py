@@ -60,11 +60,28 @@ class Generated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAdapter:
-    """Load a PEFT directory under a version that was never used before. Reply: `Done`."""
+    """Load a PEFT directory under a version that was never used before. Reply: `AdapterDigest` of what was read."""
 
     request_id: int
     version: int
     path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmAdapter:
+    """Ask an engine whether it still holds what it read as `version`. Reply: `AdapterDigest`."""
+
+    request_id: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterDigest:
+    """Which adapter a worker wrote, read or holds, as `outside_files.digest_of` computes it."""
+
+    request_id: int
+    seconds: float
+    digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +129,13 @@ class Updated:
     """For each item, those of its trained tokens before the step; only with `tracker.keep_tokens`."""
     histograms: tuple[Histogram, ...] = ()
     """Of this update; none if the first reply was lost, and this is the second one."""
+    digest: str = ""
+    """Of the adapter that was written; empty if the update was skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publish:
-    """Write the adapter that training starts from to `path`, as `version`. Reply: `Done`."""
+    """Write the adapter that training starts from to `path`, as `version`. Reply: `AdapterDigest`."""
 
     request_id: int
     version: int
@@ -337,6 +356,8 @@ Message = (
     Generate
     | Generated
     | LoadAdapter
+    | ConfirmAdapter
+    | AdapterDigest
     | UnloadAdapter
     | Sleep
     | WakeUp
@@ -370,12 +391,13 @@ Message = (
 
 REPLIES: dict[Any, Any] = {
     Generate: Generated,
-    LoadAdapter: Done,
+    LoadAdapter: AdapterDigest,
+    ConfirmAdapter: AdapterDigest,
     UnloadAdapter: Done,
     Sleep: Done,
     WakeUp: Done,
     Update: Updated,
-    Publish: Done,
+    Publish: AdapterDigest,
     Score: Scored,
     SaveLearner: Done,
     LoadLearner: Done,

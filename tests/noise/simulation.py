@@ -1,0 +1,126 @@
+"""Publishes and returns, simulated from recorded rounding noise and judged by the code that judges a run's.
+
+    python tests/noise/simulation.py
+
+prints the table of docs/curves.md: how many tokens it takes to catch wrong weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from unstable_lite.canary import Check, Evidence, Floats, Noise
+
+RECORDED = Path(__file__).with_name("smollm2_bfloat16.npz")
+TOLERANCE = 0.2
+TOKENS = 16
+"""Of one completion of a canary."""
+SCORED, SAMPLED = 2, 12
+"""Completions of the first two rounds, as publisher.py has them for completions of TOKENS tokens."""
+
+
+def recorded() -> list[Floats]:
+    """Return log p by the engine less log p by the learner, one array for each completion, its tokens in order."""
+    with np.load(RECORDED) as file:
+        differences = file["transformers/engine"].astype(np.float64) - file["transformers/learner"]
+        return np.split(differences, np.cumsum(file["transformers/lengths"])[:-1])
+
+
+class World:
+    """Completions with the recorded noise, drawn whole, and adapters that change log p by as much as is asked for."""
+
+    def __init__(self, scale: float = 1.0, seed: int = 0) -> None:
+        self.rng = np.random.default_rng(seed)
+        self._noise = [scale * one for one in recorded()]
+        self._prompt, self._number = np.zeros(1, np.int32), 0
+
+    def rounding(self) -> Floats:
+        one = self._noise[self.rng.integers(len(self._noise))]
+        start = self.rng.integers(max(1, len(one) - TOKENS + 1))
+        return one[start : start + TOKENS]
+
+    def effect(self, mean: float, num_tokens: int) -> Floats:
+        """Return a change of log p of mean size `mean`: large for few tokens, small for most."""
+        return self.rng.laplace(0.0, mean, num_tokens)
+
+    def start(self) -> Check:
+        """Measure the noise, as with the base at the start of a run."""
+        check = Check(Evidence(), None, TOLERANCE, SCORED, SAMPLED)
+        while wanted := check.num_wanted():
+            while check.num_completions < wanted:
+                noise = self.rounding()
+                self._add(check, noise, np.zeros_like(noise), np.zeros_like(noise))
+        return check
+
+    def noise(self) -> Noise:
+        return Noise(np.concatenate(self.start().differences), TOLERANCE)
+
+    def publish(self, noise: Noise, evidence: Evidence, effect: float) -> Check:
+        """Check an engine that is right about an adapter whose mean effect on log p is `effect`."""
+        check = Check(evidence, noise, TOLERANCE, SCORED, SAMPLED)
+        while wanted := check.num_wanted():
+            while check.num_completions < wanted:
+                rounding = self.rounding()
+                self._add(check, rounding, np.zeros_like(rounding), -self.effect(effect, len(rounding)))
+        return check
+
+    def come_back(self, noise: Noise, evidence: Evidence, effect: float) -> Check:
+        """Check an engine that is right about an adapter that comes back: rounding parts some completions early."""
+        check = Check(evidence, noise, TOLERANCE, SCORED, SAMPLED)
+        while wanted := min(check.num_wanted(), SAMPLED):
+            if check.num_completions == wanted:
+                break
+            while check.num_completions < wanted:
+                rounding = self.rounding()
+                # The samplers part with about the probability by which the two distributions differ.
+                parts = np.nonzero(self.rng.random(len(rounding)) < np.abs(rounding) / 2)[0]
+                then = np.full(len(rounding), self._number, np.int32)
+                now = then.copy()
+                now[parts] = -1
+                self._number += 1
+                zeros = np.zeros_like(rounding)
+                check.add_again(self._prompt, now, then, rounding, zeros, -self.effect(effect, len(rounding)))
+        return check
+
+    def tokens_to_catch(self, noise: Noise, kind: str, mean: float, most: int = 1 << 15) -> float:
+        """Return after how many tokens a wrong engine is called wrong; infinity if `most` do not suffice.
+
+        `kind`: "base" (the base answers, and is `mean` away from the adapter), "twice" (the adapter counts twice), or
+        "other" (a difference of that size which has nothing to do with the adapter's effect).
+        """
+        evidence, num_tokens = Evidence(), 0
+        while not evidence.is_wrong and num_tokens < most:
+            evidence.begin()
+            rounding = self.rounding()
+            effect = self.effect(mean, len(rounding))
+            error = {"base": -effect, "twice": effect, "other": self.effect(mean, len(rounding))}[kind]
+            base = np.zeros_like(rounding) if kind == "other" else -effect
+            evidence.add(noise, rounding + error, np.zeros_like(rounding), base)
+            num_tokens += len(rounding)
+        return num_tokens if evidence.is_wrong else np.inf
+
+    def _add(self, check: Check, engine: Floats, learner: Floats, base: Floats) -> None:
+        self._number += 1
+        ids = np.full(len(engine), self._number, np.int32)
+        check.add(self._prompt, ids, engine, learner, base)
+
+
+def main() -> None:
+    world = World()
+    rows = [("base", "the base answers"), ("twice", "the scaling is twice what it should be"), ("other", "any other")]
+    lines = ["| what is wrong | .03 | .1 | .3 |", "| --- | --- | --- | --- |"]
+    for kind, what in rows:
+        cells = []
+        for mean in (0.03, 0.1, 0.3):
+            tokens = [world.tokens_to_catch(world.noise(), kind, mean) for _ in range(200)]
+            half, most = np.quantile(tokens, [0.5, 0.95], method="higher")
+            cells.append(f"{half:.0f} ({most:.0f})" if np.isfinite(most) else "not caught")
+        lines.append(f"| {what} | {' | '.join(cells)} |")
+    sys.stdout.write("\n".join([*lines, ""]))
+
+
+if __name__ == "__main__":
+    main()
