@@ -141,7 +141,7 @@ def test_engine_bench_measures_every_kind_that_is_installed(results: Results) ->
 def test_handoff_bench_times_every_step(results: Results) -> None:
     result = results("handoff")
     rows = measured(result["rows"])
-    steps = ("engine's own load", "canaries scored", "first token", "publish → first token")
+    steps = ("engine's own load", "2 canaries scored", "first token", "publish → first token")
     for step in steps:
         assert rows[f"transformers, idle: {step}"] > 0
     assert rows["transformers, under load: longest gap during a load"] > 0

@@ -267,7 +267,11 @@ def test_a_run_without_a_whole_checkpoint_says_so(copy: Path) -> None:
     ("section", "content", "says"),
     [
         ("scheduler", None, "KeyError: 'scheduler'"),
-        ("registry", {"current": "nobody", "models": {}, "match_counts": []}, "KeyError: 'nobody'"),
+        (
+            "registry",
+            {"current": "nobody", "models": {}, "match_counts": [], "ratings": {}, "draws": {}},
+            "KeyError: 'nobody'",
+        ),
     ],
     ids=["before workers are started", "after"],
 )

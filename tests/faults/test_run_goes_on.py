@@ -45,7 +45,8 @@ def test_an_engine_that_comes_back_with_other_weights_ends_the_run(
     kill(process.pid, "engines")
     code, _, err = runs.finish(process)
     assert code == 1
-    assert "engine-0 does not answer as it once did with what is now loaded as adapter" in err
+    # Found when it returns, or with more evidence at the next publish.
+    assert "canary: engine-0 does not " in err
 
 
 def kill(orchestrator: int, package: str) -> None:

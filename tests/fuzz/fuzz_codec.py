@@ -15,7 +15,7 @@ import numpy as np
 from unstable_lite.checkpoints import Chunk
 from unstable_lite.errors import ProtocolError
 from unstable_lite.transport.messages import Message, decode, encode, pack_all, unpack_all
-from unstable_lite.types import Logprobs, TokenIds
+from unstable_lite.types import Logprobs, StepContext, TokenIds
 
 KINDS = get_args(Message)
 DICTIONARY = [
@@ -61,6 +61,7 @@ def _example(hint: Any) -> Any:
         bool: True,
         str | None: None,
         int | None: 3,
+        StepContext | None: None,
     }
     if hint == TokenIds:
         return np.array([1, 2], np.int32)

@@ -10,7 +10,7 @@ from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.learners.client import train_items
 from unstable_lite.plan import make_plan
-from unstable_lite.runtime import Run, _buffer
+from unstable_lite.runtime import Run, make_buffer
 from unstable_lite.types import Generation, ModelRef, PlayerTrajectory, Step
 
 ENV = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
@@ -77,7 +77,7 @@ async def test_a_step_that_comes_alone_is_a_trajectory_of_its_own() -> None:
     ("algorithm", "kind"), [("reinforce", StepBuffer), ("a2c", EpisodeBuffer), ("ppo", EpisodeBuffer)]
 )
 def test_an_algorithm_gets_the_buffer_that_it_learns_from(algorithm: str, kind: type) -> None:
-    assert type(_buffer(plan_of(algorithm))) is kind
+    assert type(make_buffer(plan_of(algorithm))) is kind
 
 
 def test_a_buffer_of_the_other_kind_is_refused() -> None:
