@@ -206,7 +206,8 @@ class Faults:
 
     async def _target(self, name: str) -> WorkerProcess:
         while True:
-            hosted = [host._process for host in self.environments._hosts]
+            # A process for envs starts with its first game, which back-pressure may put off.
+            hosted = [host._process for host in self.environments._hosts if host._is_started]
             up = [
                 process
                 for process in [*self.training.workers.processes, *hosted]
