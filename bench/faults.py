@@ -206,8 +206,8 @@ class Faults:
 
     async def _target(self, name: str) -> WorkerProcess:
         while True:
-            # A process for envs starts with its first game, which back-pressure may put off.
-            hosted = [host._process for host in self.environments._hosts if host._is_started]
+            # Nobody notices that a process without games is stopped; back-pressure may leave one without.
+            hosted = [host._process for host in self.environments._hosts if host.num_games]
             up = [
                 process
                 for process in [*self.training.workers.processes, *hosted]
