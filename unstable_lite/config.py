@@ -456,7 +456,7 @@ class AlarmsConfig(Section):
     """
 
     mismatch: AlarmConfig = AlarmConfig(threshold=0.1)
-    """Mean |Δ log p| between engine and learner over the on-policy tokens of an update."""
+    """Mean |Δ log p| between engine and learner over a sample of each update's steps."""
     clipping: AlarmConfig = AlarmConfig(threshold=0.2, updates=3)
     """Share of an update's tokens whose importance weight is cut at `learner.importance_weight_cap`."""
     staleness: AlarmConfig = AlarmConfig(threshold=6.0, updates=5)

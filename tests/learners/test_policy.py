@@ -181,7 +181,8 @@ def test_a_base_that_draws_in_training_mode_trains_as_the_policy_that_was_sample
     passes: list[int] = []
     items = [replace(item, logprobs=said.adapter) for item in make_items() for said in learner.policy.score([item])]
     learner.policy._base.model.layers[0].self_attn.register_forward_pre_hook(lambda *_: passes.append(1))
-    assert learner.update(items, 1).metrics["mismatch_max"] < 1e-4
+    for item, logprobs in zip(items, learner.update(items, 1).logprobs, strict=True):
+        assert logprobs == pytest.approx(item.logprobs, abs=1e-4)
     assert len(passes) == 2, "and it checkpoints"
 
 

@@ -178,7 +178,7 @@ def test_an_update_reports_every_metric_as_a_finite_number(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str
 ) -> None:
     metrics = make_learner(algorithm).update(make_items(6, turns=2), 1).metrics
-    names = {"loss", "policy_loss", "logp_mean", "logp_std", "entropy", "lr", "policy_grad_norm", "mismatch_mean"}
+    names = {"loss", "policy_loss", "logp_mean", "logp_std", "entropy", "lr", "policy_grad_norm"}
     if algorithm in CRITICS:
         names |= {"value_loss", "value_mae", "value_dir_acc", "value_dir_n", "num_steps", "grad_norm"}
         names |= {"critic_lr", "critic_grad_norm", "explained_variance", "value_mean", "return_mean"}

@@ -96,7 +96,6 @@ class Trained:
             "padding_share": self.padding_share,
             **kl,
             **losses.importance_figures(logp_N, behaviour_logp_N, importance_weight_cap),
-            **losses.mismatch_figures(logp_N, behaviour_logp_N, staleness_N == 0),
         }
 
 

@@ -70,12 +70,12 @@ def importance_figures(logp_N: Tensor, behaviour_logp_N: Tensor, cap: float) -> 
     }
 
 
-def mismatch_figures(logp_N: Tensor, behaviour_logp_N: Tensor, is_on_policy_N: Tensor) -> dict[str, float]:
-    """How far engine and learner disagree on tokens that the learner's present adapter sampled.
+def mismatch_figures(logp_N: Tensor, behaviour_logp_N: Tensor) -> dict[str, float]:
+    """Return how far engine and learner disagree on tokens, both with the adapter that sampled them.
 
-    With no such token there is neither mean nor max.
+    With no token there is neither mean nor max.
     """
-    difference = (logp_N - behaviour_logp_N).abs()[is_on_policy_N]
+    difference = (logp_N - behaviour_logp_N).abs()
     figures = {"mismatch_tokens": float(difference.numel())}
     if difference.numel():
         figures |= {"mismatch_mean": difference.mean().item(), "mismatch_max": difference.max().item()}

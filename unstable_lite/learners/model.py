@@ -7,7 +7,7 @@ or text. Works with any stock causal LM of transformers; one whose head it does 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,22 +153,45 @@ class Policy:
         takes its share; else this one alone. Raises RequestError for an item that no engine can have sampled.
         """
         batching.check(items, self.vocab_size)
+        adapter_logp = self._score(items, max_tokens)
+        with self.model.disable_adapter():
+            base_logp = self._score(items, max_tokens)
+        return [
+            LearnerLogprobs(adapter=adapter.numpy(), base=base.numpy())
+            for adapter, base in zip(adapter_logp, base_logp, strict=True)
+        ]
+
+    @torch.no_grad()
+    def logprobs_with(
+        self, parameters: Mapping[str, Tensor], items: Sequence[TrainItem], max_tokens: int | None = None
+    ) -> list[Tensor]:
+        """Return the log-probabilities of each item's completion tokens under an adapter with these `parameters`.
+
+        They replace the policy's own, of the same names, until this returns. If the base is sharded, all ranks must
+        call it.
+        """
+        own = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        try:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(parameters[name])
+            return self._score(items, max_tokens)
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(own[name])
+
+    def _score(self, items: Sequence[TrainItem], max_tokens: int | None) -> list[Tensor]:
+        """Return the log-probabilities of each item's completion tokens, in float32 on the CPU."""
         share = self.share if self.is_sharded else batching.WHOLE
-        adapter_logp, base_logp = ([torch.empty(0)] * len(items) for _ in range(2))
+        logp = [torch.empty(0)] * len(items)
         rows: list[int] = []
         for batch in self.micro_batches(items, max_tokens, share):
             rows += batch.rows
             with self.evaluating():
                 logp_N, _ = self.logprobs(batch)
-            batch.scatter(logp_N.float().cpu(), adapter_logp)
-            batch.scatter(self.base_logprobs(batch).float().cpu(), base_logp)
+            batch.scatter(logp_N.float().cpu(), logp)
         if self.is_sharded:
-            for logp in (adapter_logp, base_logp):
-                ranks.fill(rows, logp, like=torch.empty(0))
-        return [
-            LearnerLogprobs(adapter=adapter.numpy(), base=base.numpy())
-            for adapter, base in zip(adapter_logp, base_logp, strict=True)
-        ]
+            ranks.fill(rows, logp, like=torch.empty(0))
+        return logp
 
     @property
     def kl_metric(self) -> str:

@@ -14,22 +14,26 @@ import contextlib
 import gc
 import json
 import logging
+import random
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import peft
+import safetensors.torch
 import torch
 import transformers
+from torch import Tensor
 
 from unstable_lite.config import Config, LearnerConfig
 from unstable_lite.errors import AdapterError, ConfigError, RequestError, UnstableError, is_out_of_memory
-from unstable_lite.learners import Learner, UpdateResult, adapter_files, load_learner, ranks
-from unstable_lite.learners.batching import length
+from unstable_lite.learners import Learner, UpdateResult, adapter_files, load_learner, losses, ranks
+from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.client import UPDATED
 from unstable_lite.learners.histograms import histograms_of
 from unstable_lite.transport.adapters import NO_ROOM
@@ -53,6 +57,10 @@ from unstable_lite.types import LearnerLogprobs, TrainItem
 
 CHECK_EVERY = 10
 """Updates from one look at whether all ranks hold the same adapter, and critic, to the next."""
+MISMATCH_STEPS = 64
+"""Number of steps of each update, at most, on which the disagreement between engines and learner is measured."""
+PAST_ADAPTERS = "past_adapters.safetensors"
+"""File of the past adapters in a saved state, in mode `sync`."""
 OOM_ADVICE = (
     "lower learner.max_train_len or learner.logits_chunk_tokens, set learner.activation_checkpointing = true, or leave "
     "it more memory"
@@ -95,16 +103,33 @@ def make_worker(config: Config, device: str) -> _Worker:
     if (share := config.learner.gpu_memory_utilization) is not None and device != "cpu":
         torch.cuda.set_per_process_memory_fraction(share, device)
     takes_turns = config.run.mode == "sleep"
-    return _Worker(load_learner(config, device), config.learner, config.tracker.keep_tokens, takes_turns)
+    return _Worker(
+        load_learner(config, device),
+        config.learner,
+        config.tracker.keep_tokens,
+        takes_turns,
+        max_staleness=config.buffer.max_staleness,
+        saves_past=config.run.mode == "sync",
+    )
 
 
 class _Worker:
     """A learner, and what each message leads to."""
 
     def __init__(
-        self, learner: Learner, config: LearnerConfig, keeps_tokens: bool = False, takes_turns: bool = False
+        self,
+        learner: Learner,
+        config: LearnerConfig,
+        keeps_tokens: bool = False,
+        takes_turns: bool = False,
+        *,
+        max_staleness: int = 8,
+        saves_past: bool = False,
     ) -> None:
-        """`takes_turns`: an engine needs the device's memory after each update."""
+        """`takes_turns`: an engine needs the device's memory after each update.
+
+        saves_past: write the past adapters with the state, so that a resumed run measures the same mismatch.
+        """
         self.learner = learner
         self._config = config
         self._keeps_tokens = keeps_tokens
@@ -115,6 +140,11 @@ class _Worker:
         """The learner as it was after the last update."""
         self._made: dict[str, float] | None = None
         """The metrics of the newest update, by this process or the one before it, which may not have been told."""
+        self._max_staleness = max_staleness
+        self._saves_past = saves_past
+        self._past: dict[int, dict[str, Tensor]] = {}
+        """Parameters of the newest max_staleness + 1 adapters by version, in the CPU's memory."""
+        self._hold(learner.version)
 
     def answer(self, message: Message) -> Message:
         assert isinstance(message, (Update, Publish, Score, SaveLearner, LoadLearner)), message
@@ -129,6 +159,7 @@ class _Worker:
             if isinstance(message, Publish):
                 ranks.tell(message)
                 learner.version = message.version
+                self._hold(message.version)
                 if not Path(message.state_path).exists():
                     self._keep(message.state_path, None)
                 digest = self._publish(message.path)
@@ -137,7 +168,7 @@ class _Worker:
             if isinstance(message, LoadLearner):
                 self._load(Path(message.path), message)
             else:
-                return _save(learner, message)
+                return self._save(message)
             return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
         except RequestError as error:
             return Failed(request_id=message.request_id, error=str(error))
@@ -162,12 +193,15 @@ class _Worker:
         while not isinstance(message := ranks.hear(), Stop):
             if isinstance(message, Update):
                 with contextlib.suppress(RequestError):
+                    if self.learner.policy.is_sharded:
+                        self._mismatch(message.items, message.version)
                     self._update_within_memory(message.items, message.version)
             elif isinstance(message, Score):
                 with contextlib.suppress(RequestError):
                     self._score(message.items)
             elif isinstance(message, Publish):
                 self.learner.version = message.version
+                self._hold(message.version)
             else:
                 assert isinstance(message, LoadLearner), message
                 with ranks.spread(None) as copy:
@@ -176,13 +210,19 @@ class _Worker:
                     self._recall(copy)
 
     def _score(self, items: Sequence[TrainItem]) -> list[LearnerLogprobs]:
-        """In smaller micro-batches where memory runs out: it may, before the first update has found what fits."""
+        scored: list[LearnerLogprobs] = self._pass(items, self.learner.policy.score)
+        return scored
+
+    def _pass(self, items: Sequence[TrainItem], score: Callable[[Sequence[TrainItem], int], Any]) -> Any:
+        """Call `score` with the items and the tokens of a micro-batch; with fewer of them if memory runs out.
+
+        It may run out, because no update has found yet what fits.
+        """
         policy, longest = self.learner.policy, max(map(length, items), default=0)
         max_tokens = min(policy.max_tokens_per_micro_batch, longest * len(items))
         while True:
             try:
-                scored: list[LearnerLogprobs] = policy.score(items, max_tokens)
-                return scored
+                return score(items, max_tokens)
             except (RuntimeError, MemoryError) as error:
                 if policy.is_sharded or max_tokens <= longest or not is_out_of_memory(error):
                     raise
@@ -197,8 +237,14 @@ class _Worker:
             return Updated(request_id=message.request_id, metrics=self._made, skipped=None, digest=digest)
         if self._state is None:
             self._keep(f"{message.state_path}.before", None)
-        ranks.tell(message)
+        is_sharded = self.learner.policy.is_sharded
+        if is_sharded:  # all ranks take part in measuring
+            ranks.tell(message)
+        mismatch = self._mismatch(message.items, message.version)
+        if not is_sharded:
+            ranks.tell(message)
         result = self._update_within_memory(message.items, message.version)
+        result = replace(result, metrics=result.metrics | mismatch)
         digest = ""
         if result.skipped is None:
             self._made = result.metrics
@@ -264,7 +310,35 @@ class _Worker:
             if version % CHECK_EVERY == 1:
                 critic = self._critic
                 ranks.check_alike(self.learner.policy.parameters | (critic.parameters if critic is not None else {}))
+        if result.skipped is None:
+            self._hold(version)
         return result
+
+    def _hold(self, version: int) -> None:
+        """Keep the policy's parameters as adapter `version`, and forget what is too old to be trained on."""
+        policy = self.learner.policy
+        if ranks.rank() and not policy.is_sharded:
+            return
+        self._past[version] = {name: value.detach().to("cpu", copy=True) for name, value in policy.parameters.items()}
+        self._past = {past: kept for past, kept in self._past.items() if past >= version - self._max_staleness}
+
+    def _mismatch(self, items: Sequence[TrainItem], version: int) -> dict[str, float]:
+        """Measure how far engines and learner disagree about a sample of the batch, before update `version`.
+
+        Each step is scored with the adapter that sampled it, so that its tokens are on-policy. A step whose adapter is
+        not held is left out. Nothing of the learner changes. Raises RequestError as an update of these items would.
+        """
+        policy = self.learner.policy
+        check(items, policy.vocab_size)
+        fitted = fit(items, self._config.max_train_len).items
+        known = [item for item in fitted if item.adapter_version in self._past]
+        sample = random.Random(version).sample(known, min(MISMATCH_STEPS, len(known)))
+        logp, behaviour_logp = [torch.empty(0)], [torch.empty(0)]
+        for past in sorted({item.adapter_version for item in sample}):
+            own = [item for item in sample if item.adapter_version == past]
+            logp += self._pass(own, partial(policy.logprobs_with, self._past[past]))
+            behaviour_logp += [torch.from_numpy(item.logprobs.copy()) for item in own]
+        return losses.mismatch_figures(torch.cat(logp), torch.cat(behaviour_logp))
 
     @property
     def _critic(self) -> Any:
@@ -294,21 +368,37 @@ class _Worker:
 
     def _keep(self, path: str, metrics: dict[str, float] | None) -> None:
         """The whole state, or none of it: who takes this process's place goes on from there."""
-        partial = Path(f"{path}.partial")
+        unfinished = Path(f"{path}.partial")
         try:
-            for left_behind in (partial, path):  # by a process that died
+            for left_behind in (unfinished, path):  # by a process that died
                 shutil.rmtree(left_behind, ignore_errors=True)
-            partial.mkdir()
-            self.learner.save(partial)
-            (partial / UPDATED).write_text(json.dumps(metrics))
-            partial.rename(path)
+            unfinished.mkdir()
+            self._write_state(unfinished)
+            (unfinished / UPDATED).write_text(json.dumps(metrics))
+            unfinished.rename(path)
         except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
             raise AdapterError(adapter_files.explain(error, Path(path), 3 * _adapter_bytes(self.learner))) from error
 
         if self._state is not None and self._state.suffix == ".before":  # the others are the orchestrator's to remove
             shutil.rmtree(self._state, ignore_errors=True)
         self._state = Path(path)
+
+    def _write_state(self, directory: Path) -> None:
+        """Write the learner's state, and in mode `sync` the past adapters, into a directory that exists."""
+        self.learner.save(directory)
+        if self._saves_past:
+            past = {f"{v} {name}": value for v, kept in self._past.items() for name, value in kept.items()}
+            adapter_files.write_file(directory / PAST_ADAPTERS, safetensors.torch.save(past))
+
+    def _save(self, message: SaveLearner) -> Message:
+        started = time.perf_counter()
+        try:
+            self._write_state(Path(message.path))
+        except OSError as error:
+            needed = 3 * _adapter_bytes(self.learner)
+            return Failed(request_id=message.request_id, error=adapter_files.explain(error, Path(message.path), needed))
+        return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
 
     def _publish(self, path: str) -> str:
         """Write the adapter, and return the digest of what this process holds, whoever wrote the file."""
@@ -325,7 +415,13 @@ class _Worker:
             self._made = self._recall(directory)
 
     def _recall(self, directory: Path) -> dict[str, float] | None:
-        """The metrics of the update that made this state, if one did."""
+        """Return the metrics of the update that made this state, if one did, and read the past adapters."""
+        self._past = {}
+        if (directory / PAST_ADAPTERS).is_file():
+            for name, value in adapter_files.read_tensors(directory / PAST_ADAPTERS).items():
+                version, _, parameter = name.partition(" ")
+                self._past.setdefault(int(version), {})[parameter] = value
+        self._hold(self.learner.version)
         updated = directory / UPDATED
         made: dict[str, float] | None = json.loads(updated.read_text()) if updated.is_file() else None
         if made is not None:  # what its predecessor learned about this machine's memory
@@ -352,16 +448,6 @@ def _checked(algorithm: str, result: object) -> UpdateResult:
 def _free_memory() -> None:
     gc.collect()  # a failed update's tensors may hang on its traceback
     torch.cuda.empty_cache()
-
-
-def _save(learner: Learner, message: SaveLearner) -> Message:
-    started = time.perf_counter()
-    try:
-        learner.save(Path(message.path))
-    except OSError as error:
-        needed = 3 * _adapter_bytes(learner)
-        return Failed(request_id=message.request_id, error=adapter_files.explain(error, Path(message.path), needed))
-    return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
 
 
 def _adapter_bytes(learner: Learner) -> int:

@@ -50,7 +50,7 @@ const roleOf = (number) => `run-${number % 6}`;
 
 const EXPLAINED = {
   "learner/entropy": "How open the model's choice of tokens is, in nats. Near 0 it always writes the same.",
-  "learner/mismatch_mean": "How far engine and learner disagree about fresh tokens' log-probabilities. Should stay near 0.",
+  "learner/mismatch_mean": "How far engine and learner disagree about the same tokens' log-probabilities, with the same adapter. Should stay near 0.",
   "learner/importance_weight_mean": "Should stay near 1: far from it, old games say little about the policy.",
   "learner/importance_weight_clipped": "Share of tokens whose weight reached the cap.",
   "learner/staleness_mean": "Updates between playing a turn and learning from it.",

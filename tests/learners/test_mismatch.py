@@ -1,0 +1,135 @@
+"""Measure how far engines and learner disagree about each batch, on steps of the adapter that sampled them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from unstable_lite.learners import LEARNERS, worker
+from unstable_lite.transport.messages import LoadLearner, SaveLearner, Update, Updated
+from unstable_lite.types import TrainItem
+
+MakeLearner = Callable[..., Any]
+MakeItems = Callable[..., list[TrainItem]]
+
+
+class Trainer:
+    """A learner worker, and what an engine would sample from each of its versions."""
+
+    def __init__(self, learner: Any, place: Path, **settings: Any) -> None:
+        self.worker = worker._Worker(learner, learner._config, **settings)
+        self.learner = learner
+        self._place = place
+
+    def sampled(self, items: list[TrainItem], drift: float = 0.0) -> list[TrainItem]:
+        """Return `items` as an engine with the present adapter would have sampled them, with `drift` nats too much."""
+        scored = self.learner.policy.score(items)
+        version = self.learner.version
+        return [
+            replace(item, logprobs=each.adapter + drift, adapter_version=version)
+            for item, each in zip(items, scored, strict=True)
+        ]
+
+    def update(self, items: list[TrainItem], version: int) -> dict[str, float]:
+        path, state_path = (str(self._place / f"{name}{version}") for name in ("v", "s"))
+        message = Update(request_id=1, items=tuple(items), version=version, path=path, state_path=state_path)
+        updated = self.worker.answer(message)
+        assert isinstance(updated, Updated), updated
+        return updated.metrics
+
+
+def num_tokens(items: list[TrainItem]) -> int:
+    return sum(len(item.completion_ids) for item in items)
+
+
+@pytest.mark.parametrize("algorithm", LEARNERS)
+def test_stale_steps_are_measured_with_their_own_version(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
+) -> None:
+    learner = make_learner(algorithm, learner={"learning_rate": 0.05}, lora={"lora_dropout": 0.3})
+    trainer = Trainer(learner, tmp_path)
+    items = []
+    for version in (1, 2, 3):
+        new = [replace(item, trajectory=10 * version + item.trajectory) for item in make_items(4, seed=version)]
+        items += trainer.sampled(new)
+        metrics = trainer.update(items, version)
+        assert metrics["mismatch_tokens"] == num_tokens(items)
+        assert metrics["mismatch_max"] < 1e-4, "an exact engine"
+    metrics = trainer.update([replace(item, adapter_version=3) for item in items], 4)
+    assert metrics["mismatch_mean"] > 0.1, "these tokens are of versions 0, 1 and 2"
+
+
+def test_an_engine_that_drifts_is_seen_on_stale_steps(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
+) -> None:
+    trainer = Trainer(make_learner(), tmp_path)
+    items = trainer.sampled(make_items(), drift=0.25)
+    for version in (1, 2, 3):
+        metrics = trainer.update(items, version)
+        assert metrics["mismatch_mean"] == pytest.approx(0.25, abs=1e-4)
+        assert metrics["mismatch_max"] == pytest.approx(0.25, abs=1e-4)
+
+
+def test_a_step_whose_version_is_not_held_is_left_out(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
+) -> None:
+    trainer = Trainer(make_learner(), tmp_path, max_staleness=1)
+    first = trainer.sampled(make_items())
+    for version in (1, 2):
+        assert trainer.update(first, version)["mismatch_tokens"] == num_tokens(first)
+    metrics = trainer.update(first, 3)
+    assert metrics["mismatch_tokens"] == 0
+    assert "mismatch_mean" not in metrics and "mismatch_max" not in metrics, "0 would be the best there can be"
+    assert len(trainer.worker._past) == 2
+
+
+def test_64_steps_are_drawn_by_the_number_of_the_update_alone(make_learner: MakeLearner, make_items: MakeItems) -> None:
+    learner = make_learner()
+    items = make_items(200)
+    one, another = (worker._Worker(learner, learner._config) for _ in range(2))
+    assert one._mismatch(items, 1) == another._mismatch(items, 1)
+    assert one._mismatch(items, 1) != one._mismatch(items, 2)
+    first = items[0]
+    one_token = replace(first, completion_ids=first.completion_ids[:1], logprobs=first.logprobs[:1])
+    assert one._mismatch([one_token] * 200, 1)["mismatch_tokens"] == 64
+
+
+def test_measuring_changes_nothing_of_the_learner(make_learner: MakeLearner, make_items: MakeItems) -> None:
+    learner = make_learner(lora={"lora_dropout": 0.3})
+    one = worker._Worker(learner, learner._config)
+    for parameter in learner.policy.parameters.values():
+        parameter.data += 0.1
+    before = {name: value.detach().clone() for name, value in learner.policy.parameters.items()}
+    random_state = torch.get_rng_state()
+    one._mismatch(make_items(), 1)
+    assert all(torch.equal(before[name], value) for name, value in learner.policy.parameters.items())
+    assert all(value.requires_grad for value in learner.policy.parameters.values())
+    assert torch.equal(random_state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("saves_past", [True, False])
+def test_after_a_resume_only_saved_versions_are_measured(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, saves_past: bool
+) -> None:
+    trainer = Trainer(make_learner(), tmp_path, saves_past=saves_past)
+    stale = trainer.sampled(make_items())
+    trainer.update(stale, 1)
+    fresh = trainer.sampled(make_items(3, seed=5))
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    trainer.worker.answer(SaveLearner(request_id=1, path=str(saved)))
+    (tmp_path / "resumed").mkdir()
+    resumed = Trainer(make_learner(), tmp_path / "resumed", saves_past=saves_past)
+    resumed.worker.answer(LoadLearner(request_id=2, path=str(saved)))
+    metrics = resumed.update([*stale, *fresh], 2)
+    whole = trainer.update([*stale, *fresh], 2)
+    assert whole["mismatch_tokens"] == num_tokens([*stale, *fresh])
+    assert metrics["mismatch_tokens"] == num_tokens([*stale, *fresh] if saves_past else fresh)
+    assert metrics["mismatch_max"] < 1e-4
+    if saves_past:
+        assert metrics["mismatch_mean"] == whole["mismatch_mean"]
