@@ -207,7 +207,7 @@ class Faults:
     async def _target(self, name: str) -> WorkerProcess:
         while True:
             # Nobody notices that a process without games is stopped; back-pressure may leave one without.
-            hosted = [host._process for host in self.environments._hosts if host.num_games]
+            hosted = [host._process for host in self.environments._hosts if host._is_started and host.num_games]
             up = [
                 process
                 for process in [*self.training.workers.processes, *hosted]
