@@ -533,7 +533,8 @@ class SftConfig(Section):
 
 class Config(Section):
     model_name: str = "builtin:tiny"
-    """`builtin:tiny`, a model hub's name, or a local directory. Its weights must be in safetensors."""
+    """`builtin:tiny`, a model hub's name, a local directory with weights in safetensors, or a GGUF file (`*.gguf`),
+    which is converted once."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model, in engines and learner. Read it first: it can do what you can."""
     algorithm: str = "reinforce"

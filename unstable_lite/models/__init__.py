@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from unstable_lite.errors import ModelError
+from unstable_lite.models.gguf_cache import SUFFIX, converted
 
 BUILTIN = {"builtin:tiny": Path(__file__).parent / "tiny" / "weights"}
 
 
-def resolve_model(model_name: str) -> str:
-    """A local directory for built-in names; local paths and hub names as they are.
+def resolve_model(model_name: str, may_convert: bool = True) -> str:
+    """Return a local directory for built-in names and GGUF files; return local paths and hub names as they are.
 
-    Raises ModelError for an unknown built-in name and for a path that is not a model directory.
+    Converts a GGUF file that is not in the cache yet, unless `may_convert` is false (see gguf_cache.py).
+
+    Raises ModelError for an unknown built-in name, for a path that is not a model directory, and for a GGUF file that
+    cannot be converted.
     """
     if model_name.startswith("builtin:"):
         if model_name not in BUILTIN:
@@ -23,8 +27,11 @@ def resolve_model(model_name: str) -> str:
     try:
         path = Path(model_name).expanduser()
         looks_like_path = model_name.startswith((".", "/", "~")) or path.exists()
+        is_gguf = path.suffix == SUFFIX and not path.is_dir()
     except (OSError, RuntimeError) as error:  # too long a name; nobody's home
         raise ModelError(f"model_name = {model_name[:100]!r}: {error}") from error
+    if is_gguf:
+        return str(converted(path, may_convert))
     if looks_like_path and not (path / "config.json").is_file():
         raise ModelError(f"model_name = {model_name!r}: no config.json in {path.resolve()}")
     return str(path) if looks_like_path else model_name

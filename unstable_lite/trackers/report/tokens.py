@@ -18,9 +18,9 @@ from unstable_lite.token_text import CUT, TextStream
 
 
 def find_tokenizer(model_name: str) -> tokenizers.Tokenizer | None:
-    """As far as this machine has it; nothing is downloaded."""
+    """Return the tokenizer if this machine has it; nothing is downloaded or converted."""
     try:
-        path = Path(resolve_model(model_name)) / "tokenizer.json"
+        path = Path(resolve_model(model_name, may_convert=False)) / "tokenizer.json"
         if path.is_file():
             return tokenizers.Tokenizer.from_file(str(path))
         cached = try_to_load_from_cache(model_name, "tokenizer.json")

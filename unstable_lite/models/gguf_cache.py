@@ -1,0 +1,92 @@
+"""Convert a GGUF file once, into a model directory below the user's cache.
+
+The cache key contains a hash of the file's content, so a changed file is converted again. The conversion needs torch,
+so it runs in a process of its own (convert_gguf.py); nothing here loads torch or transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from unstable_lite.errors import ModelError
+
+SUFFIX = ".gguf"
+
+
+def converted(path: Path, may_convert: bool = True) -> Path:
+    """Return the model directory that `path`, a GGUF file, is converted to; convert it first if that is needed.
+
+    Reports a conversion on stderr, because stdout may be somebody's file. Processes that convert the same file at the
+    same time do the work twice and end with the same directory.
+
+    Raises ModelError if the file cannot be read or converted, if the package gguf is missing, or if the file is not
+    converted yet and `may_convert` is false.
+    """
+    try:
+        facts = path.stat()
+        digest = _digest(path, facts.st_size, facts.st_mtime_ns)
+        target = _cache() / f"{path.stem}-{digest}"
+        if target.is_dir():
+            return target
+        if not may_convert:
+            raise ModelError(f"{path} is not converted yet")
+        if importlib.util.find_spec("gguf") is None:
+            raise ModelError(f"{path}: to read GGUF files: pip install 'unstable-lite[gguf]'")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be converted: {error}") from error
+    try:
+        print(f"converting {path} to {target}, once", file=sys.stderr)  # noqa: T201
+        _convert(path, unfinished)
+        if not target.is_dir():
+            try:
+                unfinished.rename(target)
+            except OSError as error:
+                if not target.is_dir():  # no other process was faster
+                    raise ModelError(f"{path} cannot be converted: {error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def _convert(source: Path, target: Path) -> None:
+    """Run convert_gguf.py. Raises ModelError with the last line of its traceback if it fails."""
+    process = subprocess.run(
+        [sys.executable, "-m", "unstable_lite.models.convert_gguf", str(source.resolve()), str(target)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        # As for a worker: what this process can import, the other one can, and keys of APIs are none of its business.
+        # Everything else it needs is in the file, so it asks no hub.
+        env={name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
+        | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"},
+    )
+    if process.returncode:
+        lines = process.stderr.strip().splitlines()
+        reason = lines[-1] if lines else f"the conversion ended with code {process.returncode}"
+        if process.returncode < 0:
+            reason = f"the conversion was ended by signal {-process.returncode}; is there enough memory?"
+        raise ModelError(f"{source} cannot be converted: {reason}")
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(home) if home.startswith("/") else Path("~/.cache").expanduser()
+    return base / "unstable_lite" / "gguf"
+
+
+@functools.lru_cache(maxsize=8)
+def _digest(path: Path, _size: int, _mtime_ns: int) -> str:
+    """Return 16 hexadecimal digits. Size and time of change are arguments so that a changed file is read again."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
