@@ -36,6 +36,8 @@ start_timeout_s = 600
 dtype = "DTYPE"
 batch_size = 8
 learning_rate = 1e-4
+gradient_checkpointing = false
+activation_checkpointing = false
 [[train_envs]]
 env_id = "KuhnPoker-v0-train"
 num_players = 2
