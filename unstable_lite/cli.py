@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from unstable_lite.evaluation.evaluator import EvaluationPlan
     from unstable_lite.runtime import Summary
     from unstable_lite.sft.session import SftSummary
 
@@ -319,6 +320,28 @@ def play(
         raise typer.Exit(0 if record.end != "void" else 1)
 
 
+def _plan_on_kept_config(
+    run_directory: Path,
+    models: list[str] | None,
+    output: Path,
+    envs: list[str] | None,
+    overrides: list[str] | None,
+    trust_config: bool,
+) -> EvaluationPlan:
+    """Plan to ask `models`, by default the base and the run's last checkpoint, under the run's own config."""
+    from unstable_lite.evaluation.evaluator import plan_evaluation
+    from unstable_lite.trust import run_config
+
+    return plan_evaluation(
+        models or ["base", str(run_directory)],
+        output=output,
+        config=run_config(run_directory, overrides or (), trust_config),
+        envs=envs or (),
+        opponents=["base"],
+        overrides=overrides or (),
+    )
+
+
 @app.command()
 def resample(
     run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="The run whose games hold the observations.")],
@@ -335,22 +358,13 @@ def resample(
 ) -> None:
     """Sample several actions for each of the same kept observations: how open each model's choice is."""
     with _ErrorsAsMessages(debug):
-        from unstable_lite.evaluation.evaluator import plan_evaluation
         from unstable_lite.evaluation.resampling import resample as resample_models
         from unstable_lite.evaluation.resampling import resampled_table
         from unstable_lite.runtime import run_in_loop
         from unstable_lite.trackers.terminal import TerminalInterface
-        from unstable_lite.trust import run_config
 
         target = output or run_directory / "resampled.csv"
-        evaluation = plan_evaluation(
-            models or ["base", str(run_directory)],
-            output=target,
-            config=run_config(run_directory, override or (), trust_config),
-            envs=env or (),
-            opponents=["base"],
-            overrides=override or (),
-        )
+        evaluation = _plan_on_kept_config(run_directory, models, target, env, override, trust_config)
         say = TerminalInterface().say
         rows = run_in_loop(resample_models(evaluation, run_directory, observations, samples, say))
         console = _console()
@@ -374,21 +388,12 @@ def probe(
 ) -> None:
     """Compute each model's exact choice at the same positions: share of optimal moves, entropy, state dependence."""
     with _ErrorsAsMessages(debug):
-        from unstable_lite.evaluation.evaluator import plan_evaluation
         from unstable_lite.evaluation.probing import probe_table, write_probes
         from unstable_lite.evaluation.scoring import probe_models
         from unstable_lite.trackers.terminal import TerminalInterface
-        from unstable_lite.trust import run_config
 
         target = output or run_directory / "probe.csv"
-        evaluation = plan_evaluation(
-            models or ["base", str(run_directory)],
-            output=target,
-            config=run_config(run_directory, override or (), trust_config),
-            envs=env or (),
-            opponents=["base"],
-            overrides=override or (),
-        )
+        evaluation = _plan_on_kept_config(run_directory, models, target, env, override, trust_config)
         probes = probe_models(evaluation.cells, evaluation.plan.config, games, TerminalInterface().say, device)
         write_probes(target, probes)
         _console().print(probe_table(probes))
