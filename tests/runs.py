@@ -109,7 +109,7 @@ def untold_figures(directory: Path) -> list[str]:
         general = re.sub(r"^trueskill/[^/ ]+ current", "trueskill/{env} current", general)
         general = re.sub(r"/engine-\d+/", "/engine-{i}/", general)
         general = re.sub(r"^alarms/\w+", "alarms/{name}", general)
-        general = re.sub(r"\(\d+\S* turns\)", "(9-16 turns)", general)
+        general = re.sub(r"\(\d+\S* turns\)", "(5-8 turns)", general)
         general = re.sub(r"pid=\d+", "pid=0", re.sub(r"\d-gram$", "1-gram", general))
         general = re.sub(r"(checkpoint (?:Points|Win Rate)) (low|high)$", r"\1", general.replace("/concurrent ", "/"))
         own = general.rpartition("/")[2]

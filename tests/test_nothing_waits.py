@@ -40,7 +40,11 @@ def config_for(directory: Path) -> Config:
                 "checkpoint_every": 1,
                 "output_dir": directory,
             },
-            "engine": {"kind": "scripted", "replies": [f"\\boxed{{[{cell}]}}" for cell in range(9)]},
+            "engine": {
+                "kind": "scripted",
+                "replies": [f"\\boxed{{[{cell}]}}" for cell in range(9)],
+                "max_loras": 10**4,  # scripted games are quicker than the learner: the slots do not limit them
+            },
             # A scripted engine's figures are made up: no learner would agree with them.
             "learner": {"batch_size": 8, "canary_tolerance": 1e9, "threads": 1},
             "alarms": {name: {"action": "off"} for name in AlarmsConfig.model_fields},
