@@ -111,7 +111,7 @@ def untold_figures(directory: Path) -> list[str]:
         general = re.sub(r"^alarms/\w+", "alarms/{name}", general)
         general = re.sub(r"\(\d+\S* turns\)", "(5-8 turns)", general)
         general = re.sub(r"pid=\d+", "pid=0", re.sub(r"\d-gram$", "1-gram", general))
-        general = re.sub(r"(checkpoint (?:Points|Win Rate)) (low|high)$", r"\1", general.replace("/concurrent ", "/"))
+        general = re.sub(r"(checkpoint [A-Z][\w ]*) (low|high)$", r"\1", general.replace("/concurrent ", "/"))
         own = general.rpartition("/")[2]
         if not any(f"`{told}`" in page for told in (general, own, f"collection-{{env}}/{own}")):
             untold.append(name)

@@ -100,7 +100,7 @@ class Guard:
         """Yield what is counted, the games that it is counted of, and this game's value."""
         spec = record.spec
         is_training = spec.kind == "train"
-        own = [a.pid for a in spec.agent_specs if (a.collect_data if is_training else a.model.kind == "checkpoint")]
+        own = [a.pid for a in spec.agent_specs if (a.collect_data if is_training else a.model.name is None)]
         others = {a.model.name for a in spec.agent_specs if a.pid not in own}
         opponent = others.pop() if len(others) == 1 else None
         if is_training:

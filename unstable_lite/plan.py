@@ -36,7 +36,7 @@ from unstable_lite.pace import describe as describe_pace
 from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
 from unstable_lite.sharing import describe_sharing, divide, shared, sharing_problems
 from unstable_lite.transport.keys import read_run_keys
-from unstable_lite.types import INHERITED, EvalEnvSpec, TrainEnvSpec
+from unstable_lite.types import BASE, INHERITED, EvalEnvSpec, TrainEnvSpec
 
 MIB = 1 << 20
 LEAST_TRAINED_TEMPERATURE = 0.01
@@ -515,7 +515,7 @@ def _opponents(config: Config, spec: TrainEnvSpec | EvalEnvSpec) -> Iterable[str
     if spec.num_players == 1:
         return []
     if isinstance(spec, EvalEnvSpec):
-        return [spec.fixed_opponent]
+        return [spec.fixed_opponent] if spec.fixed_opponent != BASE else []
     is_seated = spec.num_actors < spec.num_players and uses_fixed(config.league)
     return config.league.fixed_opponents if is_seated else []
 

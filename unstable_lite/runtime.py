@@ -372,7 +372,7 @@ class Run:
         tracker.registry = scheduler.registry
         for env in config.eval_envs:
             if env.num_players > 1:
-                scheduler.registry.add_fixed(env.fixed_opponent, active=False)
+                scheduler.registry.eval_opponent(env.fixed_opponent)
         for env_id, name in anchors(config).items():
             scheduler.registry.set_anchor(env_id, scheduler.registry.add_fixed(name, active=False).uid)
 

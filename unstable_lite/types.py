@@ -67,7 +67,7 @@ class EvalEnvSpec:
     action_extraction_fn: str = "default"
     """As in `train_envs`. Left out: as the training env of the same id has it."""
     fixed_opponent: str = "google/gemini-2.0-flash-lite-001"
-    """Named as `league.fixed_opponents` names them."""
+    """Named as `league.fixed_opponents` names them; also `base`, the model without an adapter."""
     max_turns: int = 200
     """As in `train_envs`. Left out: as the training env of the same id has it."""
     observation: Observation = "env"
@@ -80,6 +80,8 @@ class EvalEnvSpec:
         return self.fixed_opponent if self.num_players > 1 else "none"
 
 
+BASE = "base"
+"""Uid of the model without an adapter, and its name as an opponent."""
 INHERITED = ("prompt_template", "action_extraction_fn", "max_turns", "observation")
 """What an eval env takes over from the training env of the same id: a curve is of what is trained."""
 
@@ -93,7 +95,7 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
     adapter_version: int | None = None
     """For kind "checkpoint": 0 is the base without adapter, n the n-th published adapter."""
     name: str | None = None
-    """For kind "fixed": `scripted:random`, or a model name at an OpenAI-compatible endpoint."""
+    """As a config names an opponent: `scripted:random`, a model at an OpenAI-compatible endpoint, `base`."""
 
 
 class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import pytest
 
 from unstable_lite.errors import EnvError, UnsupportedEnvError
 from unstable_lite.games.environments import Environment
-from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS, OptimalPlayer, optimal_actions
+from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS, OptimalPlayer, is_optimal, optimal_actions
 from unstable_lite.games.players.scripted import RandomLegalPlayer
 
 
@@ -32,6 +32,30 @@ def test_tictactoe_is_never_lost_and_mostly_won_against_random_play(env_id: str,
     rewards = [play(env_id, seed, pid)[pid] for seed in range(60)]
     assert min(rewards) >= 0
     assert sum(rewards) > 40
+
+
+def nim(*piles: int) -> str:
+    return "Current Pile:\n" + "".join(f"  pile {pile}: {size}\n" for pile, size in enumerate(piles))
+
+
+@pytest.mark.parametrize(
+    ("env_id", "observation", "action", "expected"),
+    [
+        ("Nim-v0-train", nim(3, 4, 5), "[0 2]", True),
+        ("Nim-v0-train", nim(3, 4, 5), " [0 2] ", True),
+        ("Nim-v0-train", nim(3, 4, 5), "[0 1]", False),
+        ("Nim-v0-train", nim(3, 4, 5), "[9 9]", False),
+        ("Nim-v0-train", nim(3, 4, 5), "I resign", False),
+        ("Nim-v0-train", nim(1, 1, 0), "[0 1]", None),  # every move loses
+        ("Nim-v0-train", nim(1, 0, 0), "[0 1]", None),  # the only move
+        ("Nim-v0-train", "a game of another's with this name", "[0 1]", None),
+        ("ConnectFour-v0-train", "no solver", "[col 3]", None),
+    ],
+)
+def test_a_move_is_judged_where_some_legal_move_is_worse(
+    env_id: str, observation: str, action: str, expected: bool | None
+) -> None:
+    assert is_optimal(env_id, observation, action) is expected
 
 
 def drawn(board: str) -> str:

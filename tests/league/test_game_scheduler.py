@@ -1,6 +1,7 @@
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -221,6 +222,18 @@ def test_the_rest_of_an_evaluation_is_the_envs_fixed_opponent_and_nothing_is_col
     assert not any(agent.collect_data for agent in spec.agent_specs)
     assert spec.kind == "eval"
     assert spec.eval_label == "before"
+
+
+def test_the_base_may_be_the_opponent_of_an_evaluation_even_of_itself():
+    scheduler = a_scheduler(evals=[replace(an_eval_env(), fixed_opponent="base")])
+    base = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+    for number, model in enumerate([base, scheduler.registry.current]):
+        spec = scheduler.next_eval_job(model=model, number=number)
+        seated = {agent.pid: agent.model for agent in spec.agent_specs}
+        assert seated[number] == model
+        assert (seated[1 - number].uid, seated[1 - number].adapter_version) == ("base", 0)
+        assert seated[1 - number] != model, "who is evaluated can be told from the opponent"
+    assert "fixed-base" not in scheduler.registry.get_all_models()
 
 
 def test_a_single_player_evaluation_has_no_opponent():

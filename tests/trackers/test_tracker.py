@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_struct
 from rich.console import Console
 
 from unstable_lite.config import TrackerConfig
@@ -196,6 +197,44 @@ def test_an_evaluation_without_a_result_tells_no_rates(tmp_path: Path) -> None:
     (table,) = evaluation_tables([void, replace(void, label="after", n=1, wins=1, mean_reward=1.0)])
     assert [list(column.cells) for column in table.columns[3:5]] == [["–", "100.0%"], ["–", "20.7% – 100.0%"]]
     tracker.close()
+
+
+def nim_game(number: int, pid: int, *actions: str) -> GameRecord:
+    """The base at seat `pid` against the base as an opponent, with the piles 3, 4, 5 at each of its turns."""
+    opponent = ModelRef(uid="base", kind="checkpoint", adapter_version=0, name="base")
+    record = game(kind="eval")
+    agents = tuple(replace_struct(a, model=BASE if a.pid == pid else opponent) for a in record.spec.agent_specs)
+    spec = replace_struct(record.spec, env_id="Nim-v0-train", game_idx=number, agent_specs=agents)
+    seen = "Current Pile:\n  pile 0: 3\n  pile 1: 4\n  pile 2: 5\n"
+    turns = [Turn(pid=pid, observation=seen, text=a, action=a, format_ok=True) for a in actions]
+    turns.append(Turn(pid=1 - pid, observation=seen, text="x", action="[0 2]", format_ok=True))
+    return replace(record, spec=spec, turns=turns)
+
+
+def test_best_moves_of_the_evaluated_model_are_counted_where_others_were_worse(tmp_path: Path) -> None:
+    sink = Kept()
+    tracker = make_tracker(tmp_path, sink)
+    records = [nim_game(0, 0, "[0 2]", "[0 2]", "[0 2]"), nim_game(1, 1, "[0 1]", "[9 9]"), nim_game(2, 0)]
+    evaluation = summarise_evaluation("before", 0, BASE, "Nim-v0-train", "base", records)
+    assert (evaluation.n, evaluation.wins, evaluation.losses) == (3, 2, 1), "of one seat of each game"
+    assert (evaluation.choices, evaluation.optimal) == (5, 3)
+    # What the games have more than 0.6 of their choices: 3 - 1.8, 0 - 1.2 and 0. The squares are 2.88 in all.
+    many = summarise_evaluation("before", 0, BASE, "Nim-v0-train", "base", records * 100)
+    half = 1.96 * math.sqrt(288 * 300 / 299) / 500
+    assert many.optimal_interval == pytest.approx((0.6 - half, 0.6 + half), abs=1e-3)
+    assert many.optimal_interval[0] < wilson_interval(300, 500)[0], "moves of one game are not independent"
+    tracker.add_evaluation(evaluation)
+    group = "evaluation-Nim-v0-train (base)/checkpoint"
+    assert tracker.latest[f"{group} Optimal Moves"] == 0.6
+    assert tracker.latest[f"{group} n (choices)"] == 5
+    (table,) = evaluation_tables([evaluation, replace(evaluation, choices=0, optimal=0)])
+    assert list(table.columns[-1].cells) == ["60%", "–"]
+    tracker.close()
+    tally, restored = Tally(), Tally()
+    for record in records:
+        tally.add_record(record, record.spec.game_idx % 2)
+    restored.load_state_dict(json.loads(json.dumps(tally.state_dict())))
+    assert restored.evaluation("a", "b", 0, "E", "x") == tally.evaluation("a", "b", 0, "E", "x")
 
 
 def test_who_can_show_more_than_numbers_gets_histograms_and_now_and_then_a_game(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ class GameScheduler:
         self._eval_games_of[key] += number is None
         models = dict.fromkeys(range(env.num_players), model or self.registry.current)
         if env.num_players > 1:
-            opponent = self.registry.add_fixed(env.fixed_opponent, active=False)
+            opponent = self.registry.eval_opponent(env.fixed_opponent)
             models |= {pid: opponent for pid in models if pid != seat}
         agents = [_agent(pid, models[pid], env, collect=False) for pid in models]
         pair = None if number is None else number // env.num_players
@@ -153,7 +153,7 @@ class GameScheduler:
     def _sample_eval_env(self, can_play: Callable[[ModelRef], bool]) -> EvalEnvSpec:
         for _ in range(DRAWS):
             env = self._env_sampler.sample("eval")
-            if env.num_players == 1 or can_play(self.registry.add_fixed(env.fixed_opponent, active=False)):
+            if env.num_players == 1 or can_play(self.registry.eval_opponent(env.fixed_opponent)):
                 return env
         raise OpponentError(f"{env.fixed_opponent} cannot play now, nor can any other opponent that was drawn")
 

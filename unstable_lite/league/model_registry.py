@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import trueskill
 
-from unstable_lite.types import ModelRef
+from unstable_lite.types import BASE, ModelRef
 
 
 class Rating(NamedTuple):
@@ -92,10 +92,10 @@ class ModelRegistry:
         """Models of which something may have changed since whoever logs them took note, in this order."""
         self.touched_pairs: dict[tuple[str, str], None] = {}
         """The same of `match_counts`."""
-        self._current_uid = "base"
+        self._current_uid = BASE
         self.match_counts: dict[tuple[str, str], int] = defaultdict(int)
         """Games in which two models met, by sorted uids; `(uid, uid)` where a model met itself."""
-        self.add_checkpoint("base", adapter_version=0, iteration=0)
+        self.add_checkpoint(BASE, adapter_version=0, iteration=0)
 
     @property
     def current(self) -> ModelRef:
@@ -145,6 +145,12 @@ class ModelRegistry:
         meta = self._models[uid]
         self.set_active(uid, meta.active or active)
         return meta.ref
+
+    def eval_opponent(self, name: str) -> ModelRef:
+        """Return the base for `base`, else the fixed model of that name: rated in evaluations, never sampled."""
+        if name == BASE:
+            return ModelRef(uid=BASE, kind="checkpoint", adapter_version=0, name=BASE)
+        return self.add_fixed(name, active=False)
 
     def set_anchor(self, env_id: str, uid: str) -> None:
         """Measure the ratings of an env from this fixed model, whose own stays where it is."""

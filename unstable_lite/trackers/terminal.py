@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from rich import box
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
@@ -184,13 +185,15 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
     """One table for each env and opponent, in the order of time."""
     tables = []
     for env_id, opponent in dict.fromkeys((e.env_id, e.opponent) for e in evaluations):
-        table = Table(title=f"{env_id} against {opponent}", title_justify="left")
+        # A table of at most 80 columns.
+        table = Table(title=f"{env_id} against {opponent}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column("when")
         table.add_column("model")
         rows = [e for e in evaluations if (e.env_id, e.opponent) == (env_id, opponent)]
         has_winners = any(math.isfinite(e.points) for e in rows)
+        has_choices = any(e.choices for e in rows)
         shown = ("points", "95 % interval", "won", "draw") if has_winners else ("reward", "95 % interval")
-        for name in ("games", *shown, "own\ninvalid"):  # a table of 80 columns
+        for name in ("games", *shown, "own\ninvalid", *["best\nmoves"] * has_choices):
             table.add_column(name, justify="right")
         for evaluation in rows:
             if not evaluation.n:
@@ -209,6 +212,7 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
                 interval,
                 *([f"{evaluation.wins}", f"{evaluation.draws}"] if has_winners else []),
                 evaluation.own_invalid,
+                *[f"{evaluation.optimal_share:.0%}" if evaluation.choices else "–"] * has_choices,
             )
         table.caption, table.caption_justify = rows[-1].describe_change(rows[0]) if len(rows) > 1 else None, "left"
         tables.append(table)

@@ -18,6 +18,7 @@ from statistics import NormalDist, fmean, stdev
 from typing import Any, Protocol, runtime_checkable
 
 from unstable_lite.config import TrackerConfig
+from unstable_lite.games.players.optimal import is_optimal
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.trackers.diversity import Diversity, digests
 from unstable_lite.trackers.in_order import InOrder
@@ -79,6 +80,12 @@ class Evaluation:
     mean_reward: float
     reward_std: float
     """Of one game's reward."""
+    choices: int = 0
+    """Moves of the model where some legal move is worse than the best; 0 for a game without `scripted:optimal`."""
+    optimal: int = 0
+    """Best moves among them. An illegal move is none."""
+    optimal_interval: tuple[float, float] = (0.0, 1.0)
+    """95 % interval of their share; the moves of one game are not independent."""
     scores: tuple[tuple[float | None, ...], ...] = ()
     """Of an evaluation with a quota: by seed, what the model got from each seat in points, or in reward if nobody can
     win; None for a void game."""
@@ -113,6 +120,11 @@ class Evaluation:
         if not self.reward_std > 0:
             return math.nan, math.nan
         return mean_interval(self.mean_reward, self.reward_std, self.n)
+
+    @property
+    def optimal_share(self) -> float:
+        """Share of best moves; not a number without a choice."""
+        return self.optimal / self.choices if self.choices else math.nan
 
     @property
     def own_invalid(self) -> str:
@@ -181,6 +193,36 @@ class Gain:
     seeds: int
 
 
+@dataclass(slots=True)
+class _Moves:
+    """Choices and best moves among them, and what the error of their ratio needs."""
+
+    choices: int = 0
+    optimal: int = 0
+    choices_squared: int = 0
+    optimal_squared: int = 0
+    product: int = 0
+
+    def add(self, choices: int, optimal: int) -> None:
+        """Count one game."""
+        self.choices += choices
+        self.optimal += optimal
+        self.choices_squared += choices * choices
+        self.optimal_squared += optimal * optimal
+        self.product += choices * optimal
+
+    def interval(self, games: int) -> tuple[float, float]:
+        """Return the 95 % interval of the share: a ratio estimate over games (Cochran 1977, section 6.4), at least as
+        wide as Wilson's, which takes moves for independent."""
+        low, high = wilson_interval(self.optimal, self.choices)
+        if games < 2 or not self.choices:
+            return low, high
+        share = self.optimal / self.choices
+        squares = self.optimal_squared - 2 * share * self.product + share * share * self.choices_squared
+        half = Z_95 * math.sqrt(max(squares, 0.0) * games / (games - 1)) / self.choices
+        return min(low, max(0.0, share - half)), max(high, min(1.0, share + half))
+
+
 class Tally:
     """Counts the games of one model on one env against one opponent."""
 
@@ -188,13 +230,17 @@ class Tally:
         self.void = self.invalid = 0
         self._outcomes: Counter[Outcome] = Counter()
         self._rewards = self._squares = 0.0
+        self._moves = _Moves()
 
     def add_record(self, record: GameRecord, pid: int) -> None:
-        """The game as it went for the model at seat `pid`."""
+        """Count the game as it went for the model at seat `pid`."""
         if record.end == "void":
             self.void += 1
-        else:
-            self.add(record.outcomes[pid], record.rewards[pid], pid in record.invalid_pids)
+            return
+        self.add(record.outcomes[pid], record.rewards[pid], pid in record.invalid_pids)
+        env_id = record.spec.env_id
+        moves = [is_optimal(env_id, turn.observation, turn.action) for turn in record.turns if turn.pid == pid]
+        self._moves.add(len(moves) - moves.count(None), moves.count(True))
 
     def add(self, outcome: Outcome, reward: float, own_invalid: bool) -> None:
         self._outcomes[outcome] += 1
@@ -209,12 +255,14 @@ class Tally:
             "outcomes": dict(self._outcomes),
             "rewards": self._rewards,
             "squares": self._squares,
+            "moves": asdict(self._moves),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.void, self.invalid = state["void"], state["invalid"]
         self._outcomes = Counter(state["outcomes"])
         self._rewards, self._squares = state["rewards"], state["squares"]
+        self._moves = _Moves(**state["moves"])
 
     def evaluation(self, label: str, model: str, step: int, env_id: str, opponent: str) -> Evaluation:
         n = self._outcomes.total()
@@ -236,6 +284,9 @@ class Tally:
             void=self.void,
             mean_reward=mean,
             reward_std=math.sqrt(variance),
+            choices=self._moves.choices,
+            optimal=self._moves.optimal,
+            optimal_interval=self._moves.interval(n),
         )
 
 
@@ -337,7 +388,7 @@ def summarise_evaluation(
     tally, scores = Tally(), list[float | None]()
     for record in sorted(records, key=lambda record: record.spec.game_idx):  # as they were drawn: seed by seed
         for agent in record.spec.agent_specs:
-            if agent.model.uid == model.uid:
+            if agent.model == model:
                 tally.add_record(record, agent.pid)
                 scores.append(_score(record, agent.pid))
     seats = records[0].spec.num_players if records else 1
@@ -611,6 +662,14 @@ class Tracker:
             f"{group} Invalid Rate": evaluation.invalid / evaluation.n if evaluation.n else math.nan,
             f"{group} n": evaluation.n,
         }
+        if evaluation.choices:
+            optimal_low, optimal_high = evaluation.optimal_interval
+            metrics |= {
+                f"{group} Optimal Moves": evaluation.optimal_share,
+                f"{group} Optimal Moves low": optimal_low,
+                f"{group} Optimal Moves high": optimal_high,
+                f"{group} n (choices)": evaluation.choices,
+            }
         self._send(evaluation.step, {name: value for name, value in metrics.items() if math.isfinite(value)})
 
     def _log_league(self, step: int) -> None:
@@ -651,11 +710,11 @@ class Tracker:
         return _Collected(record.spec.env_id, entries, states, actions)
 
     def _add_evaluated(self, record: GameRecord) -> None:
-        opponents = [agent.model.name for agent in record.spec.agent_specs if agent.model.kind == "fixed"]
-        env_id, opponent = record.spec.env_id, (opponents[0] if opponents else None) or "none"
+        opponents = [agent.model.name for agent in record.spec.agent_specs if agent.model.name is not None]
+        env_id, opponent = record.spec.env_id, opponents[0] if opponents else "none"
         group = f"evaluation-{env_id} ({opponent})"
         for agent in record.spec.agent_specs:
-            if agent.model.kind != "checkpoint":
+            if agent.model.name is not None:
                 continue
             if record.spec.eval_label is None:
                 self._tallies[agent.model.uid, env_id, opponent].add_record(record, agent.pid)

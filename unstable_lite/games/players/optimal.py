@@ -77,6 +77,18 @@ def optimal_actions(env_id: str, observation: str) -> list[str]:
     return read(observation)
 
 
+def is_optimal(env_id: str, observation: str, action: str) -> bool | None:
+    """Return whether `action` is a best one; None where no legal action is worse, and for a game without a solver."""
+    if env_id.partition("-v0")[0] not in OPTIMAL_ACTIONS:
+        return None
+    try:
+        best = optimal_actions(env_id, observation)
+        is_choice = len(best) < len(legal_actions(env_id, observation))
+    except EnvError:  # an env of another's with this name
+        return None
+    return action.strip() in best if is_choice else None
+
+
 class OptimalPlayer(ScriptedPlayer):
     """`scripted:optimal`: any of the best actions, all equally likely."""
 

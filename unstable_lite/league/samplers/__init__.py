@@ -34,6 +34,7 @@ from unstable_lite.league.samplers.model_samplers import (
     WeightedModelSampler,
 )
 from unstable_lite.rng import derive_seed
+from unstable_lite.types import BASE
 
 if TYPE_CHECKING:
     from unstable_lite.config import Config, LeagueConfig
@@ -114,7 +115,7 @@ def anchors(config: Config) -> dict[str, str]:
     """
     met: dict[str, list[str]] = {}
     for spec in config.eval_envs:
-        if spec.num_players > 1:
+        if spec.num_players > 1 and spec.fixed_opponent != BASE:
             met.setdefault(spec.env_id, []).append(spec.fixed_opponent)
     for env in config.train_envs:
         if env.num_actors < env.num_players and uses_fixed(config.league):

@@ -1,17 +1,16 @@
 """Make the embedded model: `python -m unstable_lite.models.tiny.make --output DIR`.
 
-Owns the tokenizer's and the model's whole recipe: random-legal games → turns → byte-level BPE →
-a Qwen3 of about a million parameters that imitates them. Knows nothing of learning to win: no move
-in its data was chosen for being good, so that the model stands for a base model that knows rules
-and format.
+Owns the whole recipe of the tokenizer and the model: games of mixed strength → turns → byte-level BPE → a Qwen3 of
+about a million parameters that imitates them. A move in these games is a strong one with a small probability
+(`STRONG_SHARES`), else any legal one, because real language models have read games of players of every strength: the
+model stands for a base model that knows rules and format and plays a little better than at random.
 
-A random-legal player's next token has a distribution that is known exactly, so the model is
-trained on that, not on one draw from it: what it should learn, which moves are legal, is then in
-every turn.
+The player's next token has a distribution that is known exactly, so the model is trained on that, not on one draw from
+it: which moves are legal, and which ones are strong, is then in every turn.
 
-It promises neither language nor play: text that is not of the eight families below comes out as
-noise. Games, tokenizer and the order of batches are a function of the seed; the weights are too, as
-far as PyTorch's kernels with so many threads on this machine are.
+It promises neither language nor play: text that is not of the eight families below comes out as noise. Games, tokenizer
+and the order of batches are a function of the seed; the weights are too, as far as PyTorch's kernels with so many
+threads on this machine are.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import json
 import math
 import random
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -32,15 +31,18 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from unstable_lite.games.environments import Environment
+from unstable_lite.games.environments import BOARD_GAMES, Environment
+from unstable_lite.games.players.greedy import GREEDY_GAMES, greedy_actions
+from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS, optimal_actions
 from unstable_lite.games.players.scripted import legal_actions
+from unstable_lite.types import Observation
 
 GAME_SHARES = {
-    "TicTacToe-v0-train": 0.17,
-    "ConnectFour-v0-train": 0.24,
-    "SimpleTak-v0-train": 0.18,
+    "TicTacToe-v0-train": 0.20,
+    "ConnectFour-v0-train": 0.20,
+    "SimpleTak-v0-train": 0.14,
     "SimpleTak-v0-medium-train": 0.02,
-    "Nim-v0-train": 0.13,
+    "Nim-v0-train": 0.18,
     "Nim-v0-medium-train": 0.02,
     "Nim-v0-large-train": 0.01,
     "KuhnPoker-v0-train": 0.05,
@@ -52,6 +54,10 @@ GAME_SHARES = {
     "PigDice-v0-short-train": 0.03,
 }
 """Which games are played, and how often."""
+
+STRONG_SHARES = {"TicTacToe": 0.2, "Nim": 0.2, "KuhnPoker": 0.2, "SimpleTak": 0.15, "ConnectFour": 0.07}
+"""Probability of a strong move by env family: an optimal one where the optimum is known, else one of the player that
+looks one move ahead."""
 
 TURNS_PER_GAME = 12
 """At most so many turns of a game are kept, half of them the last: there moves are illegal at all."""
@@ -115,10 +121,11 @@ OBSERVATION_WEIGHT = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a random-legal player: what it saw, could do, and did."""
+    """One turn of a player of mixed strength: what it saw, could do, how likely each of that was, and what it did."""
 
     prompt: str
     completions: tuple[str, ...]
+    probabilities: tuple[float, ...]
     chosen: int
 
 
@@ -127,20 +134,39 @@ def tiny_prompt(observation: str) -> str:
     return f"{START}user\n{observation}{END}\n{START}assistant\n"
 
 
+def action_probabilities(env_id: str, observation: str) -> dict[str, float]:
+    """Return what the player of mixed strength does: each legal action with its probability."""
+    family = env_id.partition("-v0")[0]
+    legal = legal_actions(env_id, observation)
+    strong: list[str] = []
+    if family in OPTIMAL_ACTIONS:
+        strong = optimal_actions(env_id, observation)
+    elif family in GREEDY_GAMES:
+        strong = greedy_actions(env_id, observation)
+    share = STRONG_SHARES[family] if strong else 0.0
+    return {action: (1 - share) / len(legal) + (share / len(strong) if action in strong else 0.0) for action in legal}
+
+
 def play_games(num_games: int, rng: random.Random) -> list[Turn]:
-    """Turns of random-legal players, in an order without meaning."""
+    """Play games of mixed strength; return their turns in random order.
+
+    In every second game of those with a board, a player sees the rules and the newest board only.
+    """
     turns: list[Turn] = []
     for env_id in rng.choices(list(GAME_SHARES), list(GAME_SHARES.values()), k=num_games):
-        env = Environment(env_id, num_players=2, seed=rng.getrandbits(31))
+        has_board = env_id.partition("-v0")[0] in BOARD_GAMES
+        seen: Observation = "board" if has_board and rng.random() < 0.5 else "env"
+        env = Environment(env_id, num_players=2, seed=rng.getrandbits(31), observation=seen)
         game: list[Turn] = []
         done = False
         while not done:
             _, observation = env.observe()
-            actions = legal_actions(env_id, observation)
-            chosen = rng.randrange(len(actions))
+            actions = action_probabilities(env_id, observation)
+            probabilities = tuple(actions.values())
+            chosen = rng.choices(range(len(actions)), probabilities)[0]
             completions = tuple(f"\\boxed{{{action}}}{END}" for action in actions)
-            game.append(Turn(tiny_prompt(observation), completions, chosen))
-            done = env.step(actions[chosen])
+            game.append(Turn(tiny_prompt(observation), completions, probabilities, chosen))
+            done = env.step(list(actions)[chosen])
         last = TURNS_PER_GAME // 2
         early, late = game[:-last], game[-last:]
         turns += late + rng.sample(early, min(TURNS_PER_GAME - last, len(early)))
@@ -215,6 +241,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 class EncodedTurn:
     prompt_ids: list[int]
     completions: list[tuple[int, ...]]
+    probabilities: tuple[float, ...]
     chosen: int
 
     @property
@@ -225,12 +252,15 @@ class EncodedTurn:
         return len(self.prompt_ids) + len(self.completions[self.chosen])
 
     def next_tokens(self) -> list[dict[int, float]]:
-        """For each token of the chosen completion: the player's distribution, given the path."""
-        path, possible, distributions = self.completions[self.chosen], self.completions, []
-        for position, token in enumerate(path):
-            counts = Counter(completion[position] for completion in possible)
-            distributions.append({t: count / len(possible) for t, count in counts.items()})
-            possible = [completion for completion in possible if completion[position] == token]
+        """For each token of the chosen completion: the player's distribution, given the tokens before it."""
+        possible, distributions = list(zip(self.completions, self.probabilities, strict=True)), []
+        for position, token in enumerate(self.completions[self.chosen]):
+            weights: dict[int, float] = defaultdict(float)
+            for completion, probability in possible:
+                weights[completion[position]] += probability
+            total = sum(weights.values())
+            distributions.append({t: weight / total for t, weight in weights.items()})
+            possible = [one for one in possible if one[0][position] == token]
         return distributions
 
 
@@ -243,7 +273,7 @@ def encode_turns(tokenizer: PreTrainedTokenizerFast, turns: list[Turn]) -> list[
 
     prompts = tokenizer([turn.prompt for turn in turns], add_special_tokens=False)["input_ids"]
     encoded = (
-        EncodedTurn(prompt_ids, [completion_ids(c) for c in turn.completions], turn.chosen)
+        EncodedTurn(prompt_ids, [completion_ids(c) for c in turn.completions], turn.probabilities, turn.chosen)
         for prompt_ids, turn in zip(prompts, turns, strict=True)
     )
     return [turn for turn in encoded if len(turn) <= MAX_TURN_TOKENS]
@@ -266,7 +296,7 @@ def batches(turns: list[EncodedTurn], tokens: int, rng: random.Random) -> Iterat
 def imitation_loss(
     model: Qwen3ForCausalLM, batch: list[EncodedTurn], observation_share: float
 ) -> tuple[torch.Tensor, float]:
-    """What to minimise, and the divergence from the random-legal player in nats per turn.
+    """Return what to minimise, and the divergence from the player of mixed strength in nats per turn.
 
     Shapes: `B` turns, `T` tokens, `N` answer tokens of all turns, `K` possible tokens of all those.
     """
@@ -334,7 +364,7 @@ def train_model(
         if (step + 1) % 100 == 0:
             elapsed = time.perf_counter() - started
             mean = sum(recent[-100:]) / 100
-            _say(f"step {step + 1}/{steps}  {elapsed:.0f} s  {mean:.4f} nats from random-legal")
+            _say(f"step {step + 1}/{steps}  {elapsed:.0f} s  {mean:.4f} nats from the player")
     return sum(recent[-max(1, steps // 10) :]) / max(1, min(len(recent), steps // 10))
 
 
@@ -379,12 +409,12 @@ def _say(line: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the embedded default model, builtin:tiny.")
     parser.add_argument("--output", type=Path, required=True, help="folder for the weights and the tokenizer")
-    parser.add_argument("--games", type=int, default=20_000, help="random-legal games that are played")
-    parser.add_argument("--steps", type=int, default=2000, help="optimiser steps")
+    parser.add_argument("--games", type=int, default=20_000, help="games that are played")
+    parser.add_argument("--steps", type=int, default=3000, help="optimiser steps")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     nats = make(args.output, games=args.games, steps=args.steps, seed=args.seed)
-    _say(f"{args.output}: {nats:.4f} nats per turn from the random-legal player")
+    _say(f"{args.output}: {nats:.4f} nats per turn from the player of its games")
 
 
 if __name__ == "__main__":
