@@ -58,6 +58,7 @@ def make_config(model_path: Path) -> MakeConfig:
                 "engine": {"temperature": 0.7, "max_generation_len": 16} | sections.get("engine", {}),
                 "learner": {"dtype": "float32", "learning_rate": 1e-3} | sections.get("learner", {}),
                 "lora": {"lora_rank": 4, "lora_alpha": 8} | sections.get("lora", {}),
+                "run": sections.get("run", {}),
                 "train_envs": [{"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2}],
             }
         )

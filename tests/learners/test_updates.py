@@ -424,6 +424,26 @@ def test_without_an_advantage_the_kl_term_still_acts(
     assert not all(torch.equal(before[name], after[name]) for name in learner.policy.parameters)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_linear_learning_rates_fall_to_nothing_by_the_end_of_the_run_after_a_resume_too(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
+) -> None:
+    settings = {"learning_rate": 8e-3, "critic_learning_rate": 4e-3, "learning_rate_schedule": "linear"}
+    sections: dict[str, Any] = {"learner": settings, "run": {"learning_steps": 4}}
+    learner = make_learner(algorithm, **sections)
+    rates = [learner.update(make_items(6, turns=2), version).metrics for version in (1, 2)]
+    learner.save(tmp_path)
+    resumed = make_learner(algorithm, has_signal=False, **sections)
+    resumed.load(tmp_path)
+    rates += [resumed.update(make_items(6, turns=2), version).metrics for version in (3, 4)]
+    assert [metrics["lr"] for metrics in rates] == pytest.approx([8e-3, 6e-3, 4e-3, 2e-3])
+    if algorithm in CRITICS:
+        assert [metrics["critic_lr"] for metrics in rates] == pytest.approx([4e-3, 3e-3, 2e-3, 1e-3])
+    before = {name: parameter.detach().clone() for name, parameter in resumed.policy.parameters.items()}
+    assert resumed.update(make_items(6, turns=2), 5).metrics["lr"] == 0
+    assert is_equal(before, resumed.policy.parameters)
+
+
 @pytest.mark.parametrize("algorithm", ["a2c", "ppo", "grpo"])
 @pytest.mark.parametrize("num_before", [0, 2])
 def test_save_and_load_go_on_bit_for_bit(

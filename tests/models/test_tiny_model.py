@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from unstable_lite.config import Config
+from unstable_lite.evaluation.probing import probe, random_positions
+from unstable_lite.evaluation.scoring import action_distribution
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.models import resolve_model
 from unstable_lite.models.tiny import make
+from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 WEIGHTS = Path(resolve_model("builtin:tiny"))
 FAMILIES = {
@@ -114,6 +118,41 @@ def test_its_moves_are_legal(model: Any, tokenizer: Any) -> None:
         share_legal[env_id] = sum(is_legal) / len(is_legal)
     assert sum(share_legal.values()) / len(share_legal) >= 0.95, share_legal
     assert min(share_legal.values()) >= 0.85, share_legal
+
+
+@pytest.mark.parametrize("env_id", ["Nim-v0-train", "TicTacToe-v0-train", "ConnectFour-v0-train", "LiarsDice-v0-train"])
+def test_the_player_of_its_games_prefers_strong_moves_a_little(env_id: str) -> None:
+    share = make.STRONG_SHARES.get(env_id.partition("-v0")[0], 0.0)
+    for observation, _ in random_turns(env_id, games=5):
+        actions = make.action_probabilities(env_id, observation)
+        assert set(actions) == set(legal_actions(env_id, observation))
+        assert sum(actions.values()) == pytest.approx(1.0)
+        weak, strong = min(actions.values()), max(actions.values())
+        num_strong = sum(p == strong for p in actions.values())
+        if strong > weak:
+            assert num_strong * (strong - weak) == pytest.approx(share)
+        else:
+            assert share == 0 or num_strong == len(actions)
+
+
+def test_a_turn_is_trained_on_the_whole_distribution_given_the_tokens_before() -> None:
+    turn = make.EncodedTurn([1], [(5, 7), (5, 8), (6, 7)], (0.5, 0.3, 0.2), chosen=1)
+    first, second = turn.next_tokens()
+    assert first == pytest.approx({5: 0.8, 6: 0.2})
+    assert second == pytest.approx({7: 0.625, 8: 0.375})
+
+
+@pytest.mark.parametrize(("env_id", "least"), [("Nim-v0-train", 0.25), ("TicTacToe-v0-train", 0.35)])
+def test_the_base_plays_a_little_better_than_at_random(env_id: str, least: float) -> None:
+    """Its probability of a best move, where some legal move is worse: random play has .20 in Nim, .33 in TicTacToe."""
+    env = EvalEnvSpec(env_id=env_id, num_players=2, prompt_template="tiny", observation="board")
+    observations = sorted({position.observation for position in random_positions(env, games=30)})
+    config = Config(model_name="builtin:tiny", train_envs=(TrainEnvSpec(env_id=env_id, num_players=2, num_actors=1),))
+    found = action_distribution("base", env_id, observations, config=config, prompt_template="tiny")
+    at = dict(zip(observations, found, strict=True))
+    optimal = probe("base", env, random_positions(env, games=30), at).optimal
+    assert optimal is not None
+    assert least < optimal.value < least + 0.2
 
 
 def test_the_recipe_runs_and_its_tokenizer_is_a_function_of_the_seed(tmp_path: Path) -> None:

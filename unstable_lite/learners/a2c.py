@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,13 @@ from unstable_lite.learners.critic import Critic
 from unstable_lite.learners.figures import Trained
 from unstable_lite.learners.learner_state import read_state, write_state
 from unstable_lite.learners.model import Policy
-from unstable_lite.learners.optimizers import load_state_tensors, make_optimizer, state_tensors
+from unstable_lite.learners.optimizers import (
+    load_state_tensors,
+    make_optimizer,
+    rate_share,
+    set_learning_rate,
+    state_tensors,
+)
 from unstable_lite.reward_transformations.spread import Spread
 from unstable_lite.types import Logprobs, TrainItem
 
@@ -42,6 +49,7 @@ class A2CLearner:
         self._spread = Spread()
         """Memory of earlier batches' returns and advantages."""
         self._config = config.learner
+        self._rate_share = partial(rate_share, config)
         self._parameters = list(self.policy.parameters.values())
         self._critic_parameters = list(self.critic.parameters.values())
         self._optimizer = make_optimizer(self.policy.parameters, config.learner.learning_rate, config.learner)
@@ -64,12 +72,13 @@ class A2CLearner:
         weight_I = policy_weights(items, advantage_I, self._config.gamma, self._config.normalize_adv, self._spread)
         fitted = fit(items, self._config.max_train_len)
         value_I, weight_I, target_I = (figures_I[fitted.kept] for figures_I in (value_I, weight_I, target_I))
+        share = self._rate_share(self.step)
         metrics = {
             "num_items": float(len(fitted.items)),
             "dropped_too_long": float(fitted.num_dropped),
             "pct_truncated": fitted.num_cut / max(len(items), 1),
-            "lr": self._config.learning_rate,
-            "critic_lr": self._config.critic_learning_rate,
+            "lr": set_learning_rate(self._optimizer, share * self._config.learning_rate),
+            "critic_lr": set_learning_rate(self._critic_optimizer, share * self._config.critic_learning_rate),
             **value_figures(value_I, target_I),
         }
         skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
@@ -142,6 +151,8 @@ class A2CLearner:
             logp_N, entropy_N = self.policy.logprobs(batch)
             weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
+            if config.entropy_coefficient:
+                loss = loss + config.entropy_coefficient * losses.negative_entropy(logp_N, weight_N, divisor)
             reference_logp_N = None
             if config.kl_coefficient:
                 reference_logp_N = self.policy.reference_logprobs(batch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -21,7 +22,14 @@ from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.figures import Clipped
 from unstable_lite.learners.learner_state import read_state, write_state
 from unstable_lite.learners.model import Policy
-from unstable_lite.learners.optimizers import Snapshot, load_state_tensors, make_optimizer, state_tensors
+from unstable_lite.learners.optimizers import (
+    Snapshot,
+    load_state_tensors,
+    make_optimizer,
+    rate_share,
+    set_learning_rate,
+    state_tensors,
+)
 from unstable_lite.learners.proximal import Proximal, proximal_policy, shuffled_minibatches
 from unstable_lite.types import Logprobs, TrainItem
 
@@ -37,6 +45,7 @@ class GRPOLearner:
         self._completion_len = float(config.engine.max_generation_len)
         """Constant that the loss of a step is divided by: the mean completion length of the first batch, in tokens."""
         self._config = config.learner
+        self._rate_share = partial(rate_share, config)
         self._parameters = list(self.policy.parameters.values())
         self._optimizer = make_optimizer(self.policy.parameters, config.learner.learning_rate, config.learner)
 
@@ -49,11 +58,12 @@ class GRPOLearner:
         started = time.perf_counter()
         check(items, self.policy.vocab_size)
         fitted = fit(items, self._config.max_train_len)
+        share = self._rate_share(self.step)
         metrics = {
             "num_items": float(len(fitted.items)),
             "dropped_too_long": float(fitted.num_dropped),
             "pct_truncated": fitted.num_cut / max(len(items), 1),
-            "lr": self._config.learning_rate,
+            "lr": set_learning_rate(self._optimizer, share * self._config.learning_rate),
         }
         skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
         logprobs: tuple[Logprobs, ...] = ()
@@ -126,9 +136,12 @@ class GRPOLearner:
             old_logp_N = batch.gather(proximal.logp)
             weight_N = losses.importance_weights(old_logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             loss = losses.clipped_loss(logp_N, old_logp_N, weight_N, batch.advantage_N, config.clip_range, divisor)
+            # The next two terms are of the policy as it is now.
+            weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
+            if config.entropy_coefficient:
+                loss = loss + config.entropy_coefficient * losses.negative_entropy(logp_N, weight_N, divisor)
             if proximal.reference_logp is not None:
                 reference_logp_N = batch.gather(proximal.reference_logp)
-                weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
                 loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
             loss.backward()  # type: ignore[no-untyped-call]
             clipped.add(logp_N, old_logp_N, loss)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from unstable_lite.config import LearnerConfig
+from unstable_lite.config import Config, LearnerConfig
 
 Parameters = Mapping[str, nn.Parameter]
 
@@ -27,6 +27,20 @@ def make_optimizer(parameters: Parameters, learning_rate: float, config: Learner
 
     optimizer: Optimizer = AdamW8bit(list(parameters.values()), **arguments)
     return optimizer
+
+
+def rate_share(config: Config, step: int) -> float:
+    """Return which part of the learning rates the schedule leaves after `step` updates."""
+    if config.learner.learning_rate_schedule == "constant":
+        return 1.0
+    return max(0.0, 1 - step / config.run.learning_steps)
+
+
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> float:
+    """Return the rate, for the metrics."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    return learning_rate
 
 
 @dataclass(frozen=True, slots=True)

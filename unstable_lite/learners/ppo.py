@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +25,14 @@ from unstable_lite.learners.critic import Critic
 from unstable_lite.learners.figures import Clipped
 from unstable_lite.learners.learner_state import read_state, write_state
 from unstable_lite.learners.model import Policy
-from unstable_lite.learners.optimizers import Snapshot, load_state_tensors, make_optimizer, state_tensors
+from unstable_lite.learners.optimizers import (
+    Snapshot,
+    load_state_tensors,
+    make_optimizer,
+    rate_share,
+    set_learning_rate,
+    state_tensors,
+)
 from unstable_lite.learners.proximal import Proximal, proximal_policy, shuffled_minibatches
 from unstable_lite.reward_transformations.spread import Spread
 from unstable_lite.types import Logprobs, TrainItem
@@ -44,6 +52,7 @@ class PPOLearner:
         self._spread = Spread()
         """Memory of earlier batches' returns and advantages."""
         self._config = config.learner
+        self._rate_share = partial(rate_share, config)
         self._parameters = list(self.policy.parameters.values())
         self._critic_parameters = list(self.critic.parameters.values())
         self._optimizer = make_optimizer(self.policy.parameters, config.learner.learning_rate, config.learner)
@@ -66,12 +75,13 @@ class PPOLearner:
         weight_I = policy_weights(items, advantage_I, self._config.gamma, self._config.normalize_adv, self._spread)
         fitted = fit(items, self._config.max_train_len)
         value_I, weight_I, target_I = (figures_I[fitted.kept] for figures_I in (value_I, weight_I, target_I))
+        share = self._rate_share(self.step)
         metrics = {
             "num_items": float(len(fitted.items)),
             "dropped_too_long": float(fitted.num_dropped),
             "pct_truncated": fitted.num_cut / max(len(items), 1),
-            "lr": self._config.learning_rate,
-            "critic_lr": self._config.critic_learning_rate,
+            "lr": set_learning_rate(self._optimizer, share * self._config.learning_rate),
+            "critic_lr": set_learning_rate(self._critic_optimizer, share * self._config.critic_learning_rate),
             **value_figures(value_I, target_I),
         }
         skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
@@ -165,9 +175,12 @@ class PPOLearner:
             old_logp_N = batch.gather(proximal.logp)
             weight_N = losses.importance_weights(old_logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             loss = losses.clipped_loss(logp_N, old_logp_N, weight_N, batch.advantage_N, config.clip_range, divisor)
+            # The next two terms are of the policy as it is now.
+            weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
+            if config.entropy_coefficient:
+                loss = loss + config.entropy_coefficient * losses.negative_entropy(logp_N, weight_N, divisor)
             if proximal.reference_logp is not None:
                 reference_logp_N = batch.gather(proximal.reference_logp)
-                weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
                 loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
             loss.backward()  # type: ignore[no-untyped-call]
             clipped.add(logp_N, old_logp_N, loss)

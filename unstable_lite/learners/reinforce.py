@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from torch.nn.utils import clip_grad_norm_
@@ -19,7 +20,13 @@ from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.figures import Trained
 from unstable_lite.learners.learner_state import read_state, write_state
 from unstable_lite.learners.model import Policy
-from unstable_lite.learners.optimizers import load_state_tensors, make_optimizer, state_tensors
+from unstable_lite.learners.optimizers import (
+    load_state_tensors,
+    make_optimizer,
+    rate_share,
+    set_learning_rate,
+    state_tensors,
+)
 from unstable_lite.types import Logprobs, TrainItem
 
 
@@ -34,6 +41,7 @@ class REINFORCELearner:
         self._completion_len = float(config.engine.max_generation_len)
         """Constant that the loss of a step is divided by: the mean completion length of the first batch, in tokens."""
         self._config = config.learner
+        self._rate_share = partial(rate_share, config)
         self._parameters = list(self.policy.parameters.values())
         self._optimizer = make_optimizer(self.policy.parameters, config.learner.learning_rate, config.learner)
 
@@ -46,11 +54,12 @@ class REINFORCELearner:
         started = time.perf_counter()
         check(items, self.policy.vocab_size)
         fitted = fit(items, self._config.max_train_len)
+        share = self._rate_share(self.step)
         metrics = {
             "num_items": float(len(fitted.items)),
             "dropped_too_long": float(fitted.num_dropped),
             "pct_truncated": fitted.num_cut / max(len(items), 1),
-            "lr": self._config.learning_rate,
+            "lr": set_learning_rate(self._optimizer, share * self._config.learning_rate),
         }
         skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
         logprobs: tuple[Logprobs, ...] = ()
@@ -105,6 +114,8 @@ class REINFORCELearner:
             logp_N, entropy_N = self.policy.logprobs(batch)
             weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
+            if config.entropy_coefficient:
+                loss = loss + config.entropy_coefficient * losses.negative_entropy(logp_N, weight_N, divisor)
             reference_logp_N = None
             if config.kl_coefficient:
                 reference_logp_N = self.policy.reference_logprobs(batch)
