@@ -211,7 +211,7 @@ class LearnerConfig(Section):
     use_trainer_cache: bool = False
     """Keep the model's KV cache on in training forwards. Reference option; only costs memory."""
     max_train_len: int | None = Field(None, ge=1)
-    """Completions are cut so that prompt and completion fit; steps whose prompt alone does not are dropped. Counted."""
+    """Most tokens of prompt and completion together. Longer steps are not trained on: `learner/pct_truncated`."""
     importance_weight_cap: float = Field(2.0, gt=0)
     """Truncation of π/μ per token."""
     kl_coefficient: float = Field(0.0, ge=0)
