@@ -466,7 +466,7 @@ class AlarmsConfig(Section):
     entropy: AlarmConfig = AlarmConfig(threshold=0.02, updates=3)
     """Mean entropy of the policy at an update's tokens, in nats; under it."""
     high_entropy: AlarmConfig = AlarmConfig(threshold=3.0, updates=3)
-    """The same entropy; over it."""
+    """The same entropy less that of the run's first update; over it."""
     repetition: AlarmConfig = AlarmConfig(threshold=0.5, updates=3)
     """Share of 4-grams of tokens that stood in the same completion before."""
     identical: AlarmConfig = AlarmConfig(threshold=0.95, updates=5)
