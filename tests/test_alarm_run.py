@@ -24,7 +24,6 @@ CONSTANT = (
     "run.checkpoint_every=1000",
     "learner.canary_tolerance=1e9",
     "alarms.mismatch.action=off",
-    "alarms.high_entropy.action=off",
     'alarms.identical={ updates = 1, action = "warn" }',
     'alarms.repetition={ updates = 2, action = "pause", threshold = 0.3 }',
     'alarms.zero_advantage={ updates = 4, action = "stop" }',

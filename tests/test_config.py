@@ -236,7 +236,10 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
             "lora.initial_critic_path: no value_head.safetensors in /nowhere",
         ),
         ({"learner": {"options": {"clip_high": 0.28}}}, "learner.options: reinforce has none"),
-        ({"algorithm": "ppo", "lora": {"lora_dropout": 0.1}}, "dropout would make each another policy"),
+        *(
+            ({"algorithm": algorithm, "lora": {"lora_dropout": 0.1}}, f"{algorithm} compares a token's probability")
+            for algorithm in ("reinforce", "a2c", "ppo")
+        ),
         ({"lora": {"target_modules": ["q_proj", "lm_head"]}}, "lora.target_modules: 'lm_head' is the model's head"),
         ({"algorithm": "ppo", "learner": {"ppo_minibatches": 500}}, "some would be empty"),
         pytest.param(
@@ -276,6 +279,12 @@ def test_every_mistake_is_reported_at_once_of_form_and_of_meaning(tmp_path: Path
 )
 def test_what_cannot_run_is_refused_with_the_key_and_a_way_out(sections: dict[str, Any], says: str) -> None:
     assert any(says in problem for problem in problems_of(**sections)), problems_of(**sections)
+
+
+def test_fine_tuning_and_own_algorithms_may_use_dropout() -> None:
+    lora = {"lora_dropout": 0.1}
+    fine_tuning = find_problems(Config.model_validate({"train_envs": [ENV], "lora": lora}), side_by_side=False)
+    assert not any("lora_dropout" in problem for problem in [*fine_tuning, *problems_of(lora=lora, algorithm="a:B")])
 
 
 @pytest.mark.parametrize("name", ["", "lr=1e-5, seed 3", "größer", "v1.2_[b]"])

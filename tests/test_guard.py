@@ -290,6 +290,20 @@ async def test_after_a_resume_the_best_is_still_the_best_and_nothing_is_told_twi
     assert resumed.check_update(16, {})["alarms/collapse"] == 1
 
 
+async def test_entropy_is_compared_with_the_first_updates_after_a_resume_too(watched: Watched) -> None:
+    def update(guard: Guard, number: int, entropy: float) -> float:
+        figures = {"learner/entropy": entropy, "learner/num_tokens": 100.0}
+        return guard.check_update(number, figures)["alarms/high_entropy"]
+
+    # SmolLM2-135M, whose first updates have 2.8 to 3.7 nats a token, is not noise.
+    assert [update(watched.guard, number, entropy) for number, entropy in enumerate([3.4] + [3.7] * 5)] == [0] * 6
+    resumed = watched.new_guard()
+    resumed.load_state_dict(json.loads(json.dumps(watched.guard.state_dict())))
+    assert [update(resumed, number, entropy) for number, entropy in enumerate([6.3, 6.5, 6.5, 6.5], 6)] == [0, 0, 0, 1]
+    (text,) = watched.said
+    assert "the policy's entropy over 100 tokens is 3.10 nats a token above the first update's (over 3" in text
+
+
 async def test_training_games_are_compared_with_better_ones_before_them(watched: Watched) -> None:
     for _ in range(512):
         watched.guard.add_record(game("win"))

@@ -83,13 +83,11 @@ ALARMS = {
         is_under=True,
     ),
     "high_entropy": Alarm(
-        measured="the policy's entropy is {value:.2f} nats a token over {n} tokens",
+        measured="the policy's entropy over {n} tokens is {value:.2f} nats a token above the first update's",
         threshold="{:g}",
         means="the policy has become noise",
         advice="go back to an earlier checkpoint with a lower learner.learning_rate, and look at games.jsonl for "
         "rewards that blow up",
-        figure="learner/entropy",
-        n="learner/num_tokens",
     ),
     "repetition": Alarm(
         measured="{value:.1%} of {n} 4-grams of tokens stood in the same completion before",

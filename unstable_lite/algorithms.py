@@ -80,11 +80,6 @@ def algorithm_problems(config: Config) -> Iterable[str]:
             yield f"lora.initial_critic_path: {config.algorithm} has no critic"
         if not is_file(critic / CRITIC_HEAD):
             yield f"lora.initial_critic_path: no {CRITIC_HEAD} in {critic}"
-    if algorithm.is_clipped and config.lora.lora_dropout:
-        yield (
-            f"lora.lora_dropout = {config.lora.lora_dropout}: {config.algorithm} compares one token's probability in "
-            "several passes, and dropout would make each another policy; set it to 0"
-        )
     if algorithm.is_clipped and learner.ppo_minibatches > learner.batch_size:
         yield (
             f"learner.ppo_minibatches = {learner.ppo_minibatches} is more than learner.batch_size = "
@@ -92,6 +87,15 @@ def algorithm_problems(config: Config) -> Iterable[str]:
         )
     if learner.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield "learner.optimizer = 'adamw8bit': bitsandbytes is not installed; pip install 'unstable-lite[adamw8bit]'"
+
+
+def dropout_problems(config: Config) -> Iterable[str]:
+    """Yield why a run cannot train with the adapter's dropout. Fine-tuning and algorithms of one's own can."""
+    if config.lora.lora_dropout and config.algorithm in LEARNERS:
+        yield (
+            f"lora.lora_dropout = {config.lora.lora_dropout}: {config.algorithm} compares a token's probability with "
+            "the one that it was sampled with, and dropout makes every pass another policy; set it to 0"
+        )
 
 
 def _algorithm(config: Config) -> Algorithm:

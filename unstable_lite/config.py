@@ -214,7 +214,7 @@ class LearnerConfig(Section):
     use_trainer_cache: bool = False
     """Keep the model's KV cache on in training forwards. Reference option; only costs memory."""
     max_train_len: int | None = Field(None, ge=1)
-    """Completions are cut so that prompt and completion fit; steps whose prompt alone does not are dropped. Counted."""
+    """Most tokens of prompt and completion together. Longer steps are not trained on: `learner/pct_truncated`."""
     importance_weight_cap: float = Field(2.0, gt=0)
     """Truncation of π/μ per token."""
     kl_coefficient: float = Field(0.0, ge=0)
@@ -273,7 +273,7 @@ class LoraConfig(Section):
     lora_alpha: float = Field(32, gt=0)
     """The adapter's output is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
-    """On the adapter's input, in training."""
+    """On the adapter's input; for `sft` and algorithms of your own. Others compare probabilities, and refuse it."""
     target_modules: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )
@@ -471,7 +471,7 @@ class AlarmsConfig(Section):
     entropy: AlarmConfig = AlarmConfig(threshold=0.02, updates=3)
     """Mean entropy of the policy at an update's tokens, in nats; under it."""
     high_entropy: AlarmConfig = AlarmConfig(threshold=3.0, updates=3)
-    """The same entropy; over it."""
+    """The same entropy less that of the run's first update; over it."""
     repetition: AlarmConfig = AlarmConfig(threshold=0.5, updates=3)
     """Share of 4-grams of tokens that stood in the same completion before."""
     identical: AlarmConfig = AlarmConfig(threshold=0.95, updates=5)

@@ -67,6 +67,8 @@ class Guard:
         """By what is counted, by the games that it is counted of; the newest ones."""
         self._counted: InOrder[list[tuple[str, str, float]]] = InOrder()
         """What training games add to the windows, in the order of their numbers."""
+        self._first_entropy: float | None = None
+        """Entropy of the policy in the run's first update, in nats a token."""
         self._update = 0
         self._reasons: list[str] = []
         """To pause."""
@@ -119,7 +121,9 @@ class Guard:
         """Judge an update by its metrics and the games so far; returns how often each alarm went on."""
         self._update = update
         self.check_skipped(0)
-        self._judge([*readings_of(figures), *self._readings_of_games(), *self._hunger_of_envs()])
+        self._judge(
+            [*readings_of(figures), *self._entropy_rise(figures), *self._readings_of_games(), *self._hunger_of_envs()]
+        )
         return {f"alarms/{name}": count for name, count in self._alarms.counts().items()}
 
     def check_skipped(self, in_a_row: int, reason: str = "") -> None:
@@ -192,6 +196,7 @@ class Guard:
                 what: {games: list(window) for games, window in windows.items()}
                 for what, windows in self._windows.items()
             },
+            "first_entropy": self._first_entropy,
             "update": self._update,
         }
 
@@ -200,6 +205,7 @@ class Guard:
         self._alarms.load_state_dict(state["alarms"])
         self._contests.load_state_dict(state["contests"])
         self._num_evaluations, self._update = state["num_evaluations"], state["update"]
+        self._first_entropy = state.get("first_entropy")  # a checkpoint of an earlier version has none
         for what, windows in state["windows"].items():
             for games, results in windows.items():
                 self._windows[what][games].extend(results)
@@ -229,6 +235,16 @@ class Guard:
         elif change.action == "stop":
             self.stopped_by = self.stopped_by or change.text
             self._stop.set()
+
+    def _entropy_rise(self, figures: Mapping[str, float]) -> list[Reading]:
+        """Compare the policy's entropy with the first update's: some models start at 0.5 nats a token, others at 3."""
+        entropy = figures.get("learner/entropy")
+        if entropy is None:
+            return []
+        if self._first_entropy is None:
+            self._first_entropy = entropy
+        n = int(figures["learner/num_tokens"])
+        return [Reading(alarm="high_entropy", value=entropy - self._first_entropy, n=n)]
 
     def _readings_of_games(self) -> list[Reading]:
         readings: list[Reading] = []

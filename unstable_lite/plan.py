@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unstable_lite.alarms import alarm_problems
-from unstable_lite.algorithms import algorithm_problems, describe_rewards, resolve_defaults
+from unstable_lite.algorithms import algorithm_problems, describe_rewards, dropout_problems, resolve_defaults
 from unstable_lite.by_name import suggestion
 from unstable_lite.config import EMBEDDINGS, Config, LoraConfig, OpponentsConfig, no_adapter_at, read_config
 from unstable_lite.engines.choose import choose_engine, resolve_devices
@@ -254,7 +254,7 @@ def find_problems(config: Config, side_by_side: bool = True) -> list[str]:
     config = resolve_defaults(config)
     problems = [*_env_problems(config), *check_league(config), *_number_problems(config), *algorithm_problems(config)]
     problems += [*_rank_problems(config), *(_directory_problems(config) if side_by_side else [])]
-    problems += learning_problems(config) if side_by_side else []
+    problems += [*learning_problems(config), *dropout_problems(config)] if side_by_side else []
     problems += [no_adapter_at(target) for target in config.lora.target_modules if target in EMBEDDINGS]
     problems += [*template_problems(config.templates), *_spending_problems(config.opponents)]
     problems += alarm_problems(config.alarms)

@@ -49,6 +49,7 @@ async def play(environment: GameEnvironment, seed: int, pause_s: float = 0.0) ->
         if turn is None:
             seen.append(environment.close())
             break
+        seen.append(environment.rewards_so_far())
     environment.drop()
     return seen
 

@@ -262,10 +262,11 @@ async def test_what_may_be_spent_is_spent_and_no_more(
     assert endpoint.figures()["opponents/tokens"] == 100 * num_answers
 
 
-async def test_an_endpoint_that_does_not_tell_its_usage_is_not_free(
-    server: Server, connect: Callable[..., Endpoint]
+@pytest.mark.parametrize("usage", [None, {"prompt_tokens": -1000, "completion_tokens": 10, "total_tokens": -990}])
+async def test_endpoint_without_plausible_usage_is_not_free(
+    server: Server, connect: Callable[..., Endpoint], usage: dict[str, int] | None
 ) -> None:
-    server.answer = lambda _body: said("x" * 300, usage=None)
+    server.answer = lambda _body: said("x" * 300, usage=usage)
     endpoint = connect()
     await endpoint.complete(MODEL, "y" * 600)
     assert 250 < endpoint.budget.num_tokens < 400

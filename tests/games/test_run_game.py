@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from unstable_lite.config import RunConfig
 from unstable_lite.errors import ConfigError
@@ -263,6 +264,21 @@ async def test_a_game_at_its_turn_cap_is_truncated_and_pays_nobody() -> None:
     assert len(record.turns) == 3
     assert record.rewards == {0: 0.0, 1: 0.0}
     assert record.outcomes == {0: "draw", 1: "draw"}
+
+
+async def test_game_for_one_at_its_turn_cap_pays_the_envs_progress() -> None:
+    async def guess_seven(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
+        return generation("\\boxed{[7]}")
+
+    env_id = "GuessTheNumber-v0-train"
+    spec = structs.replace(tictactoe(POLICY, max_turns=1), env_id=env_id, num_players=1)
+    env = Environment(env_id, 1, spec.seed)._unwrapped
+    distance = abs(env.state.game_state["game_number"] - 7)
+    assert distance > 0
+    record = await played(spec, guess_seven)
+    assert (record.end, record.outcomes) == ("truncated", {0: "na"})
+    assert record.rewards == {0: 1 - distance / (env.max_number - env.min_number)}
+    assert record.trajectories[0].final_reward == record.rewards[0]
 
 
 async def test_an_endless_answer_reaches_the_env_cut() -> None:

@@ -13,10 +13,10 @@ from unrolled import returns, z_scores
 from unstable_lite.errors import RequestError
 from unstable_lite.learners.advantages import estimate_advantages, policy_weights, value_figures, zero_share
 from unstable_lite.reward_transformations.spread import Spread
-from unstable_lite.types import TrainItem
+from unstable_lite.types import GameEnd, Opponent, StepContext, TrainItem
 
 
-def step(reward: float, trajectory: int) -> TrainItem:
+def step(reward: float, trajectory: int, context: StepContext | None = None) -> TrainItem:
     ids = np.array([1], np.int32)
     return TrainItem(
         prompt_ids=ids,
@@ -25,6 +25,27 @@ def step(reward: float, trajectory: int) -> TrainItem:
         reward=reward,
         adapter_version=0,
         trajectory=trajectory,
+        context=context,
+    )
+
+
+def a_context(end: GameEnd, opponents: int = 1, is_invalid: bool = False) -> StepContext:
+    return StepContext(
+        env_id="E",
+        game_idx=0,
+        group_idx=None,
+        pid=0,
+        opponents=(Opponent(pid=1, uid="base", kind="fixed"),) * opponents,
+        turn=4,
+        player_turn=2,
+        num_turns=5,
+        num_player_turns=3,
+        final_reward=0.0,
+        outcome="draw",
+        end=end,
+        is_invalid=is_invalid,
+        is_cut_off=False,
+        format_ok=True,
     )
 
 
@@ -59,6 +80,35 @@ def test_with_lambda_0_only_the_next_value_counts() -> None:
     items = [step(0.5, 0), step(2.0, 0)]
     _, target_I = estimate_advantages(items, np.array([10.0, 3.0]), 0.9, 0.0)
     assert target_I == pytest.approx([0.5 + 0.9 * 3.0, 2.0])
+
+
+def test_value_of_last_prompt_stands_for_the_rest_of_a_truncated_game() -> None:
+    value_I = np.array([1.0, 2.0, 4.0, 8.0])
+    # The last own step is not judged, because nothing of what followed was seen.
+    expected = [0.5 + 0.9 * 2 - 1 + 0.45 * (0.9 * 4 - 2), 0.9 * 4 - 2, 0.0, 7 - 8]
+    capped = [step(0.5, 0), step(0.0, 0), step(-3.0, 0, a_context("truncated")), step(7.0, 1, a_context("natural"))]
+    advantage_I, target_I = estimate_advantages(capped, value_I, 0.9, 0.5)
+    assert advantage_I == pytest.approx(expected)
+    assert target_I == pytest.approx(np.add(expected, value_I))
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        a_context("natural"),
+        a_context("invalid", is_invalid=True),
+        a_context("truncated", opponents=0),  # it keeps the env's partial reward
+        a_context("truncated", is_invalid=True),  # the player was out before
+    ],
+)
+def test_other_ends_are_worth_their_reward(context: StepContext) -> None:
+    rewards, value_I = [0.1, 0.2, 0.7], np.array([0.3, -0.6, 0.9])
+    advantage_I, target_I = estimate_advantages([step(reward, 0, context) for reward in rewards], value_I, 0.9, 0.7)
+    last = 0.7 + 0.9 * 0.0 - 0.9 + 0.9 * 0.7 * 0.0
+    middle = 0.2 + 0.9 * 0.9 - -0.6 + 0.9 * 0.7 * last
+    first = 0.1 + 0.9 * -0.6 - 0.3 + 0.9 * 0.7 * middle
+    assert advantage_I.tolist() == [first, middle, last]
+    assert target_I.tolist() == [first + 0.3, middle + -0.6, last + 0.9]
 
 
 def test_a_trajectory_in_two_places_is_refused() -> None:

@@ -39,18 +39,14 @@ def test_every_completion_token_is_trained_from_the_position_before_it_and_nothi
     assert batch.num_padding == 3
 
 
-def test_the_completions_tail_is_cut_and_an_overlong_prompt_dropped_and_both_are_counted() -> None:
-    fitted = fit([item(3, 2), item(4, 3), item(5, 1), item(9, 1), item(2, 1)], max_train_len=5)
-    assert [(len(i.prompt_ids), len(i.completion_ids), len(i.logprobs)) for i in fitted.items] == [
-        (3, 2, 2),
-        (4, 1, 1),
-        (2, 1, 1),
-    ]
-    assert fitted.items[1].completion_ids.tolist() == [5]
-    assert (fitted.num_cut, fitted.num_dropped) == (1, 2)
+def test_overlong_steps_are_dropped_whole_and_counted() -> None:
+    items = [item(3, 2), item(4, 2), item(5, 1), item(9, 1), item(2, 0), item(2, 1)]
+    fitted = fit(items, max_train_len=5)
+    assert fitted.items == [items[0], items[5]]
+    assert (fitted.kept, fitted.num_dropped) == ([0, 5], 4)
 
 
-def test_without_a_limit_nothing_is_cut() -> None:
+def test_nothing_is_dropped_without_a_limit() -> None:
     items = [item(300, 200)]
     assert fit(items, None).items == items
 

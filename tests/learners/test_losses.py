@@ -11,6 +11,7 @@ from unstable_lite.learners.losses import (
     importance_figures,
     importance_weights,
     kl_estimates,
+    kl_figures,
     kl_penalty,
     mismatch_figures,
     policy_gradient_loss,
@@ -61,6 +62,21 @@ def test_over_all_tokens_the_kl_penalty_and_its_gradient_are_those_of_the_kl_its
     assert penalty.item() == pytest.approx(kl.item())
     assert torch.allclose(ours, expected, atol=1e-12)
     assert (kl_estimates(logp_V, base_logp_V) >= 0).all()
+
+
+def test_k1_is_of_the_policy_whoever_sampled_the_tokens() -> None:
+    torch.manual_seed(0)
+    logp_V, reference_logp_V = torch.randn(2, 20, dtype=torch.float64).log_softmax(-1)
+    uniform_V = torch.full_like(logp_V, -math.log(20))
+    kl = (logp_V.exp() * (logp_V - reference_logp_V)).sum().item()
+    figures = kl_figures("kl", logp_V, reference_logp_V, uniform_V, cap=math.inf)
+    assert figures["kl_k1"] == pytest.approx(kl)
+    assert figures["kl"] == pytest.approx(kl_estimates(logp_V, reference_logp_V).mean().item())
+    assert figures["kl"] != pytest.approx(kl, rel=0.1)
+    given_up, liked = torch.tensor([-12.0]), torch.tensor([-0.1])
+    figures = kl_figures("kl", given_up, liked, liked, cap=2.0)
+    assert abs(figures["kl_k1"]) < 1e-4 < 1e4 < figures["kl"]
+    assert kl_figures("kl", liked, given_up, given_up, cap=2.0)["kl_k1"] == pytest.approx(2 * 11.9)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def outcome(
         )
 
     first, second = make_items(9, turns=3), make_items(9, seed=1, turns=3)
-    poisoned = [replace(first[0], reward=float("nan")), *first[1:]]
+    shortest = min(map(length, first))
+    poisoned = [replace(item, reward=float("nan")) if length(item) == shortest else item for item in first]
     alone = [replace(first[0], prompt_ids=np.arange(4, dtype=np.int32))]
     several = [update(1, first), update(2, poisoned), update(2, second), update(3, alone)]
     jobs: dict[str, tuple[Config, Job, Sequence[Any]]] = {}

@@ -255,21 +255,21 @@ def test_a_learning_rate_of_1e_5_moves_a_weight_of_0_01(make_learner: MakeLearne
     assert ((moved > 5e-6) & (moved < 2e-5)).float().mean() > 0.9
 
 
-def test_cut_and_dropped_steps_are_counted_and_only_trained_ones_are_seen(
+def test_overlong_steps_are_counted_and_only_trained_ones_are_seen(
     make_learner: MakeLearner, make_items: MakeItems
 ) -> None:
     (fits,) = make_items(1)
     fits = replace(fits, prompt_ids=np.arange(4, dtype=np.int32))
-    cut = replace(fits, completion_ids=np.arange(30, dtype=np.int32), logprobs=np.full(30, -5, np.float32))
-    dropped = replace(fits, prompt_ids=np.arange(40, dtype=np.int32))
+    answer = replace(fits, completion_ids=np.arange(30, dtype=np.int32), logprobs=np.full(30, -5, np.float32))
+    prompt = replace(fits, prompt_ids=np.arange(40, dtype=np.int32))
     learner = make_learner(learner={"max_train_len": 20})
-    metrics = learner.update([fits, cut, dropped, dropped], 1).metrics
-    assert metrics["pct_truncated"] == 0.25
-    assert metrics["dropped_too_long"] == 2
-    assert metrics["num_items"] == metrics["samples_seen"] == 2
-    assert metrics["num_tokens"] == len(fits.completion_ids) + 16
+    metrics = learner.update([fits, answer, prompt, prompt], 1).metrics
+    assert metrics["pct_truncated"] == 0.75
+    assert metrics["dropped_too_long"] == 3
+    assert metrics["num_items"] == metrics["samples_seen"] == 1
+    assert metrics["num_tokens"] == len(fits.completion_ids)
     before = snapshot(learner)
-    result = learner.update([dropped], 2)
+    result = learner.update([answer], 2)
     assert result.skipped is not None
     assert "max_train_len" in result.skipped
     assert is_equal(before, snapshot(learner))

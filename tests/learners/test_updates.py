@@ -31,6 +31,7 @@ from unrolled import (
     z_scores,
 )
 from unstable_lite.learners import LEARNERS
+from unstable_lite.learners.batching import length
 from unstable_lite.learners.proximal import Proximal, proximal_policy
 from unstable_lite.types import TrainItem
 
@@ -169,7 +170,7 @@ def test_kl_to_the_base_costs_one_forward_and_none_when_it_is_off(
         learner.policy._base.model.layers[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         metrics = learner.update(make_items(3), 1).metrics
         forwards.append(len(calls))
-        assert ("kl_to_base" in metrics) == bool(coefficient)
+        assert ("kl_to_base" in metrics) == ("kl_k1" in metrics) == bool(coefficient)
     assert forwards[1] - forwards[0] == 1
 
 
@@ -197,10 +198,9 @@ def test_an_update_tells_what_the_policy_thought_of_each_token_before_it(
     items = make_items(8, turns=2)
     before = [scored.adapter for scored in learner.policy.score(items)]
     told = learner.update(items, 1).logprobs
-    lengths = [min(len(item.completion_ids), max(0, 18 - len(item.prompt_ids))) for item in items]
+    lengths = [len(item.completion_ids) if length(item) <= 18 else 0 for item in items]
     assert [len(logprobs) for logprobs in told] == lengths
     assert 0 in lengths
-    assert any(0 < one < len(item.completion_ids) for one, item in zip(lengths, items, strict=True))
     for trained, whole in zip(told, before, strict=True):
         assert trained == pytest.approx(whole[: len(trained)], abs=1e-4)
 
@@ -484,18 +484,18 @@ def test_a_step_too_long_to_train_on_still_passes_its_reward_back(
 
 
 @pytest.mark.parametrize("algorithm", ["a2c", "ppo", "grpo"])
-def test_overlong_answers_are_cut_and_counted(make_learner: MakeLearner, make_items: MakeItems, algorithm: str) -> None:
+def test_overlong_steps_are_dropped_whole(make_learner: MakeLearner, make_items: MakeItems, algorithm: str) -> None:
     (fits,) = make_items(1, seed=3)
-    cut = replace(
+    answer = replace(
         fits, completion_ids=np.arange(30, dtype=np.int32), logprobs=np.full(30, -5, np.float32), trajectory=1
     )
-    dropped = replace(fits, prompt_ids=np.arange(40, dtype=np.int32), trajectory=2)
+    prompt = replace(fits, prompt_ids=np.arange(40, dtype=np.int32), trajectory=2)
     learner = make_learner(algorithm, learner={"max_train_len": len(fits.prompt_ids) + 16})
-    metrics = learner.update([dropped, cut, fits], 1).metrics
-    assert metrics["pct_truncated"] == pytest.approx(1 / 3)
-    assert (metrics["dropped_too_long"], metrics["num_items"]) == (1, 2)
+    metrics = learner.update([prompt, answer, fits], 1).metrics
+    assert metrics["pct_truncated"] == pytest.approx(2 / 3)
+    assert (metrics["dropped_too_long"], metrics["num_items"]) == (2, 1)
     before = snapshot(learner)
-    result = learner.update([dropped], 2)
+    result = learner.update([answer], 2)
     assert result.skipped is not None
     assert "max_train_len" in result.skipped
     assert is_equal(before, snapshot(learner))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -149,6 +150,19 @@ def test_changed_file_is_another_model_and_a_report_converts_nothing(
         file.write(b"\0")
     assert find_tokenizer(str(path)) is None
     assert len(left_in(filled_cache)) == 1
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next(whole_file: Path, cache: Path, tmp_path: Path) -> None:
+    old, new = (cache / "unstable_lite" / "gguf" / f".small-{name}" for name in ("old", "new"))
+    for left_behind in (old, new):
+        left_behind.mkdir(parents=True)
+        (left_behind / "model.safetensors").write_bytes(b"half")
+    os.utime(old, (0, 0))
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(whole_file.read_bytes()[:100])
+    with pytest.raises(ModelError):
+        resolve_model(str(path))
+    assert set(left_in(cache)) == {new}  # another process may be at work in it
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.9])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from unstable_lite.algorithms import resolve_defaults
 from unstable_lite.config import Config
@@ -21,6 +22,7 @@ from unstable_lite.reward_transformations import (
     ComposeStepRewardTransforms,
     NormalizeRewards,
     NormalizeRewardsByEnv,
+    PenaltyForCutOff,
     PenaltyForInvalidMove,
     RewardForFormat,
     RoleAdvantageByEnvFormatter,
@@ -166,6 +168,15 @@ def test_only_the_invalid_move_is_penalised():
     trajectory = a_trajectory(a_step(), a_step(is_invalid=True))
     transform = PenaltyForInvalidMove(reward=1.0, penalty=-1.0)
     assert [transform(trajectory, i, 0.0) for i in (0, 1)] == [1.0, -1.0]
+
+
+def test_only_answer_that_was_cut_off_is_penalised():
+    cut_off, whole = a_step(), a_step()
+    cut_off.context = a_context("scripted")
+    whole.context = structs.replace(cut_off.context, is_cut_off=False)
+    compose = ComposeStepRewardTransforms([PenaltyForCutOff(penalty=-0.5)])
+    trajectory = a_trajectory(cut_off, whole, a_step())
+    assert [compose(trajectory, i, 1.0) for i in (0, 1, 2)] == [0.5, 1.0, 1.0]
 
 
 # sampling

@@ -148,7 +148,9 @@ def test_every_mean_is_of_as_many_entries_as_its_n_says(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path, sink)
     tracker.add_record(game())
     tracker.add_record(game(rewards=(-1.0, 1.0), end="invalid", invalid_pids=(0,)))
-    tracker.add_record(game(rewards=(0.0, 0.0), end="truncated"))
+    cut_off = game(rewards=(0.0, 0.0), end="truncated")
+    cut_off.turns[0] = replace(cut_off.turns[0], is_cut_off=True)
+    tracker.add_record(cut_off)
     tracker.add_record(game(end="invalid", invalid_pids=(1,)))
     tracker.add_record(game(end="void"))
     tracker.log_update(1, {})
@@ -173,6 +175,7 @@ def test_every_mean_is_of_as_many_entries_as_its_n_says(tmp_path: Path) -> None:
         "Observation Length (char)": 6,
         "Format Success Rate - correct_answer_format": 1,
         "Format Success Rate - invalid_move": 0.25,
+        "Cut Off Rate": 0.25,
         "Time per Turn (s)": 0.5,
         "n (turns)": 4,
         "Time per Token (s)": 0.125,
@@ -288,9 +291,11 @@ def test_a_game_in_which_the_model_had_no_turn_counts_and_has_no_means_over_turn
     for group in ("evaluation-E (scripted:random)", "collection-E"):
         assert tracker.latest[f"{group}/n"] == 1
         assert not any("turn" in name for name in tracker.latest if name.startswith(group))
-    tracker.add_record(game(kind="eval"))
+    evaluated.turns[0] = replace(evaluated.turns[0], is_cut_off=True)
+    tracker.add_record(evaluated)
     tracker.log_update(2, {})
     assert tracker.latest["evaluation-E (scripted:random)/n (turns)"] == 1
+    assert tracker.latest["evaluation-E (scripted:random)/Cut Off Rate"] == 1
     tracker.close()
 
 

@@ -80,7 +80,7 @@ def _advance(games: dict[int, Environment], message: MakeEnv | StepEnv) -> EnvSt
             has_teams=env.has_teams,
             pid=pid,
             observation=seen,
-            rewards=(),
+            rewards=tuple(env.rewards_so_far().values()),
             game_info="",
         )
     rewards, game_info = env.close()

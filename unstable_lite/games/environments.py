@@ -220,6 +220,15 @@ class Environment:
             remarks[pid]["invalid_move"] = True
         return _checked_rewards(self.env_id, self.num_players, rewards), remarks
 
+    def rewards_so_far(self) -> dict[int, float]:
+        """Return what every player gets if the game ends here: nothing, or for one alone the env's measure of progress.
+
+        It is what TextArena's envs pay at their own turn limit. Raises EnvError if it is not a finite number.
+        """
+        measure = getattr(self._unwrapped, "_get_percentage_completion", None) if self.num_players == 1 else None
+        rewards = dict.fromkeys(range(self.num_players), 0.0) if measure is None else {0: self._call(measure)}
+        return _checked_rewards(self.env_id, self.num_players, rewards)
+
     def _start(self, observation: Observation) -> Any:
         env_id = self._registered_id
         env = ta.make(env_id) if observation == "env" else _make_observed_by(_OBSERVED_BY[observation], env_id)

@@ -61,6 +61,9 @@ class GameEnvironment(Protocol):
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
         """Rewards and the env's own remarks, for every player."""
 
+    def rewards_so_far(self) -> dict[int, float]:
+        """Rewards of every player if the game, which is not over, ends here."""
+
     def drop(self) -> None:
         """Nobody plays on, however far the game is."""
 
@@ -87,6 +90,9 @@ class InProcess:
 
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
         return self._environment.close()
+
+    def rewards_so_far(self) -> dict[int, float]:
+        return self._environment.rewards_so_far()
 
     def drop(self) -> None:
         pass
@@ -198,6 +204,10 @@ class IsolatedEnvironment:
         assert self._state.is_over
         game_info = {int(pid): remarks for pid, remarks in json.loads(self._state.game_info).items()}
         return dict(enumerate(self._state.rewards)), game_info
+
+    def rewards_so_far(self) -> dict[int, float]:
+        assert self._state is not None
+        return dict(enumerate(self._state.rewards))
 
     def drop(self) -> None:
         self._host.drop_game(self._game)

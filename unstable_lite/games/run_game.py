@@ -87,7 +87,7 @@ async def run_game(
         record.rewards, record.game_info = environment.close()
         record.end = "invalid" if record.turns[-1].is_invalid else "natural"
     else:
-        record.rewards = dict.fromkeys(range(spec.num_players), 0.0)
+        record.rewards = environment.rewards_so_far()
         record.end = "truncated"
     last_turns = {turn.pid: turn for turn in record.turns}
     record.invalid_pids = tuple(pid for pid, last in last_turns.items() if last.is_invalid)

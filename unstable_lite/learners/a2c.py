@@ -76,12 +76,12 @@ class A2CLearner:
         metrics = {
             "num_items": float(len(fitted.items)),
             "dropped_too_long": float(fitted.num_dropped),
-            "pct_truncated": fitted.num_cut / max(len(items), 1),
+            "pct_truncated": fitted.num_dropped / max(len(items), 1),
             "lr": set_learning_rate(self._optimizer, share * self._config.learning_rate),
             "critic_lr": set_learning_rate(self._critic_optimizer, share * self._config.critic_learning_rate),
             **value_figures(value_I, target_I),
         }
-        skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
+        skipped: str | None = f"none of {len(items)} steps fits into max_train_len"
         logprobs: tuple[Logprobs, ...] = ()
         advantages: tuple[float, ...] = ()
         if fitted.items:

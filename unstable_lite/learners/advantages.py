@@ -25,9 +25,10 @@ def estimate_advantages(
 ) -> tuple[Figures, Figures]:
     """Generalised advantage estimation over each player's own turns: advantages, and the critic's targets.
 
-    After a trajectory's last step nothing follows: a game's end is worth its reward, however it ended.
+    After a trajectory's last step nothing follows. If the turn cap ended the game, the trajectory ends before that step
+    instead, and its value stands for the rest of the game; the step itself has advantage 0.
     Raises RequestError where the steps of a trajectory do not stand next to each other: their returns would be wrong.
-    Source: Schulman et al. 2016, arXiv:1506.02438, equation 16.
+    Source: Schulman et al. 2016, arXiv:1506.02438, equation 16; Pardo et al. 2018, arXiv:1712.00378 (turn cap).
     """
     advantage_I = np.zeros(len(items))
     following, next_value, next_advantage = None, 0.0, 0.0
@@ -38,10 +39,19 @@ def estimate_advantages(
             if following in seen:
                 raise RequestError(f"item {i}: the steps of trajectory {following} do not stand next to each other")
             seen.add(following)
+            if _is_unfinished(items[i]):
+                next_value = value_I[i]
+                continue
         surprise = items[i].reward + gamma * next_value - value_I[i]
         advantage_I[i] = surprise + gamma * gae_lambda * next_advantage
         next_value, next_advantage = value_I[i], advantage_I[i]
     return advantage_I, advantage_I + value_I
+
+
+def _is_unfinished(last: TrainItem) -> bool:
+    """Whether the turn cap ended the game of a player that could have played on, without a reward of its own."""
+    context = last.context
+    return context is not None and context.end == "truncated" and bool(context.opponents) and not context.is_invalid
 
 
 def policy_weights(

@@ -7,6 +7,7 @@ of models, losses or what a reward means. `N` counts a micro-batch's trained tok
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -83,10 +84,8 @@ class Fitted:
     items: list[TrainItem]
     kept: list[int]
     """Where each of `items` stood among those that were given."""
-    num_cut: int
-    """Completions whose tail was cut to fit."""
     num_dropped: int
-    """Steps whose prompt leaves no room for a completion token."""
+    """Number of steps that are too long to train on, or have no completion token."""
 
     @property
     def mean_completion_len(self) -> float:
@@ -124,21 +123,13 @@ def check(items: Sequence[TrainItem], vocab_size: int) -> None:
 
 
 def fit(items: Sequence[TrainItem], max_train_len: int | None) -> Fitted:
-    """Cut completions so that prompt and completion fit; drop what cannot be trained."""
-    fitted: list[TrainItem] = []
-    kept: list[int] = []
-    num_cut = 0
-    for index, item in enumerate(items):
-        num_completion = len(item.completion_ids)
-        room = num_completion if max_train_len is None else max_train_len - len(item.prompt_ids)
-        if min(room, num_completion) < 1:
-            continue
-        if room < num_completion:
-            num_cut += 1
-            item = replace(item, completion_ids=item.completion_ids[:room], logprobs=item.logprobs[:room])
-        fitted.append(item)
-        kept.append(index)
-    return Fitted(items=fitted, kept=kept, num_cut=num_cut, num_dropped=len(items) - len(fitted))
+    """Drop the steps that cannot be trained on.
+
+    An answer is never cut: its decision stands at its end, and the advantage is the decision's.
+    """
+    limit = math.inf if max_train_len is None else max_train_len
+    kept = [index for index, item in enumerate(items) if len(item.completion_ids) and length(item) <= limit]
+    return Fitted(items=[items[index] for index in kept], kept=kept, num_dropped=len(items) - len(kept))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

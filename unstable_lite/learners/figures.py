@@ -25,7 +25,7 @@ class Trained:
     """Name of the KL metric, by what the policy is compared with."""
     _loss: Tensor | float = 0.0
     _tokens: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
-    _kl: list[Tensor] = field(default_factory=list)
+    _reference_logp: list[Tensor] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     """Which items the tokens are of, in their order."""
     _num_padding: int = 0
@@ -38,7 +38,7 @@ class Trained:
         self._loss = self._loss + loss.detach()
         self._tokens.append((logp_N.detach(), batch.behaviour_logp_N, entropy_N.detach(), batch.version_N))
         if reference_logp_N is not None:
-            self._kl.append(losses.kl_estimates(logp_N.detach(), reference_logp_N))
+            self._reference_logp.append(reference_logp_N)
         self.rows += batch.rows
         self._num_padding += batch.num_padding
         self._num_positions += batch.tokens_BT.numel()
@@ -48,14 +48,15 @@ class Trained:
         if ranks.num_ranks() == 1:
             return
         columns = [torch.cat(parts).double() for parts in zip(*self._tokens, strict=True)] or [torch.zeros(0)] * 4
-        kl_N = torch.cat(self._kl).double() if self._kl else torch.zeros_like(columns[0])
-        *columns, kl_N = ranks.concat(torch.stack([*columns, kl_N]))
+        has_reference = bool(self._reference_logp)
+        columns += [torch.cat(self._reference_logp).double() if has_reference else torch.zeros_like(columns[0])]
+        *columns, reference_logp_N = ranks.concat(torch.stack(columns))
         rows_1I = ranks.concat(torch.tensor([self.rows], dtype=torch.float64))
-        counted = [self.loss, self._num_padding, self._num_positions, len(self._kl)]
-        loss, num_padding, num_positions, num_kl = ranks.sum_figures(np.array(counted, np.float64)).tolist()
+        counted = [self.loss, self._num_padding, self._num_positions, has_reference]
+        loss, num_padding, num_positions, num_references = ranks.sum_figures(np.array(counted, np.float64)).tolist()
         logp_N, behaviour_logp_N, entropy_N, version_N = columns
         self._tokens = [(logp_N, behaviour_logp_N, entropy_N, version_N)]
-        self._kl = [kl_N] if num_kl else []
+        self._reference_logp = [reference_logp_N] if num_references else []
         self.rows = rows_1I[0].int().tolist()
         self._loss, self._num_padding, self._num_positions = loss, int(num_padding), int(num_positions)
 
@@ -84,7 +85,10 @@ class Trained:
         """version: of the adapter that the log-probabilities are of."""
         logp_N, behaviour_logp_N, entropy_N, version_N = map(torch.cat, zip(*self._tokens, strict=True))
         staleness_N = (version - version_N).float()
-        kl = {self.kl_metric: torch.cat(self._kl).mean().item()} if self._kl else {}
+        kl = {}
+        if self._reference_logp:
+            reference_logp_N = torch.cat(self._reference_logp)
+            kl = losses.kl_figures(self.kl_metric, logp_N, reference_logp_N, behaviour_logp_N, importance_weight_cap)
         return {
             "loss": self.loss,
             "logp_mean": logp_N.mean().item(),

@@ -63,6 +63,22 @@ def negative_entropy(logp_N: Tensor, weight_N: Tensor, divisor: float) -> Tensor
     return (weight_N * (logp_N.detach() + gradient_N)).sum() / divisor
 
 
+def kl_figures(
+    name: str, logp_N: Tensor, reference_logp_N: Tensor, behaviour_logp_N: Tensor, cap: float
+) -> dict[str, float]:
+    """Return two estimates of KL(policy ‖ reference) in nats a token, the first under `name`.
+
+    The first is the mean of k3 over the tokens as they were sampled. It has no bound, and one token that only a stale
+    policy liked can make it large. The second is k1 with importance weights, of the policy itself; it may be negative.
+    Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
+    """
+    weight_N = importance_weights(logp_N, behaviour_logp_N, cap)
+    return {
+        name: kl_estimates(logp_N, reference_logp_N).mean().item(),
+        "kl_k1": (weight_N * (logp_N - reference_logp_N)).mean().item(),
+    }
+
+
 def clipping_figures(logp_N: Tensor, old_logp_N: Tensor, clip_range: float) -> dict[str, float]:
     """How far the policy has moved from where the update began."""
     is_clipped_N = ((logp_N - old_logp_N).exp() - 1).abs() > clip_range

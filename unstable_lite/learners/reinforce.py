@@ -58,10 +58,10 @@ class REINFORCELearner:
         metrics = {
             "num_items": float(len(fitted.items)),
             "dropped_too_long": float(fitted.num_dropped),
-            "pct_truncated": fitted.num_cut / max(len(items), 1),
+            "pct_truncated": fitted.num_dropped / max(len(items), 1),
             "lr": set_learning_rate(self._optimizer, share * self._config.learning_rate),
         }
-        skipped: str | None = f"max_train_len leaves none of {len(items)} steps room for a completion token"
+        skipped: str | None = f"none of {len(items)} steps fits into max_train_len"
         logprobs: tuple[Logprobs, ...] = ()
         if fitted.items:
             if self.step == 0:

@@ -348,7 +348,7 @@ class _Worker:
     def _halve_micro_batches(self, items: Sequence[TrainItem], reason: str) -> None:
         """Raises RequestError if they are of one sequence already."""
         config, policy = self._config, self.learner.policy
-        longest = min(max(map(length, items)), config.max_train_len or sys.maxsize)
+        longest = max(map(length, fit(items, config.max_train_len).items or items))
         most_rows = config.mini_batch_size or sys.maxsize
         if self._critic is not None:
             most_rows = max(most_rows, config.infer_mini_batch_size)

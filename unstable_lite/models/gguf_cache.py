@@ -6,6 +6,7 @@ so it runs in a process of its own (convert_gguf.py); nothing here loads torch o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -14,11 +15,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from unstable_lite.errors import ModelError
 
 SUFFIX = ".gguf"
+ABANDONED_S = 24 * 3600
+"""Age in seconds from which an unfinished directory is removed. No conversion takes as long."""
 
 
 def converted(path: Path, may_convert: bool = True) -> Path:
@@ -41,6 +45,10 @@ def converted(path: Path, may_convert: bool = True) -> Path:
         if importlib.util.find_spec("gguf") is None:
             raise ModelError(f"{path}: to read GGUF files: pip install 'unstable-lite[gguf]'")
         target.parent.mkdir(parents=True, exist_ok=True)
+        for left_behind in target.parent.glob(".*"):  # by a conversion that was killed
+            with contextlib.suppress(FileNotFoundError):  # another process removes it, too
+                if time.time() - left_behind.stat().st_mtime > ABANDONED_S:
+                    shutil.rmtree(left_behind, ignore_errors=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     except OSError as error:
         raise ModelError(f"{path} cannot be converted: {error}") from error

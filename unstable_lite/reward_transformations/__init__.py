@@ -26,6 +26,7 @@ from unstable_lite.reward_transformations.sampling import (
 )
 from unstable_lite.reward_transformations.step import (
     ComposeStepRewardTransforms,
+    PenaltyForCutOff,
     PenaltyForInvalidMove,
     RewardForFormat,
     StepRewardTransform,
@@ -49,6 +50,7 @@ __all__ = [
     "GroupBaseline",
     "NormalizeRewards",
     "NormalizeRewardsByEnv",
+    "PenaltyForCutOff",
     "PenaltyForInvalidMove",
     "RewardForFormat",
     "RoleAdvantageByEnvFormatter",
@@ -69,6 +71,7 @@ FINAL: dict[str, Callable[..., FinalRewardTransform]] = {
 }
 STEP: dict[str, Callable[..., StepRewardTransform]] = {
     "RewardForFormat": RewardForFormat,
+    "PenaltyForCutOff": PenaltyForCutOff,
     "PenaltyForInvalidMove": PenaltyForInvalidMove,
 }
 SAMPLING: dict[str, Callable[..., SamplingRewardTransform]] = {

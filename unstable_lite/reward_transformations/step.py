@@ -54,3 +54,17 @@ class PenaltyForInvalidMove:
 
     def __repr__(self) -> str:
         return f"PenaltyForInvalidMove(reward={self.reward}, penalty={self.penalty})"
+
+
+class PenaltyForCutOff:
+    """Add `penalty` (usually negative) to an answer that a limit on tokens ended."""
+
+    def __init__(self, penalty: float = 0) -> None:
+        self.penalty = penalty
+
+    def __call__(self, player_traj: PlayerTrajectory, step_index: int, reward: float) -> float:
+        context = player_traj.steps[step_index].context
+        return reward + (self.penalty if context is not None and context.is_cut_off else 0)
+
+    def __repr__(self) -> str:
+        return f"PenaltyForCutOff(penalty={self.penalty})"

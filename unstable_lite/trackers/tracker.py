@@ -703,6 +703,7 @@ class Tracker:
             of_turns["Observation Length (char)"].extend([len(step.obs) for step in steps])
             for name in steps[0].format_feedback:
                 of_turns[f"Format Success Rate - {name}"].extend([step.format_feedback[name] for step in steps])
+            of_turns["Cut Off Rate"].extend([turn.is_cut_off for turn in turns])
             of_turns["Time per Turn (s)"].extend(seconds)
         if num_tokens := sum(tokens):
             entries["n (answered)"]["Time per Token (s)"].append(sum(seconds) / num_tokens)
@@ -727,6 +728,7 @@ class Tracker:
                 if turn.pid == agent.pid:
                     of_turns["Response Length (char)"].append(len(turn.text))
                     of_turns["Format Success Rate - correct_answer_format"].append(turn.format_ok)
+                    of_turns["Cut Off Rate"].append(turn.is_cut_off)
                     of_turns["Time per Turn (s)"].append(turn.seconds)
 
 

@@ -63,8 +63,8 @@ def steps_of(batch: Batch) -> Iterator[Step]:
 def step_to_json(step: Step, version: int, logprobs: Logprobs | None = None) -> dict[str, Any]:
     """`version`: of the policy that was updated. `reward` is after all stages; `step_info` has them one by one.
 
-    logprobs: that policy's of the completion's tokens, fewer where the learner cut it. Less those in games.jsonl, which
-    the engine gave, they are the logarithms of the tokens' importance weights.
+    logprobs: that policy's of the completion's tokens, none if the step was too long to train on. Less those in
+    games.jsonl, which the engine gave, they are the logarithms of the tokens' importance weights.
     """
     generation = step.generation
     row = {

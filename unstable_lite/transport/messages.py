@@ -245,8 +245,9 @@ class EnvState:
     """Whose turn it is, and below what that player sees; not set when the game is over."""
     observation: str
     rewards: tuple[float, ...]
-    """By player, and below the env's remarks, as JSON; set when the game is over."""
+    """Rewards by player; before the end of the game those if it ended here."""
     game_info: str
+    """The env's remarks as JSON; set when the game is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

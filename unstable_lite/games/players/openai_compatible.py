@@ -242,9 +242,13 @@ class Budget:
         self.num_requests, self.num_tokens, self.usd = state["num_requests"], state["num_tokens"], state["usd"]
 
     def count(self, usage: Any, message: str, text: str) -> None:
-        """The tokens that the endpoint says it used, or an estimate."""
+        """Add the tokens that the endpoint reports, or an estimate if it reports none or a negative number."""
         num_prompt, num_completion = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
-        if not isinstance(num_prompt, int) or not isinstance(num_completion, int):
+        if (
+            not isinstance(num_prompt, int)
+            or not isinstance(num_completion, int)
+            or min(num_prompt, num_completion) < 0
+        ):
             num_prompt, num_completion = len(message) // CHARS_PER_TOKEN + 1, len(text) // CHARS_PER_TOKEN + 1
         self.num_tokens += num_prompt + num_completion
         self.usd += num_prompt * self._config.usd_per_million_prompt_tokens / 1e6

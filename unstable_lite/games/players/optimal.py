@@ -1,4 +1,6 @@
-"""A player that cannot be beaten, for the envs whose theory fits on a page; it reads what its seat is shown.
+"""An optimal player for the envs whose theory fits on a page; it reads what its seat is shown.
+
+Optimal is not unbeatable, except in TicTacToe: a seat can be lost from the start in Nim, and a hand in KuhnPoker.
 
 TicTacToe by minimax; Nim (whoever takes last wins) by Bouton's theorem (1901): leave piles whose exclusive or is zero.
 

@@ -638,7 +638,8 @@ class Browser {
     const scale = byWeight ? [el("span", {}, "½"), el("span", { class: "scale weight" }), el("span", {}, `2${cap ? `; underlined: cut to ${cap}` : ""}`)]
       : [el("span", {}, "certain"), el("span", { class: "scale logprob" }), el("span", {}, "1 in 150 or less")];
     const notes = [];
-    if (byWeight && learner && learner.length < ids.length) notes.push(`Only the first ${learner.length} tokens were trained on: learner.max_train_len cut the rest.`);
+    if (byWeight && learner && learner.length < ids.length) notes.push(learner.length ? `Only the first ${learner.length} tokens were trained on: learner.max_train_len cut the rest.`
+      : "This turn was not trained on: it is longer than learner.max_train_len.");
     if (byWeight && !learner) notes.push(turn.trained ? "The learner's log-probabilities of this turn were not recorded, so there are no importance weights to show."
       : "No batch that is on disk has this turn: only turns that were trained on have importance weights.");
     if (!pieces) notes.push("Tokens are shown by number: the run's tokenizer is not on the machine where this report was made.");
