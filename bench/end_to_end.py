@@ -1,6 +1,6 @@
 """How long until the model wins so many games, with this project and with the reference's way of doing it?
 
-Both train the game of examples/quickstart.toml from the same model, on the same cores, with the same batch, algorithm,
+Both train the game of examples/connect_four.toml from the same model, on the same cores, with the same batch, algorithm,
 optimiser, league and number of games in flight; what the reference's way is, and which of its flaws it is spared:
 `bench/peers/reference_run.py`. Every few updates the training stands still, its clock too, while a third process plays
 the adapter against `scripted:random`: the same games, seats and random streams for both. The first adapter that wins
@@ -50,7 +50,7 @@ from unstable_lite.types import ModelRef
 
 MODULE = "bench.end_to_end"
 OURS, REFERENCE = "this project", "the reference's way"
-QUICKSTART = REPOSITORY / "examples" / "quickstart.toml"
+EXAMPLE = REPOSITORY / "examples" / "connect_four.toml"
 POLL_S = 0.01
 EVALUATION_SEED = 1_000_003
 """Of no training."""
@@ -92,7 +92,7 @@ def run(options: Options) -> Report:
     sizes = SMALL if options.small else SIZES
     question = f"Seconds of training until {sizes.win_rate:.0%} of games against scripted:random are won"
     report = Report(bench="end_to_end", question=question, options=options)
-    config = quickstart(options.small)
+    config = game_config(options.small)
     batch_size = config.learner.batch_size
     report.sizes = {
         "env": config.eval_envs[0].env_id,
@@ -138,9 +138,9 @@ def run(options: Options) -> Report:
     return report
 
 
-def quickstart(is_small: bool) -> Config:
-    """examples/quickstart.toml, without evaluations of its own."""
-    raw: dict[str, Any] = tomllib.loads(QUICKSTART.read_text())
+def game_config(is_small: bool) -> Config:
+    """examples/connect_four.toml, without evaluations of its own."""
+    raw: dict[str, Any] = tomllib.loads(EXAMPLE.read_text())
     raw["run"] |= {
         "learning_steps": 1_000_000,  # what ends it is the win rate, or the limit
         "eval_games": 0,
