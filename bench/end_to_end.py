@@ -1,10 +1,11 @@
 """How long until the model wins so many games, with this project and with the reference's way of doing it?
 
-Both train the game of examples/connect_four.toml from the same model, on the same cores, with the same batch, algorithm,
-optimiser, league and number of games in flight; what the reference's way is, and which of its flaws it is spared:
-`bench/peers/reference_run.py`. Every few updates the training stands still, its clock too, while a third process plays
-the adapter against `scripted:random`: the same games, seats and random streams for both. The first adapter that wins
-the share asked for ends the run. A run that takes longer than the limit counts with its time so far, and is told.
+Both train the game of examples/connect_four.toml from the same model, on the same cores, with the same batch,
+algorithm, optimiser, league and number of games in flight; what the reference's way is, and which of its flaws it is
+spared: `bench/peers/reference_run.py`. Every few updates the training stands still, its clock too, while a third
+process plays the adapter against `scripted:random`: the same games, seats and random streams for both. The first
+adapter that wins the share asked for ends the run. A run that takes longer than the limit counts with its time so far,
+and is told.
 
 The time is from the first training game on: start-up is told apart. `--rounds` is the number of seeds.
 """

@@ -198,7 +198,7 @@ def test_an_evaluation_without_a_result_tells_no_rates(tmp_path: Path) -> None:
     assert figures == {"evaluation-E (scripted:random)/checkpoint n": 0}
     assert "all of its 3 games are void" in void.describe()
     (table,) = evaluation_tables([void, replace(void, label="after", n=1, wins=1, mean_reward=1.0)])
-    assert [list(column.cells) for column in table.columns[3:5]] == [["–", "100.0%"], ["–", "20.7% – 100.0%"]]
+    assert [list(column.cells) for column in table.columns[3:5]] == [["–", "100.0%"], ["–", "20.7 – 100.0%"]]
     tracker.close()
 
 

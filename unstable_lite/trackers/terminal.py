@@ -185,8 +185,8 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
     """One table for each env and opponent, in the order of time."""
     tables = []
     for env_id, opponent in dict.fromkeys((e.env_id, e.opponent) for e in evaluations):
-        # A table of at most 80 columns.
-        table = Table(title=f"{env_id} against {opponent}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(title=f"{env_id} against {opponent}", title_justify="left", box=box.SIMPLE_HEAD)
+        table.pad_edge, table.collapse_padding = False, True  # at most 80 columns
         table.add_column("when")
         table.add_column("model")
         rows = [e for e in evaluations if (e.env_id, e.opponent) == (env_id, opponent)]
@@ -200,7 +200,7 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
                 share = interval = "–"
             elif has_winners:
                 share, (low, high) = f"{evaluation.points:.1%}", evaluation.points_interval
-                interval = f"{low:.1%} – {high:.1%}"
+                interval = f"{100 * low:.1f} – {high:.1%}"
             else:
                 share, (low, high) = f"{evaluation.mean_reward:.3f}", evaluation.reward_interval
                 interval = f"{low:.3f} – {high:.3f}" if math.isfinite(low) else "–"
