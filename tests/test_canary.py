@@ -16,7 +16,7 @@ import runs
         ("ServesBaseUnderTheRightName", "as if the base answered or the scaling were too small"),
         ("ScalesTwiceAsMuch", "engine-0 does not compute what the learner does with adapter"),
         ("HotterThanItSays", "engine-0 and the learner disagree about the base model"),
-        ("HotterWithAdapters", "engine-0 does not compute what the learner does with adapter 1"),
+        ("HotterWithAdapters", "engine-0 does not compute what the learner does with adapter"),
         ("ServesThePreviousVersion", "engine-0 holds another adapter as version 2 than the learner wrote"),
         ("ServesThePreviousVersionUnderTheRightName", "engine-0 does not compute what the learner does with adapter"),
         ("ReadsADamagedFile", "engine-0 holds another adapter as version 1 than the learner wrote"),
