@@ -8,11 +8,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from unstable_lite.engines.choose import count_gpus, vllm_usable
 
-settings.register_profile("unhurried", deadline=None)  # no test asserts a time
+# No test asserts a time.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
 HAS_CUDA = count_gpus() > 0

@@ -283,7 +283,8 @@ try:
 except ProtocolError:
     print("refused")
 """
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "refused\n"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout == "refused\n", ended.stderr
 
 
 @pytest.mark.parametrize(("error", "says"), [("\ud800", "surrogates not allowed"), ("x" * 2000, "the limit is 1000")])
