@@ -35,6 +35,7 @@ class TaperedREINFORCE(REINFORCELearner):
             tapered_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, cap=self._taper_cap)
             weight_N = torch.where(batch.advantage_N > 0, torch.ones_like(tapered_N), tapered_N)
             loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
+            loss = loss - self._config.entropy_coefficient * entropy_N.sum() / divisor
             loss.backward()
             trained.add(batch, logp_N, entropy_N, reference_logp_N=None, loss=loss)
         return trained

@@ -199,8 +199,8 @@ class LearnerConfig(Section):
     learning_rate: float = Field(1e-5, gt=0)
     """Of the adapter, AdamW."""
     learning_rate_schedule: Literal["constant", "linear"] = "constant"
-    """`linear`: the learning rates, the critic's too, fall in equal parts from update to update and would be 0 after
-    `run.learning_steps`."""
+    """`linear`: the learning rates, the critic's too, fall by the same amount after every update and would be 0 after
+    `run.learning_steps`. A resume with more of these raises them to what the new number gives."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit` keeps the moments of large matrices in 8 bits; it needs bitsandbytes."""
     weight_decay: float = Field(0.01, ge=0)
@@ -220,7 +220,7 @@ class LearnerConfig(Section):
     kl_coefficient: float = Field(0.0, ge=0)
     """Price of one nat of KL(policy ‖ reference) per token, in units of the advantage; 0: not computed."""
     entropy_coefficient: float = Field(0.0, ge=0)
-    """Worth of one nat of a token's entropy, in units of the advantage: keeps the policy trying other moves."""
+    """Bonus per nat of token entropy, in units of the advantage. A value above 0 keeps the policy exploring."""
     kl_reference: Literal["initial", "base"] = "initial"
     """What `kl_coefficient` keeps the policy near: the adapter at `lora.initial_lora_path` if there is one, or the base
     model without an adapter."""
@@ -530,9 +530,6 @@ class SftConfig(Section):
     """Passes over the pairs."""
     learning_rate: float = Field(1e-4, gt=0)
     """Of the adapter, AdamW."""
-    learning_rate_schedule: Literal["constant", "linear"] = "constant"
-    """`linear`: the learning rates, the critic's too, fall in equal parts from update to update and would be 0 after
-    `run.learning_steps`."""
     batch_size: int = Field(32, ge=1)
     """Pairs of one optimiser step."""
     holdout: float = Field(0.1, ge=0, lt=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -238,13 +239,13 @@ class Guard:
 
     def _entropy_rise(self, figures: Mapping[str, float]) -> list[Reading]:
         """Compare the policy's entropy with the first update's: some models start at 0.5 nats a token, others at 3."""
-        entropy = figures.get("learner/entropy")
-        if entropy is None:
+        entropy, n = figures.get("learner/entropy"), int(figures.get("learner/num_tokens", 0))
+        if entropy is None or not n:
             return []
-        if self._first_entropy is None:
+        if self._first_entropy is None and math.isfinite(entropy):
             self._first_entropy = entropy
-        n = int(figures["learner/num_tokens"])
-        return [Reading(alarm="high_entropy", value=entropy - self._first_entropy, n=n)]
+        rise = 0.0 if self._first_entropy is None else entropy - self._first_entropy
+        return [Reading(alarm="high_entropy", value=rise, n=n)]
 
     def _readings_of_games(self) -> list[Reading]:
         readings: list[Reading] = []

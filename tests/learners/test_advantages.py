@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from unrolled import returns, z_scores
 from unstable_lite.errors import RequestError
-from unstable_lite.learners.advantages import estimate_advantages, policy_weights, value_figures, zero_share
+from unstable_lite.learners.advantages import (
+    estimate_advantages,
+    is_judged,
+    policy_weights,
+    value_figures,
+    zero_share,
+)
 from unstable_lite.reward_transformations.spread import Spread
 from unstable_lite.types import GameEnd, Opponent, StepContext, TrainItem
 
@@ -90,6 +96,16 @@ def test_value_of_last_prompt_stands_for_the_rest_of_a_truncated_game() -> None:
     advantage_I, target_I = estimate_advantages(capped, value_I, 0.9, 0.5)
     assert advantage_I == pytest.approx(expected)
     assert target_I == pytest.approx(np.add(expected, value_I))
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_last_step_of_a_truncated_game_has_no_advantage_and_no_part_in_the_others(is_normalized: bool) -> None:
+    capped = [step(0.0, 0), step(-3.0, 0, a_context("truncated")), step(1.0, 1), step(-1.0, 2)]
+    assert is_judged(capped).tolist() == [True, False, True, True]
+    weight_I = policy_weights(capped, np.array([0.5, 0.0, 2.0, -1.0]), 1.0, is_normalized, Spread())
+    others = [0.5, 2.0, -1.0]
+    assert weight_I[[0, 2, 3]] == pytest.approx(z_scores(others) if is_normalized else others)
+    assert weight_I[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from unstable_lite.learners.losses import (
     kl_figures,
     kl_penalty,
     mismatch_figures,
-    negative_entropy,
     policy_gradient_loss,
 )
 
@@ -48,17 +47,6 @@ def test_figures_count_what_they_say() -> None:
     mismatch = mismatch_figures(logp_N[1:3], behaviour_N[1:3])
     assert mismatch == {"mismatch_mean": 0.25, "mismatch_max": 0.5, "mismatch_tokens": 2}
     assert mismatch_figures(torch.empty(0), torch.empty(0)) == {"mismatch_tokens": 0}
-
-
-def test_over_all_tokens_the_entropy_term_and_its_gradient_are_those_of_the_entropy_itself() -> None:
-    torch.manual_seed(0)
-    logits_V = torch.randn(20, dtype=torch.float64, requires_grad=True)
-    logp_V = logits_V.log_softmax(-1)
-    (expected,) = torch.autograd.grad((logp_V.exp() * logp_V).sum(), logits_V, retain_graph=True)
-    term = negative_entropy(logp_V, logp_V.detach().exp(), divisor=1.0)
-    (ours,) = torch.autograd.grad(term, logits_V)
-    assert term.item() == pytest.approx((logp_V.exp() * logp_V).sum().item())
-    assert torch.allclose(ours, expected)
 
 
 def test_over_all_tokens_the_kl_penalty_and_its_gradient_are_those_of_the_kl_itself() -> None:

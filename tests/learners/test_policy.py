@@ -60,6 +60,35 @@ def test_temperature_divides_the_logits(make_learner: MakeLearner, temperature: 
     assert np.abs(scored.adapter - scored.base).max() > 0.01
 
 
+@pytest.mark.parametrize("chunk_tokens", [2, 4096])
+def test_gradients_of_log_probability_and_entropy_are_those_of_the_softmax(
+    make_learner: MakeLearner, chunk_tokens: int
+) -> None:
+    learner = make_learner(
+        engine={"temperature": 0.7}, learner={"entropy_coefficient": 0.1, "logits_chunk_tokens": chunk_tokens}
+    )
+    policy = learner.policy
+    (batch,) = policy.micro_batches([ITEM])
+    parameters = list(policy.parameters.values())
+    logp_N, entropy_N = policy.logprobs(batch)
+    tokens = torch.tensor([*PROMPT, *COMPLETION])[None].long()
+    logits_NV = policy.model(input_ids=tokens).logits[0, len(PROMPT) - 1 : -1].double() / 0.7
+    expected_NV = logits_NV.log_softmax(-1)
+    pairs = [
+        (logp_N, expected_NV[range(3), COMPLETION]),
+        (entropy_N, -(expected_NV.exp() * expected_NV).sum(-1)),
+    ]
+    weight_N = torch.tensor([1.0, -2.0, 0.5])
+    for ours_N, theirs_N in pairs:
+        assert torch.allclose(ours_N.double(), theirs_N, atol=1e-4)
+        ours = torch.autograd.grad(ours_N @ weight_N, parameters, retain_graph=True)
+        theirs = torch.autograd.grad(theirs_N @ weight_N.double(), parameters, retain_graph=True)
+        largest = max(gradient.abs().max().item() for gradient in theirs)
+        assert largest > 1e-3
+        for our_gradient, their_gradient in zip(ours, theirs, strict=True):
+            assert torch.allclose(our_gradient, their_gradient, atol=1e-4 * largest)
+
+
 def test_a_token_that_the_model_does_not_have_is_refused(make_learner: MakeLearner) -> None:
     with pytest.raises(RequestError, match="token id 300"):
         make_learner().policy.score([replace(ITEM, completion_ids=np.array([1, 300, 1], np.int32))])

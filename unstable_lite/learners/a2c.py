@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from unstable_lite.config import Config
 from unstable_lite.learners import UpdateResult, adapter_files, losses, ranks
-from unstable_lite.learners.advantages import estimate_advantages, policy_weights, value_figures, zero_share
+from unstable_lite.learners.advantages import estimate_advantages, is_judged, policy_weights, value_figures, zero_share
 from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.critic import Critic
 from unstable_lite.learners.figures import Trained
@@ -27,7 +26,6 @@ from unstable_lite.learners.model import Policy
 from unstable_lite.learners.optimizers import (
     load_state_tensors,
     make_optimizer,
-    rate_share,
     set_learning_rate,
     state_tensors,
 )
@@ -49,7 +47,7 @@ class A2CLearner:
         self._spread = Spread()
         """Memory of earlier batches' returns and advantages."""
         self._config = config.learner
-        self._rate_share = partial(rate_share, config)
+        self._learning_steps = config.run.learning_steps
         self._parameters = list(self.policy.parameters.values())
         self._critic_parameters = list(self.critic.parameters.values())
         self._optimizer = make_optimizer(self.policy.parameters, config.learner.learning_rate, config.learner)
@@ -71,17 +69,20 @@ class A2CLearner:
         advantage_I, target_I = estimate_advantages(items, value_I, self._config.gamma, self._config.gae_lambda)
         weight_I = policy_weights(items, advantage_I, self._config.gamma, self._config.normalize_adv, self._spread)
         fitted = fit(items, self._config.max_train_len)
+        is_judged_I = is_judged(items)[fitted.kept]
         value_I, weight_I, target_I = (figures_I[fitted.kept] for figures_I in (value_I, weight_I, target_I))
-        share = self._rate_share(self.step)
+        progress = self.step / self._learning_steps
         metrics = {
             "num_items": float(len(fitted.items)),
             "dropped_too_long": float(fitted.num_dropped),
             "pct_truncated": fitted.num_dropped / max(len(items), 1),
-            "lr": set_learning_rate(self._optimizer, share * self._config.learning_rate),
-            "critic_lr": set_learning_rate(self._critic_optimizer, share * self._config.critic_learning_rate),
-            **value_figures(value_I, target_I),
+            "lr": set_learning_rate(self._optimizer, self._config.learning_rate, self._config, progress),
+            "critic_lr": set_learning_rate(
+                self._critic_optimizer, self._config.critic_learning_rate, self._config, progress
+            ),
+            **value_figures(value_I[is_judged_I], target_I[is_judged_I]),
         }
-        skipped: str | None = f"none of {len(items)} steps fits into max_train_len"
+        skipped: str | None = f"none of {len(items)} steps has a completion and fits into learner.max_train_len"
         logprobs: tuple[Logprobs, ...] = ()
         advantages: tuple[float, ...] = ()
         if fitted.items:
@@ -152,7 +153,7 @@ class A2CLearner:
             weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
             if config.entropy_coefficient:
-                loss = loss + config.entropy_coefficient * losses.negative_entropy(logp_N, weight_N, divisor)
+                loss = loss - config.entropy_coefficient * entropy_N.sum() / divisor
             reference_logp_N = None
             if config.kl_coefficient:
                 reference_logp_N = self.policy.reference_logprobs(batch)

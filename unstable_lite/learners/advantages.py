@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from unstable_lite.errors import RequestError
 from unstable_lite.reward_transformations.spread import Spread, cell_of
-from unstable_lite.types import TrainItem
+from unstable_lite.types import StepContext, TrainItem
 
 Figures = npt.NDArray[np.float64]
 
@@ -30,7 +30,7 @@ def estimate_advantages(
     Raises RequestError where the steps of a trajectory do not stand next to each other: their returns would be wrong.
     Source: Schulman et al. 2016, arXiv:1506.02438, equation 16; Pardo et al. 2018, arXiv:1712.00378 (turn cap).
     """
-    advantage_I = np.zeros(len(items))
+    advantage_I, is_judged_I = np.zeros(len(items)), is_judged(items)
     following, next_value, next_advantage = None, 0.0, 0.0
     seen: set[int] = set()
     for i in range(len(items) - 1, -1, -1):
@@ -39,7 +39,7 @@ def estimate_advantages(
             if following in seen:
                 raise RequestError(f"item {i}: the steps of trajectory {following} do not stand next to each other")
             seen.add(following)
-            if _is_unfinished(items[i]):
+            if not is_judged_I[i]:
                 next_value = value_I[i]
                 continue
         surprise = items[i].reward + gamma * next_value - value_I[i]
@@ -48,9 +48,14 @@ def estimate_advantages(
     return advantage_I, advantage_I + value_I
 
 
-def _is_unfinished(last: TrainItem) -> bool:
-    """Whether the turn cap ended the game of a player that could have played on, without a reward of its own."""
-    context = last.context
+def is_judged(items: Sequence[TrainItem]) -> npt.NDArray[np.bool_]:
+    """Return False for a trajectory's last step if the turn cap ended the game while its player could still move."""
+    following = [*(item.trajectory for item in items[1:]), None]
+    rows = zip(items, following, strict=True)
+    return np.array([item.trajectory == after or not _is_capped(item.context) for item, after in rows], np.bool_)
+
+
+def _is_capped(context: StepContext | None) -> bool:
     return context is not None and context.end == "truncated" and bool(context.opponents) and not context.is_invalid
 
 
@@ -59,19 +64,19 @@ def policy_weights(
 ) -> Figures:
     """Return what the policy's gradient of each item is multiplied by.
 
-    An advantage is 0 if its cell's returns are all alike: it would be nothing but the critic's error. If
-    `is_normalized` the others get mean 0 and standard deviation 1, or less if they vary far less than in earlier
-    batches. `spread` remembers those and is updated.
+    An advantage is 0 if its cell's returns are all alike, because it would be nothing but the critic's error, and where
+    `is_judged` is False. If `is_normalized` the others get mean 0 and standard deviation 1, or less if they vary far
+    less than in earlier batches. `spread` remembers those and is updated.
     """
     return_I, _ = estimate_advantages(items, np.zeros(len(items)), gamma, 1.0)
     cells = [
         cell_of(item.context.env_id, item.context.pid, item.context) if item.context is not None else ""
         for item in items
     ]
-    is_different_I = spread.tells_apart(return_I, cells)
-    weight_I = np.where(is_different_I, advantage_I, 0.0)
+    has_signal_I = spread.tells_apart(return_I, cells) & is_judged(items)
+    weight_I = np.where(has_signal_I, advantage_I, 0.0)
     if is_normalized:
-        weight_I[is_different_I] = spread.standardized("", advantage_I[is_different_I])
+        weight_I[has_signal_I] = spread.standardized("", advantage_I[has_signal_I])
     return weight_I
 
 

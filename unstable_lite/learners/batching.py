@@ -125,7 +125,7 @@ def check(items: Sequence[TrainItem], vocab_size: int) -> None:
 def fit(items: Sequence[TrainItem], max_train_len: int | None) -> Fitted:
     """Drop the steps that cannot be trained on.
 
-    An answer is never cut: its decision stands at its end, and the advantage is the decision's.
+    Answers are not truncated, because the move stands at the end of the answer and the advantage belongs to the move.
     """
     limit = math.inf if max_train_len is None else max_train_len
     kept = [index for index, item in enumerate(items) if len(item.completion_ids) and length(item) <= limit]

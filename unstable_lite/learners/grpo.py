@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -26,7 +25,6 @@ from unstable_lite.learners.optimizers import (
     Snapshot,
     load_state_tensors,
     make_optimizer,
-    rate_share,
     set_learning_rate,
     state_tensors,
 )
@@ -45,7 +43,7 @@ class GRPOLearner:
         self._completion_len = float(config.engine.max_generation_len)
         """Constant that the loss of a step is divided by: the mean completion length of the first batch, in tokens."""
         self._config = config.learner
-        self._rate_share = partial(rate_share, config)
+        self._learning_steps = config.run.learning_steps
         self._parameters = list(self.policy.parameters.values())
         self._optimizer = make_optimizer(self.policy.parameters, config.learner.learning_rate, config.learner)
 
@@ -58,14 +56,14 @@ class GRPOLearner:
         started = time.perf_counter()
         check(items, self.policy.vocab_size)
         fitted = fit(items, self._config.max_train_len)
-        share = self._rate_share(self.step)
+        progress = self.step / self._learning_steps
         metrics = {
             "num_items": float(len(fitted.items)),
             "dropped_too_long": float(fitted.num_dropped),
             "pct_truncated": fitted.num_dropped / max(len(items), 1),
-            "lr": set_learning_rate(self._optimizer, share * self._config.learning_rate),
+            "lr": set_learning_rate(self._optimizer, self._config.learning_rate, self._config, progress),
         }
-        skipped: str | None = f"none of {len(items)} steps fits into max_train_len"
+        skipped: str | None = f"none of {len(items)} steps has a completion and fits into learner.max_train_len"
         logprobs: tuple[Logprobs, ...] = ()
         if fitted.items:
             if self.step == 0:
@@ -132,16 +130,16 @@ class GRPOLearner:
         divisor = self._completion_len * len(items)
         clipped = Clipped()
         for batch in self.policy.micro_batches(items):
-            logp_N, _ = self.policy.logprobs(batch)
+            logp_N, entropy_N = self.policy.logprobs(batch)
             old_logp_N = batch.gather(proximal.logp)
             weight_N = losses.importance_weights(old_logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             loss = losses.clipped_loss(logp_N, old_logp_N, weight_N, batch.advantage_N, config.clip_range, divisor)
-            # The next two terms are of the policy as it is now.
-            weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             if config.entropy_coefficient:
-                loss = loss + config.entropy_coefficient * losses.negative_entropy(logp_N, weight_N, divisor)
+                loss = loss - config.entropy_coefficient * entropy_N.sum() / divisor
             if proximal.reference_logp is not None:
                 reference_logp_N = batch.gather(proximal.reference_logp)
+                # This term is of the policy as it is now.
+                weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
                 loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
             loss.backward()  # type: ignore[no-untyped-call]
             clipped.add(logp_N, old_logp_N, loss)

@@ -53,16 +53,6 @@ def kl_penalty(logp_N: Tensor, reference_logp_N: Tensor, weight_N: Tensor, divis
     return (weight_N * (kl_estimates(logp_N.detach(), reference_logp_N) + gradient_N)).sum() / divisor
 
 
-def negative_entropy(logp_N: Tensor, weight_N: Tensor, divisor: float) -> Tensor:
-    """Negative entropy of the policy from one sampled token each, with its own gradient.
-
-    As with `kl_penalty`, the derivative of the expectation of log π is that of log π · log π, first factor constant.
-    Source: the entropy bonus of Williams and Peng 1991, Connection Science 3, 241-268.
-    """
-    gradient_N = logp_N.detach() * (logp_N - logp_N.detach())
-    return (weight_N * (logp_N.detach() + gradient_N)).sum() / divisor
-
-
 def kl_figures(
     name: str, logp_N: Tensor, reference_logp_N: Tensor, behaviour_logp_N: Tensor, cap: float
 ) -> dict[str, float]:

@@ -40,6 +40,7 @@ class Policy:
         self.dtype = _choose_dtype(config.learner.dtype, self.device)
         self._temperature = config.engine.temperature
         self._chunk_tokens = config.learner.logits_chunk_tokens
+        self._has_entropy_bonus = config.learner.entropy_coefficient > 0
         self._use_cache = config.learner.use_trainer_cache
         self._seed, self._has_dropout = config.run.seed, config.lora.lora_dropout > 0
         self.max_tokens_per_micro_batch = config.learner.max_tokens_per_micro_batch
@@ -122,7 +123,10 @@ class Policy:
             torch.manual_seed(derive_seed(self._seed, "dropout", version, ranks.rank()))
 
     def logprobs(self, batch: batching.MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability of each trained token, and (without gradient) the entropy of its distribution."""
+        """Return the log-probability of each trained token and the entropy of its distribution, in nats.
+
+        The entropy has a gradient only if `learner.entropy_coefficient` is set.
+        """
         logp_N, entropy_N = self._through(self._logprobs, batch)
         return logp_N, entropy_N
 
@@ -320,13 +324,19 @@ class Policy:
             weight_KV = shifted_KV.exp()
             total_K = weight_KV.sum(-1)
             logp_K = shifted_KV.gather(-1, target_K[:, None]).squeeze(-1) - total_K.log()
-            entropy_K = total_K.log() - shifted_KV.mul_(weight_KV).sum(-1) / total_K
+            product_KV = shifted_KV.mul_(weight_KV)
+            entropy_K = total_K.log() - product_KV.sum(-1) / total_K
         if logits_KV.requires_grad:
+            # Adds 0, and the gradient's way to the hidden state.
+            distance_KD = (hidden_KD - leaf_KD.detach()).to(logp_K.dtype)
+            if self._has_entropy_bonus:
+                # −d entropy / d logits = p (log p + entropy) / temperature, with p = weight / total.
+                product_KV.addcmul_(weight_KV, (entropy_K - total_K.log())[:, None])
+                (slope_KD,) = torch.autograd.grad(logits_KV, leaf_KD, product_KV, retain_graph=True)
+                entropy_K = entropy_K - (distance_KD * slope_KD).sum(-1) / (total_K * self._temperature)
             # −d log p(target) / d logits = (weight / total − one-hot) / temperature; figures of a whole row come last.
             weight_KV.scatter_add_(-1, target_K[:, None], -total_K[:, None])
             (slope_KD,) = torch.autograd.grad(logits_KV, leaf_KD, weight_KV)
-            # Adds 0, and the gradient's way to the hidden state.
-            distance_KD = (hidden_KD - leaf_KD.detach()).to(logp_K.dtype)
             logp_K = logp_K - (distance_KD * slope_KD).sum(-1) / (total_K * self._temperature)
         return logp_K, entropy_K
 

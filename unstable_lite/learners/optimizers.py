@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from unstable_lite.config import Config, LearnerConfig
+from unstable_lite.config import LearnerConfig
 
 Parameters = Mapping[str, nn.Parameter]
 
@@ -29,15 +29,14 @@ def make_optimizer(parameters: Parameters, learning_rate: float, config: Learner
     return optimizer
 
 
-def rate_share(config: Config, step: int) -> float:
-    """Return which part of the learning rates the schedule leaves after `step` updates."""
-    if config.learner.learning_rate_schedule == "constant":
-        return 1.0
-    return max(0.0, 1 - step / config.run.learning_steps)
+def set_learning_rate(optimizer: Optimizer, learning_rate: float, config: LearnerConfig, progress: float) -> float:
+    """Set and return the learning rate that the schedule allows.
 
-
-def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> float:
-    """Return the rate, for the metrics."""
+    learning_rate: the rate of the first update.
+    progress: share of the run's updates that are done.
+    """
+    if config.learning_rate_schedule == "linear":
+        learning_rate *= max(0.0, 1 - progress)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     return learning_rate

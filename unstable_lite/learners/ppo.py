@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from unstable_lite.config import Config
 from unstable_lite.learners import UpdateResult, adapter_files, losses, ranks
-from unstable_lite.learners.advantages import estimate_advantages, policy_weights, value_figures, zero_share
+from unstable_lite.learners.advantages import estimate_advantages, is_judged, policy_weights, value_figures, zero_share
 from unstable_lite.learners.batching import check, fit, length
 from unstable_lite.learners.critic import Critic
 from unstable_lite.learners.figures import Clipped
@@ -29,7 +28,6 @@ from unstable_lite.learners.optimizers import (
     Snapshot,
     load_state_tensors,
     make_optimizer,
-    rate_share,
     set_learning_rate,
     state_tensors,
 )
@@ -52,7 +50,7 @@ class PPOLearner:
         self._spread = Spread()
         """Memory of earlier batches' returns and advantages."""
         self._config = config.learner
-        self._rate_share = partial(rate_share, config)
+        self._learning_steps = config.run.learning_steps
         self._parameters = list(self.policy.parameters.values())
         self._critic_parameters = list(self.critic.parameters.values())
         self._optimizer = make_optimizer(self.policy.parameters, config.learner.learning_rate, config.learner)
@@ -74,17 +72,20 @@ class PPOLearner:
         advantage_I, target_I = estimate_advantages(items, value_I, self._config.gamma, self._config.gae_lambda)
         weight_I = policy_weights(items, advantage_I, self._config.gamma, self._config.normalize_adv, self._spread)
         fitted = fit(items, self._config.max_train_len)
+        is_judged_I = is_judged(items)[fitted.kept]
         value_I, weight_I, target_I = (figures_I[fitted.kept] for figures_I in (value_I, weight_I, target_I))
-        share = self._rate_share(self.step)
+        progress = self.step / self._learning_steps
         metrics = {
             "num_items": float(len(fitted.items)),
             "dropped_too_long": float(fitted.num_dropped),
             "pct_truncated": fitted.num_dropped / max(len(items), 1),
-            "lr": set_learning_rate(self._optimizer, share * self._config.learning_rate),
-            "critic_lr": set_learning_rate(self._critic_optimizer, share * self._config.critic_learning_rate),
-            **value_figures(value_I, target_I),
+            "lr": set_learning_rate(self._optimizer, self._config.learning_rate, self._config, progress),
+            "critic_lr": set_learning_rate(
+                self._critic_optimizer, self._config.critic_learning_rate, self._config, progress
+            ),
+            **value_figures(value_I[is_judged_I], target_I[is_judged_I]),
         }
-        skipped: str | None = f"none of {len(items)} steps fits into max_train_len"
+        skipped: str | None = f"none of {len(items)} steps has a completion and fits into learner.max_train_len"
         logprobs: tuple[Logprobs, ...] = ()
         advantages: tuple[float, ...] = ()
         if fitted.items:
@@ -171,16 +172,16 @@ class PPOLearner:
         divisor = self._completion_len * len(items)
         clipped = Clipped()
         for batch in self.policy.micro_batches(items):
-            logp_N, _ = self.policy.logprobs(batch)
+            logp_N, entropy_N = self.policy.logprobs(batch)
             old_logp_N = batch.gather(proximal.logp)
             weight_N = losses.importance_weights(old_logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             loss = losses.clipped_loss(logp_N, old_logp_N, weight_N, batch.advantage_N, config.clip_range, divisor)
-            # The next two terms are of the policy as it is now.
-            weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             if config.entropy_coefficient:
-                loss = loss + config.entropy_coefficient * losses.negative_entropy(logp_N, weight_N, divisor)
+                loss = loss - config.entropy_coefficient * entropy_N.sum() / divisor
             if proximal.reference_logp is not None:
                 reference_logp_N = batch.gather(proximal.reference_logp)
+                # This term is of the policy as it is now.
+                weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
                 loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
             loss.backward()  # type: ignore[no-untyped-call]
             clipped.add(logp_N, old_logp_N, loss)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from torch.nn.utils import clip_grad_norm_
@@ -23,7 +22,6 @@ from unstable_lite.learners.model import Policy
 from unstable_lite.learners.optimizers import (
     load_state_tensors,
     make_optimizer,
-    rate_share,
     set_learning_rate,
     state_tensors,
 )
@@ -41,7 +39,7 @@ class REINFORCELearner:
         self._completion_len = float(config.engine.max_generation_len)
         """Constant that the loss of a step is divided by: the mean completion length of the first batch, in tokens."""
         self._config = config.learner
-        self._rate_share = partial(rate_share, config)
+        self._learning_steps = config.run.learning_steps
         self._parameters = list(self.policy.parameters.values())
         self._optimizer = make_optimizer(self.policy.parameters, config.learner.learning_rate, config.learner)
 
@@ -54,14 +52,14 @@ class REINFORCELearner:
         started = time.perf_counter()
         check(items, self.policy.vocab_size)
         fitted = fit(items, self._config.max_train_len)
-        share = self._rate_share(self.step)
+        progress = self.step / self._learning_steps
         metrics = {
             "num_items": float(len(fitted.items)),
             "dropped_too_long": float(fitted.num_dropped),
             "pct_truncated": fitted.num_dropped / max(len(items), 1),
-            "lr": set_learning_rate(self._optimizer, share * self._config.learning_rate),
+            "lr": set_learning_rate(self._optimizer, self._config.learning_rate, self._config, progress),
         }
-        skipped: str | None = f"none of {len(items)} steps fits into max_train_len"
+        skipped: str | None = f"none of {len(items)} steps has a completion and fits into learner.max_train_len"
         logprobs: tuple[Logprobs, ...] = ()
         if fitted.items:
             if self.step == 0:
@@ -115,7 +113,7 @@ class REINFORCELearner:
             weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
             loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
             if config.entropy_coefficient:
-                loss = loss + config.entropy_coefficient * losses.negative_entropy(logp_N, weight_N, divisor)
+                loss = loss - config.entropy_coefficient * entropy_N.sum() / divisor
             reference_logp_N = None
             if config.kl_coefficient:
                 reference_logp_N = self.policy.reference_logprobs(batch)
