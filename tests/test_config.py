@@ -81,6 +81,25 @@ def test_what_is_left_open_is_decided_by_the_algorithm_and_shown(
     assert make_plan(plan.config).config == plan.config
 
 
+def test_a_baseline_that_changes_the_game_of_a_critic_is_warned_of() -> None:
+    """tests/learning/test_optima.py shows what a critic learns with a role average and a discount."""
+    final = {"final_reward_transformation": ["WinDrawLossFormatter", "RoleAdvantageFormatter"]}
+    sampling = {"sampling_reward_transformation": [{"name": "NormalizeRewards", "z_score": True}]}
+
+    def warnings(algorithm: str, gamma: float, rewards: dict[str, Any]) -> list[str]:
+        raw = {"train_envs": [ENV], "algorithm": algorithm, "learner": {"gamma": gamma}, "rewards": rewards}
+        rows = make_plan(Config.model_validate(raw)).describe()
+        return [text for what, text in rows if what == "warning" and text.startswith("rewards.")]
+
+    for algorithm in ("a2c", "ppo"):
+        (warning,) = warnings(algorithm, 0.9, final)
+        assert "learner.gamma = 0.9, RoleAdvantageFormatter changes" in warning
+        (warning,) = warnings(algorithm, 1.0, final | sampling)
+        assert "NormalizeRewards takes something off every turn" in warning
+        assert warnings(algorithm, 0.9, {}) == []
+    assert warnings("reinforce", 0.9, final | sampling) == []
+
+
 def test_returns_add_up_over_turns_so_the_steps_of_a_game_are_not_paid_by_default() -> None:
     for algorithm, largest in (("reinforce", 1.5), ("a2c", 0.0)):
         plan = make_plan(Config.model_validate({"train_envs": [ENV], "algorithm": algorithm}))

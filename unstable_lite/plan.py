@@ -163,7 +163,7 @@ class Plan:
         whole = ", whole trajectories" * (config.buffer.kind == "episodes")
         rows.append(("buffer", f"{config.buffer_size} steps, {batches}{whole}"))
         rows.append(("rewards", describe_rewards(config.rewards)))
-        return rows
+        return rows + [("warning", text) for text in _critic_warnings(config)]
 
 
 def played_otherwise(config: Config) -> Iterator[str]:
@@ -175,6 +175,25 @@ def played_otherwise(config: Config) -> Iterator[str]:
         pairs = ((key, getattr(env, key), getattr(other, key)) for key in INHERITED)
         if differing := [f"{key} = {own!r}, trained with {its!r}" for key, own, its in pairs if own != its]:
             yield f"{env.env_id} against {env.opponent} is evaluated with {'; '.join(differing)}"
+
+
+def _critic_warnings(config: Config) -> Iterator[str]:
+    """Yield which reward transforms give an algorithm with a critic another game to learn."""
+    known, gamma = LEARNERS.get(config.algorithm), config.learner.gamma
+    if known is None or not known.has_critic:
+        return
+    way_out = "The critic is the baseline already; take it out (or set [])"
+    if gamma < 1:
+        for name in _baselines(config, "final_reward_transformation"):
+            yield (
+                f"rewards.final_reward_transformation: with learner.gamma = {gamma:g}, {name} changes which policy is "
+                f"best, because what it leaves of a reward is discounted instead of the reward. {way_out}"
+            )
+    for name in _baselines(config, "sampling_reward_transformation"):
+        yield (
+            f"rewards.sampling_reward_transformation: {name} takes something off every turn, and {config.algorithm} "
+            f"adds up the turns of a game, so their number changes which policy is best. {way_out}"
+        )
 
 
 def load_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
@@ -431,14 +450,17 @@ def _group_problems(config: Config) -> Iterable[str]:
         yield f"run.group_size = {group_size}: a group does not fit buffer.buffer_size = {config.buffer_size}"
     if baseline is None:
         return
-    rewards = config.rewards
     if config.buffer.kind == "episodes":
         yield f"rewards.group_baseline = {baseline!r}: {config.algorithm} has the critic for a baseline; leave it out"
     for key in ("final_reward_transformation", "sampling_reward_transformation"):
-        for entry in getattr(rewards, key):
-            name = entry if isinstance(entry, str) else entry.name
-            if name in BASELINES:
-                yield f"rewards.{key}: {name} is a baseline, and the group is one already; take it out (or set [])"
+        for name in _baselines(config, key):
+            yield f"rewards.{key}: {name} is a baseline, and the group is one already; take it out (or set [])"
+
+
+def _baselines(config: Config, key: str) -> list[str]:
+    """Return the names of the baselines among the transforms of a key of section `rewards`."""
+    names = [entry if isinstance(entry, str) else entry.name for entry in getattr(config.rewards, key)]
+    return [name for name in names if name in BASELINES]
 
 
 def _env_problems(config: Config) -> Iterable[str]:
