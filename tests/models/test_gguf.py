@@ -1,4 +1,4 @@
-"""A GGUF file becomes a model directory once, or one clear message and nothing else."""
+"""A GGUF file is converted into a model directory once; if that fails, there is one clear message and no file left."""
 
 from __future__ import annotations
 
