@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from unstable_lite.alarms import ALARMS, SAY_EVERY, Alarms, Contests, Reading, Result, readings_of
-from unstable_lite.config import AlarmConfig, AlarmsConfig
+from unstable_lite.config import AlarmConfig, AlarmsConfig, Config
 from unstable_lite.trackers.tracker import Evaluation, Tally
 
 PAGE = (Path(__file__).parents[1] / "docs" / "collapse.md").read_text()
@@ -93,6 +93,15 @@ def test_every_alarm_says_what_was_measured_its_threshold_what_it_means_and_what
     beyond = f"({'under' if ALARMS[name].is_under else 'over'} {ALARMS[name].threshold.format(threshold)})"
     assert beyond in change.text
     assert change.text.endswith(f"It usually means: {ALARMS[name].means}. Try: {ALARMS[name].advice}")
+
+
+def test_config_keys_that_alarms_recommend_exist() -> None:
+    named = {key for alarm in ALARMS.values() for key in re.findall(r"\b([a-z]+)\.([a-z_]+)", alarm.advice)}
+    keys = {key for key in named if key[0] in Config.model_fields}
+    assert ("learner", "entropy_coefficient") in keys
+    for section, key in keys:
+        table = Config.model_fields[section].annotation
+        assert key in getattr(table, "model_fields", {}), f"{section}.{key}"
 
 
 def test_every_alarm_has_a_section_and_a_row_in_the_docs_with_its_defaults() -> None:

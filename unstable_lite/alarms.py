@@ -76,8 +76,8 @@ ALARMS = {
         measured="the policy's entropy is {value:.4f} nats a token over {n} tokens",
         threshold="{:g}",
         means="the policy no longer chooses: it says the same whatever happens, and finds nothing better any more",
-        advice="go back to an earlier checkpoint with a lower learner.learning_rate, a learner.kl_coefficient above 0, "
-        "or a higher engine.temperature",
+        advice="go back to an earlier checkpoint with a learner.entropy_coefficient or learner.kl_coefficient above "
+        "0, a lower learner.learning_rate, or a higher engine.temperature",
         figure="learner/entropy",
         n="learner/num_tokens",
         is_under=True,

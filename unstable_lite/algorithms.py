@@ -90,7 +90,7 @@ def algorithm_problems(config: Config) -> Iterable[str]:
 
 
 def dropout_problems(config: Config) -> Iterable[str]:
-    """Yield why a run cannot train with the adapter's dropout. Fine-tuning and algorithms of one's own can."""
+    """Yield why a run with a built-in algorithm cannot use LoRA dropout; `sft` and custom algorithms can."""
     if config.lora.lora_dropout and config.algorithm in LEARNERS:
         yield (
             f"lora.lora_dropout = {config.lora.lora_dropout}: {config.algorithm} compares a token's probability with "

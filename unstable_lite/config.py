@@ -273,7 +273,7 @@ class LoraConfig(Section):
     lora_alpha: float = Field(32, gt=0)
     """The adapter's output is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = Field(0.0, ge=0, lt=1)
-    """On the adapter's input; for `sft` and algorithms of your own. Others compare probabilities, and refuse it."""
+    """Dropout probability on the adapter's input, for `sft` and custom algorithms; built-in algorithms refuse it."""
     target_modules: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
     )

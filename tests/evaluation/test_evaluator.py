@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -24,8 +27,9 @@ from unstable_lite.cli import app
 from unstable_lite.errors import AdapterError, ConfigError, EnvError
 from unstable_lite.evaluation.evaluator import AdapterSlots, Evaluated, evaluate, plan_evaluation
 from unstable_lite.evaluation.models import find_models
+from unstable_lite.evaluation.results import Results, results_tables, write_tables
 from unstable_lite.trackers.records import read_records
-from unstable_lite.trackers.tracker import wilson_interval
+from unstable_lite.trackers.tracker import POINTS, wilson_interval
 from unstable_lite.workers import started_engines
 
 TESTS = Path(__file__).parents[1]
@@ -88,6 +92,41 @@ async def test_models_against_opponents_end_in_tables_that_agree_with_the_games(
     assert len(reference) == 30
 
 
+async def test_models_are_compared_by_the_seeds_that_both_played_and_void_games_are_left_out(
+    run: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    await evaluated(["base", run], output, games=8)
+    rows = lines(output)
+    chance = random.Random(0)  # the scripted models lose every game
+    for row in rows:
+        row["outcome"] = chance.choice(["win", "draw", "loss"])
+        if (row["model"], row["game"]) == ("ckpt-2", 5):
+            row |= {"end": "void", "outcome": None, "reward": None}
+    (output / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan = plan_evaluation(["base", str(run)], output=output, games=8, overrides=SCRIPTED)
+    with contextlib.closing(Results(output, plan.settings)) as results:
+        base, *others = write_tables(results, plan.cells, plan.games)
+    (table,) = results_tables([base, *others])
+    changes = str(table.caption).splitlines()
+    assert len(changes) == len(others) == 4
+    in_csv = {row["model"]: row for row in read_csv(output / "table.csv")}
+    assert (in_csv["base"]["compared_with"], in_csv["base"]["change"]) == ("", "")
+    points = {(row["model"], row["game"]): POINTS[row["outcome"]] for row in rows if row["end"] != "void"}
+    for other, change in zip(others, changes, strict=True):
+        gained = []
+        for seed in range(4):
+            both = [n for n in (2 * seed, 2 * seed + 1) if (other.model, n) in points]
+            gained.append(fmean(points[other.model, n] - points["base", n] for n in both))
+        row = in_csv[other.model]
+        assert (row["compared_with"], row["change_seeds"]) == ("base", "4")
+        assert float(row["change"]) == pytest.approx(fmean(gained), abs=1e-6)
+        half = (float(row["change_high"]) - float(row["change_low"])) / 2
+        assert half == pytest.approx(3.182 * stdev(gained) / 2, abs=1e-5)
+        assert change.startswith(f"{other.model}: change since base: {100 * fmean(gained):+.1f} points (95 %: ")
+    assert in_csv["ckpt-2"]["void"] == "1" and "7 (+1 void)" in table.columns[1].cells
+
+
 async def test_a_second_call_plays_only_what_is_not_there_and_completes_a_cut_cell(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     await evaluated(["base", run / "checkpoints" / "ckpt-1"], output, games=8)
@@ -123,7 +162,8 @@ def test_a_model_that_is_evaluated_later_is_added_to_the_tables(run: Path, tmp_p
     out = evaluate_nim("base", run, tmp_path / "out", 4)
     base, optimal = read_csv(tmp_path / "out" / "table.csv")
     assert (base["model"], int(base["n"]) + int(base["void"])) == ("base", 4)
-    assert optimal == before
+    compared = {name: optimal[name] for name in optimal if name == "compared_with" or name.startswith("change")}
+    assert (optimal, compared["compared_with"]) == (before | compared, "base")
     assert len((tmp_path / "out" / "table.md").read_text().splitlines()) == 4
     assert "base" in out and "scripted:optimal" not in out
     assert len(read_csv(tmp_path / "out" / "eval_results.csv")) == 4

@@ -1,4 +1,4 @@
-"""A GGUF file becomes a model directory once, or one clear message and nothing else."""
+"""A GGUF file is converted into a model directory once; if that fails, there is one clear message and no file left."""
 
 from __future__ import annotations
 
@@ -136,6 +136,31 @@ def test_check_run_and_resume_take_the_file_as_any_model(
     assert code == 0, err
     assert (directory / "checkpoints" / "ckpt-2").is_dir()
     assert find_tokenizer(str(whole_file)) is not None
+    assert len(left_in(filled_cache)) == 1
+
+
+@pytest.mark.parametrize("command", ["eval", "play", "sft"])
+def test_every_other_command_takes_the_file_as_any_model(
+    whole_file: Path, filled_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(filled_cache))
+    config, output = runs.write_small(tmp_path), tmp_path / "out"
+    settings = [f'model_name="{whole_file}"', "engine.max_generation_len=16"]
+    if command == "sft":
+        sft = ['sft.players=["scripted:random"]', "sft.pairs=8", "sft.epochs=1", f'sft.output="{output}"']
+        arguments = [str(config), *settings, *sft]
+    else:
+        arguments = ["base", "--config", str(config), *(word for each in settings for word in ("--set", each))]
+        arguments += ["--seat", "0"] if command == "play" else ["--output", str(output), "--games", "2"]
+    done = subprocess.run(
+        runs.command(command, *arguments), input="[0 9]\n", capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if command == "play":
+        assert "player 0, you: loss by an invalid move (-1)" in done.stdout
+    else:
+        made = {"eval": "table.csv", "sft": "adapter_model.safetensors"}[command]
+        assert list(output.rglob(made)), sorted(output.rglob("*"))
     assert len(left_in(filled_cache)) == 1
 
 

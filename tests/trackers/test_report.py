@@ -19,6 +19,7 @@ from byte_tokens import BYTE_TOKENS, ids_of
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from typer.testing import CliRunner
 
+from unstable_lite.buffers import StepBuffer, StepCounts
 from unstable_lite.checkpoints import to_toml
 from unstable_lite.cli import app
 from unstable_lite.config import Config, TrackerConfig
@@ -637,6 +638,28 @@ def test_a_run_that_has_only_begun_has_a_report(tmp_path: Path, opened: Opened) 
     page = opened(write_report([run], tmp_path / "report.html").path)
     expect(page.locator("#summary")).to_contain_text("No checkpoint was evaluated before and after training")
     expect(page.locator("#game")).to_contain_text("There are no games to show.")
+
+
+def test_steps_are_listed_by_env_and_game_length(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "12-00-00-steps", [])
+    buffer = StepBuffer(1)
+    buffer.counts = {
+        ("Nim", "9-16 turns"): StepCounts(1000, 600, 300),
+        ("Nim", "5-8 turns"): StepCounts(2000, 2000),
+        ("Go", "65+ turns"): StepCounts(0, 0),
+    }
+    write_lines(run / "metrics.jsonl", {"step": 1, "time": 0.0, "run/seconds": 1.0, **buffer.step_metrics()})
+    html = write_report([run], tmp_path / "report.html").path.read_text("utf-8")
+    (table,) = re.findall(r"<caption>Steps played.*?<tbody>(.*?)</tbody>", html, re.S)
+    rows = [re.sub(r"<[^>]*>", " ", row).split() for row in table.split("</tr>")[:-1]]
+    assert rows == [
+        ["Go", "any", "0", "0", "0", "–"],
+        ["Go", "65+", "0", "0", "0", "–"],
+        ["Nim", "any", "3,000", "2,600", "300", "10.0", "%"],
+        ["Nim", "5-8", "2,000", "2,000", "0", "0.0", "%"],
+        ["Nim", "9-16", "1,000", "600", "300", "30.0", "%"],
+    ]
+    assert "Steps played" not in write_report([write_run(tmp_path / "new", [])], tmp_path / "2.html").path.read_text()
 
 
 def test_a_sample_that_grows_too_large_stays_even() -> None:

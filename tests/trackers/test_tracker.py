@@ -416,6 +416,7 @@ def test_two_evaluations_of_the_same_seeds_are_compared_in_pairs() -> None:
     assert "; 1 void" in after.describe()
     (table,) = evaluation_tables([before, after])
     assert table.caption == after.describe_change(before)
+    assert [*table.columns[2].cells] == ["7 (+1 void)"] * 2
     assert after.describe_change(Tally().evaluation("l", "m", 0, "E", "o")) is None
     known = json.loads(json.dumps(before.to_json()))["scores"]
     assert tuple(map(tuple, known)) == before.scores

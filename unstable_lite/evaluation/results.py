@@ -12,7 +12,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,7 +23,7 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell, read_key, seat_of
 from unstable_lite.evaluation.ladder import Placed
 from unstable_lite.trackers.records import RecordLog, read_records
-from unstable_lite.trackers.tracker import Evaluation, Tally
+from unstable_lite.trackers.tracker import Evaluation, Tally, paired_difference, score
 from unstable_lite.types import GameRecord
 
 COLUMNS = (
@@ -49,6 +49,11 @@ COLUMNS = (
     "own_invalid",
     "own_invalid_rate",
     "void",
+    "compared_with",
+    "change",
+    "change_low",
+    "change_high",
+    "change_seeds",
 )
 REFERENCE_COLUMNS = (
     "game_idx",
@@ -60,6 +65,8 @@ REFERENCE_COLUMNS = (
 )
 PLAYED_HOW = {"players": "num_players", "template": "prompt_template", "settings": "other_settings"}
 """Columns of a terminal's table where its rows differ in them."""
+SAME_GAMES = ("opponent", "env_id", *PLAYED_HOW.values())
+"""Evaluations that agree in these played the same seeds from the same seats."""
 LADDER_COLUMNS = ("rank", "model", "mu", "sigma", "games", "wins", "draws", "losses")
 
 
@@ -152,16 +159,19 @@ class Results:
 
 
 def _evaluation(
-    key: str, rows: Iterable[Mapping[str, Any]], model: str, opponent: str, env_id: str, step: int = 0
+    key: str, rows: Sequence[Mapping[str, Any]], model: str, opponent: str, env_id: str, step: int = 0
 ) -> CellEvaluation:
     tally, of = Tally(), read_key(key)
+    played = {row["game"]: score(row["outcome"], row["reward"]) for row in rows if row["end"] != "void"}
+    firsts = range(0, max(played, default=-1) + 1, of.num_players)
+    scores = tuple(tuple(played.get(first + seat) for seat in range(of.num_players)) for first in firsts)
     for row in rows:
         if row["end"] == "void":
             tally.void += 1
         else:
             tally.add(row["outcome"], row["reward"], row["own_invalid"])
     return CellEvaluation(
-        **asdict(tally.evaluation("offline", model, step, env_id, opponent)),
+        **asdict(replace(tally.evaluation(model, model, step, env_id, opponent), scores=scores)),
         num_players=of.num_players,
         prompt_template=of.prompt_template,
         other_settings=of.other_settings,
@@ -198,7 +208,8 @@ def write_tables(results: Results, cells: Sequence[Cell], games: int) -> list[Ce
     """table.csv and table.md, of everything that is there; the reference evaluator's eval_results.csv, which names no
     models, and what is returned, of the first `games` games of `cells`.
     """
-    rows = [_figures(evaluation) for evaluation in results.all_evaluations(cells)]
+    evaluations = results.all_evaluations(cells)
+    rows = [_figures(evaluation, _first(evaluation, evaluations)) for evaluation in evaluations]
     write_csv(results.directory / "table.csv", COLUMNS, rows)
     write_markdown(results.directory / "table.md", COLUMNS, rows)
     played = [(cell, row) for cell in cells for row in results.rows(cell, games) if row["end"] != "void"]
@@ -277,6 +288,9 @@ def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
                 f"{e.mean_reward:+.3f}" if e.n else "–",
                 e.own_invalid,
             )
+        compared = [(e, e.describe_change(_first(e, shown))) for e in shown if e is not _first(e, shown)]
+        table.caption = "\n".join(f"{e.model}: {change}" for e, change in compared if change) or None
+        table.caption_justify = "left"
         tables.append(table)
     return tables
 
@@ -292,10 +306,16 @@ def ladder_table(placed: Sequence[Placed]) -> Table:
     return table
 
 
-def _figures(e: CellEvaluation) -> dict[str, Any]:
+def _first(e: CellEvaluation, evaluations: Sequence[CellEvaluation]) -> CellEvaluation:
+    """Return the first evaluation that played the same games as `e`, which `e` is compared with."""
+    return next(other for other in evaluations if all(getattr(other, name) == getattr(e, name) for name in SAME_GAMES))
+
+
+def _figures(e: CellEvaluation, first: CellEvaluation) -> dict[str, Any]:
     low, high = e.interval
     points_low, points_high = e.points_interval
     reward_low, reward_high = e.reward_interval
+    gained = None if e is first else paired_difference(first.scores, e.scores)
     return {
         "model": e.model,
         "opponent": e.opponent,
@@ -319,6 +339,11 @@ def _figures(e: CellEvaluation) -> dict[str, Any]:
         "own_invalid": e.invalid,
         "own_invalid_rate": e.invalid / e.n if e.n else math.nan,
         "void": e.void,
+        "compared_with": first.model if gained else None,
+        "change": gained.mean if gained else None,
+        "change_low": gained.low if gained else None,
+        "change_high": gained.high if gained else None,
+        "change_seeds": gained.seeds if gained else None,
     }
 
 

@@ -390,18 +390,16 @@ def summarise_evaluation(
         for agent in record.spec.agent_specs:
             if agent.model == model:
                 tally.add_record(record, agent.pid)
-                scores.append(_score(record, agent.pid))
+                is_void = record.end == "void"
+                scores.append(None if is_void else score(record.outcomes[agent.pid], record.rewards[agent.pid]))
     seats = records[0].spec.num_players if records else 1
     by_seed = tuple(tuple(scores[i : i + seats]) for i in range(0, len(scores), seats))
     return replace(tally.evaluation(label, model.uid, step, env_id, opponent), scores=by_seed)
 
 
-def _score(record: GameRecord, pid: int) -> float | None:
-    """Return the points, or the reward if nobody can win; None if the game is void."""
-    if record.end == "void":
-        return None
-    outcome = record.outcomes[pid]
-    return record.rewards[pid] if outcome == "na" else POINTS[outcome]
+def score(outcome: Outcome, reward: float) -> float:
+    """Return the points of a game, or its reward if nobody can win."""
+    return reward if outcome == "na" else POINTS[outcome]
 
 
 class Tracker:

@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ HERE = Path(__file__).parent
 PAGE_CHARS = 400_000
 """Of games' JSON that is unpacked at once when one of them is opened."""
 MAX_IN_MATRIX = 16
+STEPS = re.compile(r"collection-(.+)/Steps (Played|Trained|Dropped)(?: \((.+) turns\))?")
+"""Metrics of what became of the collected steps: env, what, and class of game length."""
 
 
 def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -> bytes:
@@ -49,6 +52,7 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         groups=groups_of(runs),
         title=_title(runs),
         changes=list(_changes(runs)),
+        steps=[(run, row) for run in runs for row in _steps(run)],
         evaluations=list(_evaluation_tables(runs)),
         ladders=[(run, _ladder(run, of_run)) for run, of_run in zip(runs, games, strict=True)],
         matrices=[(run, _matrix(of_run)) for run, of_run in zip(runs, games, strict=True)],
@@ -309,6 +313,16 @@ def _met(games: RunGames, model: str, other: str) -> dict[str, Any] | None:
         "n": met.total(),
         "share": (wins + met["draw"] / 2) / met.total(),
     }
+
+
+def _steps(run: RunData) -> list[tuple[str, str, dict[str, int]]]:
+    """Return (env, turns of its games, number of steps by what became of them); an env's sum comes first."""
+    rows: dict[tuple[str, str], dict[str, int]] = {}
+    for name, value in run.latest.items():
+        if match := STEPS.fullmatch(name):
+            rows.setdefault((match[1], match[3] or "any"), {})[match[2]] = int(value)
+    by_length = sorted(rows, key=lambda row: (row[0], int("0" + re.split(r"\D", row[1])[0])))
+    return [(*row, rows[row]) for row in by_length]
 
 
 def _title(runs: Sequence[RunData]) -> str:
