@@ -20,7 +20,10 @@ from tensorboard.util.tensor_util import make_ndarray
 
 import runs
 from unstable_lite.config import Config
+from unstable_lite.evaluation.evaluator import plan_evaluation
+from unstable_lite.evaluation.models import BASE_MODEL
 from unstable_lite.trackers.records import read_part, read_records
+from unstable_lite.trackers.report.games import policy_seats
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -199,6 +202,25 @@ def test_what_was_trained_on_is_kept_and_exported_with_the_references_columns(
     assert (code, "not empty" in err, "Traceback" in err) == (1, True, False)
     code, _, err = runs.run("export", tmp_path)
     assert (code, "is no run directory" in err) == (1, True)
+
+
+def test_games_against_the_base_say_which_seat_was_evaluated(tmp_path: Path) -> None:
+    config = runs.write_small(tmp_path)
+    config.write_text(config.read_text().replace('fixed_opponent = "scripted:random"', 'fixed_opponent = "base"'))
+    code, out, err = runs.run("run", config, "run.learning_steps=1", "run.checkpoint_every=1", "run.eval_games=4")
+    assert code == 0, out + err
+    run = runs.run_directory(tmp_path)
+    assert runs.run("export", run, "--output", tmp_path / "csv")[0] == 0
+    seats: list[list[int]] = []
+    for game in read_records(run / "games.jsonl"):
+        if game["kind"] == "eval":
+            rows = read_csv(tmp_path / "csv" / "eval_data" / f"Nim-v0-train-{game['game_idx']}.csv")
+            (row,) = {(row["eval_opponent_name"], int(row["eval_model_pid"])) for row in rows}
+            seats.append(policy_seats(game))
+            assert row == ("base", *seats[-1])
+    assert seats.count([0]) == seats.count([1]) == len(seats) / 2 > 0
+    cells = plan_evaluation([str(run)], output=tmp_path / "eval").cells
+    assert [cell.opponent for cell in cells] == [BASE_MODEL]
 
 
 def test_what_engine_and_learner_thought_of_each_trained_token_is_kept(finished: tuple[Path, str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.models import BASE, EvaluatedModel
+from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import AgentSpec, EvalEnvSpec, GameSpec, ModelRef
 
@@ -140,7 +140,7 @@ def seat_of(cell: Cell, number: int) -> int:
 def game_spec(cell: Cell, number: int, seed: int, ref: Callable[[EvaluatedModel], ModelRef]) -> GameSpec:
     """Game `number` of a cell. `ref`: how a model is seated now."""
     env, seat = cell.env, seat_of(cell, number)
-    seated = [cell.model if pid == seat else cell.opponent or BASE for pid in range(env.num_players)]
+    seated = [cell.model if pid == seat else cell.opponent or BASE_MODEL for pid in range(env.num_players)]
     return GameSpec(
         game_idx=number,
         kind="eval",

@@ -30,7 +30,7 @@ from unstable_lite.engines.client import EngineClient
 from unstable_lite.errors import AdapterError, ConfigError, RequestError, UnstableError
 from unstable_lite.evaluation.cells import Cell, game_spec, in_rounds, make_cells, make_tournament
 from unstable_lite.evaluation.ladder import Placed, RatedGame, make_ladder
-from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_run, find_sides, fixed
+from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_run, find_sides, opponent
 from unstable_lite.evaluation.results import CellEvaluation, Results, write_ladder, write_tables
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.game_runner import GameRunner
@@ -40,7 +40,7 @@ from unstable_lite.games.templates import format_prompt, templates_for
 from unstable_lite.plan import Plan, make_plan
 from unstable_lite.runtime import cancelled_by_signals, first_reason, log_file
 from unstable_lite.trust import run_config
-from unstable_lite.types import EvalEnvSpec, GameSpec, Generation, ModelRef, TrainEnvSpec
+from unstable_lite.types import BASE, EvalEnvSpec, GameSpec, Generation, ModelRef, TrainEnvSpec
 from unstable_lite.workers import EngineWorkers, started_engines, while_alive
 
 PROBES = 4
@@ -139,7 +139,7 @@ def plan_evaluation(
         raise ConfigError("a tournament's models are each other's opponents: leave --opponent out")
 
     def opponents_of(env: EvalEnvSpec) -> list[EvaluatedModel]:
-        return others or [fixed(env.fixed_opponent)]
+        return others or [opponent(env.fixed_opponent)]
 
     if tournament:
         cells = make_tournament(found, _distinct_envs(specs))
@@ -260,7 +260,7 @@ class AdapterSlots:
         self._versions: dict[str, int] = {}
         """By the model's key."""
         self._names: dict[str, str] = {}
-        self._zeros = {"base"}
+        self._zeros = {BASE}
         """Keys of those that answer as the base does."""
         self._answers: dict[tuple[str, str], list[Generation]] = {}
         """By engine and the model's key."""
@@ -314,10 +314,10 @@ class AdapterSlots:
             return
         for engine in self._engines.engines:
             name = engine.peer.name
-            if (name, "base") not in self._answers:
-                self._answers[name, "base"] = await self._ask(engine, 0)
+            if (name, BASE) not in self._answers:
+                self._answers[name, BASE] = await self._ask(engine, 0)
                 again = await self._ask(engine, 0)
-                self._gaps[name] = max(LEAST_GAP, 4 * _gap(self._answers[name, "base"], again))
+                self._gaps[name] = max(LEAST_GAP, 4 * _gap(self._answers[name, BASE], again))
             answers = await self._ask(engine, self._versions[model.key])
             for (of, key), others in self._answers.items():
                 is_other = of == name and not (model.is_zero and key in self._zeros)

@@ -20,7 +20,7 @@ from unstable_lite.games.seats import is_remote
 from unstable_lite.models import resolve_model
 from unstable_lite.outside_files import CONFIG, FLOAT_BYTES, PICKLES, WEIGHTS, Entry, check_adapter, read_json
 from unstable_lite.trackers.run_view import by_update, update_of
-from unstable_lite.types import ModelRef
+from unstable_lite.types import BASE, ModelRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class EvaluatedModel:
     """Of a checkpoint: the updates it had seen."""
 
 
-BASE = EvaluatedModel(name="base", key="base")
+BASE_MODEL = EvaluatedModel(name=BASE, key=BASE)
 
 
 def find_models(words: Iterable[str]) -> list[EvaluatedModel]:
@@ -106,10 +106,10 @@ def check_base(models: Sequence[EvaluatedModel], config: Config) -> int:
 
 
 def _find(word: str) -> list[EvaluatedModel]:
-    if word == BASE.name:
-        return [BASE]
+    if word == BASE:
+        return [BASE_MODEL]
     if not is_remote(ModelRef(uid=word, kind="fixed", name=word)):  # scripted, or a class of one's own
-        return [fixed(word)]
+        return [opponent(word)]
     path = Path(word).expanduser()
     if path.is_dir():
         if any((path / name).exists() for name in (CONFIG, WEIGHTS, *PICKLES)):
@@ -125,11 +125,13 @@ def _find(word: str) -> list[EvaluatedModel]:
             f"{word!r} names no model: give 'base', a run directory, an adapter's directory, 'scripted:…', "
             "'module:Class' or 'vendor/model' at the API"
         )
-    return [fixed(word)]
+    return [opponent(word)]
 
 
-def fixed(name: str) -> EvaluatedModel:
-    """What a config calls a fixed opponent: a player in this process, or a model behind an endpoint."""
+def opponent(name: str) -> EvaluatedModel:
+    """Return what a config's `fixed_opponent` names: the base, a scripted player, or a model behind an endpoint."""
+    if name == BASE:
+        return BASE_MODEL
     return EvaluatedModel(name=name, key=name, is_fixed=True)
 
 

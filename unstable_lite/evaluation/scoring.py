@@ -19,7 +19,7 @@ from unstable_lite.config import Config, EngineConfig, LoraConfig, read_config
 from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell
-from unstable_lite.evaluation.models import BASE, EvaluatedModel, find_models, find_run
+from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel, find_models, find_run
 from unstable_lite.evaluation.probing import ActionDistribution, Probe, probe, random_positions, uniform_distribution
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.games.templates import Template, chats_in_use, find_extraction, templates_for
@@ -118,7 +118,7 @@ class AnswerScorer:
         self._policy = Policy(config, device)
         self._tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)
         self._templates = templates_for(config, self._tokenizer.prompts(chats_in_use(config)))
-        self._model = BASE
+        self._model = BASE_MODEL
 
     def use(self, model: EvaluatedModel) -> None:
         """Score with `model` from now on. Raises ModelError for an adapter of another shape than the config's."""

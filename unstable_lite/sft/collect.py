@@ -18,9 +18,8 @@ from unstable_lite.games.isolation import Environments
 from unstable_lite.games.seats import Seats
 from unstable_lite.rng import derive_seed, game_seed
 from unstable_lite.sft.pairs import Pair, pairs_of_game
-from unstable_lite.types import AgentSpec, GameRecord, GameSpec, ModelRef
+from unstable_lite.types import BASE, AgentSpec, GameRecord, GameSpec, ModelRef
 
-BASE = "base"
 ADAPTER = "adapter:"
 
 

@@ -22,11 +22,11 @@ from unstable_lite.games.seats import Seats, opponent_problem
 from unstable_lite.games.templates import templates_for
 from unstable_lite.plan import Plan, adapter_problems, find_problems, learning_problems, make_plan
 from unstable_lite.runtime import cancelled_by_signals, log_file
-from unstable_lite.sft.collect import ADAPTER, BASE, Collected, adapter_versions, collect_pairs
+from unstable_lite.sft.collect import ADAPTER, Collected, adapter_versions, collect_pairs
 from unstable_lite.sft.pairs import Pair, read_pairs, write_line
 from unstable_lite.trackers.terminal import TerminalInterface
 from unstable_lite.transport.messages import FineTune, FineTuned, FineTuning, Message
-from unstable_lite.types import Generation
+from unstable_lite.types import BASE, Generation
 from unstable_lite.workers import started_engines, started_fine_tuner, while_alive
 
 PAIRS, HOW = "pairs.jsonl", "sft.json"

@@ -14,6 +14,7 @@ from typing import Any
 
 from unstable_lite.errors import UnstableError
 from unstable_lite.trackers.records import read_part, read_records
+from unstable_lite.trackers.report.games import policy_seats
 
 TRAIN_COLUMNS = ("pid", "obs", "act", "reward", "env_id", "step_info")
 TURN_COLUMNS = (
@@ -76,10 +77,13 @@ def _export_train_data(source: Path, target: Path, is_safe_for_spreadsheets: boo
 
 
 def _eval_rows(game: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    fixed = [agent["model"] for agent in game["agents"] if agent["model"].startswith("fixed-")]
-    evaluated = [agent["pid"] for agent in game["agents"] if not agent["model"].startswith("fixed-")]
-    opponent = fixed[0].removeprefix("fixed-") if fixed else ""
-    return _turn_rows(game, eval_model_pid=evaluated[0] if evaluated else "", eval_opponent_name=opponent)
+    evaluated = policy_seats(game)
+    others = [agent["model"].removeprefix("fixed-") for agent in game["agents"] if agent["pid"] not in evaluated]
+    return _turn_rows(
+        game,
+        eval_model_pid=evaluated[0] if evaluated else "",
+        eval_opponent_name=others[0] if others else "",
+    )
 
 
 def _turn_rows(game: Mapping[str, Any], **same_for_all: Any) -> Iterator[dict[str, Any]]:

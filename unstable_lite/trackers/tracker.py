@@ -771,6 +771,7 @@ def record_to_json(record: GameRecord, keep_tokens: bool) -> dict[str, Any]:
         "eval_label": spec.eval_label,
         "agents": [
             {"pid": agent.pid, "model": agent.model.uid, "collect_data": agent.collect_data}
+            | ({"opponent": agent.model.name} if agent.model.name else {})
             for agent in spec.agent_specs
         ],
         "turns": [

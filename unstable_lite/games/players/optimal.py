@@ -13,6 +13,7 @@ queens to bets that cost nothing to make.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache, reduce
 from operator import xor
@@ -64,6 +65,12 @@ OPTIMAL_ACTIONS: dict[str, Callable[[str], list[str]]] = {
     "KuhnPoker": _kuhn_poker,
 }
 """Env family to the reader of its best actions."""
+_ACTION = {
+    "TicTacToe": re.compile(r"\[\s*(\d+)\s*\]"),
+    "Nim": re.compile(r"\[\s*(\d+)\s+(\d+)\s*\]"),
+    "KuhnPoker": re.compile(r"\[(check|bet|fold|call)\]", re.IGNORECASE),
+}
+"""What TextArena 0.7.4 takes for an action: the first match, whatever stands around it."""
 
 
 def optimal_actions(env_id: str, observation: str) -> list[str]:
@@ -81,14 +88,16 @@ def optimal_actions(env_id: str, observation: str) -> list[str]:
 
 def is_optimal(env_id: str, observation: str, action: str) -> bool | None:
     """Return whether `action` is a best one; None where no legal action is worse, and for a game without a solver."""
-    if env_id.partition("-v0")[0] not in OPTIMAL_ACTIONS:
+    family = env_id.partition("-v0")[0]
+    if family not in OPTIMAL_ACTIONS:
         return None
     try:
         best = optimal_actions(env_id, observation)
         is_choice = len(best) < len(legal_actions(env_id, observation))
-    except EnvError:  # an env of another's with this name
+    except EnvError:  # a user's env with the same family name
         return None
-    return action.strip() in best if is_choice else None
+    found = _ACTION[family].search(action)
+    return found is not None and f"[{' '.join(found.groups()).lower()}]" in best if is_choice else None
 
 
 class OptimalPlayer(ScriptedPlayer):

@@ -181,6 +181,10 @@ def check_league(config: Config) -> list[str]:
         problems.append(f"opponent_lag = [{least}, {most}]: must be [least, most] with 0 <= least <= most")
     if "fixed" in names and not league.fixed_opponents:
         problems.append("opponent_sampling_strategy uses 'fixed', and fixed_opponents is empty")
+    if BASE in league.fixed_opponents:
+        problems.append(
+            f"fixed_opponents: {BASE!r} is an opponent of evaluations only; while training, `mirror` plays the policy"
+        )
     problems += _shape_problems("env_sampling_strategy", league.env_sampling_strategy) or _problems_of(
         lambda: _try_env_sampler(config)
     )

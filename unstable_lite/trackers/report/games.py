@@ -108,10 +108,11 @@ def _chars(game: Mapping[str, Any]) -> int:
 
 
 def policy_seats(game: Mapping[str, Any]) -> list[int]:
-    """Of the model that was trained or evaluated."""
+    """Return the seats of the model that was trained or evaluated."""
     if game["kind"] == "train":
         return [agent["pid"] for agent in game["agents"] if agent["collect_data"]]
-    return [agent["pid"] for agent in game["agents"] if not agent["model"].startswith("fixed-")]
+    # Games of earlier versions have no "opponent"; theirs were all fixed.
+    return [a["pid"] for a in game["agents"] if "opponent" not in a and not a["model"].startswith("fixed-")]
 
 
 def _count_results(game: Mapping[str, Any], results: dict[Pair, Counter[str]]) -> None:
