@@ -83,7 +83,7 @@ class Evaluation:
     choices: int = 0
     """Moves of the model where some legal move is worse than the best; 0 for a game without `scripted:optimal`."""
     optimal: int = 0
-    """Best moves among them. An illegal move is none."""
+    """Number of those moves that are optimal. An illegal move is not optimal."""
     optimal_interval: tuple[float, float] = (0.0, 1.0)
     """95 % interval of their share; the moves of one game are not independent."""
     scores: tuple[tuple[float | None, ...], ...] = ()
@@ -262,7 +262,7 @@ class Tally:
         self.void, self.invalid = state["void"], state["invalid"]
         self._outcomes = Counter(state["outcomes"])
         self._rewards, self._squares = state["rewards"], state["squares"]
-        self._moves = _Moves(**state["moves"])
+        self._moves = _Moves(**state.get("moves", {}))  # a checkpoint of an earlier version has none
 
     def evaluation(self, label: str, model: str, step: int, env_id: str, opponent: str) -> Evaluation:
         n = self._outcomes.total()
@@ -582,7 +582,9 @@ class Tracker:
         names = {field.name for field in fields(Evaluation)} - {"scores"}
         known = []
         for line in evaluations:
-            figures: dict[str, Any] = {name: math.nan if line[name] is None else line[name] for name in names}
+            figures: dict[str, Any] = {
+                name: math.nan if line[name] is None else line[name] for name in names & line.keys()
+            }
             known.append(Evaluation(**figures, scores=tuple(map(tuple, line.get("scores", ())))))
         self.evaluations = [evaluation for evaluation in known if evaluation.label != "concurrent"]
 

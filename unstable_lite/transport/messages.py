@@ -245,7 +245,7 @@ class EnvState:
     """Whose turn it is, and below what that player sees; not set when the game is over."""
     observation: str
     rewards: tuple[float, ...]
-    """Rewards by player; before the end of the game those if it ended here."""
+    """Reward of each player. Before the end of the game: the rewards if it were truncated now."""
     game_info: str
     """The env's remarks as JSON; set when the game is over."""
 
