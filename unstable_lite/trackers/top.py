@@ -311,7 +311,7 @@ def _evaluations(evaluations: Sequence[dict[str, Any]]) -> RenderableType:
             )
         else:
             continue
-        table.add_row(line["model"], figure, f"{low}–{high}", f"n={line['n']}", f"{line['env_id']}, {line['opponent']}")
+        table.add_row(line["model"], figure, f"{low}–{high}", f"n={line['n']}", f"{line['opponent']}, {line['env_id']}")
     return table
 
 
