@@ -12,7 +12,7 @@ from unstable_lite.canary import Check, Evidence, NewTokens, Noise
 
 sys.path.append(str(Path(__file__).parent / "noise"))
 
-from simulation import TOLERANCE, World
+from simulation import TOLERANCE, World, recorded
 
 EFFECTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Mean change of log p by an adapter, from one that has learnt nothing yet to one that is far away."""
@@ -39,6 +39,20 @@ def test_rounding_is_never_taken_for_wrong_weights(scale: float) -> None:
     assert tokens < 20_000 * 40  # what is right costs little more than the first 32 tokens
 
 
+def test_a_policy_that_becomes_far_less_certain_than_the_base_is_not_taken_for_wrong_weights() -> None:
+    """Rounding moves log p of a nearly certain token hardly at all."""
+    tokens = np.concatenate(recorded())
+    likely, other = tokens[tokens[:, 1] > -0.5], tokens[tokens[:, 1] < -2.0]
+    assert np.abs(other[:, 0]).mean() > 4 * np.abs(likely[:, 0]).mean()
+    noise, evidence, rng = Noise(*likely.T, TOLERANCE), Evidence(), np.random.default_rng(0)
+    for _ in range(1000):
+        evidence.begin()
+        for _ in range(4):
+            differences, learner = rng.choice(other, 16).T
+            evidence.add(noise, learner + differences, learner, learner)
+        assert not evidence.is_wrong
+
+
 @pytest.mark.parametrize("scale", [1.0, 1.5])
 def test_no_run_is_refused_at_its_start_because_of_rounding(scale: float) -> None:
     world = World(scale)
@@ -57,10 +71,10 @@ def test_wrong_weights_are_found(kind: str, mean: float, most: int) -> None:
 
 
 def in_float32(num_tokens: int = 256) -> Noise:
-    return Noise(np.random.default_rng(0).normal(0.0, 1e-5, num_tokens), TOLERANCE)
+    return Noise(np.random.default_rng(0).normal(0.0, 1e-5, num_tokens), np.zeros(num_tokens), TOLERANCE)
 
 
-@pytest.mark.parametrize("noise", [in_float32(), Noise(np.zeros(256), TOLERANCE)])
+@pytest.mark.parametrize("noise", [in_float32(), Noise(np.zeros(256), np.zeros(256), TOLERANCE)])
 @pytest.mark.parametrize("gap", [5e-4, 0.1])
 def test_in_float32_a_few_answers_are_enough(noise: Noise, gap: float) -> None:
     """Also where engine and learner agreed to the last bit at the start."""
@@ -74,7 +88,7 @@ def test_in_float32_a_few_answers_are_enough(noise: Noise, gap: float) -> None:
 
 def test_an_engine_that_is_right_to_the_last_bit_is_right() -> None:
     evidence = Evidence()
-    for noise in (Noise(np.zeros(256), TOLERANCE), Noise([], TOLERANCE)):
+    for noise in (Noise(np.zeros(256), np.zeros(256), TOLERANCE), Noise([], [], TOLERANCE)):
         evidence.add(noise, np.zeros(64), np.zeros(64), np.full(64, -0.1))
         assert evidence.logs[:-1].max() < 0
 

@@ -11,6 +11,11 @@ probability of at most ERROR_RATE. The evidence at the end of a check is carried
 0: a small error that lasts is found in the end, at no cost of tokens. The mean time to a false alarm is then still
 1 / ERROR_RATE checks.
 
+Rounding shifts the logits of a context by about the same amount whatever the context is. So it changes log p of a token
+of probability q by that times 1 - q: hardly at all if the token is nearly certain. Differences are divided by 1 - q
+before they are compared, because an adapter may be far less certain than the base is. (SmolLM2-135M in bfloat16: mean
+|Δ log p| from 0.015 for the most likely tokens to 0.056 for unlikely ones, divided by 1 - q 0.050 to 0.064.)
+
 The factors: a token whose |Δ log p| has the p-value p among those measured at the start contributes k p ** (k - 1),
 whose mean is 1 if p is uniform (Vovk and Wang 2021); a k near 1 finds small differences, if there are enough tokens.
 Where the adapter moves a token by less than four times the noise, the evidence about its effect goes by the sign of the
@@ -53,6 +58,8 @@ EFFECT_SLACK = 0.25
 """Share of the adapter's effect by which rounding may change it."""
 TAIL_EXPONENT = 2.0
 """How fast differences beyond the largest one of the start are assumed to become rarer; Gaussian ones do it faster."""
+CERTAIN = 0.02
+"""Added to 1 - q, so that a token of probability 1 has a finite relative difference."""
 LARGEST_STAKE = 0.95
 LEAST_PARTING = 0.01
 """Share of tokens, at least, at which rounding is assumed to part two completions of one seed."""
@@ -73,29 +80,35 @@ MOST_COMPLETIONS = 128
 class Noise:
     """What engine and learner differ by while both hold the base: the distribution that rounding alone has."""
 
-    def __init__(self, differences: npt.ArrayLike, tolerance: float) -> None:
-        """`differences`: log p by the engine less log p by the learner, one for each token, all of them finite."""
+    def __init__(self, differences: npt.ArrayLike, learner: npt.ArrayLike, tolerance: float) -> None:
+        """Remember the noise of some tokens.
+
+        differences: log p by the engine less log p by the learner, one for each token, all of them finite.
+        learner: log p by the learner of the same tokens.
+        """
         signed = np.asarray(differences, np.float64)
-        sizes = np.sort(np.abs(signed))
+        sizes = np.abs(signed)
         self.level = float(np.minimum(sizes, 1.0).mean()) if len(sizes) else 0.0
         """Mean |Δ log p|; a token counts as 1 at most, so that a few unlikely ones do not decide it."""
         self._centre = float(np.clip(signed, -1.0, 1.0).mean()) if len(sizes) else 0.0
         # What is far below the tolerance is harmless, however small the noise was at the start.
         self._scale = max(self.level, tolerance / 2000)
-        self._sizes = np.maximum([0.0, *sizes], tolerance / 20)
-        self._fine_sizes = np.maximum([0.0, *sizes], tolerance / 2000)
+        known = [0.0, *np.sort(sizes / _uncertainty(np.asarray(learner, np.float64)))]
+        self._sizes = np.maximum(known, tolerance / 20)
+        self._fine_sizes = np.maximum(known, tolerance / 2000)
 
     def log_factors(self, engine: Logprobs, learner: Logprobs, base: Logprobs) -> Floats:
         """Logarithm of each token's factor for each suspicion; those of the last one are 0."""
         difference, effect = np.float64(engine) - learner, np.float64(learner) - base
         factors = np.zeros((len(difference), len(SUSPICIONS)))
-        p_value = self._p_value(np.abs(difference), self._sizes)
+        uncertainty = _uncertainty(np.asarray(learner, np.float64))
+        p_value = self._p_value(np.abs(difference) / uncertainty, self._sizes)
         factors[:, 2], factors[:, 3] = _log_calibrated(p_value, BY_MUCH), _log_calibrated(p_value, BY_LITTLE)
         stake = np.minimum(LARGEST_STAKE, np.abs(effect) / self._scale)
         for column, direction in ((0, -np.sign(effect)), (1, np.sign(effect))):
             excess = (difference - self._centre) * direction - EFFECT_SLACK * np.abs(effect)
             by_sign = np.log1p(stake * np.tanh(excess / self._scale))
-            p_value = np.where(excess > 0, 0.5 * self._p_value(np.abs(excess), self._fine_sizes), 1.0)
+            p_value = np.where(excess > 0, 0.5 * self._p_value(np.abs(excess) / uncertainty, self._fine_sizes), 1.0)
             is_plain = np.abs(effect) > 4 * self._scale
             factors[:, column] = np.where(is_plain, _log_calibrated(p_value, BY_MUCH), by_sign)
         return factors
@@ -115,6 +128,11 @@ class Noise:
         beyond = known[-1] / np.maximum(reduced, known[-1])
         p_value: Floats = (1 + num_larger) / (1 + len(known)) * beyond**TAIL_EXPONENT
         return p_value
+
+
+def _uncertainty(logprobs: Floats) -> Floats:
+    """Return what rounding's effect on each log-probability is in proportion to."""
+    return 1 - np.exp(np.minimum(logprobs, 0.0)) + CERTAIN
 
 
 def _log_calibrated(p_value: Floats, exponent: float) -> Floats:
@@ -199,6 +217,8 @@ class Check:
         self.num_completions = 0
         self.differences: list[Logprobs] = []
         """Of new tokens: log p by the engine less log p by the learner."""
+        self.learner: list[Logprobs] = []
+        """Of new tokens: log p by the learner."""
         self.effects: list[Logprobs] = []
         """Of new tokens: log p by the learner with the adapter less without."""
         self._tokens = NewTokens()
@@ -212,6 +232,7 @@ class Check:
         engine, learner, base = (part[is_new] for part in logprobs)
         self.num_completions += 1
         self.differences.append(engine - learner)
+        self.learner.append(learner)
         self.effects.append(learner - base)
         if self._noise is not None:
             self.evidence.add(self._noise, engine, learner, base)

@@ -122,7 +122,7 @@ class Publisher:
         self._alarm = alarm
         self._max_loras = max_loras
         self._tolerance = tolerance
-        self._noise = Noise([], tolerance)
+        self._noise = Noise([], [], tolerance)
         self._num_scored, self._num_sampled = SCORED[1], SAMPLED[1]
         self._loaded: set[int] = set()
         self._is_unloading = False
@@ -144,7 +144,8 @@ class Publisher:
                     "nearly disappears"
                 )
         differences = [part for canary in canaries for part in canary.check.differences]
-        self._noise = Noise(np.concatenate(differences), self._tolerance)
+        learner = [part for canary in canaries for part in canary.check.learner]
+        self._noise = Noise(np.concatenate(differences), np.concatenate(learner), self._tolerance)
         lengths = [len(generation.completion_ids) for canary in canaries for _, _, generation in canary.answers]
         mean_length = sum(lengths) / len(lengths)
         self._num_scored = _between(SCORED, SCORED_TOKENS / mean_length)

@@ -23,10 +23,11 @@ SCORED, SAMPLED = 2, 12
 
 
 def recorded() -> list[Floats]:
-    """Return log p by the engine less log p by the learner, one array for each completion, its tokens in order."""
+    """Return one array for each completion, its tokens in order: engine's log p less the learner's, and the latter."""
     with np.load(RECORDED) as file:
-        differences = file["transformers/engine"].astype(np.float64) - file["transformers/learner"]
-        return np.split(differences, np.cumsum(file["transformers/lengths"])[:-1])
+        learner = file["transformers/learner"].astype(np.float64)
+        pairs = np.stack([file["transformers/engine"] - learner, learner], axis=1)
+        return np.split(pairs, np.cumsum(file["transformers/lengths"])[:-1])
 
 
 class World:
@@ -34,13 +35,15 @@ class World:
 
     def __init__(self, scale: float = 1.0, seed: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
-        self._noise = [scale * one for one in recorded()]
+        self._noise = [one * (scale, 1.0) for one in recorded()]
         self._prompt, self._number = np.zeros(1, np.int32), 0
 
-    def rounding(self) -> Floats:
+    def rounding(self) -> tuple[Floats, Floats]:
+        """Return what rounding does to the tokens of a completion, and their log p by the learner."""
         one = self._noise[self.rng.integers(len(self._noise))]
         start = self.rng.integers(max(1, len(one) - TOKENS + 1))
-        return one[start : start + TOKENS]
+        noise, learner = one[start : start + TOKENS].T
+        return noise, learner
 
     def effect(self, mean: float, num_tokens: int) -> Floats:
         """Return a change of log p of mean size `mean`: large for few tokens, small for most."""
@@ -51,20 +54,21 @@ class World:
         check = Check(Evidence(), None, TOLERANCE, SCORED, SAMPLED)
         while wanted := check.num_wanted():
             while check.num_completions < wanted:
-                noise = self.rounding()
-                self._add(check, noise, np.zeros_like(noise), np.zeros_like(noise))
+                noise, learner = self.rounding()
+                self._add(check, learner + noise, learner, learner)
         return check
 
     def noise(self) -> Noise:
-        return Noise(np.concatenate(self.start().differences), TOLERANCE)
+        check = self.start()
+        return Noise(np.concatenate(check.differences), np.concatenate(check.learner), TOLERANCE)
 
     def publish(self, noise: Noise, evidence: Evidence, effect: float) -> Check:
         """Check an engine that is right about an adapter whose mean effect on log p is `effect`."""
         check = Check(evidence, noise, TOLERANCE, SCORED, SAMPLED)
         while wanted := check.num_wanted():
             while check.num_completions < wanted:
-                rounding = self.rounding()
-                self._add(check, rounding, np.zeros_like(rounding), -self.effect(effect, len(rounding)))
+                rounding, learner = self.rounding()
+                self._add(check, learner + rounding, learner, learner - self.effect(effect, len(rounding)))
         return check
 
     def come_back(self, noise: Noise, evidence: Evidence, effect: float) -> Check:
@@ -74,15 +78,15 @@ class World:
             if check.num_completions == wanted:
                 break
             while check.num_completions < wanted:
-                rounding = self.rounding()
+                rounding, learner = self.rounding()
                 # The samplers part with about the probability by which the two distributions differ.
                 parts = np.nonzero(self.rng.random(len(rounding)) < np.abs(rounding) / 2)[0]
                 then = np.full(len(rounding), self._number, np.int32)
                 now = then.copy()
                 now[parts] = -1
                 self._number += 1
-                zeros = np.zeros_like(rounding)
-                check.add_again(self._prompt, now, then, rounding, zeros, -self.effect(effect, len(rounding)))
+                base = learner - self.effect(effect, len(rounding))
+                check.add_again(self._prompt, now, then, learner + rounding, learner, base)
         return check
 
     def tokens_to_catch(self, noise: Noise, kind: str, mean: float, most: int = 1 << 15) -> float:
@@ -94,11 +98,11 @@ class World:
         evidence, num_tokens = Evidence(), 0
         while not evidence.is_wrong and num_tokens < most:
             evidence.begin()
-            rounding = self.rounding()
+            rounding, learner = self.rounding()
             effect = self.effect(mean, len(rounding))
             error = {"base": -effect, "twice": effect, "other": self.effect(mean, len(rounding))}[kind]
-            base = np.zeros_like(rounding) if kind == "other" else -effect
-            evidence.add(noise, rounding + error, np.zeros_like(rounding), base)
+            base = learner if kind == "other" else learner - effect
+            evidence.add(noise, learner + rounding + error, learner, base)
             num_tokens += len(rounding)
         return num_tokens if evidence.is_wrong else np.inf
 
