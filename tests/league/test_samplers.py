@@ -594,7 +594,11 @@ def test_the_default_league_is_sound_for_mirror_self_play():
         (0, {}, "must be between 1 and num_players = 2"),
         (1, {"opponent_sampling_strategy": "fixed", "fixed_opponents": []}, "fixed_opponents is empty"),
         (1, {"opponent_sampling_strategy": {"fixed": 1}, "fixed_opponents": []}, "fixed_opponents is empty"),
-        (1, {"fixed_opponents": ["base"]}, "'base' is an opponent of evaluations only"),
+        (
+            1,
+            {"opponent_sampling_strategy": "fixed", "fixed_opponents": ["base"]},
+            "'base' is an opponent of evaluations",
+        ),
         (2, {"opponent_lag": [7, 1]}, "opponent_lag"),
         (1, {"opponent_lag": [7, 1], "opponent_sampling_strategy": "lagged"}, "opponent_lag"),
         (2, {"opponent_sampling_strategy": {}}, "empty table"),
