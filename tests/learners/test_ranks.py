@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,9 @@ import two_ranks
 from two_ranks import Job, Outcome
 from unrolled import is_equal, largest_difference
 from unstable_lite.config import Config
+from unstable_lite.learners import adapter_files
 from unstable_lite.learners.batching import Share, cut, length, make_micro_batches, make_prompt_batches
+from unstable_lite.learners.model import Policy
 from unstable_lite.memory import learner_memory, shape_of
 from unstable_lite.transport.messages import LoadLearner, Score, Update, Updated
 from unstable_lite.types import TrainItem
@@ -95,6 +98,17 @@ def outcome(
             score = Score(request_id=8, items=tuple(first))
             one = Score(request_id=8, items=tuple(first[:1]))  # one rank has nothing to do
             add(f"{name} {algorithm}", algorithm, [score, *several, score, one], settings, is_double=False)
+    start = directory / "start"
+    policy = Policy(make_config("reinforce"), "cpu")
+    for number, parameter in enumerate(policy.parameters.values()):
+        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
+    adapter_files.publish(start, *policy.adapter_state())
+    initial = {"learner": LEARNER, "lora": {"initial_lora_path": str(start)}}
+    add("initial", "reinforce", [update(1, first), update(2, second)], initial)
+    for name, is_sharded in (("whole", False), ("sharded", True)):
+        settings = initial | {"learner": LEARNER | {"shard_base": is_sharded}}
+        messages = [Score(request_id=8, items=tuple(first)), update(1, first), update(2, second)]
+        add(f"{name} initial", "reinforce", messages, settings, is_double=False)
     flat = [replace(item, reward=0.0) for item in second]
     add("signal", "grpo", [update(1, first)], roomy)
     add("signal, then none", "grpo", [update(1, first), update(2, flat)], roomy)
@@ -104,7 +118,7 @@ def outcome(
     add("seeds", "a2c", [update(1, first)], has_seeds=True)
     add("ignorant", "two_ranks:Alone", [update(1, first)])
     two_ranks.run(directory, list(jobs), num_ranks=2)
-    for name in (*ALGORITHMS, "starved reinforce", "starved ppo", "starved step"):
+    for name in (*ALGORITHMS, "initial", "starved reinforce", "starved ppo", "starved step"):
         two_ranks.perform(directory, name)
     return partial(two_ranks.outcome, directory)
 
@@ -128,7 +142,18 @@ def test_two_ranks_make_the_update_of_one(outcome: Callable[..., Outcome], algor
             assert logprobs == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("algorithm", ["a2c", "grpo"])
+def test_two_ranks_hold_the_policy_near_the_adapter_that_training_started_from(
+    outcome: Callable[..., Outcome],
+) -> None:
+    one, two = outcome("initial", 1), outcome("initial", 2)
+    assert two.error == ""
+    assert largest_difference(one.tensors, two.tensors) < 1e-10
+    ours, theirs = two.updates[1].metrics, one.updates[1].metrics
+    assert ours["kl_to_initial"] == pytest.approx(theirs["kl_to_initial"], rel=1e-6)
+    assert ours["kl_to_initial"] > 1e-6
+
+
+@pytest.mark.parametrize("algorithm", ["a2c", "grpo", "initial"])
 def test_ranks_that_hold_half_of_the_base_each_make_the_update_of_those_that_hold_it_all(
     outcome: Callable[..., Outcome], algorithm: str
 ) -> None:
