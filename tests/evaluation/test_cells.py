@@ -8,7 +8,7 @@ import pytest
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell, CellKey, game_spec, in_rounds, make_cells, make_tournament, read_key
-from unstable_lite.evaluation.models import BASE, EvaluatedModel
+from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel
 from unstable_lite.types import EvalEnvSpec, ModelRef
 
 NIM = EvalEnvSpec(env_id="Nim-v0-train", num_players=2)
@@ -26,7 +26,7 @@ def ref(model: EvaluatedModel) -> ModelRef:
 
 
 def test_every_model_meets_every_opponent_in_every_env_and_nobody_where_there_is_one_seat() -> None:
-    cells = make_cells([BASE, adapter(1)], lambda env: [RANDOM, BASE], [NIM, FROZEN])
+    cells = make_cells([BASE_MODEL, adapter(1)], lambda env: [RANDOM, BASE_MODEL], [NIM, FROZEN])
     assert [(c.env.env_id, c.model.name, c.opponent_name) for c in cells] == [
         ("Nim-v0-train", "base", "scripted:random"),
         ("Nim-v0-train", "base", "base"),
@@ -38,7 +38,7 @@ def test_every_model_meets_every_opponent_in_every_env_and_nobody_where_there_is
 
 
 def test_every_model_meets_the_same_seeds_at_the_same_seats_and_seats_are_balanced() -> None:
-    cells = make_cells([BASE, adapter(1)], lambda env: [RANDOM], [NIM])
+    cells = make_cells([BASE_MODEL, adapter(1)], lambda env: [RANDOM], [NIM])
     one, other = ([game_spec(cell, number, 7, ref) for number in range(20)] for cell in cells)
     assert [spec.seed for spec in one] == [spec.seed for spec in other]
     assert set(Counter(spec.seed for spec in one).values()) == {2}  # from either seat
@@ -58,7 +58,7 @@ def test_a_tournament_has_every_pair_once_and_both_ways_round_where_one_sits_alo
     assert seats == ["ckpt-1", "ckpt-0", "ckpt-1"]
 
 
-@pytest.mark.parametrize(("models", "env"), [([BASE], NIM), ([BASE, RANDOM], FROZEN)])
+@pytest.mark.parametrize(("models", "env"), [([BASE_MODEL], NIM), ([BASE_MODEL, RANDOM], FROZEN)])
 def test_a_tournament_of_one_and_one_without_opponents_are_refused(
     models: list[EvaluatedModel], env: EvalEnvSpec
 ) -> None:
@@ -68,7 +68,7 @@ def test_a_tournament_of_one_and_one_without_opponents_are_refused(
 
 @pytest.mark.parametrize("slots", [2, 3, 5, 100])
 def test_rounds_hold_no_more_adapters_than_there_are_slots_and_lose_no_cell(slots: int) -> None:
-    cells = make_tournament([BASE, RANDOM, *(adapter(n) for n in range(6))], [NIM])
+    cells = make_tournament([BASE_MODEL, RANDOM, *(adapter(n) for n in range(6))], [NIM])
     rounds = in_rounds(cells, slots)
     assert [cell for round_ in rounds for cell in round_] == cells
     for round_ in rounds:
@@ -100,6 +100,6 @@ def test_a_key_says_how_its_cell_is_played() -> None:
         prompt_template="tiny",
         other_settings="max_turns=9, observation=first-last",
     )
-    assert read_key(Cell(model=BASE, opponent=None, env=FROZEN).key) == CellKey(
+    assert read_key(Cell(model=BASE_MODEL, opponent=None, env=FROZEN).key) == CellKey(
         model_key="base", opponent_key="none", num_players=1, prompt_template="default", other_settings=""
     )

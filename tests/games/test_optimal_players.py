@@ -43,7 +43,7 @@ def nim(*piles: int) -> str:
     [
         ("Nim-v0-train", nim(3, 4, 5), "[0 2]", True),
         ("Nim-v0-train", nim(3, 4, 5), " [0 2] ", True),
-        ("Nim-v0-train", nim(3, 4, 5), "I take [ 0  2 ].", True),
+        ("Nim-v0-train", nim(3, 4, 5), "I take [ 00  2 ].", True),
         ("Nim-v0-train", nim(3, 4, 5), "[9 9] or [0 2]", False),
         ("KuhnPoker-v0-train", "Your card is: 'K'\n\nYour available actions are: '[check]', '[bet]'", "[Bet]", True),
         ("Nim-v0-train", nim(3, 4, 5), "[0 1]", False),

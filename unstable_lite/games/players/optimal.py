@@ -97,7 +97,11 @@ def is_optimal(env_id: str, observation: str, action: str) -> bool | None:
     except EnvError:  # a user's env with the same family name
         return None
     found = _ACTION[family].search(action)
-    return found is not None and f"[{' '.join(found.groups()).lower()}]" in best if is_choice else None
+    return found is not None and f"[{' '.join(map(_spelled, found.groups()))}]" in best if is_choice else None
+
+
+def _spelled(word: str) -> str:
+    return str(int(word)) if word.isdecimal() else word.lower()
 
 
 class OptimalPlayer(ScriptedPlayer):
