@@ -19,7 +19,7 @@ CONFIG = """
 model_name = "MODEL"
 [run]
 learning_steps = 3
-num_collection_workers = 8
+num_collection_workers = 4
 num_eval_workers = 0
 output_dir = "OUTPUT"
 name = "real"
@@ -27,19 +27,21 @@ name = "real"
 kind = "KIND"
 dtype = "DTYPE"
 temperature = 1.0
-max_generation_len = 16
+max_generation_len = 32
 max_model_len = 1024
 max_parallel_seq = 8
 max_loras = 4
 start_timeout_s = 600
 [learner]
 dtype = "DTYPE"
-batch_size = 8
+batch_size = 4
 learning_rate = 1e-4
 gradient_checkpointing = false
 activation_checkpointing = false
+[lora]
+lora_rank = 8
 [[train_envs]]
-env_id = "KuhnPoker-v0-train"
+env_id = "Nim-v0-train"
 num_players = 2
 num_actors = 2
 prompt_template = "chat"
