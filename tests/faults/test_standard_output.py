@@ -25,9 +25,14 @@ def saved(directory: Path) -> bool:
 
 def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
+
+    def in_terminal() -> None:
+        os.login_tty(theirs)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+
     process = subprocess.Popen(
         runs.command("run", runs.write_small(tmp_path), *QUICK[1:], "run.learning_steps=10000"),
-        preexec_fn=lambda: os.login_tty(theirs),
+        preexec_fn=in_terminal,
     )
     os.close(theirs)
     runs.wait_for(lambda: runs.num_updates(tmp_path) >= 1)
