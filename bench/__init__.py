@@ -1,1 +1,1 @@
-"""How fast, in ratios: one question per file, both sides measured in one run."""
+"""Benchmarks of speed, as ratios: one question per file, both sides measured in one run."""

@@ -1,4 +1,4 @@
-"""`python -m bench NAME`: measure one thing against another, in ratios."""
+"""`python -m bench NAME`: measure one thing against another, as ratios."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from bench.accepted import TOLERANCE, baseline_path, read_baseline, write_baseli
 from bench.harness import Failure, Options, Report
 
 ACCEPTED = "accepted"
-"""What `--compare` means where no file follows it."""
-
+"""Value of `--compare` without a file."""
 
 ON_CUDA = ("engine", "handoff", "learner", "sustained")
 
 
 def bench_names() -> list[str]:
-    """Every module beside this one that has a `run`; found, not listed, so that none is forgotten."""
+    """Return the modules of this package that define `run`. Found, not listed, so that none is forgotten."""
     return sorted(
         file.stem for file in Path(__file__).parent.glob("*.py") if re.search(r"^def run\(", file.read_text(), re.M)
     )
@@ -32,44 +31,44 @@ def bench_names() -> list[str]:
 def main(
     name: Annotated[str, typer.Argument(help=", ".join(bench_names()))],
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the result there, and its plot beside it.")
+        Path | None, typer.Option("--json", help="Write the result to this file, and its plot beside it.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.05, help="Length of one sample.")] = 2.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of each side.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples per side.")] = 5,
     compare: Annotated[
         str | None,
         typer.Option(
             metavar="[FILE]",
-            help="An earlier result, shown beside this one; what has a target may be no worse. Without a file: the "
-            "accepted one of this bench and machine class, in bench/baselines/.",
+            help="Show an earlier result beside this one; fail if a metric with a target is worse. Without FILE: "
+            "the accepted result of this bench and machine class, in bench/baselines/.",
         ),
     ] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(min=0, help=f"By so much, relative, it may; default: what FILE states, or {TOLERANCE}."),
+        typer.Option(min=0, help=f"Relative tolerance of --compare. Default: that of FILE, or {TOLERANCE}."),
     ] = None,
     accept: Annotated[
         bool, typer.Option(help="Make this result the baseline of this bench and machine class.")
     ] = False,
-    minutes: Annotated[float, typer.Option(min=0.05, help="faults: how long they strike; 60 is a soak.")] = 1.0,
+    minutes: Annotated[float, typer.Option(min=0.05, help="faults: duration of the faults; 60 is a soak test.")] = 1.0,
     seed: int = 0,
-    small: Annotated[bool, typer.Option(help="Sizes of a smoke test.")] = False,
-    profile: Annotated[bool, typer.Option(help="orchestrator: print what costs most.")] = False,
-    simulate: Annotated[bool, typer.Option(help="scale: compute 1 to 1,024 engines, held against real ones.")] = False,
+    small: Annotated[bool, typer.Option(help="Use smoke-test sizes.")] = False,
+    profile: Annotated[bool, typer.Option(help="orchestrator: print the most expensive functions.")] = False,
+    simulate: Annotated[bool, typer.Option(help="scale: simulate 1 to 1,024 engines, checked by real ones.")] = False,
     device: Annotated[
-        str, typer.Option(help=f"cpu or cuda, for {', '.join(ON_CUDA)}; on cuda with the shape of Qwen3-1.7B.")
+        str, typer.Option(help=f"cpu, or cuda for {', '.join(ON_CUDA)}; cuda uses the shape of Qwen3-1.7B.")
     ] = "cpu",
 ) -> None:
-    """Answer one question: how fast is it, against what it should be compared with?"""
+    """Answer one question: how fast is this, compared with the alternatives?"""
     if name not in bench_names():
-        raise typer.BadParameter(f"there is no bench {name!r}; there are {', '.join(bench_names())}")
+        raise typer.BadParameter(f"unknown bench {name!r}; choose one of {', '.join(bench_names())}")
     for flag, is_given, owner in (("--profile", profile, "orchestrator"), ("--simulate", simulate, "scale")):
         if is_given and name != owner:
-            raise typer.BadParameter(f"{flag} is for {owner}")
+            raise typer.BadParameter(f"{flag} works only with {owner}")
     if device not in ("cpu", "cuda") or (device != "cpu" and name not in ON_CUDA):
         raise typer.BadParameter(f"--device is cpu or, for {', '.join(ON_CUDA)}, cuda")
     if accept and small:
-        raise typer.BadParameter("--small measures nothing worth accepting")
+        raise typer.BadParameter("--accept needs full sizes; drop --small")
     kind = "-".join([name, *["simulated"] * simulate, *[device] * (device != "cpu")])
     baseline: dict[str, Any] | None = None
     against = baseline_path(kind) if compare == ACCEPTED else Path(compare or "")
@@ -113,7 +112,7 @@ def main(
 
 
 def with_default(arguments: list[str]) -> list[str]:
-    """`--compare` may stand alone."""
+    """Insert the default value after a `--compare` without one."""
     full = []
     for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
         full += [argument, ACCEPTED] if argument == "--compare" and following.startswith("--") else [argument]

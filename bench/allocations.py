@@ -1,4 +1,4 @@
-"""How much memory a function allocates at its worst, counted by the allocator: resident memory also tells of others."""
+"""Peak memory that a function allocates, by the allocator's count; resident memory would include other code's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def peak_bytes(function: Callable[[], object], device: str = "cpu") -> int:
-    """The most tensors that there are at once while `function` runs, on top of what there was before."""
+    """Return the peak bytes of tensors while `function` runs, less those that existed before."""
     if device != "cpu":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

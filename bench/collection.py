@@ -1,8 +1,8 @@
-"""How many tokens a second does collecting get out of an engine, against other ways to keep games in flight?
+"""Tokens per second that collection gets out of an engine, against other ways to keep games in flight.
 
-Two engines: one whose answers take 50 to 150 ms and cost nothing, which shows what a schedule makes of waiting; and the
-model that comes in the package, playing itself at ConnectFour. Every side may use all cores. `bench orchestrator` has
-the same peers against an engine that answers at once.
+Two engines: one whose answers take 50 to 150 ms and cost nothing, which shows how a schedule uses waiting time; and the
+packaged model, playing itself at ConnectFour. Every side may use all cores. `bench orchestrator` runs the same peers
+against an engine that answers at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REAL: dict[str, Any] = {
     },
     "env": {"env_id": "ConnectFour-v0-train"},
 }
-"""The engine's settings are those of examples/quickstart.toml."""
+"""Config sections; the engine's settings are those of examples/quickstart.toml."""
 REAL_ON_VLLM: dict[str, Any] = REAL | {"engine": REAL["engine"] | {"kind": "vllm"}}
 
 
@@ -54,7 +54,7 @@ def run(options: Options) -> Report:
     _measure(report, {f"ours, {many}": delayed}, peers)
     some, embedded = f"{real_games} games", f"embedded engine, {real_games} games"
     real, on_vllm = REAL | {"games": real_games}, REAL_ON_VLLM | {"games": real_games}
-    # Compiled, as `LLM` does by itself, which takes half a minute.
+    # Compiled, as `LLM` does by default; this takes half a minute.
     generate = on_vllm | {"kind": "vllm", "eager": options.small}
     ours = {f"ours, {embedded}": real}
     peers = {
@@ -90,7 +90,7 @@ def _measure(report: Report, ours: dict[str, dict[str, Any]], peers: Peers) -> N
 
 
 def _threads(options: Options) -> int:
-    """Of an engine. Two wait for each other for ever where tests run beside them."""
+    """Return the number of threads of an engine. Two threads hang if tests run beside them."""
     return 1 if options.small else cores()
 
 

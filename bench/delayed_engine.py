@@ -1,4 +1,4 @@
-"""The scripted engine with an answer's time: so many requests are under way at once as at a real engine."""
+"""Scripted engine whose answers take time, so that as many requests are in flight as at a real engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import random
 import time
 
 from unstable_lite.engines.scripted import ScriptedEngine
-from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
+from unstable_lite.transport.worker_main import WorkerSpec
 
 LATENCY = "BENCH_LATENCY_S"
-"""Mean seconds of an answer, in the environment."""
+"""Environment variable: mean seconds per answer."""
 NAP_S = 0.005
 
 
@@ -27,7 +27,7 @@ class DelayedEngine(ScriptedEngine):
 
     def add_request(self, request: Generate) -> None:
         super().add_request(request)
-        if request.seed is not None:  # a canary: what is told of recovery is not to be told of made-up waits
+        if request.seed is not None:  # a canary: made-up delays must not count as recovery time
             heapq.heappush(self._waiting, (0.0, next(self._numbers), self._finished.pop()))
             return
         due = time.monotonic() + self._latency_s * self._delays.uniform(0.5, 1.5)

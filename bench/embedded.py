@@ -1,16 +1,16 @@
-"""How many tokens a second does the embedded engine make, against the other ways on the same cores?
+"""Tokens per second of the embedded engine, against the alternatives on the same cores.
 
-The embedded engine runs as in a run: its worker process, text in and Generations out. vLLM's CPU build is driven
-directly, at its best (`LLM`, one batch, token ids in, nothing detokenised, prefix cache on, compiled); plain
-transformers is `generate` on one static batch, and has neither adapters nor a prefix cache here.
+The embedded engine runs as in a run: in its worker process, text in and Generations out. vLLM's CPU build is driven
+directly, at its best (`LLM`, one batch, token ids in, no detokenization, prefix cache on, compiled). Plain transformers
+is `generate` on one static batch, without adapters or a prefix cache.
 
 Cores are used in two ways: by one worker with all threads, and by two workers with half of them each
-(`engine.devices = ["cpu", "cpu"]`), among which the pool divides the requests as in a run. In a model of this size most
-operations are too small to be divided among threads, so the second is what a user with two cores should run
-(docs/gpus.md), and what the targets judge; the first is told beside it. vLLM is one process with all threads.
+(`engine.devices = ["cpu", "cpu"]`), among which the pool divides the requests as in a run. Most operations of a model
+this small are too small to be split among threads, so two workers are what a user with two cores should run
+(docs/gpus.md) and what the targets judge; one worker is reported beside them. vLLM is one process with all threads.
 
-64 requests at once: prompts of 100 tokens, no two alike, with answers of 32 tokens, and of 8 (as games of this size
-have them: most of the work is prompts); and prompts of 400 tokens of which 360 are the same for all 64.
+64 requests at once: prompts of 100 tokens, all different, with answers of 32 tokens and of 8 (as in games of this size:
+most of the work is prompts); and prompts of 400 tokens with answers of 8, all different or with 360 tokens in common.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run(options: Options) -> Report:
         arguments["eager"] = options.small
         subjects.start(MODULE, kind="make", **arguments).close()
         embedded = subjects.start(MODULE, kind=EMBEDDED, **arguments)
-        report.sizes["dtype"] = arguments["dtype"] = embedded.facts["dtype"]
+        report.sizes["dtype"] = arguments["dtype"] = embedded.info["dtype"]
         started = {
             EMBEDDED: embedded,
             ONE_THREAD: subjects.start(MODULE, kind=EMBEDDED, **{**arguments, "threads": 1}),
@@ -107,10 +107,10 @@ def run(options: Options) -> Report:
             rows: dict[tuple[str, int], Row] = {}
             for side, adapters in SIDES:
                 full = f"{name}: {side_name(side, adapters)}"
-                told = [told[key] for told in samples.get(full, [])]
-                # The same name for both would hide one of them from --compare.
+                values = [answer[key] for answer in samples.get(full, [])]
+                # With one name for both, --compare would find only one of them.
                 title = full if unit == "tokens/s" else f"{full}, of processor time"
-                rows[side, adapters] = report.add(title, unit, told, "" if told else ABSENT)
+                rows[side, adapters] = report.add(title, unit, values, "" if values else ABSENT)
             _add_ratios(report, name, unit, rows)
     long, shared = (_row(report, f"{name}: {side_name(EMBEDDED, 1)}") for name in (LONG, SHARED))
     report.add_ratio("embedded, 1 adapter: 360 of 400 prompt tokens shared ÷ none", shared, long)
@@ -118,7 +118,7 @@ def run(options: Options) -> Report:
 
 
 def _add_ratios(report: Report, name: str, unit: str, rows: dict[tuple[str, int], Row]) -> None:
-    """The targets are of the first kind of work, in time as a clock tells it."""
+    """Add the ratios. Targets apply only to the first kind of work, in wall-clock time."""
     has_target = name == FIRST and unit == "tokens/s"
     of = "" if unit == "tokens/s" else ", of processor time"
     for what, a, b, least in (
@@ -174,16 +174,16 @@ def measure_vllm(questioner: Questioner, has_lora: bool) -> None:
         params = SamplingParams(
             temperature=1.0, max_tokens=request["new"], ignore_eos=True, logprobs=0, detokenize=False
         )
-        told = Told(request["seconds"])
-        while not told.is_over:
+        counter = Told(request["seconds"])
+        while not counter.is_over:
             batch = [encode(text) for text in prompts(rng, request)]
             versions = [version_of(index, request["adapters"]) for index in range(len(batch))]
             adapters = [LoRARequest(f"v{v}", v, str(directory / f"v{v}")) if v else None for v in versions]
             tokens = [TokensPrompt(prompt_token_ids=ids) for ids in batch]
             outputs = llm.generate(tokens, params, lora_request=adapters if has_lora else None, use_tqdm=False)
             for output in outputs:
-                told.add(len(output.prompt_token_ids), len(output.outputs[0].token_ids))
-        questioner.answer(told.answer())
+                counter.add(len(output.prompt_token_ids), len(output.outputs[0].token_ids))
+        questioner.answer(counter.answer())
 
 
 def measure_plain(questioner: Questioner) -> None:
@@ -199,8 +199,8 @@ def measure_plain(questioner: Questioner) -> None:
     rng = random.Random(arguments["seed"])
     questioner.answer({"dtype": arguments["dtype"]})
     for request in questioner.requests():
-        told = Told(request["seconds"])
-        while not told.is_over:
+        counter = Told(request["seconds"])
+        while not counter.is_over:
             tokens_BT = torch.tensor([encode(text) for text in prompts(rng, request)])
             with torch.inference_mode():
                 output_BT = model.generate(
@@ -213,8 +213,8 @@ def measure_plain(questioner: Questioner) -> None:
                     min_new_tokens=request["new"],
                 )
             for row in output_BT:
-                told.add(request["prompt"], len(row) - request["prompt"])
-        questioner.answer(told.answer())
+                counter.add(request["prompt"], len(row) - request["prompt"])
+        questioner.answer(counter.answer())
 
 
 def _encoder(directory: Path) -> Callable[[str], list[int]]:

@@ -1,13 +1,12 @@
-"""How long until the model wins so many games, with this project and with the reference's way of doing it?
+"""Training time until the model reaches a win rate, with this project and with the reference's way.
 
 Both train the game of examples/connect_four.toml from the same model, on the same cores, with the same batch,
-algorithm, optimiser, league and number of games in flight; what the reference's way is, and which of its flaws it is
-spared: `bench/peers/reference_run.py`. Every few updates the training stands still, its clock too, while a third
-process plays the adapter against `scripted:random`: the same games, seats and random streams for both. The first
-adapter that wins the share asked for ends the run. A run that takes longer than the limit counts with its time so far,
-and is told.
+algorithm, optimiser, league and number of games in flight. `bench/peers/reference_run.py` describes the reference's
+way, and which of its flaws are corrected there. Every few updates training pauses, its clock too, while a third process
+evaluates the adapter against `scripted:random`: the same games, seats and random streams for both. The first adapter
+that reaches the win rate ends the run. A run that exceeds the time limit counts with its time so far, and is reported.
 
-The time is from the first training game on: start-up is told apart. `--rounds` is the number of seeds.
+Time counts from the first training game; start-up is reported separately. `--rounds` is the number of seeds.
 """
 
 from __future__ import annotations
@@ -39,14 +38,15 @@ from bench.harness import (
 from bench.peers import HAS_RAY
 from bench.peers.stop_watch import Over, StopWatch
 from unstable_lite.config import Config
-from unstable_lite.games.game_runner import GameRunner
-from unstable_lite.games.seats import Seats
+from unstable_lite.dashboards.terminal import TerminalInterface
+from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
-from unstable_lite.plan import make_plan
-from unstable_lite.runtime import Run, run_in_loop
-from unstable_lite.trackers.terminal import TerminalInterface
+from unstable_lite.orchestrator.event_loop import run_in_loop
+from unstable_lite.orchestrator.run import Run
+from unstable_lite.planning.plan import make_plan
+from unstable_lite.rollout.game_runner import GameRunner
 from unstable_lite.types import ModelRef
 
 MODULE = "bench.end_to_end"
@@ -54,18 +54,18 @@ OURS, REFERENCE = "this project", "the reference's way"
 EXAMPLE = REPOSITORY / "examples" / "connect_four.toml"
 POLL_S = 0.01
 EVALUATION_SEED = 1_000_003
-"""Of no training."""
+"""Seed that no training uses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     win_rate: float
-    """To be reached."""
+    """Share of games to win."""
     every: int
-    """Updates between two looks."""
+    """Updates between two evaluations."""
     eval_games: int
     limit_s: float
-    """Of training, for one run."""
+    """Limit of training time per run."""
 
 
 SIZES = Sizes(win_rate=0.75, every=2, eval_games=300, limit_s=240.0)
@@ -74,7 +74,7 @@ SMALL = Sizes(win_rate=0.0, every=1, eval_games=4, limit_s=120.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """One run, up to where it was ended."""
+    """One run, until it was stopped."""
 
     start_s: float
     seconds: float
@@ -84,9 +84,9 @@ class Trained:
     is_there: bool
 
     def describe(self) -> str:
-        looks = ", ".join(f"{rate:.0%} after {update}" for update, rate in self.curve)
-        end = "" if self.is_there else f"; not there after {self.seconds:.0f} s"
-        return f"{self.seconds:.0f} s, {self.updates} updates: {looks}{end}"
+        evaluations = ", ".join(f"{rate:.0%} after {update}" for update, rate in self.curve)
+        end = "" if self.is_there else f"; win rate not reached after {self.seconds:.0f} s"
+        return f"{self.seconds:.0f} s, {self.updates} updates: {evaluations}{end}"
 
 
 def run(options: Options) -> Report:
@@ -113,7 +113,7 @@ def run(options: Options) -> Report:
             kind="evaluate",
             config=config.model_dump_json(),
             games=sizes.eval_games,
-            # Two threads of one engine wait for each other for ever where tests run beside them.
+            # Two threads of one engine hang if tests run beside them.
             threads=1 if options.small else cores(),
         )
         base_rate = evaluator.measure(adapter=None)["win_rate"]
@@ -126,27 +126,29 @@ def run(options: Options) -> Report:
     rows: dict[str, Row] = {}
     for side, done in runs.items():
         there = sum(one.is_there for one in done)
-        late = f"{len(done) - there} of {len(done)} not there in time: counted as they were" * (there < len(done))
+        late = f"{len(done) - there} of {len(done)} hit the time limit; counted as they were" * (there < len(done))
         rows[side] = report.add(f"{side}: time", "s", [one.seconds for one in done], late)
         report.add(f"{side}: samples", "steps", [float(one.updates * batch_size) for one in done], late)
         report.add(f"{side}: time an update", "s", [one.seconds / max(one.updates, 1) for one in done])
         report.add(f"{side}: start-up, not counted above", "s", [one.start_s for one in done])
-    # No figure was asked for; its learner alone is to be three times as fast.
+    # No target was given for this; 3 is that of the learner alone.
     target = Target(bound="≥", value=3)
     report.add_ratio(f"time, {REFERENCE} ÷ {OURS}", rows[REFERENCE], rows[OURS], target)
     if not HAS_RAY:
-        report.notes.append("Ray is not installed: the reference's way collects with a thread a game instead of a task")
+        report.notes.append(
+            "Ray is not installed: the reference's way collects with a thread per game instead of a task"
+        )
     return report
 
 
 def game_config(is_small: bool) -> Config:
-    """examples/connect_four.toml, without evaluations of its own."""
+    """Return examples/connect_four.toml without its own evaluations."""
     raw: dict[str, Any] = tomllib.loads(EXAMPLE.read_text())
     raw["run"] |= {
-        "learning_steps": 1_000_000,  # what ends it is the win rate, or the limit
+        "learning_steps": 1_000_000,  # the win rate or the time limit ends it
         "eval_games": 0,
         "eval_every": None,
-        # While it stands still for an evaluation its event loop does, too.
+        # An evaluation blocks its event loop.
         "loop_stall_s": 3600.0,
     }
     # The reference's way is slow enough for a game to outlive many checkpoints.
@@ -171,15 +173,15 @@ def _train(side: str, config: Config, seed: int, sizes: Sizes, evaluator: Subjec
         start_s = time.perf_counter() - started
         curve: list[tuple[int, float]] = []
         while True:
-            told = subject.measure()
-            if told["update"] is None:
+            answer = subject.measure()
+            if answer["update"] is None:
                 break
-            curve.append((told["update"], evaluator.measure(adapter=told["adapter"])["win_rate"]))
-            if curve[-1][1] >= sizes.win_rate or told["seconds"] > sizes.limit_s:
+            curve.append((answer["update"], evaluator.measure(adapter=answer["adapter"])["win_rate"]))
+            if curve[-1][1] >= sizes.win_rate or answer["seconds"] > sizes.limit_s:
                 break
     return Trained(
         start_s=start_s,
-        seconds=told["seconds"],
+        seconds=answer["seconds"],
         updates=curve[-1][0] if curve else 0,
         curve=tuple(curve),
         is_there=bool(curve) and curve[-1][1] >= sizes.win_rate,
@@ -190,7 +192,7 @@ def _train(side: str, config: Config, seed: int, sizes: Sizes, evaluator: Subjec
 
 
 class Announced(TerminalInterface):
-    """Says that training is about to begin, and waits until it may."""
+    """Announces that training is about to begin, and waits for permission."""
 
     def __init__(self, clock: StopWatch) -> None:
         super().__init__(quiet=True)
@@ -204,24 +206,24 @@ class Announced(TerminalInterface):
 
 
 async def train(questioner: Questioner) -> None:
-    """A run as a user starts one. Looking at it blocks its event loop: its workers end what they are at, and wait."""
+    """Train as a user would. An evaluation blocks the event loop: workers finish their current work and wait."""
     arguments = questioner.arguments
     config = Config.model_validate_json(arguments["config"])
     clock = StopWatch(questioner, arguments["limit_s"])
     terminal = Announced(clock)
     training = asyncio.create_task(Run(make_plan(config), terminal=terminal).execute())
-    looking = asyncio.create_task(_look(clock, terminal, config.run.output_dir, arguments["every"]))
-    await asyncio.wait({training, looking}, return_when=asyncio.FIRST_COMPLETED)
+    reporting = asyncio.create_task(_report_adapters(clock, terminal, config.run.output_dir, arguments["every"]))
+    await asyncio.wait({training, reporting}, return_when=asyncio.FIRST_COMPLETED)
     if training.done():
         training.result()
     training.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await training
-    looking.cancel()
+    reporting.cancel()
 
 
-async def _look(clock: StopWatch, terminal: Announced, output: Path, every: int) -> None:
-    """At every adapter that the run keeps, until nobody wants to know more."""
+async def _report_adapters(clock: StopWatch, terminal: Announced, output: Path, every: int) -> None:
+    """Report every adapter that the run keeps, until the bench asks for no more."""
     await terminal.has_begun.wait()
     with contextlib.suppress(Over):
         for update in count(every, every):
@@ -233,7 +235,7 @@ async def _look(clock: StopWatch, terminal: Announced, output: Path, every: int)
 
 
 def _kept(output: Path, update: int) -> Path | None:
-    """The adapter of an update, once it is there: `league.keep_every`."""
+    """Return the adapter of an update once the run has kept it (`league.keep_every`), else None."""
     return next(output.glob(f"*/*/adapters/ckpt-{update}"), None)
 
 
@@ -241,10 +243,10 @@ def _kept(output: Path, update: int) -> Path | None:
 
 
 async def evaluate(questioner: Questioner) -> None:
-    """Play an adapter's games against the fixed opponent: each time the same ones, sampled from the same streams."""
+    """Play each adapter against the fixed opponent: always the same games, sampled from the same random streams."""
     config = Config.model_validate_json(questioner.arguments["config"])
     async with started_engine(config, threads=questioner.arguments["threads"]) as (pool, _):
-        runner = GameRunner(Seats(pool.generate, sampling_seed=EVALUATION_SEED), config.run)
+        runner = GameRunner(PlayerFactory(pool.generate, sampling_seed=EVALUATION_SEED), config.run)
         questioner.answer({})
         for version, request in enumerate(questioner.requests(), 1):
             model = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
@@ -263,10 +265,10 @@ async def _share_won(config: Config, runner: GameRunner, model: ModelRef, num_ga
         build_model_sampler(config.league, registry, random.Random(0)), build_env_sampler(config), EVALUATION_SEED
     )
     specs = [scheduler.next_eval_job(config.eval_envs[0], model) for _ in range(num_games)]
-    at_once = asyncio.Semaphore(config.run.num_collection_workers)
+    slots = asyncio.Semaphore(config.run.num_collection_workers)
 
     async def is_won(index: int) -> bool:
-        async with at_once:
+        async with slots:
             record = await runner.play(specs[index])
         (seat,) = (agent.pid for agent in specs[index].agent_specs if agent.model == model)
         return record.outcomes.get(seat) == "win"

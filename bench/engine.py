@@ -1,8 +1,8 @@
-"""How many tokens a second does an engine make alone, as a run starts it?
+"""Tokens per second of an engine alone, as a run starts it.
 
-Each kind that is installed runs in its worker process, driven through `EngineClient`: text in, Generations out, 64
-requests at once, no two prompts alike. Without adapters, with one, and with three that take turns. Owns what the other
-benches of engines share: the model, the adapters, and an engine that is measured.
+Each installed kind runs in its worker process, driven through `EngineClient`: text in, Generations out, 64 requests at
+once, all prompts different; without adapters, with one, and with three in turn. Owns the model, the adapters and the
+measured engine that the other engine benches share.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RANKS = {"cpu": RANK, "cuda": 32}
 MODELS = {"cpu": "shape of builtin:tiny, random weights", "cuda": "shape of Qwen3-1.7B, random weights"}
 MAX_LORAS = 4
 KINDS = {"transformers": "transformers", "vllm": "vllm", "scripted": "json"}
-"""And the library that each needs."""
+"""Engine kind to the library that it needs."""
 
 
 def run(options: Options) -> Report:
@@ -62,10 +62,10 @@ def run(options: Options) -> Report:
         rows = {}
         for adapters in (0, 1, 3):
             side = side_name(kind, adapters)
-            told = samples.get(side, [])
-            remark = "" if told else ABSENT
-            rows[adapters] = report.add(side, "tokens/s", [t["tokens_per_s"] for t in told], remark)
-            report.add(f"{side}, of processor time", "tokens/CPU s", [t["tokens_per_cpu_s"] for t in told], remark)
+            answers = samples.get(side, [])
+            remark = "" if answers else ABSENT
+            rows[adapters] = report.add(side, "tokens/s", [a["tokens_per_s"] for a in answers], remark)
+            report.add(f"{side}, of processor time", "tokens/CPU s", [a["tokens_per_cpu_s"] for a in answers], remark)
         report.add_ratio(f"{kind}, 3 adapters ÷ base only", rows[3], rows[0])
     return report
 
@@ -79,9 +79,9 @@ def side_name(side: str, adapters: int) -> str:
 
 def told_by(subject: Subject, seconds: float, **work: Any) -> Callable[[], dict[str, Any]]:
     def measure() -> dict[str, Any]:
-        told = subject.measure(seconds=seconds, **work)
-        assert told["prompt_tokens"] == work["prompt"], told
-        return told
+        answer = subject.measure(seconds=seconds, **work)
+        assert answer["prompt_tokens"] == work["prompt"], answer
+        return answer
 
     return measure
 
@@ -99,7 +99,7 @@ def config_of(directory: Path, kind: str = "transformers", device: str = "cpu") 
             "max_model_len": 512,
             "max_parallel_seq": 64,
             "max_loras": MAX_LORAS,
-            # The engines of all kinds are up at the same time.
+            # Engines of all kinds run at the same time.
             "gpu_memory_utilization": 0.3,
         },
         lora={"lora_rank": RANKS[device]},
@@ -108,7 +108,7 @@ def config_of(directory: Path, kind: str = "transformers", device: str = "cpu") 
 
 
 def make(arguments: dict[str, Any]) -> None:
-    """The model and three adapters, where every other subject finds them."""
+    """Write the model and three adapters to the directory that every subject reads."""
     from bench import models
 
     directory, device = Path(arguments["directory"]), arguments.get("device", "cpu")
@@ -117,19 +117,19 @@ def make(arguments: dict[str, Any]) -> None:
 
 
 def prompts(rng: random.Random, request: dict[str, Any]) -> list[str]:
-    """Of one batch: the first `shared` tokens are the same in all of them, and in no other batch."""
+    """Return the prompts of one batch, whose first `shared` tokens are the same in this batch and in no other."""
     shared = request.get("shared", 0)
     opening = letters(rng, shared)
     return [opening + letters(rng, request["prompt"] - shared) for _ in range(request["requests"])]
 
 
 def version_of(index: int, adapters: int) -> int:
-    """Requests take the adapters in turn."""
+    """Return the adapter of a request; requests use the adapters in turn."""
     return index % adapters + 1 if adapters else 0
 
 
 class Told:
-    """What was made while the clock ran: batches until the time is up, at least one."""
+    """Counts the tokens of batches until the time is up; at least one batch."""
 
     def __init__(self, seconds: float, worker_pids: Sequence[int] = ()) -> None:
         self.new = self.prompt = self.requests = 0
@@ -161,7 +161,7 @@ class Told:
 
 
 async def measure_worker(questioner: Questioner, kind: str) -> None:
-    """As many workers as asked for, the one with the fewest outstanding tokens first, as in a run."""
+    """Measure as many workers as requested; the one with the fewest outstanding tokens is next, as in a run."""
     arguments = questioner.arguments
     directory, device = Path(arguments["directory"]), arguments["device"]
     rng = random.Random(arguments["seed"])
@@ -169,28 +169,28 @@ async def measure_worker(questioner: Questioner, kind: str) -> None:
     async with started_engines(config, number, arguments["threads"], {}, device) as (pool, workers):
         for version in (1, 2, 3):
             await pool.load_adapter(version, directory / f"v{version}")
-        questioner.answer({"dtype": pool.engines[0].peer.ready.result()["dtype"]})
+        questioner.answer({"dtype": pool.engines[0].channel.ready.result()["dtype"]})
 
         asked: set[str] = set()
 
         async def ask(text: str, version: int, max_tokens: int) -> Generation:
             engine = pool.choose(pool.engines)
-            asked.add(engine.peer.name)
+            asked.add(engine.channel.name)
             return await engine.generate(text, version, max_tokens=max_tokens)
 
         for request in questioner.requests():
-            told = Told(request["seconds"], [worker.pid for worker in workers])
-            while not told.is_over:
+            counter = Told(request["seconds"], [worker.pid for worker in workers])
+            while not counter.is_over:
                 generations = await asyncio.gather(
                     *(
                         ask(text, version_of(index, request["adapters"]), request["new"])
                         for index, text in enumerate(prompts(rng, request))
                     )
                 )
-                assert len(asked) == number, f"only {asked} were asked"
+                assert len(asked) == number, f"only {asked} got requests"
                 for generation in generations:
-                    told.add(len(generation.prompt_ids), len(generation.completion_ids))
-            questioner.answer(told.answer())
+                    counter.add(len(generation.prompt_ids), len(generation.completion_ids))
+            questioner.answer(counter.answer())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Does a run survive what may happen to it, and how soon is it itself again?
+"""Faults that a run survives, and the time until it works again.
 
-A whole run: 1,000 games at once over twelve envs, two scripted engines that take an answer's time, a learner that
-really learns. Faults strike at random: engines, learner and env processes killed, or stopped until they are taken for
-dead, an env that raises, one that never returns, frames that nobody sent. Each is followed until what it struck works
-again. At the end the games are counted (each that was started has one record, or was in flight when the run ended),
-and memory, file descriptors, tasks and shared memory are compared with those of the beginning. `--minutes 60` is a
-soak.
+A whole run: 1,000 games at once over twelve envs, two scripted engines whose answers take time, and a learner that
+really learns. Faults strike at random: engine, learner and env processes are killed, or stopped until they count as
+dead; an env raises; an env never returns; an unknown peer sends malformed frames. Each fault is followed until its
+victim works again. At the end the games are counted (each started game has one record, or was in flight when the run
+ended), and memory, file descriptors, tasks and shared memory are compared with the beginning. `--minutes 60` is a soak
+test.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ import zmq
 
 from bench.delayed_engine import LATENCY
 from bench.harness import Options, Questioner, Report, Subjects, Target, memory_mb
-from unstable_lite.config import AlarmsConfig, Config
-from unstable_lite.games.isolation import Environments
-from unstable_lite.plan import make_plan
-from unstable_lite.runtime import Run, run_in_loop
-from unstable_lite.trackers.records import read_records
-from unstable_lite.trackers.terminal import TerminalInterface
-from unstable_lite.training import Training
-from unstable_lite.transport.messages import Done, encode
+from unstable_lite.config import Config
+from unstable_lite.config.tracking import AlarmsConfig
+from unstable_lite.dashboards.terminal import TerminalInterface
+from unstable_lite.files import read_records
+from unstable_lite.orchestrator.event_loop import run_in_loop
+from unstable_lite.orchestrator.parts import RunParts
+from unstable_lite.orchestrator.run import Run
+from unstable_lite.planning.plan import make_plan
+from unstable_lite.transport.codec import encode
+from unstable_lite.transport.messages import Done
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.types import GameRecord
 
@@ -60,7 +62,7 @@ ENVS = {
 }
 STRUCK_ENV = "Nim-v0-train"
 WITH_OPPONENT = ("Nim-v0-train", "TicTacToe-v0-train", "ConnectFour-v0-train", "KuhnPoker-v0-train")
-"""Envs of the evaluation games: no lack of room in the buffer ever holds them up."""
+"""Envs of the evaluation games, which never wait for room in the buffer."""
 ISOLATED = ("ConnectFour-v0-train", "2048-v0-ultra-easy-train")
 MOVES = (
     "0",
@@ -84,7 +86,7 @@ MOVES = (
 GAMES = 1_000
 ENV_TIMEOUT_S, STALL_TIMEOUT_S, GAME_TIMEOUT_S = 1.0, 5.0, 240.0
 GIVE_UP_S = 120.0
-"""A fault that is not over after so long is not survived."""
+"""Recovery time after which a fault counts as not survived."""
 RUN_NAME = f"faults-{os.getpid()}"
 INJECTED = "a fault of the bench"
 VOID_BY = {
@@ -93,82 +95,77 @@ VOID_BY = {
     "env process killed": "was killed by SIGKILL",
     "env hangs": "did not return within run.env_timeout_s",
 }
-"""What the records of the games say that are struck."""
+"""Fault to the words that its games' records contain."""
 NUM_FRAMES = 20
 
 
 def run(options: Options) -> Report:
-    report = Report(bench="faults", question="What a run survives, and how soon it works again", options=options)
+    report = Report(bench="faults", question="Faults that a run survives, and how soon it works again", options=options)
     minutes = 0.01 if options.small else options.minutes
     games = 40 if options.small else GAMES
     report.sizes = {"envs": len(ENVS), "games": games, "engines": 2, "minutes": minutes}
     with Subjects() as subjects:
         subject = subjects.start(MODULE, games=games, seed=options.seed, small=options.small)
-        told = subject.measure(minutes=minutes)
+        result = subject.measure(minutes=minutes)
     injected = 0
-    for kind, seconds in told["recovery_s"].items():
+    for kind, seconds in result["recovery_s"].items():
         injected += len(seconds)
         report.add(f"{kind}: seconds to recover", "s", seconds)
-    survived = injected - told["not_survived"]
+    survived = injected - result["not_survived"]
     report.add("faults injected", "", [injected])
     report.add("faults survived", "", [survived])
-    report.add("games played", "", [told["games"]], f"{told['void']} void, {told['struck']} of them struck")
-    report.add("games at once, median", "", [told["games_in_flight"]])
-    report.add("updates", "", [told["updates"]])
-    report.add("memory growth", "MB/h", [told["growth_mb_h"]], told["memory"])
+    report.add("games played", "", [result["games"]], f"{result['void']} void, {result['struck']} of them by faults")
+    report.add("games at once, median", "", [result["games_in_flight"]])
+    report.add("updates", "", [result["updates"]])
+    report.add("memory growth", "MB/h", [result["growth_mb_h"]], result["memory"])
     nothing = Target(bound="≤", value=0)
-    report.add_figure("faults not survived", "", [told["not_survived"]], nothing)
+    report.add_figure("faults not survived", "", [result["not_survived"]], nothing)
     for what in ("games lost", "games doubled", "times that games did not add up"):
-        report.add_figure(what, "", [told[what]], nothing)
-    for what, (before, after) in told["left"].items():
+        report.add_figure(what, "", [result[what]], nothing)
+    for what, (before, after) in result["left"].items():
         report.add_figure(f"{what} left over", "", [after - before], nothing)
-    report.notes += told["notes"]
+    report.notes += result["notes"]
     return report
 
 
-# ------------------------------------------------------------------------------------ the run under faults
+# ---------------------------------------------------------------------------------- run under faults
 
 
 class WatchedRun(Run):
-    """A run that lets its parts be seen, and what became of the games that were struck."""
+    """A run that exposes its parts and counts the games that faults made void."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(make_plan(config), terminal=TerminalInterface(quiet=True))
-        self.training: Training | None = None
-        self.environments: Environments | None = None
         self.voids: Counter[str] = Counter()
 
-    def _wire(self, *parts: Any) -> Training:
-        tracker, self.environments = parts[3], parts[-1]
-        add_record = tracker.add_record
+    def count_voids(self, parts: RunParts) -> None:
+        """Count from now on the games that the bench itself made void, by kind of fault."""
+        add_record = parts.tracker.add_record
 
         def add(record: GameRecord) -> None:
             if (kind := of_the_bench(record.error)) is not None:
                 self.voids[kind] += 1
             add_record(record)
 
-        tracker.add_record = add
-        self.training = super()._wire(*parts)
-        return self.training
+        parts.tracker.add_record = add  # type: ignore[method-assign]
 
 
 @dataclass
 class Faults:
-    """Strikes, and follows each strike until it is made good."""
+    """Injects faults, and follows each until the run has recovered from it."""
 
-    training: Training
-    environments: Environments
+    parts: RunParts
     voids: Counter[str]
     rng: random.Random
     recovery_s: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     not_survived: list[str] = field(default_factory=list)
     armed: list[str] = field(default_factory=list)
-    """What the next step of the struck env does."""
+    """Faults of the next steps of the struck env."""
     _struck: set[str] = field(default_factory=set)
-    """Names of the workers that are not themselves yet."""
+    """Names of the workers that have not recovered yet."""
 
     async def strike_until(self, deadline: float, mean_pause_s: float) -> None:
-        """Every kind once at least, and until `deadline`."""
+        """Inject every kind of fault at least once, and continue until `deadline`."""
         kinds: dict[str, Callable[[str], contextlib.AbstractAsyncContextManager[Callable[[], bool]]]] = {
             "engine killed": lambda _kind: self._worker("engine", signal.SIGKILL),
             "engine stopped": lambda _kind: self._worker("engine", signal.SIGSTOP),
@@ -196,32 +193,34 @@ class Faults:
 
     @contextlib.asynccontextmanager
     async def _worker(self, name: str, signum: signal.Signals) -> AsyncIterator[Callable[[], bool]]:
-        """Over when its successor holds what it should, and has answered."""
+        """Signal a worker. The fault is over when the successor is restored and has answered."""
         process = await self._target(name)
-        peer, life = process.peer, process.peer.life
-        with contextlib.suppress(ProcessLookupError):  # it has just died by another fault
+        channel, life = process.channel, process.channel.life
+        with contextlib.suppress(ProcessLookupError):  # another fault has just killed it
             os.kill(process.pid, signum)
-        yield lambda: peer.life > life and peer.is_up
-        self._struck.discard(peer.name)
+        yield lambda: channel.life > life and channel.is_up
+        self._struck.discard(channel.name)
 
     async def _target(self, name: str) -> WorkerProcess:
         while True:
-            # Nobody notices that a process without games is stopped; back-pressure may leave one without.
-            hosted = [host._process for host in self.environments._hosts if host._is_started and host.num_games]
+            # A stopped process without games goes unnoticed; back-pressure may leave one without games.
+            hosted = [host._process for host in self.parts.environments._hosts if host.num_games]
             up = [
                 process
-                for process in [*self.training.workers.processes, *hosted]
-                if process.peer.name.startswith(name) and process.peer.is_up and process.peer.name not in self._struck
+                for process in [*self.parts.workers.processes, *hosted]
+                if process.channel.name.startswith(name)
+                and process.channel.is_up
+                and process.channel.name not in self._struck
             ]
             if up:
                 process = self.rng.choice(up)
-                self._struck.add(process.peer.name)
+                self._struck.add(process.channel.name)
                 return process
             await asyncio.sleep(0.1)
 
     @contextlib.asynccontextmanager
     async def _env(self, kind: str) -> AsyncIterator[Callable[[], bool]]:
-        """Over when the game that it strikes is void."""
+        """Make an env fail. The fault is over when the game that it strikes is void."""
         await until(lambda: not self.armed)
         before = self.voids[kind]
         self.armed.append(kind)
@@ -229,25 +228,25 @@ class Faults:
 
     @contextlib.asynccontextmanager
     async def _frames(self) -> AsyncIterator[Callable[[], bool]]:
-        """Over when every one of them is dropped and counted."""
-        router = self.training.workers.learner.peer._router
+        """Send malformed frames. The fault is over when all of them are dropped and counted."""
+        router = self.parts.workers.learner.channel._router
         before = router.dropped_frames
-        with socket.socket(socket.AF_UNIX) as raw:  # speaks not even ZeroMQ; nothing to count
+        with socket.socket(socket.AF_UNIX) as raw:  # not even ZeroMQ: nothing is counted
             raw.connect(router.endpoint.removeprefix("ipc://"))
             raw.send(self.rng.randbytes(64))
         context = zmq.Context()
-        stranger = context.socket(zmq.DEALER)
-        stranger.setsockopt(zmq.IDENTITY, f"stranger-{self.rng.random()}".encode())
-        stranger.connect(router.endpoint)
+        unknown = context.socket(zmq.DEALER)
+        unknown.setsockopt(zmq.IDENTITY, f"unknown-{self.rng.random()}".encode())
+        unknown.connect(router.endpoint)
         whole = encode([Done(request_id=1, seconds=0.0)])
         for number in range(NUM_FRAMES):
             cut = whole[: self.rng.randrange(len(whole))]
-            stranger.send([self.rng.randbytes(self.rng.randrange(200)), cut, whole, b""][number % 4])
+            unknown.send([self.rng.randbytes(self.rng.randrange(200)), cut, whole, b""][number % 4])
         yield lambda: router.dropped_frames >= before + NUM_FRAMES
         await asyncio.to_thread(context.destroy, 0)
 
     def strike_env(self) -> None:
-        """In the middle of a step of the struck env, for the bench is in the same process."""
+        """Fail inside a step of the struck env, which runs in the process of this bench."""
         if self.armed:
             if self.armed.pop() == "env raises":
                 raise RuntimeError(INJECTED)
@@ -256,7 +255,7 @@ class Faults:
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = math.inf) -> bool:
-    """Whether it came true in time."""
+    """Wait for a condition; return whether it became true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -276,24 +275,24 @@ def of_the_bench(error: str | None) -> str | None:
 
 @dataclass
 class Samples:
-    """What must not grow, over time."""
+    """Samples over time of quantities that must not grow."""
 
     rows: list[dict[str, float]] = field(default_factory=list)
     did_not_add_up: int = 0
 
-    async def take(self, training: Training, every_s: float) -> None:
+    async def take(self, parts: RunParts, every_s: float) -> None:
         started_at = time.monotonic()
         while True:
-            started, flying = training.scheduler._games.total(), training.collector.games_in_flight.total()
-            finished, waiting = training.tracker.games_finished, len(training.collector._rest_of_group)
-            flying += len(training.collector._ended)
+            started, flying = parts.scheduler._games.total(), parts.collector.games_in_flight.total()
+            finished, waiting = parts.tracker.games_finished, len(parts.collector._rest_of_group)
+            flying += len(parts.collector._ended)
             self.did_not_add_up += started != finished + flying + waiting
             row = {"seconds": time.monotonic() - started_at, "mb": memory_mb("now"), "games": started}
-            self.rows.append(row | {"flying": flying, "buffer": training.buffer.size()} | in_use())
+            self.rows.append(row | {"flying": flying, "buffer": parts.buffer.size()} | in_use())
             await asyncio.sleep(every_s)
 
     def growth_mb_h(self) -> float:
-        """Slope of memory over the second half, by least squares."""
+        """Return the slope of memory over the second half, by least squares."""
         half = self.rows[len(self.rows) // 2 :]
         if len(half) < 3:
             return 0.0
@@ -301,7 +300,7 @@ class Samples:
         return statistics.linear_regression(seconds, mb).slope * 3600
 
     def describe(self, what: str) -> str:
-        """Medians of ten equal parts."""
+        """Return the medians of ten equal parts."""
         size = math.ceil(len(self.rows) / 10)
         parts = [self.rows[start : start + size] for start in range(0, len(self.rows), size)]
         return " ".join(f"{statistics.median(row[what] for row in part):.0f}" for part in parts)
@@ -319,7 +318,7 @@ def in_use() -> dict[str, float]:
 def open_files() -> set[str]:
     opened = set()
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the listing's own is gone
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed
             opened.add(str(descriptor.readlink()))
     return opened
 
@@ -357,10 +356,10 @@ def config_of(arguments: dict[str, Any], directory: Path) -> Config:
                 "max_generation_len": 32,
                 "stall_timeout_s": STALL_TIMEOUT_S,
             },
-            # A scripted engine's figures are made up: no learner would agree with them.
+            # A scripted engine's log-probabilities are made up: no learner would agree with them.
             "learner": {"batch_size": 8, "canary_tolerance": 1e9, "threads": 1},
             "alarms": {name: {"action": "off"} for name in AlarmsConfig.model_fields},
-            # Full, the buffer would hold up the games; what is stale leaves it.
+            # A full buffer would hold up the games; stale steps leave it.
             "buffer": {"buffer_size": 50_000, "max_staleness": 2},
             "lora": {"lora_rank": 4},
             "train_envs": train,
@@ -373,25 +372,25 @@ async def soak(arguments: dict[str, Any], minutes: float, directory: Path) -> di
     os.environ[LATENCY] = "0.3" if arguments["small"] else "1" if minutes < 10 else "2"
     rng = random.Random(arguments["seed"])
     first = await asyncio.create_subprocess_exec("true", stdin=asyncio.subprocess.PIPE)
-    await first.wait()  # uvloop keeps /dev/null from its first child on
+    await first.wait()  # uvloop keeps /dev/null open from its first child on
     samples, before, files = Samples(), in_use(), open_files()
     run = WatchedRun(config_of(arguments, directory))
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.execute())
-        await until(lambda: run.training is not None and run.training.updates > 0)
+        await until(lambda: run.training is not None and run.training.progress.updates > 0)
         assert run.training is not None
-        assert run.environments is not None
-        training = run.training
-        faults = Faults(training, run.environments, run.voids, rng)
+        parts = run.training.parts
+        run.count_voids(parts)
+        faults = Faults(parts, run.voids, rng)
         strike_in_steps_of(nim.NimEnv, faults)
-        sampling = tasks.create_task(samples.take(training, every_s=max(0.5, minutes / 4)))
+        sampling = tasks.create_task(samples.take(parts, every_s=max(0.5, minutes / 4)))
         mean_pause_s = 0.1 if arguments["small"] else 4.0 if minutes < 10 else 10.0
         await faults.strike_until(time.monotonic() + 60 * minutes, mean_pause_s)
         sampling.cancel()
         run.stop()
         summary = await running
     after = in_use()
-    started = training.scheduler._games.total()
+    started = parts.scheduler._games.total()
     counted = count_games(summary.directory / "games.jsonl")
     by_now = [row["games"] for row in samples.rows if row["seconds"] < samples.rows[-1]["seconds"] - GAME_TIMEOUT_S]
     long_ago = int(max(by_now, default=0))
@@ -413,7 +412,7 @@ async def soak(arguments: dict[str, Any], minutes: float, directory: Path) -> di
         "left": {what: (before[what], after[what]) for what in before},
         "notes": [
             f"{started} games started, {len(missing)} of them in flight at the end; "
-            f"{training.workers.engines.resent} requests asked again; "
+            f"{parts.workers.engines.resent} requests sent again; "
             f"{summary.skipped_updates} updates skipped; steps in the buffer {samples.describe('buffer')}",
             *(
                 f"{what} during the run: {samples.rows[0][what]:.0f} first, {samples.rows[-1][what]:.0f} last, "
@@ -438,7 +437,7 @@ def strike_in_steps_of(env_class: Any, faults: Faults) -> None:
 
 
 def count_games(path: Path) -> dict[int, tuple[int, str | None]]:
-    """By number: how many records it has, and why it is void."""
+    """Return, by game number, how many records it has and why it is void."""
     counted: dict[int, tuple[int, str | None]] = {}
     for record in read_records(path):
         times, _ = counted.get(record["game_idx"], (0, None))

@@ -1,13 +1,13 @@
-"""The embedded engine, which turns every prompt into tokens anew.
+"""Embedded engine that tokenizes every prompt again.
 
-Otherwise it knows its last thousands of prompts. In a run nearly every prompt is new; asked for a second time, alone,
-none would be.
+The engine itself remembers its last thousands of prompts. In a run nearly every prompt is new; when a bench sends the
+same prompts a second time, none would be.
 """
 
 from __future__ import annotations
 
-from unstable_lite.engines.transformers import TransformersEngine
-from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.engines.embedded.engine import TransformersEngine
+from unstable_lite.transport.worker_main import WorkerSpec
 
 
 class ForgetfulEngine(TransformersEngine):

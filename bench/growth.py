@@ -1,9 +1,9 @@
-"""What does a turn, or an update, cost when there is more of something: games, prompt, adapters, steps that wait, run?
+"""Cost of a turn and of an update as something grows: games, prompts, adapters, waiting steps, length of the run.
 
-Processor time of the orchestrator's process, for a busy machine blurs that least. Games, prompts and adapters are
-measured on the whole orchestrator, before a scripted engine in a process of its own; the buffer and the length of a
-run on the parts that keep what was, driven with made-up games: registry, scheduler, tracker, league log, the
-checkpoint's league state. A part that grows with the run makes a run slower the longer it is.
+Measures processor time of the orchestrator's process, because a busy machine affects it least. Games, prompts and
+adapters are measured on the whole orchestrator, with a scripted engine in a separate process; the buffer and the length
+of a run on the parts that keep history, driven with made-up games: registry, scheduler, tracker, league log, the
+checkpoint's league state. A part that grows with the run makes long runs slow.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ import numpy as np
 from bench.harness import Grid, Options, Questioner, Report, Subjects, Target, bench_config, memory_mb, started_engine
 from bench.playing import playing
 from bench.plot import Chart, to_svg
-from unstable_lite.buffers import StepBuffer
-from unstable_lite.config import Config, TrackerConfig
+from unstable_lite.config import Config
+from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
-from unstable_lite.runtime import run_in_loop
-from unstable_lite.trackers.jsonl import JsonlSink
-from unstable_lite.trackers.tracker import Tracker
+from unstable_lite.orchestrator.event_loop import run_in_loop
+from unstable_lite.rollout.step_buffer import StepBuffer
+from unstable_lite.tracking.jsonl import JsonlSink
+from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import GameRecord, GameSpec, Generation, PlayerTrajectory, Step, Turn
 
 MODULE = "bench.growth"
 REPLIES = tuple(f"\\boxed{{[{cell}]}}" for cell in range(9))
 GAMES = (8, 64, 384, 1024, 4096, 8192)
 PROMPTS = (0, 1_000, 4_000, 16_000)
-"""Characters that every prompt begins with."""
+"""Characters before every prompt."""
 ADAPTERS = (1, 2, 4, 8, 16, 32)
 WAITING = (384, 1_536, 6_144, 24_576, 98_304)
 UPDATES = (10, 100, 1_000, 10_000)
 AT = 384
-"""Games, where it is something else that grows."""
+"""Games at once while something else grows."""
 ACTIVE = 8
 GAMES_AN_UPDATE = 4
 WINDOW = 50
-"""Updates over which a cost is taken."""
+"""Updates over which a cost is averaged."""
 ADDED_AT_ONCE = 24
-"""Steps that are added right after they were made, as those of games are."""
+"""Steps that are added right after they were made, as a game's steps are."""
 LAST = 16
-"""So many times, of which the median is taken."""
+"""Number of last measurements of which the median is taken."""
 
 
 def run(options: Options) -> Report:
-    report = Report(bench="growth", question="What a turn and an update cost as things grow", options=options)
+    report = Report(bench="growth", question="Cost of a turn and of an update as something grows", options=options)
     sizes: dict[str, tuple[int, ...]] = {
         "games": GAMES,
         "characters before each prompt": PROMPTS,
@@ -72,12 +73,12 @@ def run(options: Options) -> Report:
             "characters before each prompt": lambda n: {"padding": n},
             "adapters alive": lambda n: {"adapters": n},
         }[what]
-        told = {number: _play(options, **changes(number)) for number in sizes[what]}
-        grid = [(float(number), statistics.median(us), mb) for number, (us, mb) in told.items()]
+        costs = {number: _play(options, **changes(number)) for number in sizes[what]}
+        grid = [(float(number), statistics.median(us), mb) for number, (us, mb) in costs.items()]
         report.tables.append(Grid(title=f"a turn, by {what}", columns=(what, "µs a turn", "MB"), rows=[*grid]))
-        for number, (us, _) in told.items():
+        for number, (us, _) in costs.items():
             report.add(f"{number:,} {what}", "µs a turn", us)
-        first, last = told[sizes[what][0 if what != "games" else min(2, len(sizes[what]) - 1)]], told[sizes[what][-1]]
+        first, last = costs[sizes[what][0 if what != "games" else min(2, len(sizes[what]) - 1)]], costs[sizes[what][-1]]
         report.add_figure(
             f"{what}: most ÷ {'384' if what == 'games' and not options.small else 'fewest'}, processor time of a turn",
             "×",
@@ -98,22 +99,22 @@ def _play(options: Options, **arguments: int) -> tuple[list[float], float]:
     with Subjects() as subjects:
         subject = subjects.start(MODULE, kind="play", seed=options.seed, **({"games": AT} | arguments))
         subject.measure(seconds=options.seconds / 2)
-        told = [subject.measure(seconds=options.seconds) for _ in range(options.rounds)]
-    return [answer["cpu_us"] for answer in told], told[-1]["memory_mb"]
+        answers = [subject.measure(seconds=options.seconds) for _ in range(options.rounds)]
+    return [answer["cpu_us"] for answer in answers], answers[-1]["memory_mb"]
 
 
-def _add_waiting(report: Report, told: list[dict[str, Any]]) -> Chart:
+def _add_waiting(report: Report, answers: list[dict[str, Any]]) -> Chart:
     columns = ("steps that wait", "µs to add a step", "µs a step of a batch", "µs to add one to a batch that lacks it")
     keys = ("waiting", "add_us", "take_us", "lacking_us")
     report.tables.append(
-        Grid(title="buffer", columns=columns, rows=[tuple(float(answer[key]) for key in keys) for answer in told])
+        Grid(title="buffer", columns=columns, rows=[tuple(float(answer[key]) for key in keys) for answer in answers])
     )
     for key, name in zip(keys[1:], columns[1:], strict=True):
         report.add_figure(
-            f"buffer, {name}: most ÷ fewest", "×", [told[-1][key] / told[0][key]], Target(bound="≤", value=2)
+            f"buffer, {name}: most ÷ fewest", "×", [answers[-1][key] / answers[0][key]], Target(bound="≤", value=2)
         )
     lines = {
-        name: [(answer["waiting"], answer[key]) for answer in told]
+        name: [(answer["waiting"], answer[key]) for answer in answers]
         for key, name in zip(keys[1:], columns[1:], strict=True)
     }
     return Chart(title="Buffer", x_label="steps that wait", y_label="µs a step", lines=lines, log_y=True)
@@ -130,7 +131,7 @@ def _add_updates(report: Report, windows: list[dict[str, Any]]) -> list[Chart]:
     rows = [tuple(float(window[key]) for key in ("updates", *names, "state_kb", "memory_mb")) for window in windows]
     report.tables.append(Grid(title="a run of many updates", columns=columns, rows=[*rows]))
     for key in ("schedule_us", "record_us", "metrics_us"):
-        ratio = windows[-1][key] / windows[-2][key]  # earlier the tracker's windows are not full yet
+        ratio = windows[-1][key] / windows[-2][key]  # before that the tracker's windows are not full
         report.add_figure(
             f"run length, {names[key]}: at its end ÷ at a tenth of it", "×", [ratio], Target(bound="≤", value=1.5)
         )
@@ -170,25 +171,25 @@ async def measure_turns(questioner: Questioner) -> None:
     padding, adapters = "x" * arguments.get("padding", 0), arguments.get("adapters", 0)
     async with (
         started_engine(config, threads=1) as (pool, _),
-        playing(config, pool, arguments["games"], padding, adapters) as told,
+        playing(config, pool, arguments["games"], padding, adapters) as played,
     ):
         questioner.answer({})
         for request in questioner.requests():
             await asyncio.sleep(0.1 + 0.2 * request["seconds"])
-            while not told.lengths:  # noqa: ASYNC110
+            while not played.lengths:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             tokens, cpu_s = pool.generated_tokens, time.process_time()
             await asyncio.sleep(request["seconds"])
             while pool.generated_tokens == tokens:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-            # Of thousands of games many end at once: the engine's tokens tell better how many turns were played.
-            turns = (pool.generated_tokens - tokens) / statistics.fmean(new for _, new in told.lengths)
+            # With thousands of games many end at once, so turns are counted by the engine's tokens.
+            turns = (pool.generated_tokens - tokens) / statistics.fmean(new for _, new in played.lengths)
             cpu_us = 1e6 * (time.process_time() - cpu_s) / turns
             questioner.answer({"cpu_us": cpu_us, "memory_mb": memory_mb("now")})
 
 
 class Clock:
-    """Processor time, in microseconds, of what is done between two looks."""
+    """Processor time between two readings, in microseconds."""
 
     def __init__(self) -> None:
         self._at = time.process_time()
@@ -199,7 +200,7 @@ class Clock:
 
 
 def measure_waiting(waiting: int) -> dict[str, float]:
-    """`waiting` steps in the buffer; and a batch of as many, which lacks its last ones."""
+    """Measure a buffer with `waiting` steps, and a batch of that size that lacks its last steps."""
     rng = random.Random(0)
     spec = _spec()
     full = StepBuffer(2 * waiting, max_staleness=8)
@@ -250,7 +251,7 @@ def measure_waiting(waiting: int) -> dict[str, float]:
 
 
 def measure_updates(sizes: list[int], seed: int) -> Iterator[dict[str, float]]:
-    """Of the updates just before each of `sizes`, in one run."""
+    """Yield the costs of the updates just before each of `sizes`, in one run."""
     config = bench_config(
         league={"opponent_sampling_strategy": {"mirror": 0.2, "lagged": 0.4, "pfsp": 0.4}, "opponent_lag": (1, 7)},
         train_envs=[{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 1, "prompt_template": "tiny"}],
@@ -280,7 +281,7 @@ def measure_updates(sizes: list[int], seed: int) -> Iterator[dict[str, float]]:
             if len(active) > ACTIVE:
                 registry.set_active(active[0].uid, False)
             clock.us()
-            tracker.log_update(update, {f"learner/figure {n}": float(n) for n in range(40)})
+            tracker.log_update(update, {f"learner/metric {n}": float(n) for n in range(40)})
             metrics_us = clock.us()
             of_window = (("schedule_us", schedule_us), ("record_us", record_us), ("metrics_us", metrics_us))
             for key, us in of_window:
@@ -335,7 +336,7 @@ def _sampled() -> Generation:
 
 
 def _record(spec: GameSpec, rng: random.Random) -> GameRecord:
-    """A made-up game: eight turns, somebody won."""
+    """Return a made-up game of eight turns with a winner."""
     winner = rng.randrange(2)
     turns = [
         Turn(pid=n % 2, observation=f"turn {n}: {rng.randrange(99)}", text="\\boxed{[4]}", action="[4]", format_ok=True)

@@ -1,10 +1,10 @@
-"""How long from a new adapter in shared memory to the first token sampled from it, and does generation stall meanwhile?
+"""Time from a new adapter in shared memory to the first token sampled from it, and the stall that it causes.
 
 Learner and engine run as in a run. Each sample is a real update that writes a real adapter; then, step by step: load
-on the engine, canary sampled by the engine, canary scored by the learner, first token of a request that asks for the
-new version. Once with an idle engine, once while it serves requests without end; there the longest gap between two
-finished requests that overlaps the load is the stall, to be held against the longest gap of a quiet time. That is
-looser than one step of the engine: requests end every few steps, and nobody outside sees the steps themselves.
+on the engine, canary sampled by the engine, canary scored by the learner, first token of a request for the new version.
+Measured with an idle engine, and with one that serves requests without a pause. In the latter case the stall is the
+longest gap between two finished requests that overlaps the load; it is compared with the longest gap of a quiet time.
+This is looser than one step of the engine: requests end every few steps, and the steps are not visible from outside.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any
 
 from bench.engine import MODELS, RANKS
 from bench.harness import Options, Questioner, Report, Subject, Subjects, Target, alternate, bench_config, letters
+from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.config import Config
-from unstable_lite.plan import make_plan
-from unstable_lite.publisher import CANARY_SEED, CANARY_TOKENS, SAMPLED, SCORED
-from unstable_lite.transport.adapters import AdapterArena
+from unstable_lite.orchestrator.canary_checks import CANARY_SEED, CANARY_TOKENS, SAMPLED, SCORED
+from unstable_lite.orchestrator.workers import Workers, started_workers
+from unstable_lite.planning.plan import make_plan
 from unstable_lite.transport.messages import AdapterDigest, LoadAdapter
 from unstable_lite.types import Generation, Step
-from unstable_lite.workers import Workers, started_workers
 
 MODULE = "bench.handoff"
 ENGINES = {
-    "transformers": ("unstable_lite.engines.transformers",),
+    "transformers": ("unstable_lite.engines.embedded.engine",),
     "vllm": ("unstable_lite.engines.vllm", "vllm"),
 }
-"""Engine kind to the modules without which it cannot run."""
+"""Engine kind to the modules that it needs."""
 STEPS = {
     "own_load_s": "engine's own load",
     "load_s": "load, message included",
@@ -62,7 +62,7 @@ def run(options: Options) -> Report:
             subject = subjects.start(MODULE, kind=kind, **arguments)
             _add(report, kind, subject, options)
             subject.close()
-    report.notes.append("canary and first token each take whole requests: prefill of 100 prompt tokens included")
+    report.notes.append("canary and first token are whole requests: they include the prefill of 100 prompt tokens")
     return report
 
 
@@ -71,9 +71,9 @@ def _load_size(small: bool) -> int:
 
 
 def _add(report: Report, kind: str, subject: Subject, options: Options) -> None:
-    told: dict[str, list[dict[str, float]]] = {"idle": [], "under load": []}
-    alternate({state: _measure(subject, told[state], state, options.seconds) for state in told}, options)
-    for state, answers in told.items():
+    samples: dict[str, list[dict[str, float]]] = {"idle": [], "under load": []}
+    alternate({state: _measure(subject, samples[state], state, options.seconds) for state in samples}, options)
+    for state, answers in samples.items():
         answers = answers[1:]  # the first one warmed up
         rows = {
             key: report.add(f"{kind}, {state}: {what}", "ms", [MS * answer[key] for answer in answers])
@@ -96,10 +96,10 @@ def _add(report: Report, kind: str, subject: Subject, options: Options) -> None:
             )
 
 
-def _measure(subject: Subject, told: list[dict[str, float]], state: str, seconds: float) -> Callable[[], float]:
+def _measure(subject: Subject, samples: list[dict[str, float]], state: str, seconds: float) -> Callable[[], float]:
     def measure() -> float:
-        told.append(subject.measure(loaded=state == "under load", seconds=seconds))
-        return told[-1]["total_s"]
+        samples.append(subject.measure(loaded=state == "under load", seconds=seconds))
+        return samples[-1]["total_s"]
 
     return measure
 
@@ -127,16 +127,16 @@ def config_of(directory: Path, kind: str, device: str) -> Config:
 
 
 class Handoff:
-    """Hands one version after another from the learner to the engine, with a clock in hand."""
+    """Hands one version after another from the learner to the engine, and times each step."""
 
-    def __init__(self, workers: Workers, arena: AdapterArena, seed: int) -> None:
+    def __init__(self, workers: Workers, arena: AdapterStore, seed: int) -> None:
         self._engine = workers.engines.engines[0]
         self._learner = workers.learner
         self._arena = arena
         self._rng = random.Random(seed)
         self._versions = itertools.count(1)
         self._finished: list[float] = []
-        """When each request of the load finished."""
+        """Time at which each request of the load finished."""
         self._has_finished = asyncio.Event()
 
     async def hand_over(self) -> dict[str, float]:
@@ -149,7 +149,7 @@ class Handoff:
 
         clock = [time.perf_counter()]
         path = str(self._arena.path(version))
-        loaded: AdapterDigest = await self._engine.peer.ask(LoadAdapter, 300.0, version=version, path=path)
+        loaded: AdapterDigest = await self._engine.channel.ask(LoadAdapter, 300.0, version=version, path=path)
         self._engine.adapters.add(version)
         clock.append(time.perf_counter())
         seeds, prompt = range(CANARY_SEED, CANARY_SEED + SAMPLED[0]), self._prompt()
@@ -176,28 +176,28 @@ class Handoff:
     async def hand_over_under_load(self, num_requests: int, quiet_s: float) -> dict[str, float]:
         self._finished.clear()
         async with asyncio.TaskGroup() as tasks:
-            load = [tasks.create_task(self._generate_for_ever()) for _ in range(num_requests)]
+            load = [tasks.create_task(self._generate_forever()) for _ in range(num_requests)]
             await asyncio.sleep(0.2)
             quiet_from = time.perf_counter()
             await asyncio.sleep(quiet_s)
             quiet_to = time.perf_counter()
-            told = await self.hand_over()
+            times = await self.hand_over()
             self._has_finished.clear()
-            await self._has_finished.wait()  # the gap that the load began may end only now
+            await self._has_finished.wait()  # the gap that began with the load may end only now
             for task in load:
                 task.cancel()
-        told["quiet_s"] = self._longest_gap(quiet_from, quiet_to)
-        told["stall_s"] = self._longest_gap(told["load_began"], told["load_ended"])
-        return told
+        times["quiet_s"] = self._longest_gap(quiet_from, quiet_to)
+        times["stall_s"] = self._longest_gap(times["load_began"], times["load_ended"])
+        return times
 
-    async def _generate_for_ever(self) -> None:
+    async def _generate_forever(self) -> None:
         while True:
             await self._engine.generate(self._prompt(), 0, max_tokens=self._rng.randint(4, 32))
             self._finished.append(time.perf_counter())
             self._has_finished.set()
 
     def _longest_gap(self, begin: float, end: float) -> float:
-        """Between two finished requests, of the gaps that overlap `begin … end`."""
+        """Return the longest gap between two finished requests that overlaps `begin … end`."""
         gaps = [
             after - before for before, after in itertools.pairwise(self._finished) if after > begin and before < end
         ]
@@ -218,22 +218,22 @@ async def measure(questioner: Questioner) -> None:
     logs.mkdir()
     plan = make_plan(config_of(directory, arguments["kind"], arguments["device"]))
     async with started_workers(plan, logs, say=lambda _: None) as workers:
-        arena = AdapterArena(f"bench-{directory.name}-{arguments['kind']}", directory, 8 * workers.adapter_bytes)
+        arena = AdapterStore(f"bench-{directory.name}-{arguments['kind']}", directory, 8 * workers.adapter_bytes)
         try:
             handoff = Handoff(workers, arena, arguments["seed"])
             questioner.answer({})
             for request in questioner.requests():
                 if request["loaded"]:
-                    told = await handoff.hand_over_under_load(arguments["load"], request["seconds"])
+                    times = await handoff.hand_over_under_load(arguments["load"], request["seconds"])
                 else:
-                    told = await handoff.hand_over()
-                questioner.answer(told)
+                    times = await handoff.hand_over()
+                questioner.answer(times)
         finally:
             arena.close()
 
 
 def make(arguments: dict[str, Any]) -> None:
-    from bench import models  # loads torch, which the orchestrator's side does without
+    from bench import models  # imports torch, which the orchestrator's side does not need
 
     models.make_for(arguments["device"], Path(arguments["directory"]) / "model", arguments["seed"])
 

@@ -1,8 +1,8 @@
-"""What the benches share: both sides in processes of their own, measured in turns, told as medians and ratios.
+"""Shared code of the benches: sides in separate processes, measured in turns, reported as medians and ratios.
 
 A ratio is taken round by round, between samples that were measured seconds apart, so that a noisy machine slows both
-sides alike. Absolute figures are worth what the machine was worth at that moment; ratios travel.
-Knows nothing of what is measured.
+sides alike. Absolute metrics depend on the machine at that moment; ratios can be compared across machines.
+Does not know what is measured.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import Any, Literal, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from unstable_lite import workers
-from unstable_lite.checkpoints import versions
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
-from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.orchestrator import workers
+from unstable_lite.tracking.run_directory import versions
 from unstable_lite.transport.processes import WorkerProcess
-from unstable_lite.transport.sockets import Router
+from unstable_lite.transport.rpc import Router
+from unstable_lite.transport.worker_main import WorkerSpec
 
 REPOSITORY = Path(__file__).parent.parent
 MB = 1e6
@@ -42,30 +42,30 @@ MB = 1e6
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     seconds: float
-    """Of one sample, where the bench can choose."""
+    """Length of one sample, if the bench can choose it."""
     rounds: int
-    """Samples of each side, after one that only warms up."""
+    """Samples per side, after one warm-up sample."""
     minutes: float
-    """Of the bench, where it is about time."""
+    """Length of a bench that runs for a given time."""
     seed: int
     small: bool
-    """Sizes for a smoke test: the figures mean nothing."""
+    """Use smoke-test sizes; the results mean nothing."""
     profile: bool
     simulate: bool = False
     device: str = "cpu"
 
 
 class Failure(Exception):
-    """A measured process died; the last lines of its output are in the message."""
+    """A measurement failed. If a subject died, the message has the last lines of its output."""
 
 
-# ---------------------------------------------------------------------- processes that are measured
+# ------------------------------------------------------------------------------ measured processes
 
 
 class Subject:
-    """A fresh interpreter that runs `python -m module ARGUMENTS` and measures when it is asked to.
+    """A fresh interpreter that runs `python -m module ARGUMENTS` and measures on request.
 
-    It is frozen between two measurements: it waits for its stdin and does nothing else, whatever it runs inside.
+    It is frozen between two measurements: it blocks on its stdin and does nothing else, even inside an event loop.
     """
 
     def __init__(self, environment: Mapping[str, str], module: str, **arguments: Any) -> None:
@@ -80,7 +80,7 @@ class Subject:
             stderr=self._log,
             text=True,
         )
-        self.facts = self._receive()
+        self.info = self._receive()
 
     def measure(self, **request: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -88,7 +88,7 @@ class Subject:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # why it is gone is told below
+            pass  # _receive reports why it died
         return self._receive()
 
     def ask_to_end(self) -> None:
@@ -120,7 +120,7 @@ class Subject:
 
 
 class Subjects:
-    """The subjects of one bench; all of them end with it."""
+    """The subjects of one bench; closes all of them on exit."""
 
     def __init__(self) -> None:
         self._subjects: list[Subject] = []
@@ -138,18 +138,18 @@ class Subjects:
         return self.start_in({}, module, **arguments)
 
     def start_in(self, environment: Mapping[str, str], module: str, **arguments: Any) -> Subject:
-        """With these variables beside those of this process."""
+        """Start a subject with these variables added to the environment of this process."""
         subject = Subject(environment, module, **arguments)
         self._subjects.append(subject)
         return subject
 
 
 class Questioner:
-    """The subject's side: its arguments, the requests to measure, the answers."""
+    """The subject's side: its arguments, the requests to measure, and the answers."""
 
     def __init__(self) -> None:
         self.arguments: dict[str, Any] = json.loads(sys.argv[1])
-        # Libraries print to stdout as they like; answers have a descriptor of their own.
+        # Libraries may print to stdout, so answers get a separate descriptor.
         self._answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
 
@@ -158,28 +158,28 @@ class Questioner:
         self._answers.flush()
 
     def requests(self) -> Iterator[dict[str, Any]]:
-        """Blocks, the event loop too if there is one: a subject that is not measured must not compute."""
+        """Yield requests. Blocks, even an event loop, because a subject that is not measured must not compute."""
         for line in sys.stdin:
             yield json.loads(line)
 
 
 def memory_mb(which: Literal["now", "peak"]) -> float:
-    """Resident memory of this process."""
+    """Return the resident memory of this process in MB."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:  # no /proc: the peak is all there is
+    except OSError:  # without /proc only the peak is known
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 if sys.platform == "darwin" else 1e-3) / MB
     key = "VmRSS:" if which == "now" else "VmHWM:"
     return float(next(line for line in lines if line.startswith(key)).split()[1]) * 1024 / MB
 
 
 def forget_peak_memory() -> None:
-    """From here on the peak is that of what comes; where the kernel does not allow it, that of the whole process."""
+    """Reset the peak of resident memory. If the kernel forbids it, the peak stays that of the whole process."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
-# ------------------------------------------------------------------------------ an engine that runs
+# ---------------------------------------------------------------------------------- running engines
 
 
 def bench_config(**sections: Any) -> Config:
@@ -191,7 +191,7 @@ def bench_config(**sections: Any) -> Config:
 async def started_engine(
     config: Config, threads: int, device: str = "cpu"
 ) -> AsyncIterator[tuple[EnginePool, WorkerProcess]]:
-    """One engine worker, as a run starts it, and no learner. `device`: "cpu", or "cuda" for the first GPU."""
+    """Start one engine worker as a run does, without a learner. `device`: "cpu", or "cuda" for the first GPU."""
     async with started_engines(config, 1, threads, {}, device) as (pool, processes):
         yield pool, processes[0]
 
@@ -200,7 +200,7 @@ async def started_engine(
 async def started_engines(
     config: Config, number: int, threads: int, environment: Mapping[str, str], device: str = "cpu"
 ) -> AsyncIterator[tuple[EnginePool, list[WorkerProcess]]]:
-    """So many, with these variables beside those that an engine has."""
+    """Start `number` engine workers with these variables added to an engine's environment."""
     directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
     router = Router(directory)
     place = "cpu" if device == "cpu" else 0
@@ -217,7 +217,9 @@ async def started_engines(
         )
         log = directory / f"{name}.log"
         clients.append(client)
-        processes.append(WorkerProcess(client.peer, log, "unstable_lite.engines.worker", spec, own | dict(environment)))
+        processes.append(
+            WorkerProcess(client.channel, log, "unstable_lite.engines.worker", spec, own | dict(environment))
+        )
     try:
         for process in processes:
             await process.start()
@@ -232,7 +234,7 @@ async def started_engines(
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process, all threads; NaN where there is no /proc."""
+    """Return the processor time of a process, all threads; NaN without /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -244,12 +246,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-# ----------------------------------------------------------------------------------- measuring, telling
+# --------------------------------------------------------------------------- measuring and reporting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One quantity and its samples, in the order of the rounds; none where it could not be measured."""
+    """One quantity and its samples in the order of the rounds; no samples if it could not be measured."""
 
     name: str
     unit: str
@@ -278,7 +280,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What DESIGN asks for: at least, or at most, so much."""
+    """A lower or upper bound that DESIGN.md sets."""
 
     bound: Literal["≥", "≤"]
     value: float
@@ -289,7 +291,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Figures in rows and columns."""
+    """Numbers in rows and columns."""
 
     title: str
     columns: tuple[str, ...]
@@ -303,13 +305,13 @@ class Report:
     options: Options
     rows: list[Row] = field(default_factory=list)
     ratios: list[tuple[Row, Target | None]] = field(default_factory=list)
-    """And other figures that have a target."""
+    """Ratios, and other metrics that have a target."""
     sizes: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     tables: list[Grid] = field(default_factory=list)
-    """What is computed, or belongs together in more than one column."""
+    """Computed values, and values that belong together in several columns."""
     figure: str | None = None
-    """A plot, as SVG; it is written beside the result."""
+    """Plot as SVG, written beside the result."""
 
     def add(self, name: str, unit: str, samples: list[float], remark: str = "") -> Row:
         row = Row(name=name, unit=unit, samples=tuple(samples), remark=remark)
@@ -317,7 +319,7 @@ class Report:
         return row
 
     def add_ratio(self, name: str, a: Row, b: Row, target: Target | None = None) -> None:
-        """a ÷ b, round by round."""
+        """Add a ÷ b, computed round by round."""
         samples = tuple(x / y for x, y in zip(a.samples, b.samples, strict=False) if y)
         remark = "" if samples else "not measured"
         self.ratios.append((Row(name=name, unit="×", samples=samples, remark=remark), target))
@@ -328,10 +330,10 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         ratios = []
         for row, target in self.ratios:
-            told = row.to_json()
-            told["target"] = None if target is None else f"{target.bound} {target.value:g}"
-            told["is_met"] = None if target is None or row.median is None else target.is_met(row.median)
-            ratios.append(told)
+            entry = row.to_json()
+            entry["target"] = None if target is None else f"{target.bound} {target.value:g}"
+            entry["is_met"] = None if target is None or row.median is None else target.is_met(row.median)
+            ratios.append(entry)
         return {
             "bench": self.bench,
             "question": self.question,
@@ -350,19 +352,20 @@ class Report:
         }
 
     def worse_than(self, baseline: dict[str, Any], tolerance: float) -> list[str]:
-        """The figures with a target whose median is worse than the baseline's by more than `tolerance`, relative, or
-        that were not measured.
+        """Return the metrics with a target that are worse than in the baseline, or were not measured.
+
+        A metric is worse if its median is worse by more than `tolerance`, relative.
         """
         now = {row.name: (row, target) for row, target in self.ratios if target is not None and row.median is not None}
         worse = []
-        for told in baseline["ratios"]:
-            old = told["median"]
-            if told["target"] is None or old is None:
+        for entry in baseline["ratios"]:
+            old = entry["median"]
+            if entry["target"] is None or old is None:
                 continue
-            if told["name"] not in now:
-                worse.append(f"{told['name']}, which was not measured")
+            if entry["name"] not in now:
+                worse.append(f"{entry['name']}, which was not measured")
                 continue
-            row, target = now[told["name"]]
+            row, target = now[entry["name"]]
             assert row.median is not None
             less, more = (old, row.median) if target.bound == "≤" else (row.median, old)
             if more > less * (1 + tolerance):
@@ -398,7 +401,7 @@ class Report:
         for note in self.notes:
             console.print(f"  {note}", markup=False, highlight=False)
         if self.options.small:
-            console.print("  sizes of a smoke test: the figures mean nothing")
+            console.print("  smoke-test sizes: the results mean nothing")
 
 
 def _cells(row: Row, remark: str, baseline: dict[str, Any] | None, kind: str) -> list[str]:
@@ -434,7 +437,7 @@ T = TypeVar("T")
 
 
 def alternate(cases: Mapping[str, Callable[[], T]], options: Options) -> dict[str, list[T]]:
-    """Samples of every case: one round warms up, then each round measures all, every other one backwards."""
+    """Sample every case: one warm-up round, then rounds that measure all cases, every other one in reverse order."""
     samples: dict[str, list[T]] = {name: [] for name in cases}
     names = list(cases)
     for name in names:
@@ -446,5 +449,5 @@ def alternate(cases: Mapping[str, Callable[[], T]], options: Options) -> dict[st
 
 
 def letters(rng: random.Random, num_tokens: int) -> str:
-    """A prompt of so many tokens: letters that no tokenizer here merges; no two share a prefix worth caching."""
+    """Return a prompt of letters that no tokenizer here merges; no two prompts share a prefix worth caching."""
     return "".join(rng.choice("QZXJVK") for _ in range(num_tokens))

@@ -1,8 +1,8 @@
-"""How long a real engine takes, without one: the time of a step by what is in it, and an engine that takes that time.
+"""Pace of a real engine without one: the time of a step by its content, and an engine that takes that time.
 
-What is modelled: continuous batching. A request waits for one of `slots`; in its first step its prompt is read, which
-makes that step longer for everyone in it; then every step makes one token of each running request. What is not:
-prefix reuse, preemption, steps that are split because a prompt is long, and attention that grows with the context.
+Models continuous batching. A request waits for one of `slots`; its first step reads its prompt, which makes that step
+longer for every request in it; then every step makes one token of each running request. Does not model prefix reuse,
+preemption, steps that are split because a prompt is long, or attention that grows with the context.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from collections import deque
 from dataclasses import asdict, dataclass
 
 from unstable_lite.engines.scripted import ScriptedEngine
-from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
+from unstable_lite.transport.worker_main import WorkerSpec
 
 VARIABLE = "BENCH_LATENCY_MODEL"
-"""The environment's, for the engine's process: a Latency as JSON."""
+"""Environment variable of the engine's process: a Latency as JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
     step_s: float
-    """Of a step, whatever is in it: reading the weights, starting kernels, the scheduler."""
+    """Fixed time of a step: reading the weights, starting kernels, the scheduler."""
     row_s: float
-    """Of each running request in it."""
+    """Time of a step for each running request."""
     prompt_token_s: float
-    """Of each prompt token that is read in it."""
+    """Time of a step for each prompt token that it reads."""
     slots: int
     """Requests at once."""
 
@@ -42,18 +42,18 @@ class Latency:
 
 
 class BatchingEngine(ScriptedEngine):
-    """The scripted engine at a real one's pace. A step that begins late ends at most one step late."""
+    """Scripted engine at a real engine's pace. A step that begins late ends at most one step late."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
         self._latency = Latency(**json.loads(os.environ[VARIABLE]))
         self._queued: deque[Generated] = deque()
         self._running: list[tuple[int, int, Generated]] = []
-        """By the step that makes the last token."""
+        """Heap of requests by the step that makes the last token."""
         self._numbers = itertools.count()
         self._steps = 0
         self._due = 0.0
-        """When the newest step should have ended."""
+        """Time at which the newest step should have ended."""
 
     def add_request(self, request: Generate) -> None:
         super().add_request(request)

@@ -1,12 +1,11 @@
-"""How fast and in how much memory does an update go, against the usual way to compute the same update?
+"""Speed and memory of an update, against the usual ways to compute the same update.
 
-The other sides are peers: the reference's way (`bench/peers/reference_update.py`), which is given text (the time in
-which ids become text counts as its own; it is far under a hundredth), and a plain padded batch
-(`bench/peers/padded_update.py`). Same base, same adapter, same batch, same loss: all report the norm of their gradient,
-and the norms must agree.
+The other sides are peers: the reference's way (`bench/peers/reference_update.py`), which receives text (decoding the
+ids to text counts as its time; it is far under a hundredth), and a plain padded batch (`bench/peers/padded_update.py`).
+Same base, same adapter, same batch, same loss: all report the norm of their gradient, and the norms must agree.
 
-Beside it: the longest sequence that fits, the share of padding, what each option costs, and the share of the machine's
-arithmetic that is put to use.
+Also: the longest sequence that fits, the share of padding, the cost of each option, and the share of the machine's
+peak arithmetic that is used.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from bench.harness import (
     memory_mb,
 )
 from bench.peers import padded_update, reference_update
-from unstable_lite import memory
 from unstable_lite.config import Config
-from unstable_lite.learners import Learner, batching, load_learner
-from unstable_lite.learners.model import Policy
+from unstable_lite.learner import Learner, batching, load_learner
+from unstable_lite.learner.model import Policy
+from unstable_lite.orchestrator.workers import KEEP_MEMORY
+from unstable_lite.planning import memory
 from unstable_lite.types import TokenIds, TrainItem
-from unstable_lite.workers import KEEP_MEMORY
 
 MODULE = "bench.learner"
 OURS, REFERENCE, PADDED = "ours", "the reference's way", "peer: a padded batch"
@@ -70,7 +69,7 @@ WIDE = "151k vocabulary"
 DEFAULT = "defaults"
 OPTIONS: dict[str, dict[str, Any]] = {
     DEFAULT: {},
-    "no checkpointing": {"learner": {"activation_checkpointing": False, "gradient_checkpointing": False}},
+    "no checkpointing": {"learner": {"activation_checkpointing": False}},
     **{f"logits of {n} tokens": {"learner": {"logits_chunk_tokens": n}} for n in (64, 256, 512, 1024)},
     "float32 base": {"learner": {"dtype": "float32"}},
     "bfloat16 base": {"learner": {"dtype": "bfloat16"}},
@@ -96,56 +95,56 @@ def run(options: Options) -> Report:
                 PADDED: subjects.start(MODULE, kind="padded", **arguments),
             }
             _check_agreement(sides, options.device)
-            report.sizes["dtype"] = sides[OURS].facts["dtype"]
+            report.sizes["dtype"] = sides[OURS].info["dtype"]
             measures = {side: _tokens_per_s(subject, options.seconds) for side, subject in sides.items()}
             samples = alternate(measures, options)
-            told = {side: subject.measure(seconds=0.0, count=True) for side, subject in sides.items()}
-            _tell_sides(report, case, samples, told)
+            counted = {side: subject.measure(seconds=0.0, count=True) for side, subject in sides.items()}
+            _report_sides(report, case, samples, counted)
             if case == WIDE:
                 longest = {side: sides[side].measure(longest=True, small=options.small) for side in (OURS, REFERENCE)}
-                _tell_longest(report, case, longest)
+                _report_longest(report, case, longest)
             for side in sides.values():
                 side.close()
             optional = subjects.start_in(KEEP_MEMORY, MODULE, kind="options", **arguments)
-            _tell_options(report, case, optional, options)
-    _tell_padding(report, options.seed)
+            _report_options(report, case, optional, options)
+    _report_padding(report, options.seed)
     report.notes.append("ours keeps freed memory, as the learner of a run does (workers.KEEP_MEMORY)")
     report.notes.append(
-        "update's peak memory: tensors at their most, counted by the allocator, less what there was before the update "
-        "(weights, moments); peak memory of the process: resident, interpreter and libraries included"
+        "update's peak memory: peak of tensors, counted by the allocator, less those before the update (weights, "
+        "moments); peak memory of the process: resident, interpreter and libraries included"
     )
     report.notes.append(
-        "share of peak: 4 operations a token for each weight of the decoder's layers, and for each of the head's where "
-        "a token is trained (forward, and backward through a frozen base; nothing for what is computed again), over "
-        "what a large product of matrices in the base's type reaches in the same process"
+        "share of peak: 4 operations per token for each weight of the decoder's layers, and for each of the head's if "
+        "the token is trained (forward, and backward through a frozen base; recomputation does not count), divided by "
+        "the speed of a large matrix product in the base's type in the same process"
     )
     return report
 
 
-def _tell_sides(
-    report: Report, case: str, samples: Mapping[str, list[float]], told: Mapping[str, dict[str, Any]]
+def _report_sides(
+    report: Report, case: str, samples: Mapping[str, list[float]], counted: Mapping[str, dict[str, Any]]
 ) -> None:
-    speed = {side: report.add(f"{case}: {side}", "tokens/s", samples[side]) for side in told}
+    speed = {side: report.add(f"{case}: {side}", "tokens/s", samples[side]) for side in counted}
     report.add_ratio(f"{case}: tokens/s, ours ÷ reference", speed[OURS], speed[REFERENCE], Target(bound="≥", value=3))
     report.add_ratio(f"{case}: tokens/s, ours ÷ {PADDED}", speed[OURS], speed[PADDED])
     cpu = {
-        side: report.add(f"{case}: {side}, of processor time", "tokens/CPU s", [told[side]["tokens_per_cpu_s"]])
-        for side in told
+        side: report.add(f"{case}: {side}, of processor time", "tokens/CPU s", [counted[side]["tokens_per_cpu_s"]])
+        for side in counted
     }
     report.add_ratio(f"{case}: tokens/CPU s, ours ÷ reference", cpu[OURS], cpu[REFERENCE])
     for what, key in (("update's peak memory", "update_mb"), ("peak memory of the process", "peak_mb")):
-        rows = {side: report.add(f"{case}: {side}, {what}", "MB", [told[side][key]]) for side in told}
+        rows = {side: report.add(f"{case}: {side}, {what}", "MB", [counted[side][key]]) for side in counted}
         target = Target(bound="≤", value=1 / 3) if case == WIDE and key == "update_mb" else None
         report.add_ratio(f"{case}: {what}, ours ÷ reference", rows[OURS], rows[REFERENCE], target)
         report.add_ratio(f"{case}: {what}, ours ÷ {PADDED}", rows[OURS], rows[PADDED])
-    for side in told:
-        report.add(f"{case}: {side}, share of peak", "", [told[side]["share_of_peak"]])
+    for side in counted:
+        report.add(f"{case}: {side}, share of peak", "", [counted[side]["share_of_peak"]])
 
 
-def _tell_longest(report: Report, case: str, told: Mapping[str, dict[str, Any]]) -> None:
+def _report_longest(report: Report, case: str, longest: Mapping[str, dict[str, Any]]) -> None:
     for budget_gb in BUDGETS_GB:
         rows = {}
-        for side, fitting in told.items():
+        for side, fitting in longest.items():
             tokens = float(fitting[str(budget_gb)])
             rows[side] = report.add(
                 f"{case}: {side}, longest sequence in {budget_gb} GB", "tokens", [tokens], fitting["how"]
@@ -153,7 +152,7 @@ def _tell_longest(report: Report, case: str, told: Mapping[str, dict[str, Any]])
         report.add_ratio(f"{case}: longest sequence in {budget_gb} GB, ours ÷ reference", rows[OURS], rows[REFERENCE])
 
 
-def _tell_options(report: Report, case: str, subject: Subject, options: Options) -> None:
+def _report_options(report: Report, case: str, subject: Subject, options: Options) -> None:
     tried = [DEFAULT, "a2c"] if options.small else list(OPTIONS)
     measures = {option: _tokens_per_s(subject, options.seconds, option=option) for option in tried}
     samples = alternate(measures, options)
@@ -172,8 +171,8 @@ def _tell_options(report: Report, case: str, subject: Subject, options: Options)
             report.add_ratio(f"{case}: update's peak memory, {option} ÷ {DEFAULT}", counted[option], counted[DEFAULT])
 
 
-def _tell_padding(report: Report, seed: int) -> None:
-    """Of batches as games make them: prompts grow turn by turn, answers are log-normal."""
+def _report_padding(report: Report, seed: int) -> None:
+    """Report the padding of batches as games make them: prompts grow turn by turn, answers are log-normal."""
     rng = np.random.default_rng(seed)
     limit = bench_config().learner.max_tokens_per_micro_batch
     for num_items, median in ((384, 8), (384, 200), (384, 1000), (32, 200)):
@@ -196,8 +195,8 @@ def _check_agreement(sides: dict[str, Subject], device: str) -> None:
     tolerance = 0.03 if device == "cuda" else 0.01
     norms = {side: subject.measure(seconds=0.0)["grad_norm"] for side, subject in sides.items()}
     if max(norms.values()) - min(norms.values()) > tolerance * max(norms.values()):
-        told = ", ".join(f"{side} {norm:g}" for side, norm in norms.items())
-        raise Failure(f"the sides do not compute the same update: gradient norms of {told}")
+        listed = ", ".join(f"{side} {norm:g}" for side, norm in norms.items())
+        raise Failure(f"the sides do not compute the same update: gradient norms of {listed}")
 
 
 def _tokens_per_s(subject: Subject, seconds: float, **request: Any) -> Callable[[], float]:
@@ -208,7 +207,7 @@ def _tokens_per_s(subject: Subject, seconds: float, **request: Any) -> Callable[
 
 
 def config_of(directory: Path, algorithm: str = "reinforce", learner: Mapping[str, Any] | None = None) -> Config:
-    # No step moves the weights, so that every update of either side is the same one.
+    # No step moves the weights, so that every update of every side is the same.
     still = {"learning_rate": 1e-30, "critic_learning_rate": 1e-30, "weight_decay": 0.0, "importance_weight_cap": 2.0}
     return bench_config(
         model_name=str(directory / "model"),
@@ -243,7 +242,7 @@ def _batch(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ids_of_letters(directory: Path) -> TokenIds:
-    """Tokens that never merge: their text has the same ids again."""
+    """Return tokens that never merge, so that their text is tokenized to the same ids."""
     text = letters(random.Random(0), 64)
     ids = np.array(_tokenizer(directory)(text)["input_ids"], np.int32)
     assert len(ids) == len(text), text
@@ -255,7 +254,7 @@ def _tokenizer(directory: Path) -> Any:
 
 
 def items_of(arguments: dict[str, Any], policy: Policy) -> list[TrainItem]:
-    """As if just sampled: an engine's log-probabilities are the policy's own, so that π/μ is 1, as in the reference."""
+    """Read the batch as if just sampled: with the policy's own log-probabilities, so π/μ is 1 as in the reference."""
     columns = np.load(Path(arguments["directory"]) / "batch.npz")
     items = []
     for index, advantage in enumerate(columns["advantages"]):
@@ -290,7 +289,7 @@ def _as_text(tokenizer: Any, item: TrainItem) -> reference_update.TextStep:
 
 
 Update = Callable[[Sequence[TrainItem]], float]
-"""Returns the gradient's norm."""
+"""Makes an update and returns the gradient's norm."""
 
 
 def measure(questioner: Questioner) -> None:
@@ -311,7 +310,7 @@ def measure(questioner: Questioner) -> None:
         optimizer = torch.optim.AdamW(policy.parameters.values(), lr=1e-30, weight_decay=0.0)
         tokenizer = _tokenizer(directory)
     else:
-        policy = learner_with(DEFAULT).policy
+        policy = learner_with(DEFAULT).training.policy
 
     def update_with(option: str) -> Update:
         common: dict[str, Any] = {"divisor": mean_len, "gradient_clipping": 0.2}
@@ -322,13 +321,13 @@ def measure(questioner: Questioner) -> None:
         if arguments["kind"] == "padded":
             return lambda items: padded_update.update(policy, items, optimizer, **common)
         learner = learner_with(option)
-        return lambda items: learner.update(items, version=learner.version + 1).metrics["policy_grad_norm"]
+        return lambda items: learner.update(items, version=learner.training.version + 1).metrics["policy_grad_norm"]
 
     items = items_of(arguments, policy)
     if arguments["kind"] == "reference":
         policy.model.eval()  # scoring leaves it in training mode
     num_tokens = sum(map(batching.length, items))
-    mean_len = batching.fit(items, None).mean_completion_len  # as our learners divide
+    mean_len = batching.fit(items, None).mean_completion_len  # the divisor of our learners
     peak_flops = _flops_per_s_of_a_large_product(policy)
     forget_peak_memory()
     questioner.answer({"tokens": num_tokens, "dtype": str(policy.dtype).removeprefix("torch.")})
@@ -359,8 +358,7 @@ def measure(questioner: Questioner) -> None:
 
 
 def longest_sequences(arguments: dict[str, Any], policy: Policy, update: Update, is_small: bool) -> dict[str, Any]:
-    """Tokens of the longest sequence, half of it prompt, by gigabytes beside weights and moments."""
-
+    """Return the tokens of the longest sequence, half of it prompt, by gigabytes besides weights and moments."""
     some_ids = _ids_of_letters(Path(arguments["directory"]))
 
     def counted(num_tokens: int) -> int:
@@ -385,7 +383,7 @@ def longest_sequences(arguments: dict[str, Any], policy: Policy, update: Update,
 
 
 def _flops_of(items: Sequence[TrainItem], directory: Path) -> float:
-    """Of an update: see the note in `run`."""
+    """Return the operations of an update, as the note in `run` counts them."""
     shape = memory.shape_of(str(directory / "model"))
     assert shape is not None
     head = shape.vocab_size * shape.hidden

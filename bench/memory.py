@@ -1,9 +1,9 @@
-"""How much memory does the whole orchestrator take, for how many games at once?
+"""Memory of the whole orchestrator, by number of games at once.
 
-Resident memory of the one process that plays them, after it has imported everything, and when twice as many games are
-over as are played at once: games, records, ratings, windows, the buffer, transcripts. The other side is the plain way,
-a process for each game, as the reference has it: one `ta.make` game in a fresh interpreter. What such processes share
-(a third of it: the interpreter's own code) counts in each of them; the reference's also have Ray in them, and torch.
+Resident memory of the one process that plays them, after all imports, and when twice as many games are over as are
+played at once: games, records, ratings, windows, the buffer, transcripts. The other side is the plain way, a process
+for each game, as in the reference: one `ta.make` game in a fresh interpreter. Memory that such processes share (a third
+of it: the interpreter's own code) counts in each of them; the reference's also load Ray and torch.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def run(options: Options) -> Report:
     plain, imports = list[float](), list[float]()
     for _ in range(options.rounds):
         with Subjects() as subjects:
-            plain.append(subjects.start(MODULE).facts["memory_mb"])
+            plain.append(subjects.start(MODULE).info["memory_mb"])
         for num_games in counts:
             with Subjects() as subjects:
                 sizes = WHOLE | {"games": num_games}
                 subject = subjects.start(ORCHESTRATOR, kind="orchestrator", seed=options.seed, **sizes)
-                told = _after_two_rounds(subject, num_games, options)
-            imports.append(subject.facts["import_mb"])
-            memory[num_games].append(told["memory_mb"])
-            peaks[num_games].append(told["peak_mb"])
+                answer = _after_two_rounds(subject, num_games, options)
+            imports.append(subject.info["import_mb"])
+            memory[num_games].append(answer["memory_mb"])
+            peaks[num_games].append(answer["peak_mb"])
     report.add("a process for one game", "MB", plain)
     report.add("after the imports", "MB", imports)
     for num_games, values in memory.items():
@@ -48,11 +48,11 @@ def run(options: Options) -> Report:
 
 
 def _after_two_rounds(subject: Subject, num_games: int, options: Options) -> dict[str, float]:
-    """As many games over, twice, as there are at once."""
+    """Measure until twice as many games are over as are played at once."""
     while True:
-        told = subject.measure(seconds=options.seconds)
-        if told["games"] >= 2 * num_games:
-            return told
+        answer = subject.measure(seconds=options.seconds)
+        if answer["games"] >= 2 * num_games:
+            return answer
 
 
 def measure_one_game(questioner: Questioner) -> None:

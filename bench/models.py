@@ -1,6 +1,6 @@
-"""Models and adapters that only benches need: right shapes, random weights, no end-of-sequence token in sight.
+"""Models and adapters that only benches need: real shapes, random weights.
 
-With random weights a completion practically never ends early, so that every engine is given the same work.
+With random weights a completion practically never ends early, so that every engine gets the same work.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from unstable_lite.adapters import writer
 from unstable_lite.config import Config
-from unstable_lite.learners import adapter_files
-from unstable_lite.learners.model import Policy
+from unstable_lite.learner.model import Policy
 from unstable_lite.models import BUILTIN
 
 END = "<|im_end|>"
 
 
 def make_tiny(directory: Path, seed: int) -> Path:
-    """The shape and the tokenizer of `builtin:tiny`; where that is not there, one of its size."""
+    """Make a model with the shape and tokenizer of `builtin:tiny`, or one of its size if that is missing."""
     builtin = BUILTIN["builtin:tiny"]
     if (builtin / "config.json").is_file():
         shutil.copytree(builtin, directory, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
@@ -68,28 +68,28 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def make_for(device: str, directory: Path, seed: int) -> Path:
-    """What a bench of engines serves there: the tiny shape on the CPU, that of Qwen3-1.7B on a GPU."""
+    """Make the model for a bench of engines: the tiny shape on the CPU, that of Qwen3-1.7B on a GPU."""
     if device == "cpu":
         return make_tiny(directory, seed)
     return make_wide_vocabulary(directory, QWEN3_VOCABULARY, seed, BODIES["1.7B"])
 
 
 def make_wide_vocabulary(directory: Path, vocab_size: int, seed: int, body: Mapping[str, Any]) -> Path:
-    """A body under a head as wide as Qwen3's: where the body is small, what a loss costs is the logits."""
+    """Make a body with a head as wide as Qwen3's. If the body is small, logits dominate the cost of a loss."""
     shape = Qwen3Config(vocab_size=vocab_size, max_position_embeddings=8192, tie_word_embeddings=True, **body)
     _byte_tokenizer().save_pretrained(directory)
     return _save_random(shape, directory, seed)
 
 
 def make_adapters(config: Config, directory: Path, versions: list[int], seed: int) -> dict[int, Path]:
-    """PEFT directories as the learner writes them, with weights that change what the model says."""
+    """Write PEFT directories as the learner does, with weights that change the model's output."""
     tensors, peft_config = Policy(config, "cpu").adapter_state()
     generator = torch.Generator().manual_seed(seed)
     paths = {}
     for version in versions:
         noise = {name: 0.05 * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
         paths[version] = directory / f"v{version}"
-        adapter_files.publish(paths[version], noise, peft_config)
+        writer.write_adapter(paths[version], noise, peft_config)
     return paths
 
 

@@ -1,10 +1,10 @@
-"""How many turns a second go through the whole orchestrator, against the bare env loop, and what do its parts cost?
+"""Turns per second through the whole orchestrator, against the bare env loop, and the cost of its parts.
 
-The engine is the scripted one: a real process over real ZeroMQ that answers at once, so that what is left is ours:
-scheduling, prompts, messages, records, ratings, reward transforms, buffer, transcripts. The other side is
-`ta.make / reset / get_observation / step` in a loop, one env at a time, with random answers from the same list. Beside
-it peers play against the same engine: other ways to keep games in flight (`bench/peers`). Processor time is that of the
-measured process alone: the engine's is on top, and may have a core of its own.
+The engine is the scripted one: a real process over real ZeroMQ that answers at once, so that the orchestrator's cost
+remains: scheduling, prompts, messages, records, ratings, reward transforms, buffer, transcripts. The other side is
+`ta.make / reset / get_observation / step` in a loop, one env at a time, with random answers from the same list. Peers
+play against the same engine: other ways to keep games in flight (`bench/peers`). Processor time is that of the measured
+process alone: the engine's is extra, and may use another core.
 """
 
 from __future__ import annotations
@@ -38,21 +38,23 @@ from bench.harness import (
 )
 from bench.parts import PARTS, Parts
 from bench.peers import collecting
-from unstable_lite.buffers import StepBuffer
-from unstable_lite.collector import Collector
+from bench.playing import add_checkpoint
+from unstable_lite.adapters.store import AdapterStore
+from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EnginePool
-from unstable_lite.games.seats import Seats
+from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import EXTRACTIONS
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
+from unstable_lite.orchestrator.event_loop import run_in_loop
 from unstable_lite.reward_transformations import build_reward_transformations
-from unstable_lite.runtime import run_in_loop
-from unstable_lite.trackers.jsonl import JsonlSink
-from unstable_lite.trackers.tracker import Tracker
-from unstable_lite.transport.adapters import AdapterArena
-from unstable_lite.types import GameRecord
+from unstable_lite.rollout.collector import Collector
+from unstable_lite.rollout.step_buffer import StepBuffer
+from unstable_lite.tracking.jsonl import JsonlSink
+from unstable_lite.tracking.tracker import Tracker
+from unstable_lite.types import GameRecord, GameSpec
 
 MODULE = "bench.orchestrator"
 ENV_ID = "TicTacToe-v0-train"
@@ -60,9 +62,9 @@ REPLIES = tuple(f"\\boxed{{[{cell}]}}" for cell in range(9))
 GAMES = 384
 BATCH_SIZE = 384
 MANY = 1000
-"""Turns whose tokens are counted."""
+"""Number of turns whose tokens are counted."""
 WHOLE = {"games": GAMES, "keep_games": "all", "rated": True}
-"""Everything on: every game is rated, and written to games.jsonl; a second seat is an older adapter's."""
+"""Everything on: every game is rated and written to games.jsonl; an older adapter plays the second seat."""
 
 
 def run(options: Options) -> Report:
@@ -83,9 +85,9 @@ def run(options: Options) -> Report:
 
     def measured(name: str, subject: Subject) -> Measure:
         def measure() -> float:
-            told = subject.measure(seconds=options.seconds)
-            cpu_us[name].append(told.get("cpu_us", math.nan))
-            return float(told["turns_per_s"])
+            answer = subject.measure(seconds=options.seconds)
+            cpu_us[name].append(answer.get("cpu_us", math.nan))
+            return float(answer["turns_per_s"])
 
         return measure
 
@@ -110,21 +112,21 @@ def run(options: Options) -> Report:
         collecting.add_memory(report, installed)
         for name in variants:
             report.add_ratio(f"processor time, bare ÷ {name}", cpu["bare env loop"], cpu[name])
-            told = sides[name].measure(seconds=0.0)
-            report.notes.append(f"{name}: {told['turns_per_game']:.1f} turns a game, {told['void']} void")
+            answer = sides[name].measure(seconds=0.0)
+            report.notes.append(f"{name}: {answer['turns_per_game']:.1f} turns a game, {answer['void']} void")
         if options.profile:
-            told = sides[whole].measure(seconds=max(options.seconds, 0.2), profile=True)
-            report.notes.append(told["profile"])
+            answer = sides[whole].measure(seconds=max(options.seconds, 0.2), profile=True)
+            report.notes.append(answer["profile"])
     return report
 
 
 def _parts(subject: Subject, options: Options) -> dict[str, list[float]]:
-    """µs a turn, the dearest part first."""
+    """Return µs per turn, the most expensive part first."""
     samples: dict[str, list[float]] = defaultdict(list)
     for _ in range(options.rounds):
-        told = subject.measure(seconds=options.seconds, parts=True)["parts_us"]
+        answer = subject.measure(seconds=options.seconds, parts=True)["parts_us"]
         for part in PARTS:
-            samples[part].append(told.get(part, 0.0))
+            samples[part].append(answer.get(part, 0.0))
     return dict(sorted(samples.items(), key=lambda item: -median(item[1])))
 
 
@@ -132,7 +134,7 @@ def _parts(subject: Subject, options: Options) -> dict[str, list[float]]:
 
 
 def measure_bare(questioner: Questioner) -> None:
-    import textarena as ta  # by itself, without our care for what it loads
+    import textarena as ta  # plain, without our deferred imports
 
     rng = random.Random(questioner.arguments["seed"])
     actions = [EXTRACTIONS["default"](reply)[0] for reply in REPLIES]
@@ -167,8 +169,11 @@ class Counted:
 
     @property
     def tokens_a_turn(self) -> float:
-        """Of the first finished games; then turns follow from the engine's tokens, which do not come game by game."""
+        """Mean over the first finished games. Turns follow from it and the engine's tokens, which come steadily."""
         return self._tokens / self._turns_with_tokens_counted
+
+    def begin_game(self, spec: GameSpec) -> None:
+        self._tracker.begin_game(spec)
 
     def add_record(self, record: GameRecord) -> None:
         if self._turns_with_tokens_counted < MANY:
@@ -201,19 +206,21 @@ async def measure_orchestrator(questioner: Questioner) -> None:
     config = config_of(arguments)
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        arena = AdapterArena(f"bench-{directory.name}", directory, bytes_needed=0)
+        store = AdapterStore(f"bench-{directory.name}", directory, bytes_needed=0)
+        table = AdapterTable(config.engine.max_loras)
         tracker = Tracker(directory, [JsonlSink(directory / "metrics.jsonl")], config.tracker)
         try:
             async with started_engine(config, threads=arguments.get("threads", 1)) as (pool, worker):
                 registry = ModelRegistry(beta=config.league.trueskill_beta)
                 if arguments["rated"]:
-                    await _add_checkpoints(registry, arena, pool)
+                    for version in (1, 2):  # so that the current one always meets another model
+                        await add_checkpoint(version, store, table, pool, registry)
                 await _play(
-                    questioner, config, arguments["games"], registry, pool, worker.pid, arena, tracker, import_mb
+                    questioner, config, arguments["games"], registry, pool, worker.pid, table, tracker, import_mb
                 )
         finally:
             tracker.close()
-            arena.close()
+            store.close()
 
 
 async def _play(
@@ -223,7 +230,7 @@ async def _play(
     registry: ModelRegistry,
     pool: EnginePool,
     engine_pid: int,
-    arena: AdapterArena,
+    table: AdapterTable,
     tracker: Tracker,
     import_mb: float,
 ) -> None:
@@ -233,7 +240,7 @@ async def _play(
     buffer = StepBuffer(config.buffer_size, final, step, sampling, config.buffer.max_staleness, config.run.seed)
     version = registry.current.adapter_version or 0
     counted = Counted(tracker)
-    collector = Collector(scheduler, buffer, Seats(pool.generate), arena, config.run, counted.add_record)
+    collector = Collector(scheduler, buffer, PlayerFactory(pool.generate), table, config.run, (counted,))
 
     async def learn() -> None:
         while True:
@@ -252,7 +259,7 @@ async def _play(
         ]
         questioner.answer({"import_mb": import_mb})
         for request in questioner.requests():
-            # What the engine had answered when the loop was frozen comes in a burst, and is not counted.
+            # Answers that arrived while the loop was frozen come in a burst, which is not counted.
             await asyncio.sleep(0.1 + 0.2 * request["seconds"])
             while not counted.games:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -289,18 +296,8 @@ async def _play(
             task.cancel()
 
 
-async def _add_checkpoints(registry: ModelRegistry, arena: AdapterArena, pool: EnginePool) -> None:
-    """Two checkpoints, so that the current one always meets another model."""
-    for version in (1, 2):
-        arena.path(version).mkdir()
-        (arena.path(version) / "adapter_config.json").write_text("{}")
-        await pool.load_adapter(version, arena.path(version))
-        arena.retain(version)
-        registry.add_checkpoint(f"ckpt-{version}", adapter_version=version, iteration=version)
-
-
 def _costliest(profiler: cProfile.Profile, turns: float) -> str:
-    """The 25 functions with most time of their own; profiling doubles what a call costs."""
+    """Return the 25 functions with the most time excluding callees. Profiling doubles the cost of a call."""
     text = io.StringIO()
     stats = pstats.Stats(profiler, stream=text)
     stats.strip_dirs().sort_stats("tottime").print_stats(25)

@@ -1,9 +1,8 @@
-"""What a turn costs in each part of the orchestrator: processor time, sampled, by whose code is running.
+"""Cost of a turn in each part of the orchestrator: sampled processor time, by the code that is running.
 
-A timer counts the processor time of this process and looks, every millisecond of it, at the stack of the main thread;
-what has been spent since the last look falls to the innermost function that belongs to a part. Unlike a profiler that
-is called at every call, this makes small functions no dearer than large ones. Knows files, and nothing of what is in
-them.
+A timer counts the processor time of this process and samples the stack of the main thread every millisecond of it. The
+time since the last sample is that of the innermost function that belongs to a part. Unlike a profiler that is called at
+every call, this does not make small functions more expensive than large ones. Knows files, not their content.
 """
 
 from __future__ import annotations
@@ -23,10 +22,17 @@ GARBAGE, LOOP, THREADS = "garbage collection", "event loop", "other threads (Zer
 FILES = {
     "/textarena/": "env: its own code",
     "/unstable_lite/games/environments.py": "env: streams of its own, guard, checks",
-    "/unstable_lite/games/isolation.py": "env: streams of its own, guard, checks",
+    "/unstable_lite/games/hang_guard.py": "env: streams of its own, guard, checks",
+    "/unstable_lite/games/env_pool.py": "env: streams of its own, guard, checks",
     "/unstable_lite/games/templates.py": "prompt and action: template, markup, extraction",
     "/unstable_lite/games/": "game: loop, record, players, start and end",
-    "/unstable_lite/collector.py": "game: loop, record, players, start and end",
+    "/unstable_lite/rollout/buffer.py": "rewards and buffer",
+    "/unstable_lite/rollout/step_buffer.py": "rewards and buffer",
+    "/unstable_lite/rollout/episode_buffer.py": "rewards and buffer",
+    "/unstable_lite/rollout/step_counts.py": "rewards and buffer",
+    "/unstable_lite/rollout/back_pressure.py": "rewards and buffer",
+    "/unstable_lite/rollout/": "game: loop, record, players, start and end",
+    "/unstable_lite/transport/codec.py": "messages: pack and unpack",
     "/unstable_lite/transport/messages.py": "messages: pack and unpack",
     "/unstable_lite/transport/": "requests: sockets, replies, deadlines",
     "/unstable_lite/engines/client.py": "requests: sockets, replies, deadlines",
@@ -34,18 +40,17 @@ FILES = {
     "/unstable_lite/league/": "league: scheduler, samplers, ratings",
     "/unstable_lite/rng.py": "league: scheduler, samplers, ratings",
     "/trueskill/": "league: scheduler, samplers, ratings",
-    "/unstable_lite/buffers.py": "rewards and buffer",
     "/unstable_lite/reward_transformations/": "rewards and buffer",
-    "/unstable_lite/trackers/": "tracker: windows, transcripts, metrics",
+    "/unstable_lite/tracking/": "tracker: windows, transcripts, metrics",
     "/asyncio/": LOOP,
     "/bench/": LOOP,
 }
-"""By a piece of the file's path; the first that fits."""
+"""Piece of a file's path to the part; the first match wins."""
 PARTS = tuple(dict.fromkeys([*FILES.values(), GARBAGE, THREADS]))
 
 
 class Parts:
-    """Of this process, sampled while it is entered; one at a time."""
+    """Processor time of this process by part, sampled within `sampled`; only one at a time."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -72,7 +77,7 @@ class Parts:
         self._count(self._part(frame))
 
     def _collect(self, phase: str, info: dict[str, int]) -> None:  # noqa: ARG002
-        """A collection has no function of its own to be seen in."""
+        """Count a garbage collection, which has no Python function on the stack."""
         self._count(GARBAGE if phase == "stop" else self._part(sys._getframe(1)))
 
     def _count(self, part: str) -> None:

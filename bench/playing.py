@@ -1,4 +1,4 @@
-"""The whole orchestrator at play, with nobody who learns: batches are taken from the buffer and thrown away."""
+"""The whole orchestrator playing without a learner: batches are taken from the buffer and thrown away."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from unstable_lite.buffers import StepBuffer
-from unstable_lite.collector import Collector
+from unstable_lite.adapters.store import AdapterStore
+from unstable_lite.adapters.table import AdapterTable, Origin
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EnginePool
-from unstable_lite.games.seats import Seats
+from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.reward_transformations import build_reward_transformations
-from unstable_lite.trackers.jsonl import JsonlSink
-from unstable_lite.trackers.tracker import Tracker
-from unstable_lite.transport.adapters import AdapterArena
-from unstable_lite.types import GameRecord
+from unstable_lite.rollout.collector import Collector
+from unstable_lite.rollout.step_buffer import StepBuffer
+from unstable_lite.tracking.jsonl import JsonlSink
+from unstable_lite.tracking.tracker import Tracker
+from unstable_lite.types import GameRecord, GameSpec
 
 MANY = 1000
 
@@ -32,11 +33,14 @@ MANY = 1000
 class Playing:
     pool: EnginePool
     turns: int = 0
-    """Of finished games."""
+    """Turns of finished games."""
     games: int = 0
     void: int = 0
     lengths: list[tuple[int, int]] = field(default_factory=list)
-    """Prompt tokens and new tokens of turns, the first of the run."""
+    """Prompt tokens and new tokens of the first turns."""
+
+    def begin_game(self, spec: GameSpec) -> None:
+        pass
 
     def add_record(self, record: GameRecord) -> None:
         self.turns += len(record.turns)
@@ -51,31 +55,24 @@ class Playing:
 async def playing(
     config: Config, pool: EnginePool, num_games: int, padding: str = "", adapters: int = 0
 ) -> AsyncIterator[Playing]:
-    """So many games in flight until the end of the block.
+    """Keep `num_games` games in flight until the end of the block.
 
-    padding: what every prompt begins with; adapters: so many checkpoints are in the league, beside the base.
+    padding: text before every prompt; adapters: number of checkpoints in the league, besides the base.
     """
     templates = {name: replace(known, text=padding + known.text) for name, known in TEMPLATES.items()}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        arena = AdapterArena(f"bench-{directory.name}", directory, bytes_needed=0)
+        store = AdapterStore(f"bench-{directory.name}", directory, bytes_needed=0)
+        table = AdapterTable(max(adapters, 1))
         tracker = Tracker(directory, [JsonlSink(directory / "metrics.jsonl")], config.tracker)
         registry = ModelRegistry(beta=config.league.trueskill_beta)
         for version in range(1, adapters + 1):
-            arena.path(version).mkdir()
-            (arena.path(version) / "adapter_config.json").write_text("{}")
-            await pool.load_adapter(version, arena.path(version))
-            arena.retain(version)
-            registry.add_checkpoint(f"ckpt-{version}", adapter_version=version, iteration=version)
+            await add_checkpoint(version, store, table, pool, registry)
         opponents = build_model_sampler(config.league, registry, random.Random(config.run.seed))
         scheduler = GameScheduler(opponents, build_env_sampler(config), config.run.seed)
         transforms = build_reward_transformations(config.rewards)
         buffer = StepBuffer(config.buffer_size, *transforms, config.buffer.max_staleness, config.run.seed)
-        told = Playing(pool=pool)
-
-        def count(record: GameRecord) -> None:
-            told.add_record(record)
-            tracker.add_record(record)
+        played = Playing(pool=pool)
 
         async def take_batches() -> None:
             while True:
@@ -86,7 +83,9 @@ async def playing(
                 await asyncio.sleep(1.0)
                 tracker.log_update(0, {})
 
-        collector = Collector(scheduler, buffer, Seats(pool.generate, templates), arena, config.run, count)
+        collector = Collector(
+            scheduler, buffer, PlayerFactory(pool.generate, templates), table, config.run, (played, tracker)
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [
@@ -94,9 +93,24 @@ async def playing(
                     tasks.create_task(take_batches()),
                     tasks.create_task(report()),
                 ]
-                yield told
+                yield played
                 for task in background:
                     task.cancel()
         finally:
             tracker.close()
-            arena.close()
+            store.close()
+
+
+async def add_checkpoint(
+    version: int, store: AdapterStore, table: AdapterTable, pool: EnginePool, registry: ModelRegistry
+) -> None:
+    """Load an adapter without weights on scripted engines, and offer it as a checkpoint."""
+    store.path(version).mkdir()
+    (store.path(version) / "adapter_config.json").write_text("{}")
+    table.add(version, Origin("update", str(version)), digest="")
+    table.load(version)
+    await pool.load_adapter(version, store.path(version))
+    table.check(version)
+    table.pin(version)
+    table.offer(version)
+    registry.add_checkpoint(f"ckpt-{version}", adapter_version=version, iteration=version)

@@ -1,4 +1,4 @@
-"""Line charts as SVG, a few kilobytes each, made of nothing but text: what a page of results needs and no more."""
+"""Line charts for pages of results, as SVG text of a few kilobytes each."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Chart:
     x_label: str
     y_label: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
-    """By name; what is not finite is left out, and on a logarithmic axis what is not positive."""
+    """Points by name. Values that are not finite are left out, as are non-positive ones on a logarithmic axis."""
     log_x: bool = True
     log_y: bool = False
 
 
 def to_svg(charts: Sequence[Chart], columns: int = 2) -> str:
-    """All of them, side by side."""
+    """Draw all charts side by side."""
     columns = min(columns, len(charts))
     rows = math.ceil(len(charts) / columns)
     drawn = [

@@ -1,8 +1,8 @@
-"""How much faster do two learner ranks make the update that one makes?
+"""Speed-up of an update by two learner ranks over one.
 
-Each rank has one thread, so that two have twice the cores of one; a third side is one rank with two threads. What is
-timed is what a run does: rank 0 hands the whole batch on, each computes its share, gradients and figures are summed,
-every rank makes the step. Both ranks and the one report the norm of the gradient, and the norms must agree.
+Each rank has one thread, so that two have twice the cores of one; a third side is one rank with two threads. Times the
+work of a run: rank 0 broadcasts the whole batch, each rank computes its share, gradients and metrics are summed, every
+rank makes the step. All sides report the norm of the gradient, and the norms must agree.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 
 from bench.harness import Failure, Options, Questioner, Report, Subject, Subjects, Target, alternate, cores
 from bench.learner import config_of, items_of
-from unstable_lite.learners import ranks, worker
-from unstable_lite.learners.reinforce import REINFORCELearner
+from unstable_lite.learner import distributed, worker
+from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
+from unstable_lite.orchestrator.workers import KEEP_MEMORY
 from unstable_lite.transport.messages import Stop, Update
-from unstable_lite.workers import KEEP_MEMORY
 
 MODULE = "bench.ranks"
 ONE, TWO, THREADS = "one rank", "two ranks", "one rank with two threads"
 SIDES = {ONE: (1, 1), TWO: (2, 1), THREADS: (1, 2)}
-"""(ranks, threads of each)."""
+"""Side to (ranks, threads of each)."""
 SIZES: dict[str, Any] = {"items": 400, "prompt": (40, 120), "completion": (6, 40), "vocab_size": None}
 SMALL: dict[str, Any] = SIZES | {"items": 8}
 
@@ -74,25 +74,25 @@ def main() -> None:
         for other in range(1, num_ranks) if rank == 0 else ():
             command = [sys.executable, "-m", MODULE, json.dumps(arguments | {"rank": other})]
             others.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
-        ranks.join(ranks.on_this_machine(meeting, num_ranks), rank, num_ranks, "cpu", timeout_s=600)
+        distributed.join(distributed.on_this_machine(meeting, num_ranks), rank, num_ranks, "cpu", timeout_s=600)
     config = config_of(Path(arguments["directory"]))
     one = worker._Worker(REINFORCELearner(config, "cpu"), config.learner)
     if rank:
         one.follow()
         return
-    items = tuple(items_of(arguments, one.learner.policy))
+    items = tuple(items_of(arguments, one.learner.training.policy))
     num_tokens = sum(len(item.prompt_ids) + len(item.completion_ids) for item in items)
     update = Update(request_id=1, items=items, version=1, path="", state_path="")
     questioner.answer({"tokens": num_tokens})
     for request in questioner.requests():
         updates, started, norm = 0, time.perf_counter(), 0.0
         while updates == 0 or time.perf_counter() - started < request["seconds"]:
-            ranks.tell(update)
+            distributed.broadcast(update)
             norm = one._update_within_memory(items, update.version).metrics["policy_grad_norm"]
             updates += 1
         seconds = time.perf_counter() - started
         questioner.answer({"tokens_per_s": updates * num_tokens / seconds, "grad_norm": norm})
-    ranks.tell(Stop())
+    distributed.broadcast(Stop())
     for process in others:
         process.wait()
 

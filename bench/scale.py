@@ -1,13 +1,13 @@
-"""Do eight engines make eight times the tokens of one, and how far does one orchestrator go?
+"""Scaling from one engine to eight, and the limit of one orchestrator.
 
 Real engine processes behind the whole orchestrator, at a real engine's pace (`latency.py`): a step of 10 ms and more,
-so that not even two cores are the limit, which the figures for processor time show. What is measured is what the
-orchestrator does to them: who gets which request, and how soon. Beside the choice by outstanding tokens stand taking
-turns and chance, in the same run.
+so that even two cores are not the limit, as the processor times show. Measures the orchestrator's effect on them: which
+engine gets which request, and how soon. Choice by outstanding tokens is compared with taking turns and with chance, in
+the same run.
 
 `--simulate` computes what no machine here can show: 1 to 1,024 engines, with one learner or a learner that grows.
-What it computes with is measured first (an orchestrator's time for a turn, the embedded engine's steps) or stated as
-assumed, and it is held against the real engines of this bench at 1, 2, 4 and 8.
+Its inputs are measured first (an orchestrator's time for a turn, the embedded engine's steps) or stated as assumed, and
+its results are compared with the real engines of this bench at 1, 2, 4 and 8.
 """
 
 from __future__ import annotations
@@ -47,21 +47,22 @@ from bench.plot import Chart, to_svg
 from bench.simulation import LearnerCosts, Outcome, Setup, Simulation
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
-from unstable_lite.publisher import CANARY_TOKENS, SCORED
-from unstable_lite.runtime import run_in_loop
-from unstable_lite.transport.messages import Generate, Generated, encode
+from unstable_lite.orchestrator.canary_checks import CANARY_TOKENS, SCORED
+from unstable_lite.orchestrator.event_loop import run_in_loop
+from unstable_lite.transport.codec import encode
+from unstable_lite.transport.messages import Generate, Generated
 from unstable_lite.types import Generation
 
 MODULE = "bench.scale"
 ENGINES = (1, 2, 4, 8)
 PACE = Latency(step_s=0.010, row_s=0.0001, prompt_token_s=0.00002, slots=16)
-"""Of the engines of this bench. A token is a byte."""
+"""Pace of this bench's engines. A token is a byte."""
 GAMES_PER_ENGINE = 16
 NO_TIME = Latency(step_s=0.0, row_s=0.0, prompt_token_s=0.0, slots=1024)
 REPLIES = tuple("." * length + f"\\boxed{{[{cell}]}}" for cell in range(9) for length in (0, 10, 25, 60, 120))
 LEAST, IN_TURN, BY_CHANCE = "fewest outstanding tokens", "in turn", "by chance"
 WARM_UP_S = 1.5
-"""After a subject was frozen: some answers' time."""
+"""Time of some answers, after a subject was frozen."""
 
 
 def run(options: Options) -> Report:
@@ -89,12 +90,12 @@ def run(options: Options) -> Report:
 
 
 def _measure_scaling(report: Report, of_number: dict[int, Subject], options: Options) -> dict[int, Row]:
-    most, told = max(of_number), dict[str, dict[str, float]]()
+    most, answers = max(of_number), dict[str, dict[str, float]]()
 
     def measure(name: str, subject: Subject, choice: str) -> Callable[[], float]:
         def sample() -> float:
-            told[name] = subject.measure(seconds=options.seconds, choice=choice)
-            return told[name]["tokens_per_s"]
+            answers[name] = subject.measure(seconds=options.seconds, choice=choice)
+            return answers[name]["tokens_per_s"]
 
         return sample
 
@@ -111,7 +112,7 @@ def _measure_scaling(report: Report, of_number: dict[int, Subject], options: Opt
     for name in cases:
         if name.startswith(f"{_name(most)},"):
             report.add_ratio(f"{_name(most)}: {LEAST} ÷{name.partition(',')[2]}", rows[_name(most)], rows[name])
-    for name, last in told.items():
+    for name, last in answers.items():
         report.notes.append(
             f"{name}: {last['turns_per_s']:.0f} turns/s, {last['cpu_us']:.0f} µs of the orchestrator's processor time "
             f"a turn, {last['engines_busy']:.0%} of a core for all engines, {last['orchestrator_busy']:.0%} for the "
@@ -129,10 +130,10 @@ def _name(engines: int) -> str:
 SIMULATED = tuple(2**power for power in range(11))
 GPU = Latency(step_s=0.015, row_s=0.0001, prompt_token_s=0.00002, slots=64)
 ASSUMED = (
-    "assumed, nobody measured it: engines that take 15 ms a step + 0.1 ms a running request + 0.02 ms a prompt token, "
-    "64 at once; a learner of 40,000 tokens/s a rank, an adapter loaded in 50 ms, a canary in 0.3 s, all of them "
-    "scored in 20 ms + 2/3 of what training their tokens takes one rank; change them in bench/scale.py (GPU, LEARNER) "
-    "to what yours take"
+    "assumed, not measured: engines that take 15 ms per step + 0.1 ms per running request + 0.02 ms per prompt token, "
+    "64 at once; a learner of 40,000 tokens/s per rank, an adapter loaded in 50 ms, a canary in 0.3 s, all of them "
+    "scored in 20 ms + 2/3 of the time that one rank needs to train their tokens; change these values in "
+    "bench/scale.py (GPU, LEARNER) to yours"
 )
 PROMPT_TOKENS = 400
 LEARNER = LearnerCosts(
@@ -141,7 +142,7 @@ LEARNER = LearnerCosts(
     load_s=0.05,
     canary_s=0.3,
     score_s=0.02,
-    scored_token_s=2 / 3 / 40_000,  # two passes forward; training makes one, and one backward, which takes two
+    scored_token_s=2 / 3 / 40_000,  # two forward passes; training costs as much as three
     canaries=SCORED[0],
     canary_tokens=PROMPT_TOKENS + CANARY_TOKENS,
     buffer_size=768,
@@ -152,7 +153,7 @@ MEAN_NEW = {SHORT: 100, LONG: 1000}
 TURNS_PER_GAME = 8
 GAMES_PER_SLOT = 1.25
 STEPS_PER_ENGINE = 160
-"""Of a batch, where that is more than LEARNER has: a quarter of what an engine's games hold, so that few grow stale."""
+"""Batch steps per engine, if that exceeds LEARNER's: a quarter of what its games hold, so that few grow stale."""
 ONE, ENOUGH, NONE = "one learner rank", "a learner that keeps up", "no learner"
 
 
@@ -175,14 +176,14 @@ def _simulate(
     fitted = "not measured (--small)" if options.small else _fit(report, subjects, options)
 
     for number, subject in of_number.items():
-        facts = subject.measure(seconds=0.0, choice=LEAST)
+        info = subject.measure(seconds=0.0, choice=LEAST)
         simulated = Simulation(
             Setup(
                 engines=number,
                 latency=PACE,
                 games=GAMES_PER_ENGINE * number,
-                turns=[tuple(turn) for turn in facts["turns"]],
-                turns_per_game=max(1, round(facts["turns_per_game"])),
+                turns=[tuple(turn) for turn in info["turns"]],
+                turns_per_game=max(1, round(info["turns_per_game"])),
                 turn_s=turn_us.median / 1e6,
             ),
             options.seed,
@@ -196,7 +197,7 @@ def _simulate(
     for answers in (LONG, SHORT):
         of_one = _outcome(1, answers, None, turn_us.median / 1e6, options)
         trained_s = of_one.turns_per_s * (PROMPT_TOKENS + MEAN_NEW[answers]) * LEARNER.token_s
-        """Seconds of one rank for what an engine makes in a second."""
+        """Seconds in which one rank trains what an engine makes in a second."""
         for kind in (ONE, ENOUGH, NONE):
             name, outcomes = f"{answers}, {kind}", {}
             for number in sizes:
@@ -204,7 +205,7 @@ def _simulate(
                 outcomes[number] = _outcome(number, answers, ranks, turn_us.median / 1e6, options)
             curves[name] = outcomes
             report.tables.append(_grid(name, outcomes))
-        report.notes.append(f"{answers}: one learner rank trains what {1 / trained_s:.1f} engines make (computed)")
+        report.notes.append(f"{answers}: one learner rank trains the output of {1 / trained_s:.1f} engines (computed)")
     report.notes += [ASSUMED, f"fitted to the embedded engine on this machine, for comparison: {fitted}"]
     report.notes.append(
         f"simulated games: {TURNS_PER_GAME} turns of {PROMPT_TOKENS} prompt tokens, {GAMES_PER_SLOT} for each slot; a "
@@ -215,7 +216,7 @@ def _simulate(
 
 
 def _outcome(number: int, answers: str, ranks: int | None, turn_s: float, options: Options) -> Outcome:
-    """`ranks` of the learner; None: no learner, and whoever takes the batches takes no time."""
+    """Simulate one size. ranks: of the learner; None: no learner, and taking a batch takes no time."""
     rng = random.Random(options.seed)
     mean = MEAN_NEW[answers]
     turns = [(PROMPT_TOKENS, rng.randint(mean // 4, 2 * mean - mean // 4)) for _ in range(500)]
@@ -225,7 +226,7 @@ def _outcome(number: int, answers: str, ranks: int | None, turn_s: float, option
     if ranks is not None:
         batch_size = max(LEARNER.batch_size, STEPS_PER_ENGINE * number)
         learner = replace(LEARNER, batch_size=batch_size, token_s=LEARNER.token_s / ranks, buffer_size=2 * batch_size)
-        cycle_s = batch_size * (PROMPT_TOKENS + mean) * learner.token_s + learner.publish_seconds(number)
+        cycle_s = batch_size * (PROMPT_TOKENS + mean) * learner.token_s + learner.sync_seconds(number)
         warm_up_s, seconds = max(game_s, 3 * cycle_s), max(game_s, 6 * cycle_s)
     if options.small:
         warm_up_s, seconds = 1.0, game_s / 2  # some turns of the longest answers
@@ -243,30 +244,30 @@ def _outcome(number: int, answers: str, ranks: int | None, turn_s: float, option
 
 def _grid(title: str, outcomes: dict[int, Outcome]) -> Grid:
     columns = (
-        "engines", "utilisation", "turns/s", "tokens/s", "orchestrator's core", "learner busy", "publishing",
+        "engines", "utilisation", "turns/s", "tokens/s", "orchestrator's core", "learner busy", "weight sync",
         "staleness, mean", "most", "dropped as stale",
     )  # fmt: skip
     rows: list[tuple[float | str | None, ...]] = [
         (
             float(number),
-            told.occupied_slots,
-            told.turns_per_s,
-            told.tokens_per_s,
-            told.orchestrator_busy,
-            told.learner_busy,
-            told.publishing,
-            told.staleness_mean if math.isfinite(told.staleness_mean) else None,
-            float(told.staleness_max),
-            told.dropped / told.produced if told.produced else None,
+            outcome.occupied_slots,
+            outcome.turns_per_s,
+            outcome.tokens_per_s,
+            outcome.orchestrator_busy,
+            outcome.learner_busy,
+            outcome.weight_sync,
+            outcome.staleness_mean if math.isfinite(outcome.staleness_mean) else None,
+            float(outcome.staleness_max),
+            outcome.dropped / outcome.produced if outcome.produced else None,
         )
-        for number, told in outcomes.items()
+        for number, outcome in outcomes.items()
     ]
     return Grid(title=f"simulated: {title}", columns=columns, rows=rows)
 
 
 def _charts(curves: dict[str, dict[int, Outcome]]) -> list[Chart]:
     def lines(value: Callable[[Outcome], float]) -> dict[str, list[tuple[float, float]]]:
-        return {name: [(number, value(told)) for number, told in curve.items()] for name, curve in curves.items()}
+        return {name: [(number, value(outcome)) for number, outcome in curve.items()] for name, curve in curves.items()}
 
     return [
         Chart(
@@ -295,7 +296,7 @@ def _charts(curves: dict[str, dict[int, Outcome]]) -> list[Chart]:
 
 
 def _add_bytes(report: Report) -> None:
-    """What a turn is on the wire, by the messages themselves."""
+    """Add the bytes of a turn on the wire, from real messages."""
     for prompt, new in ((PROMPT_TOKENS, MEAN_NEW[SHORT]), (PROMPT_TOKENS, MEAN_NEW[LONG])):
         request = Generate(
             request_id=1, prompt="x" * 4 * prompt, adapter_version=1, max_tokens=new, temperature=1.0, top_p=1.0,
@@ -311,7 +312,7 @@ def _add_bytes(report: Report) -> None:
 
 
 def _fit(report: Report, subjects: Subjects, options: Options) -> str:
-    """The embedded engine's steps, as Latency has them, by least squares over batches of many shapes."""
+    """Fit Latency to the embedded engine's steps, by least squares over batches of many shapes."""
     with tempfile.TemporaryDirectory() as name:
         subjects.start("bench.engine", kind="make", directory=name, seed=options.seed).close()
         subject = subjects.start(MODULE, kind="fit", directory=name, seed=options.seed)
@@ -319,7 +320,7 @@ def _fit(report: Report, subjects: Subjects, options: Options) -> str:
         seconds = [subject.measure(rows=rows, prompt=prompt, new=new)["seconds"] for rows, prompt, new in shapes]
         subject.close()
     terms = np.array([[new, rows * new, rows * prompt] for rows, prompt, new in shapes], float)
-    weights = 1 / np.array(seconds)  # relative errors count
+    weights = 1 / np.array(seconds)  # minimizes relative errors
     (step_s, row_s, prompt_token_s), *_ = np.linalg.lstsq(terms * weights[:, None], np.ones(len(shapes)), rcond=None)
     predicted = terms @ (step_s, row_s, prompt_token_s)
     off = [float(abs(p / s - 1)) for p, s in zip(predicted, seconds, strict=True)]
@@ -334,7 +335,7 @@ def _fit(report: Report, subjects: Subjects, options: Options) -> str:
 
 
 class ChoosingPool(EnginePool):
-    """As a run's, or as it might have been."""
+    """Pool of a run, which can also choose engines in turn or by chance."""
 
     choice = LEAST
 
@@ -372,7 +373,7 @@ async def measure(questioner: Questioner) -> None:
     pace, games = (NO_TIME, 384) if arguments.get("no_time") else (PACE, GAMES_PER_ENGINE * number)
     async with started_engines(config, number, 1, pace.environment()) as (engines, processes):
         pool = ChoosingPool(engines.engines, arguments["seed"])
-        async with playing(config, pool, games) as told:
+        async with playing(config, pool, games) as played:
             questioner.answer({})
             for request in questioner.requests():
                 pool.choice = request["choice"]
@@ -380,10 +381,10 @@ async def measure(questioner: Questioner) -> None:
                     await asyncio.sleep(WARM_UP_S)
                 started, cpu_s = time.perf_counter(), time.process_time()
                 engines_cpu_s = sum(cpu_seconds(process.pid) for process in processes)
-                tokens, turns = pool.generated_tokens, told.turns
+                tokens, turns = pool.generated_tokens, played.turns
                 await asyncio.sleep(request["seconds"])
                 seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_s
-                turns = told.turns - turns
+                turns = played.turns - turns
                 engines_cpu_s = sum(cpu_seconds(process.pid) for process in processes) - engines_cpu_s
                 questioner.answer(
                     {
@@ -392,9 +393,9 @@ async def measure(questioner: Questioner) -> None:
                         "cpu_us": 1e6 * cpu_s / max(turns, 1),
                         "orchestrator_busy": cpu_s / seconds,
                         "engines_busy": engines_cpu_s / seconds,
-                        "void": told.void,
-                        "turns_per_game": told.turns / max(told.games, 1),
-                        "turns": told.lengths,
+                        "void": played.void,
+                        "turns_per_game": played.turns / max(played.games, 1),
+                        "turns": played.lengths,
                     }
                 )
 

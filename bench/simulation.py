@@ -1,13 +1,13 @@
-"""One orchestrator, one learner, many engines, as a computation: events in order of time, no process, no clock.
+"""Simulation of one orchestrator, one learner and many engines: events in order of time, no process, no clock.
 
-Engines work as `latency.Latency` says. The orchestrator takes one turn after the other, each for so long, and gives it
-to the engine with the fewest outstanding tokens. Games are played turn by turn on the adapter that was the newest when
-they began. Their steps go to the buffer of a run, the real one with its back-pressure, and while it is full no new game
-begins. The learner takes a batch, updates, publishes (it waits for an adapter slot, which games hold until their end;
-every engine stands still while it loads; every engine's canary is scored), and only then looks for the next batch: as
-a run does.
+Engines work as in `latency.Latency`. The orchestrator handles one turn after the other, in a fixed time each, and gives
+it to the engine with the fewest outstanding tokens. Games are played turn by turn on the adapter that was the newest
+when they began. Their steps go to the real buffer of a run with its back-pressure, and while it is full no new game
+begins. As in a run, the learner takes a batch, updates, syncs the weights (it waits for an adapter slot, which games
+hold until their end; every engine pauses while it loads; every engine's canary is scored), and only then takes the next
+batch.
 
-Left out: failures, evaluation, rewards, networks that are slow or lossy, and everything that `latency` leaves out.
+Left out: failures, evaluation, rewards, slow or lossy networks, and everything that `latency` leaves out.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from typing import Any
 import numpy as np
 
 from bench.latency import Latency
-from unstable_lite.algorithms import resolve_defaults
-from unstable_lite.back_pressure import InFlight, max_age
-from unstable_lite.buffers import StepBuffer, StepCounts
 from unstable_lite.config import Config
 from unstable_lite.games.trial_games import trial_lengths
-from unstable_lite.pace import steps_per_seat
-from unstable_lite.plan import active_checkpoints
+from unstable_lite.planning.adapter_slots import active_checkpoints
+from unstable_lite.planning.algorithm_defaults import resolve_defaults
+from unstable_lite.planning.staleness import steps_per_seat
 from unstable_lite.reward_transformations import GROUP_BASELINES
+from unstable_lite.rollout.back_pressure import InFlight, max_age
+from unstable_lite.rollout.step_buffer import StepBuffer
+from unstable_lite.rollout.step_counts import StepCounts
 from unstable_lite.types import (
     AgentSpec,
     GameRecord,
@@ -44,37 +45,37 @@ from unstable_lite.types import (
 )
 
 Turns = Sequence[tuple[int, int]]
-"""Prompt tokens and new tokens of turns that are drawn from."""
+"""Prompt tokens and new tokens of the turns to draw from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerCosts:
     batch_size: int
-    """Steps."""
+    """Steps per batch."""
     token_s: float
-    """Of a trained token, prompt tokens included."""
+    """Time per trained token, prompt tokens included."""
     load_s: float
-    """How long an engine stands still for a new adapter."""
+    """Time for which an engine pauses to load a new adapter."""
     canary_s: float
-    """From a loaded adapter to the canary's last token."""
+    """Time from a loaded adapter to the canary's last token."""
     score_s: float
-    """The learner's time for a request to score, however little it is."""
+    """The learner's fixed time per request to score."""
     scored_token_s: float
-    """And for each token of the canaries, of which every engine has `SCORED`: one rank scores them all, in one go.
-    What several engines say alike is scored once, which is left out: that no two do is the worst there is."""
+    """Time per token of the canaries. Every engine has `SCORED` of them, and one rank scores them all in one request.
+    A run scores identical answers of several engines once; here all answers differ, which is the worst case."""
     canaries: int
     canary_tokens: int
-    """Of one canary, prompt and answer."""
+    """Tokens of one canary, prompt and answer."""
     buffer_size: int
     max_staleness: int
     max_loras: int = 1 << 30
     pool: int = 1
-    """Checkpoints that can be played at once, the newest one included."""
+    """Checkpoints that can be played at once, including the newest."""
     group_size: int = 1
     steps_per_seat: float = 100.0
-    """What the run expects of a seat before the first game ends."""
+    """Steps of a seat that the run expects before the first game ends."""
 
-    def publish_seconds(self, engines: int) -> float:
+    def sync_seconds(self, engines: int) -> float:
         scored = engines * self.canaries * self.canary_tokens
         return self.load_s + self.canary_s + self.score_s + scored * self.scored_token_s
 
@@ -85,9 +86,9 @@ class Kind:
 
     env_id: str
     lengths: Sequence[int]
-    """Turns of games that are drawn from."""
+    """Game lengths in turns, to draw from."""
     is_mirror: bool = True
-    """Whether both seats are collected; else one of two."""
+    """Whether both seats are collected; otherwise one of two."""
     is_lagged: bool = False
     """Whether the opponent is an older adapter."""
     weight: float = 1.0
@@ -101,39 +102,39 @@ class Setup:
     turns: Turns
     turns_per_game: int
     turn_s: float
-    """The orchestrator's time for a turn."""
+    """The orchestrator's time per turn."""
     kinds: Sequence[Kind] = ()
-    """None: games of `turns_per_game` turns, all of them collected."""
+    """Empty: games of `turns_per_game` turns, all of them collected."""
     learner: LearnerCosts | None = None
-    """None: whoever takes the batches takes no time, and there is never a new adapter."""
+    """None: taking a batch takes no time, and there is never a new adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     turns_per_s: float
     tokens_per_s: float
-    """Sampled ones."""
+    """Sampled tokens."""
     occupied_slots: float
-    """Share of all slots, on average over time."""
+    """Share of all slots in use, mean over time."""
     orchestrator_busy: float
     """Share of the time."""
     learner_busy: float
-    """Share of the time in updates; publishing apart."""
-    publishing: float
+    """Share of the time in updates, without weight sync."""
+    weight_sync: float
     """Share of the time."""
     updates: int
     staleness_mean: float
-    """Of trained steps, in updates."""
+    """Mean staleness of trained steps, in updates."""
     staleness_max: int
     produced: int
-    """Steps that came to the buffer, from the beginning."""
+    """Steps that entered the buffer, from the beginning."""
     trained: int
     dropped: int
-    """Steps that became too stale."""
+    """Steps dropped because they became too stale."""
     waiting: int
     """Steps in the buffer at the end."""
     counts: dict[tuple[str, str], StepCounts] = field(default_factory=dict)
-    """By env and class of game length, from the beginning of the measured time on."""
+    """Steps by env and class of game length, from the beginning of the measured time."""
     games_in_flight: float = 0.0
     """Mean over the updates."""
     slot_waits: float = 0.0
@@ -149,7 +150,7 @@ class _Game:
         """Adapter versions of its seats."""
         self.played = 0
         self.prompt = self.new = self.outstanding = 0
-        """Of the turn at hand."""
+        """Tokens of the current turn."""
 
 
 class _Engine:
@@ -161,11 +162,11 @@ class _Engine:
         self.outstanding = 0
         self.steps = 0
         self.began = self.first_s = self.step_s = 0.0
-        """Of the stretch of like steps that is under way: when it began, its first step, every other one."""
+        """Current stretch of equal steps: when it began, the time of its first step, and of every other one."""
         self.scheduled = 0
-        """After how many steps it is interrupted."""
+        """Number of steps after which it is interrupted."""
         self.life = 0
-        """Of the interruption that counts; an earlier one is void."""
+        """Number of the interruption that counts; an earlier one is void."""
 
 
 class Simulation:
@@ -173,12 +174,12 @@ class Simulation:
         self._setup = setup
         self._rng = random.Random(seed)
         self._events: list[tuple[float, int, int, _Engine | _Game | None]] = []
-        """Time, order, the engine's life, whom it concerns: an engine, a game that is asked for a turn, the learner."""
+        """Time, order, the engine's life, and the subject: an engine, a game that takes a turn, or None (learner)."""
         self._order = 0
         self._now = 0.0
         self._engines = [_Engine() for _ in range(setup.engines)]
         self._by_load: list[tuple[int, int]] = [(0, index) for index in range(setup.engines)]
-        """Outstanding tokens and engine, of all engines and of some that no longer are true."""
+        """Heap of outstanding tokens and engine; it has a true entry for every engine, and outdated ones."""
         self._index = {id(engine): index for index, engine in enumerate(self._engines)}
         self._orchestrator_free = 0.0
         self._idle = setup.games
@@ -189,34 +190,34 @@ class Simulation:
         self._buffer = _buffer(setup.learner, self._kinds, seed)
         self._version = 0
         self._held: Counter[int] = Counter()
-        """Games and places in the pool that hold an adapter version."""
+        """Number of games that hold an adapter version."""
         self._pool = [0]
         self._flying: list[int] = []
         self._waits_since: float | None = None
-        """Since when an adapter waits for a slot."""
+        """Time since which an adapter waits for a slot."""
         self._slot_waits = 0.0
         self._counted: dict[tuple[str, str], StepCounts] = {}
         self._learning: str | None = None
         self._is_measured = False
-        self._measured = dict.fromkeys(("turns", "tokens", "slots", "orchestrator", "learning", "publishing"), 0.0)
+        self._measured = dict.fromkeys(("turns", "tokens", "slots", "orchestrator", "learning", "weight_sync"), 0.0)
         self._staleness: list[int] = []
         self._updates = 0
 
     def run(self, warm_up_s: float, seconds: float) -> Outcome:
-        """Play so long, and tell what happened after the warm-up."""
+        """Simulate the warm-up and `seconds` more; return the outcome after the warm-up."""
         self._begin_games()
-        self._go_on_until(warm_up_s)
+        self._advance_until(warm_up_s)
         self._measure()
-        self._go_on_until(warm_up_s + seconds)
+        self._advance_until(warm_up_s + seconds)
         return self._outcome(seconds)
 
     def run_updates(self, warm_up: int, updates: int) -> Outcome:
-        """Play until so many updates are made, and tell what happened after those of the warm-up."""
+        """Simulate `warm_up` and `updates` more updates; return the outcome after the warm-up."""
         self._begin_games()
-        self._go_on_until(math.inf, warm_up)
+        self._advance_until(math.inf, warm_up)
         self._measure()
         began = self._now
-        self._go_on_until(math.inf, warm_up + updates)
+        self._advance_until(math.inf, warm_up + updates)
         return self._outcome(self._now - began)
 
     def _measure(self) -> None:
@@ -224,14 +225,14 @@ class Simulation:
         self._counted = {key: replace(counts) for key, counts in self._buffer.counts.items()}
 
     def _outcome(self, seconds: float) -> Outcome:
-        told, setup = self._measured, self._setup
+        totals, setup = self._measured, self._setup
         return Outcome(
-            turns_per_s=told["turns"] / seconds,
-            tokens_per_s=told["tokens"] / seconds,
-            occupied_slots=min(1.0, told["slots"] / (seconds * setup.engines * setup.latency.slots)),
-            orchestrator_busy=min(1.0, told["orchestrator"] / seconds),
-            learner_busy=told["learning"] / seconds,
-            publishing=told["publishing"] / seconds,
+            turns_per_s=totals["turns"] / seconds,
+            tokens_per_s=totals["tokens"] / seconds,
+            occupied_slots=min(1.0, totals["slots"] / (seconds * setup.engines * setup.latency.slots)),
+            orchestrator_busy=min(1.0, totals["orchestrator"] / seconds),
+            learner_busy=totals["learning"] / seconds,
+            weight_sync=totals["weight_sync"] / seconds,
             updates=self._updates,
             staleness_mean=sum(self._staleness) / len(self._staleness) if self._staleness else math.nan,
             staleness_max=max(self._staleness, default=0),
@@ -244,11 +245,11 @@ class Simulation:
             slot_waits=self._slot_waits / seconds,
         )
 
-    def _go_on_until(self, end: float, version: int | None = None) -> None:
+    def _advance_until(self, end: float, version: int | None = None) -> None:
         while self._events and self._events[0][0] <= end and self._version != version:
             self._now, _, life, subject = heapq.heappop(self._events)
             if subject is None:
-                self._learner_goes_on()
+                self._advance_learner()
             elif isinstance(subject, _Game):
                 self._send(subject)
             elif life == subject.life:
@@ -264,7 +265,7 @@ class Simulation:
     # ------------------------------------------------------------------------- orchestrator
 
     def _ask(self, game: _Game) -> None:
-        """The next turn of a game, which waits for the orchestrator's time."""
+        """Schedule a game's next turn, which waits for the orchestrator's time."""
         self._orchestrator_free = max(self._now, self._orchestrator_free) + self._setup.turn_s
         self._schedule(self._orchestrator_free, game)
 
@@ -305,7 +306,7 @@ class Simulation:
             self._held[version] -= 1
         if self._setup.learner is not None:
             self._buffer.add_game(_record(game, self._rng))
-            self._publish_if_possible()
+            self._sync_if_possible()
             self._learn_if_possible()
         self._begin_games()
 
@@ -350,7 +351,7 @@ class Simulation:
     # ------------------------------------------------------------------------------- engines
 
     def _arrive(self, engine: _Engine) -> None:
-        """A request is queued. It joins at the next step, if there is a slot."""
+        """Let a queued request join at the next step, if there is a slot."""
         if not engine.running:
             self._begin(engine)
         elif len(engine.running) < self._setup.latency.slots:
@@ -360,7 +361,7 @@ class Simulation:
                 self._interrupt_after(engine, steps)
 
     def _begin(self, engine: _Engine) -> None:
-        """A stretch of steps, until the first of its requests is done."""
+        """Begin a stretch of steps, which lasts until the first of its requests is done."""
         latency, prompt_tokens = self._setup.latency, 0
         while engine.queued and len(engine.running) < latency.slots:
             game = engine.queued.popleft()
@@ -392,7 +393,7 @@ class Simulation:
             self._finish_turn(game)
 
     def _stall(self, engine: _Engine, seconds: float) -> None:
-        """The step that is under way takes so much longer."""
+        """Make the current step take `seconds` longer."""
         if engine.running:
             engine.began += seconds
             self._interrupt_after(engine, engine.scheduled)
@@ -419,10 +420,10 @@ class Simulation:
             self._measured[what] += seconds
         self._schedule(self._now + seconds, None)
 
-    def _learner_goes_on(self) -> None:
+    def _advance_learner(self) -> None:
         if self._learning == "learning":
             self._learning, self._waits_since = "waiting", self._now
-            self._publish_if_possible()
+            self._sync_if_possible()
             return
         assert self._setup.learner is not None
         self._learning = None
@@ -432,9 +433,11 @@ class Simulation:
         self._learn_if_possible()
         self._begin_games()
 
-    def _publish_if_possible(self) -> None:
-        """Load the next adapter if there is a slot: a game holds that of its start, and the pool those that nobody
-        plays only as long as there is room."""
+    def _sync_if_possible(self) -> None:
+        """Load the next adapter if there is a slot.
+
+        A game holds the adapter of its start. The pool keeps adapters that no game uses only while there is room.
+        """
         learner = self._setup.learner
         assert learner is not None
         if self._learning != "waiting" or self._waits_since is None:
@@ -446,7 +449,7 @@ class Simulation:
             self._slot_waits += self._now - self._waits_since
         for engine in self._engines:
             self._stall(engine, learner.load_s)
-        self._wait_for_learner("publishing", learner.publish_seconds(self._setup.engines))
+        self._wait_for_learner("weight_sync", learner.sync_seconds(self._setup.engines))
 
 
 POLICY = ModelRef(uid="policy", kind="checkpoint", adapter_version=0)
@@ -455,7 +458,7 @@ A_TURN = Turn(pid=0, observation="", text="", action="", format_ok=True)
 
 
 def setup_of(config: Config, update_turns: float) -> Setup:
-    """What is simulated of a run's config. update_turns: mean time of an update, in mean times of a turn.
+    """Return the setup for a run's config. update_turns: mean time of an update, in mean times of a turn.
 
     Games are as long as random ones. Turns take 2 to 20 steps of one engine that is never full.
     """
@@ -508,7 +511,7 @@ def _kinds(config: Config, spec: TrainEnvSpec, lengths: Sequence[int]) -> list[K
 
 
 def _buffer(learner: LearnerCosts | None, kinds: Sequence[Kind], seed: int) -> StepBuffer:
-    """The buffer as a run makes it."""
+    """Make the buffer as a run does."""
     if learner is None:
         return StepBuffer(1)
     buffer = StepBuffer(
@@ -565,7 +568,7 @@ def _record(game: _Game, rng: random.Random) -> GameRecord:
 
 
 def _at_once(coroutine: Coroutine[Any, Any, list[Step]]) -> list[Step]:
-    """The result of a coroutine that has nothing to wait for."""
+    """Return the result of a coroutine that never waits."""
     try:
         coroutine.send(None)
     except StopIteration as end:

@@ -1,7 +1,7 @@
-"""How long a user waits before anything happens: an import, a check of a config, the list of envs.
+"""Time that a user waits for a first result: an import, a check of a config, the list of envs.
 
-Whole processes, from their start to their end, the interpreter's own start included. Beside them what the reference's
-way loads before it can say anything: torch and transformers, in the process that a user starts.
+Measures whole processes from start to end, the interpreter's start included. For comparison, the imports of the
+reference's way before its first output: torch and transformers, in the process that a user starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TARGETS = {"import unstable_lite": 0.3, "check a config": 1.5}
 
 
 def run(options: Options) -> Report:
-    report = Report(bench="startup", question="Seconds until something is there", options=options)
+    report = Report(bench="startup", question="Seconds until a command ends", options=options)
     samples = alternate({name: _timed(name, arguments) for name, arguments in COMMANDS.items()}, options)
     rows = {name: report.add(name, "s", samples[name]) for name in COMMANDS}
     for name, most in TARGETS.items():

@@ -1,11 +1,11 @@
-"""How much of what an engine can do does a training run get out of it?
+"""Share of an engine's throughput that a training run gets.
 
 One engine process, driven in turns by a whole training run (games, ratings, records, a learner that learns, adapters
-handed over, checkpoints written) and by nothing but what that run asked for, in the same order, with as many requests
-at once and a new adapter wherever the run had one: what an engine has computed for one adapter is of no use to the
-next. Once with the embedded engine and the small model, once with an engine at a GPU's pace. Where there are two cores
-or more the engine has one and the learner another, with the orchestrator beside it; a third side then has the engine
-alone while the other core multiplies matrices, for cores share caches, memory and power whatever runs on them.
+handed over, checkpoints written) and by that run's requests alone: in the same order, with as many at once and a new
+adapter wherever the run had one, because an engine's cache for one adapter does not help the next. Measured with the
+embedded engine and the small model, and with an engine at a GPU's pace. With two cores or more the engine has one and
+the learner another, with the orchestrator beside it; a third side then has the engine alone while the other core
+multiplies matrices, because cores share caches, memory and power.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ from bench.harness import (
     cpu_seconds,
 )
 from bench.latency import Latency
-from unstable_lite import workers
-from unstable_lite.config import AlarmsConfig, Config
+from unstable_lite.config import Config
+from unstable_lite.config.tracking import AlarmsConfig
+from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.engines.client import EngineClient, EnginePool
-from unstable_lite.plan import make_plan
-from unstable_lite.runtime import Run, run_in_loop
-from unstable_lite.trackers.terminal import TerminalInterface
-from unstable_lite.training import Training
+from unstable_lite.orchestrator import workers
+from unstable_lite.orchestrator.event_loop import run_in_loop
+from unstable_lite.orchestrator.run import Run
+from unstable_lite.orchestrator.train_loop import TrainLoop
+from unstable_lite.planning.plan import make_plan
 from unstable_lite.types import Generation
 
 MODULE = "bench.sustained"
@@ -58,7 +60,7 @@ QUIET_S = 0.3
 KEPT_REQUESTS = 4096
 BUSY = "import torch; torch.set_num_threads(1); a = torch.rand(1024, 1024)\nwhile True: a @ a"
 STAND_INS = 1_000_000
-"""The first version that stands in for one of the run."""
+"""First version that stands in for one of the run."""
 
 
 def run(options: Options) -> Report:
@@ -82,34 +84,34 @@ def run(options: Options) -> Report:
             arguments = {"kind": kind, "games": games, "seed": options.seed, "small": options.small, "device": device}
             subject = subjects.start_in(PACE.environment(), MODULE, **arguments)
             sides = (IN_RUN, ALONE, BESIDE) if is_pinned(device) else (IN_RUN, ALONE)
-            told: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-            samples = alternate({side: _measure(subject, told[side], side, options) for side in sides}, options)
+            answers: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+            samples = alternate({side: _measure(subject, answers[side], side, options) for side in sides}, options)
         rows = {side: report.add(f"{kind}, {side}", "tokens/s", samples[side]) for side in sides}
         report.add_ratio(f"{kind}: {IN_RUN} ÷ {ALONE}", rows[IN_RUN], rows[ALONE], Target(bound="≥", value=0.95))
         if BESIDE in rows:
             report.add_ratio(f"{kind}: {IN_RUN} ÷ {BESIDE}", rows[IN_RUN], rows[BESIDE])
         busy = {
-            side: report.add(f"{kind}, {side}: engine's processor time a token", "µs", _values(told[side], "cpu_us"))
+            side: report.add(f"{kind}, {side}: engine's processor time a token", "µs", _values(answers[side], "cpu_us"))
             for side in sides
         }
         report.add_ratio(f"{kind}: {ALONE} ÷ {IN_RUN}, engine's processor time a token", busy[ALONE], busy[IN_RUN])
-        last = told[IN_RUN][-1]
+        last = answers[IN_RUN][-1]
         report.notes.append(
             f"{kind}, {IN_RUN}: {last['updates']} updates, {last['checkpoints']} checkpoints and {last['games']} games "
             f"in the last sample; mean prompt {last['prompt']:.0f} tokens, mean reply {last['reply']:.1f}; alone "
-            f"{told[ALONE][-1]['prompt']:.0f} and {told[ALONE][-1]['reply']:.1f}"
+            f"{answers[ALONE][-1]['prompt']:.0f} and {answers[ALONE][-1]['reply']:.1f}"
         )
     return report
 
 
-def _values(told: list[dict[str, Any]], key: str) -> list[float]:
-    return [answer[key] for answer in told[1:]]  # the first one warmed up
+def _values(answers: list[dict[str, Any]], key: str) -> list[float]:
+    return [answer[key] for answer in answers[1:]]  # the first one warmed up
 
 
-def _measure(subject: Subject, told: list[dict[str, Any]], side: str, options: Options) -> Callable[[], float]:
+def _measure(subject: Subject, answers: list[dict[str, Any]], side: str, options: Options) -> Callable[[], float]:
     def measure() -> float:
-        told.append(subject.measure(side=side, seconds=options.seconds))
-        return float(told[-1]["tokens_per_s"])
+        answers.append(subject.measure(side=side, seconds=options.seconds))
+        return float(answers[-1]["tokens_per_s"])
 
     return measure
 
@@ -118,7 +120,7 @@ def _measure(subject: Subject, told: list[dict[str, Any]], side: str, options: O
 
 
 class RecordingPool(EnginePool):
-    """What goes through it, the newest."""
+    """Engine pool that keeps the newest requests and counts tokens."""
 
     def __init__(self, engines: Sequence[EngineClient]) -> None:
         super().__init__(engines)
@@ -140,16 +142,8 @@ class RecordingPool(EnginePool):
         self.replies += 1
 
 
-class WatchedRun(Run):
-    training: Training | None = None
-
-    def _wire(self, *parts: Any) -> Training:
-        self.training = super()._wire(*parts)
-        return self.training
-
-
 def is_pinned(device: str) -> bool:
-    """On a GPU's machine there are cores enough."""
+    """Return whether processes are pinned to cores. A GPU's machine has enough cores without it."""
     return device == "cpu" and cores() > 1
 
 
@@ -178,7 +172,7 @@ def config_of(arguments: dict[str, Any], directory: Path) -> Config:
             "max_parallel_seq": SLOTS,
             "max_loras": 8,
         },
-        # A scripted engine's figures are made up: no learner would agree with them.
+        # A scripted engine's log-probabilities are made up: no learner would agree with them.
         learner={
             "batch_size": 16 if arguments["small"] else 128,
             "devices": devices,
@@ -186,7 +180,7 @@ def config_of(arguments: dict[str, Any], directory: Path) -> Config:
             "canary_tolerance": 1e9 if arguments["kind"] == "paced" else 0.2,
         },
         alarms={name: {"action": "off"} for name in AlarmsConfig.model_fields},
-        # Full, the buffer would hold up the games; what is stale leaves it.
+        # A full buffer would hold up the games; stale steps leave it.
         buffer={"buffer_size": 10**6, "max_staleness": 2},
         lora={"lora_rank": RANKS[arguments["device"]]},
         tracker={"keep_games": "all"},
@@ -194,15 +188,15 @@ def config_of(arguments: dict[str, Any], directory: Path) -> Config:
 
 
 class Measured:
-    def __init__(self, training: Training, pool: RecordingPool, arguments: dict[str, Any]) -> None:
+    def __init__(self, training: TrainLoop, pool: RecordingPool, arguments: dict[str, Any]) -> None:
         self._training = training
         self._pool = pool
         self._num_games = arguments["games"]
         self._warm_up_s = WARM_UP_S / 2 if arguments["small"] else WARM_UP_S
         self._stand_ins = itertools.count(STAND_INS)
         self._unanswered: Counter[int] = Counter()
-        """By stand-in: requests of this round that have no answer yet."""
-        processes = {process.peer.name: process for process in training.workers.processes}
+        """Requests of this round without an answer yet, by stand-in."""
+        processes = {process.channel.name: process for process in training.parts.workers.processes}
         self._engine_pid, self._learner = processes["engine-0"].pid, processes["learner"]
         if is_pinned(arguments["device"]):
             first, second, *_ = sorted(os.sched_getaffinity(0))
@@ -212,30 +206,30 @@ class Measured:
             self._other_core = second
 
     async def sample(self, side: str, seconds: float) -> dict[str, Any]:
-        going = self._training.collector.going
+        unpaused = self._training.parts.collector.unpaused
         if side == IN_RUN:
-            going.set()
+            unpaused.set()
             return await self._watch(seconds)
-        going.clear()
+        unpaused.clear()
         quiet_since = time.monotonic()
-        while time.monotonic() < quiet_since + QUIET_S:  # between two turns of a game nothing is asked either
+        while time.monotonic() < quiet_since + QUIET_S:  # there may be no request between two turns of a game
             await asyncio.sleep(0.01)
-            if self._pool.engines[0].peer.num_pending or self._learner.peer.num_pending:
+            if self._pool.engines[0].channel.num_pending or self._learner.channel.num_pending:
                 quiet_since = time.monotonic()
         self._is_over = False
-        requests = self._asked_again(list(self._pool.requests))
+        requests = self._repeated(list(self._pool.requests))
         asking = [asyncio.create_task(self._ask(requests)) for _ in range(self._num_games)]
         with _busy(self._other_core) if side == BESIDE else contextlib.nullcontext():
-            told = await self._watch(seconds)
+            result = await self._watch(seconds)
         self._is_over = True
         await asyncio.gather(*asking)
         for version in set(self._unanswered):
             await self._pool.engines[0].unload_adapter(version)
         self._unanswered.clear()
-        return told
+        return result
 
-    def _asked_again(self, requests: list[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-        """For ever; each time with other versions, all of them the run's newest adapter."""
+    def _repeated(self, requests: list[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+        """Repeat the requests forever, each time with new versions, all of them the run's newest adapter."""
         versions = sorted({version for _, version in requests})
         while True:
             stand_ins = dict(zip(versions, self._stand_ins, strict=False))
@@ -244,7 +238,7 @@ class Measured:
             yield from again
 
     async def _ask(self, requests: Iterator[tuple[str, int]]) -> None:
-        engine, path = self._pool.engines[0], self._training.arena.path(self._training.version)
+        engine, path = self._pool.engines[0], self._training.parts.store.path(self._training.progress.version)
         while not self._is_over:
             prompt, version = next(requests)
             await engine.load_adapter(version, path)
@@ -258,7 +252,8 @@ class Measured:
         await asyncio.sleep(self._warm_up_s)
         training, pool, started = self._training, self._pool, time.perf_counter()
         cpu_s, tokens, prompts, replies = self._cpu_s(), pool.completion_tokens, pool.prompt_tokens, pool.replies
-        updates, games, saved = training.updates, training.tracker.games_finished, training._saved
+        progress, tracker, saver = training.progress, training.parts.tracker, training.saver
+        updates, games, saved = progress.updates, tracker.games_finished, saver.saved_update
         await asyncio.sleep(seconds)
         took_s, tokens = time.perf_counter() - started, pool.completion_tokens - tokens
         replies = max(pool.replies - replies, 1)
@@ -267,9 +262,9 @@ class Measured:
             "cpu_us": 1e6 * (self._cpu_s() - cpu_s) / max(tokens, 1),
             "prompt": (pool.prompt_tokens - prompts) / replies,
             "reply": tokens / replies,
-            "updates": training.updates - updates,
-            "games": training.tracker.games_finished - games,
-            "checkpoints": (training._saved - saved) // training.plan.config.run.checkpoint_every,
+            "updates": progress.updates - updates,
+            "games": tracker.games_finished - games,
+            "checkpoints": (saver.saved_update - saved) // training.parts.plan.config.run.checkpoint_every,
         }
 
     def _cpu_s(self) -> float:
@@ -295,24 +290,24 @@ def _pin(pid: int, core: int) -> None:
 
 async def measure(questioner: Questioner) -> None:
     arguments = questioner.arguments
-    vars(workers)["EnginePool"] = RecordingPool  # what a run makes of its engines
+    vars(workers)["EnginePool"] = RecordingPool  # the class of a run's engine pool
     with tempfile.TemporaryDirectory() as name:
         if arguments["device"] != "cpu":
-            from bench import models  # loads torch, which a run's own process does without
+            from bench import models  # imports torch, which a run's own process does not need
 
             models.make_for(arguments["device"], Path(name) / "model", arguments["seed"])
-        run = WatchedRun(make_plan(config_of(arguments, Path(name))), terminal=TerminalInterface(quiet=True))
+        run = Run(make_plan(config_of(arguments, Path(name))), terminal=TerminalInterface(quiet=True))
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(run.execute())
-            while run.training is None or run.training.updates < 1:  # noqa: ASYNC110
+            while run.training is None or run.training.progress.updates < 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-            pool = run.training.workers.engines
+            pool = run.training.parts.workers.engines
             assert isinstance(pool, RecordingPool)
             measured = Measured(run.training, pool, arguments)
             questioner.answer({})
             for request in questioner.requests():
                 questioner.answer(await measured.sample(request["side"], request["seconds"]))
-            run.training.collector.going.set()
+            run.training.parts.collector.unpaused.set()
             run.stop()
             await running
 

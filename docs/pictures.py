@@ -1,8 +1,8 @@
-"""The README's pictures, from real runs: `python docs/pictures.py top RUN` and `python docs/pictures.py report RUN …`.
+"""Pictures of the docs, from real runs: `python docs/pictures.py top RUN` and `python docs/pictures.py report RUN …`.
 
-`top` draws one frame of the dashboard, best while the run goes on; `report` shows the report of the runs in a headless
-Chromium (Debian's `chromium`; playwright comes with the extra `test`). They go to docs/pictures, or to where the
-environment's PICTURES says.
+`top` draws one frame of the dashboard, preferably during the run; `report` shows the report of the runs in a headless
+Chromium (Debian's `chromium`; playwright comes with the extra `test`). The pictures are written to docs/pictures, or to
+the folder in the environment variable PICTURES.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from playwright.sync_api import Page, sync_playwright
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
-from unstable_lite.trackers.report import write_report
-from unstable_lite.trackers.run_view import RunView
-from unstable_lite.trackers.top import MachineLoad, draw
+from unstable_lite.dashboards.report import write_report
+from unstable_lite.dashboards.run_view import RunView
+from unstable_lite.dashboards.top import MachineLoad, draw
 
 PICTURES = Path(os.environ.get("PICTURES", Path(__file__).parent / "pictures"))
 TOP_SIZE = (112, 29)
 REPORT_SIZE = {"width": 1180, "height": 900}
 WITHOUT_FONTS = re.sub(r"@font-face \{\{.*?\}\}\s*", "", CONSOLE_SVG_FORMAT, flags=re.S)
-"""A picture that loads nothing: rich's own asks a server for its font."""
+"""Template of a picture that loads nothing: rich's own template asks a server for its font."""
 
 
 def picture_of_top(run: Path, path: Path) -> None:
@@ -37,7 +37,7 @@ def picture_of_top(run: Path, path: Path) -> None:
         console = Console(record=True, width=width, height=height, file=nowhere, highlight=False, force_terminal=True)
         view.refresh()
         draw(view, width, height, load)
-        time.sleep(1)  # processor time is measured since the last look
+        time.sleep(1)  # processor time is measured between two draws
         console.print(draw(view, width, height, load), height=height)
     path.write_text(console.export_svg(title=f"unstable-lite top {run.name}", code_format=WITHOUT_FONTS))
 
@@ -69,7 +69,7 @@ def pictures_of_report(runs: list[Path], report: Path, games: Path) -> None:
 
 def _show_top_of(page: Page, selector: str) -> None:
     to = f"document.querySelector('{selector}').getBoundingClientRect().top + scrollY - 56"
-    for _ in range(2):  # charts that come into view are drawn, and move what is below them
+    for _ in range(2):  # charts are drawn when they come into view, and move the content below
         page.evaluate(f"scrollTo({{ top: {to}, behavior: 'instant' }})")
         page.wait_for_timeout(1500)
 

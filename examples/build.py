@@ -1,4 +1,4 @@
-"""A run from keyword arguments: `python examples/build.py [learning_steps]`."""
+"""A run built from keyword arguments: `python examples/build.py [learning_steps]`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""An algorithm of your own: `python examples/custom_algorithm.py [learning_steps]`.
+"""A custom algorithm: `python examples/custom_algorithm.py [learning_steps]`.
 
-In a TOML it is `algorithm = "custom_algorithm:TaperedREINFORCE"`, where Python finds it.
+In a TOML: `algorithm = "custom_algorithm:TaperedREINFORCE"`. Python must be able to import the module.
 """
 
 import sys
@@ -10,17 +10,17 @@ import torch
 
 import unstable_lite as unstable
 from unstable_lite.config import Config
-from unstable_lite.learners import losses
-from unstable_lite.learners.figures import Trained
-from unstable_lite.learners.reinforce import REINFORCELearner
+from unstable_lite.learner import losses
+from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
+from unstable_lite.learner.training_stats import Trained
 from unstable_lite.types import TrainItem
 
 
 class TaperedREINFORCE(REINFORCELearner):
-    """What went well counts in full, however stale; what went badly only as far as the policy still does it.
+    """REINFORCE that weights failures by how likely the policy still makes them; successes count in full.
 
-    Per token, after TOPR (Le Roux et al. 2025, arXiv:2503.14286): unlearning what is unlearnt already, again and
-    again, is what makes stale failures dangerous. Everything else is REINFORCE's.
+    Per token, after TOPR (Le Roux et al. 2025, arXiv:2503.14286): stale failures are dangerous because the policy
+    would keep unlearning moves that it has already unlearnt.
     """
 
     def __init__(self, config: Config, device: str, taper_cap: float = 1.0) -> None:
@@ -28,14 +28,14 @@ class TaperedREINFORCE(REINFORCELearner):
         self._taper_cap = taper_cap
 
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
-        divisor = self._completion_len * len(items)
+        divisor = self.training.completion_len * len(items)
         trained = Trained()
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
             tapered_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, cap=self._taper_cap)
             weight_N = torch.where(batch.advantage_N > 0, torch.ones_like(tapered_N), tapered_N)
             loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
-            loss = loss - self._config.entropy_coefficient * entropy_N.sum() / divisor
+            loss = loss - self.training.config.entropy_coefficient * entropy_N.sum() / divisor
             loss.backward()
             trained.add(batch, logp_N, entropy_N, reference_logp_N=None, loss=loss)
         return trained

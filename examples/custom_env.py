@@ -1,7 +1,7 @@
-"""A game of your own: `python examples/custom_env.py [learning_steps]`.
+"""A custom game: `python examples/custom_env.py [learning_steps]`.
 
-In a TOML it is `env_id = "custom_env:RaceTo20-v0-train"`, where Python finds it: the module before the colon is
-imported, and registers the id after it with TextArena.
+In a TOML: `env_id = "custom_env:RaceTo20-v0-train"`. The module before the colon is imported, and registers the id
+after it with TextArena. Python must be able to import the module.
 """
 
 import random
@@ -15,11 +15,11 @@ import unstable_lite as unstable
 
 
 class RaceTo20(ta.Env):
-    """Two players add 1, 2 or 3 to a number in turn; who makes it 20 has won."""
+    """Two players add 1, 2 or 3 to a number in turn. The player who makes it 20 wins."""
 
     def reset(self, num_players: int, seed: int | None = None) -> None:
         self.state = ta.TwoPlayerState(num_players=num_players, seed=seed)
-        start = random.randint(0, 7)  # from the game's own stream: the same seed is the same game
+        start = random.randint(0, 7)  # from the game's random stream: the same seed gives the same game
         self.state.reset(game_state={"number": start}, player_prompt_function=self._rules)
         self._show_number()
 
@@ -45,7 +45,7 @@ class RaceTo20(ta.Env):
         self.state.add_observation(message=f"The number is {number}.", observation_type=ta.ObservationType.GAME_BOARD)
 
 
-if __name__ != "__main__":  # a run imports this file by its name, even when it is itself the script
+if __name__ != "__main__":  # a run imports this file by its name, even if it is the script
     ta.envs.registration.register_with_versions(
         id="RaceTo20-v0",
         entry_point="custom_env:RaceTo20",

@@ -1,6 +1,7 @@
-"""An env sampler of your own: `python examples/custom_env_sampler.py [learning_steps]`.
+"""A custom env sampler: `python examples/custom_env_sampler.py [learning_steps]`.
 
-In a TOML it is `env_sampling_strategy = { "custom_env_sampler:WinsFirst" = { goal = 0.5 } }`, where Python finds it.
+In a TOML: `env_sampling_strategy = { "custom_env_sampler:WinsFirst" = { goal = 0.5 } }`. Python must be able to import
+the module.
 """
 
 import sys
@@ -10,7 +11,7 @@ import unstable_lite as unstable
 
 
 class WinsFirst(unstable.samplers.BaseEnvSampler):
-    """The first env whose average reward is under `goal`; once all are above it, any."""
+    """Chooses the first env whose average reward is below `goal`, or any env once all have reached it."""
 
     def __init__(self, train_envs: Any, eval_envs: Any = (), rng_seed: int = 489, goal: float = 0.5) -> None:
         super().__init__(train_envs, eval_envs, rng_seed)

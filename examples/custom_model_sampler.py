@@ -1,6 +1,6 @@
-"""A model sampler of your own: `python examples/custom_model_sampler.py [learning_steps]`.
+"""A custom model sampler: `python examples/custom_model_sampler.py [learning_steps]`.
 
-In a TOML it is `opponent_sampling_strategy = { "custom_model_sampler:Nemesis" = { weight = 0.7 }, mirror = 0.3 }`.
+In a TOML: `opponent_sampling_strategy = { "custom_model_sampler:Nemesis" = { weight = 0.7 }, mirror = 0.3 }`.
 """
 
 import sys
@@ -11,7 +11,7 @@ from unstable_lite.league.model_registry import ModelMeta
 
 
 class Nemesis(unstable.samplers.WeightedModelSampler):
-    """Whoever TrueSkill ranks above the policy, by how far; everyone else now and then."""
+    """Prefers models that TrueSkill ranks above the policy, by their lead; samples the others rarely."""
 
     def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:
         return [max(other.rating.mu - current.rating.mu, 0.1) for other in others]

@@ -1,6 +1,6 @@
-"""An opponent and a prompt template of one's own: `python examples/custom_opponent.py [learning_steps]`.
+"""A custom opponent and prompt template: `python examples/custom_opponent.py [learning_steps]`.
 
-The same in a TOML file: `fixed_opponents = ["custom_opponent:Careful"]` and a table `[templates.brief]`.
+In a TOML: `fixed_opponents = ["custom_opponent:Careful"]` and a table `[templates.brief]`.
 """
 
 import random
@@ -12,7 +12,7 @@ from unstable_lite.types import Reply
 
 
 class Careful:
-    """Takes as little as it may. One is made for each game that it sits in; it sees what its seat is shown."""
+    """Takes as few as possible. Each game makes a new instance, which sees the observations of its seat."""
 
     def __init__(self, env_id: str, seed: int) -> None:
         self.env_id, self.random = env_id, random.Random(seed)
@@ -29,7 +29,7 @@ def main(learning_steps: int) -> None:
         train_envs=[
             unstable.TrainEnvSpec(env_id="Nim-v0-train", num_players=2, num_actors=1, prompt_template="brief"),
         ],
-        # `chat`: the tokenizer's own markup around these words.
+        # `chat` wraps this text in the tokenizer's chat template.
         templates={"brief": {"chat": True, "user": "{observation}", "stop": ["\n\n"]}},
         opponent_sampling_strategy="fixed",
         fixed_opponents=["custom_opponent:Careful"],

@@ -1,8 +1,8 @@
-"""Reward transforms of your own: `python examples/custom_reward_transformation.py [learning_steps]`.
+"""Custom reward transforms: `python examples/custom_reward_transformation.py [learning_steps]`.
 
-A final one is called `(reward, pid, env_id)` once for each player of a game, a step one `(player_traj, step_index,
-reward)` once a turn, a sampling one `(steps)` once a batch. A class takes its options from the configuration; what it
-keeps survives a restart if it has `state_dict` and `load_state_dict`.
+A final transform is called as `(reward, pid, env_id)` once per player of a game, a step transform as `(player_traj,
+step_index, reward)` once per turn, a sampling transform as `(steps)` once per batch. A class gets its options from the
+config; its state survives a restart if it has `state_dict` and `load_state_dict`.
 """
 
 import sys
@@ -12,7 +12,7 @@ from unstable_lite.types import PlayerTrajectory
 
 
 class QuickWin:
-    """A win is worth more the fewer turns it took: `bonus / turns` on top, for every step of the winner."""
+    """Adds `bonus / turns` to every step of the winner, so that a quick win is worth more."""
 
     def __init__(self, bonus: float = 1.0) -> None:
         self.bonus = bonus

@@ -1,11 +1,11 @@
-"""A run with its parts put together by hand, each of which can be your own: `python examples/standard_script.py`."""
+"""A run assembled from parts, each of which can be a custom one: `python examples/standard_script.py`."""
 
 import random
 import sys
 
 import unstable_lite as unstable
 from unstable_lite.config import Config
-from unstable_lite.plan import make_plan
+from unstable_lite.planning.plan import make_plan
 
 retra = unstable.reward_transformations
 samplers = unstable.samplers

@@ -1,4 +1,4 @@
-"""A tokenizer as Llama 2's, Gemma's and Mistral's are: what has no token is written in tokens of single bytes."""
+"""A tokenizer like those of Llama 2, Gemma and Mistral: text without a token becomes tokens of single bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BYTE_TOKENS.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decode
 
 
 def ids_of(*parts: bytes | str) -> list[int]:
-    """Bytes one by one; a word is one token."""
+    """Return the ids of bytes, one each, and of words, one token each."""
     return [
         token_id
         for part in parts

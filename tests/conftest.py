@@ -1,4 +1,4 @@
-"""What every test may use: the marks for hardware and vLLM, and the small configs that runs are made of."""
+"""Fixtures and settings for every test: markers for hardware and vLLM, and the modules whose warnings are errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from unstable_lite.engines.choose import count_gpus, vllm_usable
+from unstable_lite.engines.devices import count_gpus, vllm_usable
 
-# No test asserts a time.
+# No test asserts a duration.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
@@ -30,7 +30,7 @@ OWN_MODULES = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The secret that seals configs; also of the processes that tests start.
+    # The directory of the secret that seals configs, also for the processes that tests start.
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="unstable-lite-tests-")
     config.addinivalue_line("filterwarnings", rf"error:::({'|'.join(sorted(OWN_MODULES))})(\.|$)")
 
@@ -53,6 +53,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """For tests that are marked `browser`."""
+    """Return the path of Chromium, for tests marked `browser`."""
     assert CHROMIUM is not None
     return CHROMIUM

@@ -1,4 +1,4 @@
-"""Ranks that end by themselves: the second one cannot go on and says so, the first one loses it and is gone sooner."""
+"""Ranks that end by themselves: the second fails and reports it, the first loses its peer and ends sooner."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import atexit
 import time
 
 from unstable_lite.errors import UnstableError
-from unstable_lite.transport.child import WorkerSocket, WorkerSpec
+from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec
 
 
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:

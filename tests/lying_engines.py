@@ -1,4 +1,4 @@
-"""Engines that do what real ones have been seen to do; loaded by real worker processes as `lying_engines:Class`."""
+"""Engines with faults seen in real ones; real worker processes load them as `lying_engines:Class`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from unstable_lite.engines.transformers import TransformersEngine
-from unstable_lite.opponent_pool import FIRST_RETURNED_VERSION
-from unstable_lite.outside_files import CONFIG, WEIGHTS, adapter_digest
-from unstable_lite.transport.child import WorkerSpec
+from msgspec import structs
+
+from unstable_lite.adapters.peft_files import CONFIG, WEIGHTS, adapter_digest
+from unstable_lite.engines.embedded.engine import TransformersEngine
+from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION
 from unstable_lite.transport.messages import Generate, Generated
+from unstable_lite.transport.worker_main import WorkerSpec
 
 
 class ServesBase(TransformersEngine):
-    """Accepts every adapter, and answers from the base in silence."""
+    """Accepts every adapter and silently answers from the base."""
 
     def load_adapter(self, version: int, path: Path) -> str:
         self._read = adapter_digest(path)
@@ -28,18 +30,19 @@ class ServesBase(TransformersEngine):
         pass
 
     def add_request(self, request: Generate) -> None:
-        super().add_request(replace(request, adapter_version=0))
+        super().add_request(structs.replace(request, adapter_version=0))
 
     def step(self) -> list[Generated]:
         return [
-            replace(done, generation=replace(done.generation, adapter_version=self._newest)) for done in super().step()
+            structs.replace(done, generation=replace(done.generation, adapter_version=self._newest))
+            for done in super().step()
         ]
 
     _newest = 0
 
 
 class ServesBaseUnderTheRightName(ServesBase):
-    """The same, and says that it used what was asked for."""
+    """Answers from the base, and reports the requested version."""
 
     def __init__(self, spec: object) -> None:
         super().__init__(spec)  # type: ignore[arg-type]
@@ -51,20 +54,20 @@ class ServesBaseUnderTheRightName(ServesBase):
 
     def step(self) -> list[Generated]:
         return [
-            replace(done, generation=replace(done.generation, adapter_version=self._asked.pop(done.request_id)))
+            structs.replace(done, generation=replace(done.generation, adapter_version=self._asked.pop(done.request_id)))
             for done in super().step()
         ]
 
 
 class HotterThanItSays(TransformersEngine):
-    """Samples at another temperature than it is asked to."""
+    """Samples at another temperature than requested."""
 
     def add_request(self, request: Generate) -> None:
-        super().add_request(replace(request, temperature=2 * request.temperature))
+        super().add_request(structs.replace(request, temperature=2 * request.temperature))
 
 
 class ServesBaseForSome(ServesBaseUnderTheRightName):
-    """Loads what it is given, and answers from the base where `lies_about` says so."""
+    """Loads every adapter, and answers from the base for versions for which `lies_about` is true."""
 
     def load_adapter(self, version: int, path: Path) -> str:
         return TransformersEngine.load_adapter(self, version, path)
@@ -76,7 +79,7 @@ class ServesBaseForSome(ServesBaseUnderTheRightName):
         version = request.adapter_version
         self._asked[request.request_id] = version
         TransformersEngine.add_request(
-            self, replace(request, adapter_version=0 if self.lies_about(version) else version)
+            self, structs.replace(request, adapter_version=0 if self.lies_about(version) else version)
         )
 
     def lies_about(self, version: int) -> bool:
@@ -84,14 +87,14 @@ class ServesBaseForSome(ServesBaseUnderTheRightName):
 
 
 class ServesBaseForWhatReturns(ServesBaseForSome):
-    """Honest about new adapters; the base answers for one that comes back."""
+    """Answers honestly for new adapters, and from the base for returning ones."""
 
     def lies_about(self, version: int) -> bool:
         return version >= FIRST_RETURNED_VERSION
 
 
 class ServesBaseAfterItsDeath(ServesBaseForSome):
-    """Honest in its first life; the one that takes its place answers from the base."""
+    """Answers honestly until its death; its successor answers from the base."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
@@ -102,14 +105,16 @@ class ServesBaseAfterItsDeath(ServesBaseForSome):
 
 
 class HotterWithAdapters(TransformersEngine):
-    """Honest about the base; samples from adapters at another temperature than it is asked to."""
+    """Answers honestly for the base; samples from adapters at another temperature than requested."""
 
     def add_request(self, request: Generate) -> None:
-        super().add_request(replace(request, temperature=(2 if request.adapter_version else 1) * request.temperature))
+        super().add_request(
+            structs.replace(request, temperature=(2 if request.adapter_version else 1) * request.temperature)
+        )
 
 
 class ServesThePreviousVersion(TransformersEngine):
-    """Reads the file of the version before."""
+    """Reads the file of the previous version."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
@@ -122,7 +127,7 @@ class ServesThePreviousVersion(TransformersEngine):
 
 
 class ServesThePreviousVersionUnderTheRightName(ServesThePreviousVersion):
-    """The same, and says that it read what it was given."""
+    """Reads the file of the previous version, and reports the digest of the right one."""
 
     def load_adapter(self, version: int, path: Path) -> str:
         super().load_adapter(version, path)
@@ -130,7 +135,7 @@ class ServesThePreviousVersionUnderTheRightName(ServesThePreviousVersion):
 
 
 class ReadsADamagedFile(TransformersEngine):
-    """One bit of one weight is another one."""
+    """Flips a bit of a weight."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
@@ -145,7 +150,7 @@ class ReadsADamagedFile(TransformersEngine):
 
 
 class ScalesTwiceAsMuch(TransformersEngine):
-    """Holds the right weights, says so, and counts them twice."""
+    """Holds the right weights and reports them, but scales them twice as much."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)

@@ -1,4 +1,4 @@
-"""An engine that, like vLLM, must not start while another one starts on its GPU."""
+"""An engine that, as vLLM, must not start while another one starts on its GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unstable_lite.engines.scripted import ScriptedEngine
 from unstable_lite.errors import ModelError
-from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.transport.worker_main import WorkerSpec
 
 
 class MeasuresTheWholeGPU(ScriptedEngine):

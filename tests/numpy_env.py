@@ -1,4 +1,4 @@
-"""Nim as somebody writes it who keeps the state of a game in arrays: its numbers are NumPy's."""
+"""A Nim env that keeps the state of a game in arrays, so that its numbers are NumPy's."""
 
 from __future__ import annotations
 

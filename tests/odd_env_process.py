@@ -1,4 +1,4 @@
-"""The process of isolated envs, in which Nim knows five odd moves."""
+"""The process of isolated envs, with a Nim that reacts to five odd moves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import textarena.envs.Nim.env as nim
 
-from unstable_lite.games.env_process import main
+from unstable_lite.games.env_worker import main
 
 __all__ = ["main"]
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server on loopback that answers as a test tells it to."""
+"""An OpenAI-compatible server on loopback with an answer set by the test."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Answer = tuple[int, Any]
-"""Status, and a body: bytes as they are, anything else as JSON."""
+"""Status and body: bytes are sent unchanged, anything else as JSON."""
 
 
-def said(text: Any, finish_reason: str = "stop", **more: Any) -> Answer:
+def chat_reply(text: Any, finish_reason: str = "stop", **more: Any) -> Answer:
     message = {"role": "assistant", "content": text}
     choices = [{"index": 0, "message": message, "finish_reason": finish_reason}]
     usage = {"prompt_tokens": 90, "completion_tokens": 10, "total_tokens": 100}
@@ -30,20 +30,20 @@ def said(text: Any, finish_reason: str = "stop", **more: Any) -> Answer:
 
 class Server:
     def __init__(self) -> None:
-        self.answer: Callable[[dict[str, Any]], Answer] = lambda _body: said("\\boxed{4}")
+        self.answer: Callable[[dict[str, Any]], Answer] = lambda _body: chat_reply("\\boxed{4}")
         self.content_type = "application/json"
         self.content_encoding = "identity"
         self.location = ""
-        """Of a redirect."""
+        """Location of a redirect."""
         self.has_length = True
-        """Whether an answer says how long it is; else it ends with its connection."""
+        """Whether an answer states its length; otherwise it ends with its connection."""
         self.accepted: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str] = []
         self.most_at_once = 0
         self.url = ""
         self.drip_s: float | None = None
-        """Seconds from one byte of an answer to the next, and no end; None: answers come whole."""
+        """Seconds from one byte of an endless answer to the next; None sends answers whole."""
         self._at_once = 0
         self._lock = threading.Lock()
 
@@ -87,7 +87,7 @@ def serving() -> Iterator[Server]:
             try:
                 server.handle(self)
             except (BrokenPipeError, ConnectionResetError):
-                pass  # the client did not wait
+                pass  # the client has hung up
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

@@ -1,4 +1,4 @@
-"""Small real runs: the config, the process, and what must be gone afterwards."""
+"""Small real runs: their config and process, and the resources that must be released."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ max_model_len = 512
 [learner]
 batch_size = 24
 learning_rate = 1e-3
-gradient_checkpointing = false
 activation_checkpointing = false
 [league]
 opponent_sampling_strategy = { mirror = 0.5, fixed = 0.5 }
@@ -61,7 +60,7 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    """A run as a user would start it, without a terminal; modules beside this one can be named in its config."""
+    """Start a run as a user would, without a terminal; its config can name modules beside this one."""
     return subprocess.Popen(
         command(*arguments),
         stdout=subprocess.PIPE,
@@ -88,21 +87,21 @@ def run_directory(directory: Path) -> Path:
 def wait_for(condition: Callable[[], object], timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)
 
 
 def num_updates(directory: Path) -> int:
-    """Updates that metrics.jsonl of the one run in `directory` tells of."""
+    """Return the number of updates in metrics.jsonl of the only run in `directory`."""
     lines = [line for path in directory.glob("outputs/*/*/metrics.jsonl") for line in path.read_text().splitlines()]
     return sum('"learner/loss"' in line for line in lines)
 
 
-def untold_figures(directory: Path) -> list[str]:
-    """The metrics of a run that docs/curves.md does not name, whole or, where it names a group's by themselves, so."""
+def undocumented_metrics(directory: Path) -> list[str]:
+    """Return a run's metrics that docs/curves.md names neither in full nor, without the group, by their own name."""
     page = (Path(__file__).parents[1] / "docs" / "curves.md").read_text()
     recorded = {name for line in (directory / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
-    untold = []
+    undocumented = []
     for name in recorded - {"step", "time"}:
         general = re.sub(r"^(collection-|exploration/)[^/]+", r"\1{env}", name)
         general = re.sub(r"^evaluation-[^/]+", "evaluation-{env} ({opponent})", general)
@@ -113,9 +112,9 @@ def untold_figures(directory: Path) -> list[str]:
         general = re.sub(r"pid=\d+", "pid=0", re.sub(r"\d-gram$", "1-gram", general))
         general = re.sub(r"(checkpoint [A-Z][\w ]*) (low|high)$", r"\1", general.replace("/concurrent ", "/"))
         own = general.rpartition("/")[2]
-        if not any(f"`{told}`" in page for told in (general, own, f"collection-{{env}}/{own}")):
-            untold.append(name)
-    return sorted(untold)
+        if not any(f"`{text}`" in page for text in (general, own, f"collection-{{env}}/{own}")):
+            undocumented.append(name)
+    return sorted(undocumented)
 
 
 def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -1,4 +1,4 @@
-"""Engines that sleep, and say when; some do not wake as they lay down. Loaded as `sleeping_engines:Class`."""
+"""Engines that record their sleep; some do not wake up as they were. Loaded as `sleeping_engines:Class`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 import signal
 from pathlib import Path
 
-from unstable_lite.engines.adapters import BASE
-from unstable_lite.engines.fused_model import FusedModel
+from unstable_lite.engines.adapter_slots import BASE
+from unstable_lite.engines.embedded.engine import TransformersEngine
+from unstable_lite.engines.embedded.fused_model import FusedModel
 from unstable_lite.engines.scripted import ScriptedEngine
-from unstable_lite.engines.transformers import TransformersEngine
-from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import Generate, Generated
+from unstable_lite.transport.worker_main import WorkerSpec
 
 
 class KeepsADiary(TransformersEngine):
-    """Writes what it does, one word a line, to diary.jsonl in the run's output directory."""
+    """Writes each action as a line of one word to diary.jsonl in the run's output directory."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
@@ -51,7 +51,7 @@ class KeepsADiary(TransformersEngine):
 
 
 class ForgetsInItsSleep(TransformersEngine):
-    """Loses its adapters, and does not notice."""
+    """Loses its adapters without noticing."""
 
     def wake_up(self) -> None:
         super().wake_up()
@@ -62,7 +62,7 @@ class ForgetsInItsSleep(TransformersEngine):
 
 
 class DiesInItsSleep(KeepsADiary):
-    """Once."""
+    """Dies during its first sleep."""
 
     def sleep(self) -> None:
         super().sleep()

@@ -1,4 +1,4 @@
-"""Learners that are slow; loaded as `slow_learners:Class`."""
+"""Slow learners; loaded as `slow_learners:Class`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unstable_lite.config import Config
-from unstable_lite.learners import UpdateResult
-from unstable_lite.learners.reinforce import REINFORCELearner
+from unstable_lite.learner import UpdateResult
+from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 from unstable_lite.types import TrainItem
 
 
 class TakesItsTime(REINFORCELearner):
-    """Longer for an update than an engine takes to start. Says "learnt" in diary.jsonl at the end of an update."""
+    """Takes longer for an update than an engine takes to start. Writes "learnt" to diary.jsonl after each update."""
 
     seconds = 10.0
 

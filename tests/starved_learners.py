@@ -1,4 +1,4 @@
-"""Learners whose memory runs out."""
+"""Learners that run out of memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from unstable_lite.config import Config
-from unstable_lite.learners import ranks
-from unstable_lite.learners.reinforce import REINFORCELearner
+from unstable_lite.learner import distributed
+from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 
 MORE_MB = 100
 TOO_MUCH = 1 << 60
-"""Bytes that no allocator has."""
+"""Number of bytes beyond any allocator."""
 
 
 class Starved(REINFORCELearner):
-    """Its process may take so much more memory than it has once it is up, and no more."""
+    """May allocate MORE_MB more than it has after its start."""
 
     def __init__(self, config: Config, device: str) -> None:
         super().__init__(config, device)
@@ -28,7 +28,7 @@ class Starved(REINFORCELearner):
 
 
 class OneRankStarved(REINFORCELearner):
-    """Rank 1 asks the allocator for too much in the middle of every update."""
+    """Runs out of memory on rank 1 in the middle of every update."""
 
     def __init__(self, config: Config, device: str) -> None:
         super().__init__(config, device)
@@ -37,5 +37,5 @@ class OneRankStarved(REINFORCELearner):
             if layer.training:
                 torch.empty(TOO_MUCH)
 
-        if ranks.rank() == 1:
+        if distributed.rank() == 1:
             self.policy._base.model.layers[-1].register_forward_pre_hook(allocate)

@@ -1,4 +1,4 @@
-"""Engines that take their time in steps."""
+"""Engines that need many steps."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ from unstable_lite.transport.messages import Generated
 
 
 class OneAStep(ScriptedEngine):
-    """Finishes one request a step, in their order."""
+    """Finishes one request per step, in order."""
 
     def step(self) -> list[Generated]:
         return [self._finished.pop(0)]
 
 
 class Unhurried(OneAStep):
-    """And takes its time."""
+    """Takes 0.1 s per step."""
 
     def step(self) -> list[Generated]:
         time.sleep(0.1)
         return super().step()
-
-
-class ForgetsNothing(Unhurried):
-    forget_requests = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Engines that come up well and then never answer."""
+"""Engines that start well and then hang or are slow."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from unstable_lite.transport.messages import Generated
 
 class Loops(ScriptedEngine):
     def step(self) -> list[Generated]:
-        return a_loop_without_end()
+        return endless_loop()
 
 
 class Slow(ScriptedEngine):
-    """Every step takes longer than a step should."""
+    """Takes longer for a step than a step should."""
 
     def step(self) -> list[Generated]:
         time.sleep(5.1)
         return super().step()
 
 
-def a_loop_without_end() -> list[Generated]:
+def endless_loop() -> list[Generated]:
     while True:
         pass

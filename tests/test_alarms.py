@@ -1,4 +1,4 @@
-"""When an alarm goes on, how long it is heard, and what it takes for a collapse."""
+"""The begin, end and repetition of alarms, and the test for a collapse."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from unstable_lite.alarms import ALARMS, SAY_EVERY, Alarms, Contests, Reading, Result, readings_of
-from unstable_lite.config import AlarmConfig, AlarmsConfig, Config
-from unstable_lite.trackers.tracker import Evaluation, Tally
+from unstable_lite.config import Config
+from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig
+from unstable_lite.orchestrator.alarms import ALARMS, SAY_EVERY, Alarms, Contests, Reading, Result, readings_of
+from unstable_lite.tracking.evaluations import Evaluation, Tally
 
 PAGE = (Path(__file__).parents[1] / "docs" / "collapse.md").read_text()
 
@@ -22,7 +23,7 @@ def alarms(**tables: dict[str, Any]) -> Alarms:
 
 
 def phases(judge: Alarms, values: list[float], alarm: str = "staleness") -> list[tuple[int, str]]:
-    """(reading, phase), counted from 1."""
+    """Return pairs of a reading, counted from 1, and a phase."""
     return [
         (update, change.phase)
         for update, value in enumerate(values, start=1)
@@ -30,14 +31,14 @@ def phases(judge: Alarms, values: list[float], alarm: str = "staleness") -> list
     ]
 
 
-def test_an_alarm_goes_on_after_so_many_readings_in_a_row_and_off_after_as_many() -> None:
+def test_alarm_begins_and_ends_after_consecutive_readings() -> None:
     judge = alarms(staleness={"threshold": 5, "updates": 3})
     assert phases(judge, [6, 6, 5, 6, 6, 6, 6, 5, 5, 6, 5, 5, 5]) == [(6, "begins"), (13, "ends")]
     assert judge.counts()["staleness"] == 1
     assert judge.on() == []
 
 
-def test_one_that_stays_on_is_heard_now_and_then_and_one_that_flickers_is_not() -> None:
+def test_lasting_alarm_is_repeated_and_a_flickering_one_is_silent() -> None:
     judge = alarms(staleness={"threshold": 5, "updates": 2})
     assert phases(judge, [6.0] * (2 + 2 * SAY_EVERY)) == [
         (2, "begins"),
@@ -48,7 +49,7 @@ def test_one_that_stays_on_is_heard_now_and_then_and_one_that_flickers_is_not() 
     assert phases(alarms(staleness={"threshold": 5, "updates": 2}), [6, 4] * 50) == []
 
 
-def test_low_entropy_is_bad_and_what_is_not_a_number_is_not_fine() -> None:
+def test_low_entropy_and_nan_raise_alarms() -> None:
     for value, on in ((0.01, ["entropy"]), (0.02, []), (3.5, [])):
         judge = alarms(entropy={"updates": 1})
         judge.judge(1, readings_of({"learner/entropy": value, "learner/num_tokens": 7}))
@@ -58,41 +59,40 @@ def test_low_entropy_is_bad_and_what_is_not_a_number_is_not_fine() -> None:
     assert judge.on() == ["mismatch"]
 
 
-def test_what_was_not_measured_or_is_of_nothing_is_not_judged() -> None:
+def test_missing_or_empty_measurements_are_not_judged() -> None:
     assert readings_of({}) == []
     assert readings_of({"learner/mismatch_mean": 0.0, "learner/mismatch_tokens": 0.0}) == []
     readings = readings_of({"learner/mismatch_mean": 0.5, "learner/mismatch_tokens": 3.0, "learner/entropy": 1.0})
     assert [(reading.alarm, reading.value, reading.n) for reading in readings] == [("mismatch", 0.5, 3)]
 
 
-def test_one_that_is_off_is_neither_heard_nor_counted() -> None:
+def test_disabled_alarm_is_neither_raised_nor_counted() -> None:
     judge = alarms(staleness={"threshold": 5, "updates": 1, "action": "off"})
     assert phases(judge, [9.0] * 50) == []
     assert "staleness" not in judge.counts()
 
 
-def test_each_subject_is_judged_by_itself_and_named() -> None:
+def test_each_subject_is_judged_separately_and_named() -> None:
     judge = alarms(invalid_moves={"updates": 2, "action": "pause"})
     readings = [Reading(alarm="invalid_moves", value=v, n=512, subject=e) for e, v in (("A", 0.95), ("B", 0.1))]
     assert judge.judge(1, readings) == []
     (change,) = judge.judge(2, readings)
     assert (change.phase, change.action) == ("begins", "pause")
-    assert "95.0% of the newest 512 training games of A were ended" in change.text
+    assert "95.0%" in change.text and "512" in change.text and " A " in change.text
     assert judge.is_on("invalid_moves", "A")
     assert not judge.is_on("invalid_moves", "B")
 
 
 @pytest.mark.parametrize("name", ALARMS)
-def test_every_alarm_says_what_was_measured_its_threshold_what_it_means_and_what_to_try(name: str) -> None:
+def test_every_alarm_states_reading_threshold_meaning_and_advice(name: str) -> None:
     judge = alarms(**{name: {"updates": 1, "action": "warn"}})
     far = -1.0 if ALARMS[name].is_under else 1e9
     (change,) = judge.judge(3, [Reading(alarm=name, value=far, n=1234, subject="S", detail="D")])
     threshold = getattr(AlarmsConfig(), name).threshold
     assert change.text.startswith(f"{name}: ")
     assert "1,234" in change.text or ": D" in change.text
-    beyond = f"({'under' if ALARMS[name].is_under else 'over'} {ALARMS[name].threshold.format(threshold)})"
-    assert beyond in change.text
-    assert change.text.endswith(f"It usually means: {ALARMS[name].means}. Try: {ALARMS[name].advice}")
+    assert ALARMS[name].threshold.format(threshold) in change.text
+    assert ALARMS[name].means in change.text and change.text.endswith(ALARMS[name].advice)
 
 
 def test_config_keys_that_alarms_recommend_exist() -> None:
@@ -104,7 +104,7 @@ def test_config_keys_that_alarms_recommend_exist() -> None:
         assert key in getattr(table, "model_fields", {}), f"{section}.{key}"
 
 
-def test_every_alarm_has_a_section_and_a_row_in_the_docs_with_its_defaults() -> None:
+def test_every_alarm_has_a_section_and_a_docs_row_with_its_defaults() -> None:
     assert list(ALARMS) == list(AlarmsConfig.model_fields)
     rows = re.findall(r"^\| `(\w+)` \| .* \| (over|under) ([\d.]+)[^|]* \| (\d+) \| (\w+) \|", PAGE, re.M)
     written = {name: (side, float(threshold), int(n), action) for name, side, threshold, n, action in rows}
@@ -115,19 +115,19 @@ def test_every_alarm_has_a_section_and_a_row_in_the_docs_with_its_defaults() -> 
     }
 
 
-def test_alarms_go_on_after_a_pass_through_json_as_if_nothing_had_been() -> None:
+def test_alarms_continue_unchanged_after_json() -> None:
     values = [6.0] * 30 + [1.0] * 5
     whole, first = alarms(staleness={"threshold": 5}), alarms(staleness={"threshold": 5})
     expected = phases(whole, values)
-    heard = phases(first, values[:17])
+    observed = phases(first, values[:17])
     second = alarms(staleness={"threshold": 5})
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    heard += [(update + 17, phase) for update, phase in phases(second, values[17:])]
-    assert heard == expected
+    observed += [(update + 17, phase) for update, phase in phases(second, values[17:])]
+    assert observed == expected
     assert second.counts() == whole.counts()
 
 
-def test_a_resume_that_asks_for_fewer_readings_in_a_row_has_its_alarm_and_its_end_of_it() -> None:
+def test_resume_with_fewer_required_readings_raises_and_clears_alarms() -> None:
     before = alarms(staleness={"threshold": 5, "updates": 10})
     assert phases(before, [6.0] * 6) == []
     after = alarms(staleness={"threshold": 5, "updates": 3})
@@ -151,22 +151,19 @@ def gaps(contests: Contests, evaluations: list[Evaluation]) -> list[float]:
     return [r.value for result in results if result is not None for r in contests.add("collapse", "S", result)]
 
 
-def test_the_newest_result_collapses_where_its_interval_lies_under_the_best_ones() -> None:
+def test_result_collapses_if_its_interval_is_below_the_best_one() -> None:
     contests = Contests()
     fine, worse = gaps(contests, [evaluation(200, step=10), evaluation(330, step=20), evaluation(240, step=30)])
     assert fine < 0 < worse
     assert contests.of["S"].best is not None
     assert contests.of["S"].best.who == "ckpt-20"
     (reading,) = contests.add("collapse", "S", Result(who="ckpt-40", update=40, mean=0.5, n=400))
-    assert reading.detail == (
-        "S: ckpt-40 50.0% of the points in 400 games (95 %: 45.1% – 54.9%), but ckpt-20 82.5% of the points in 400 "
-        "games (95 %: 78.5% – 85.9%)"
-    )
-    # Two results alone: disjoint Wilson intervals of 95 %, no more and no less.
+    assert re.search(r"^S: ckpt-40 50\.0%.* 400 .*45\.1% – 54\.9%.* ckpt-20 82\.5%.* 78\.5% – 85\.9%", reading.detail)
+    # Two results: disjoint Wilson intervals of 95 % decide.
     assert gaps(Contests(), [evaluation(200), evaluation(161)])[0] == pytest.approx(0.4511 - 0.4512, abs=2e-4)
 
 
-def test_draws_lost_against_an_opponent_that_cannot_be_beaten_are_a_collapse() -> None:
+def test_lost_draws_against_an_unbeatable_opponent_are_a_collapse() -> None:
     drawn = [
         evaluation(0, draws=draws, losses=400 - draws, step=step) for step, draws in ((0, 40), (20, 380), (40, 10))
     ]
@@ -175,28 +172,28 @@ def test_draws_lost_against_an_opponent_that_cannot_be_beaten_are_a_collapse() -
     assert fall == pytest.approx(0.435, abs=1e-3)
 
 
-def test_results_that_come_late_are_judged_in_the_order_of_their_updates() -> None:
+def test_late_results_are_judged_in_the_order_of_updates() -> None:
     contests = Contests()
     gaps(contests, [evaluation(200, step=0), evaluation(320, step=20), evaluation(220, step=10)])
     newest, best = contests.of["S"].newest, contests.of["S"].best
     assert newest is not None and newest == best
-    assert newest.who == "ckpt-20", "the better one of update 20 is the newest: nothing collapsed"
-    assert gaps(contests, [evaluation(250, step=15)]) == [], "what is known of update 20 was told"
+    assert newest.who == "ckpt-20", "the better result of update 20 is the newest: no collapse"
+    assert gaps(contests, [evaluation(250, step=15)]) == [], "the result of update 20 was already judged"
     assert not any(gap > 0 for gap in gaps(contests, [evaluation(310, step=30)]))
-    assert gaps(contests, [evaluation(390, step=25)])[0] > 0, "update 30 is worse than 25, which came after it"
+    assert gaps(contests, [evaluation(390, step=25)])[0] > 0, "update 30 is worse than 25, which arrived later"
     assert contests.of["S"].newest is not None
     assert contests.of["S"].newest.who == "ckpt-30"
 
 
-def test_rewards_are_compared_where_nobody_can_win() -> None:
+def test_rewards_are_compared_in_envs_without_winners() -> None:
     first, second = (evaluation(0, losses=0, mean_reward=mean, reward_std=0.5) for mean in (0.9, 0.2))
     assert gaps(Contests(), [first, second])[0] == pytest.approx(0.7 - 2 * 1.96 * 0.5 / 20, abs=1e-3)
     assert Result.of(evaluation(0, n=0, losses=0)) is None
 
 
-def test_rewards_that_were_all_alike_decide_nothing_that_shares_would_not() -> None:
+def test_identical_rewards_decide_only_what_shares_would() -> None:
     def paid(games: int) -> Evaluation:
-        """So many of 20 games ended with a reward of 1, the others with 0."""
+        """Return an evaluation of 20 games, of which `games` ended with a reward of 1 and the others with 0."""
         tally = Tally()
         for number in range(20):
             tally.add("na", float(number < games), own_invalid=False)
@@ -208,7 +205,7 @@ def test_rewards_that_were_all_alike_decide_nothing_that_shares_would_not() -> N
         assert (gap > 0, share_gap > 0) == (is_collapse, is_collapse)
 
 
-def test_a_policy_that_stays_the_same_does_not_collapse_however_often_it_is_evaluated() -> None:
+def test_unchanging_policy_does_not_collapse() -> None:
     chance = random.Random(0)
     false_alarms = 0
     for _ in range(100):
@@ -217,7 +214,7 @@ def test_a_policy_that_stays_the_same_does_not_collapse_however_often_it_is_eval
     assert false_alarms <= 2
 
 
-def test_a_contest_goes_on_after_a_pass_through_json() -> None:
+def test_contests_continue_unchanged_after_json() -> None:
     first, second = Contests(), Contests()
     gaps(first, [evaluation(200), evaluation(330)])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
@@ -225,6 +222,6 @@ def test_a_contest_goes_on_after_a_pass_through_json() -> None:
     assert gaps(second, [evaluation(240)]) == gaps(first, [evaluation(240)])
 
 
-def test_an_alarms_own_numbers_must_be_numbers() -> None:
+def test_alarm_thresholds_must_be_finite() -> None:
     with pytest.raises(ValueError, match="finite"):
         AlarmConfig(threshold=float("inf"))

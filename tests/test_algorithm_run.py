@@ -1,4 +1,4 @@
-"""Real runs of the algorithms with a critic: the small model, real games, real processes."""
+"""Real runs of the algorithms with a critic: small model, real games, real processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from runs import run, untold_figures, write_small
+from runs import run, undocumented_metrics, write_small
 
 OFF = ("run.eval_games=0", "run.num_eval_workers=0", "learner.critic_learning_rate=1e-3")
 
@@ -23,7 +23,7 @@ def directory_of(tmp_path: Path, name: str) -> Path:
     return found
 
 
-def test_a2c_learns_from_real_games_and_ppo_goes_on_from_its_adapter_and_critic(tmp_path: Path) -> None:
+def test_ppo_continues_from_the_adapter_and_critic_of_an_a2c_run(tmp_path: Path) -> None:
     config = write_small(tmp_path)
     warm_up = ("learner.critic_warmup_updates=1", "run.checkpoint_every=1", "run.learning_steps=2")
     code, out, err = run("run", config, "algorithm=a2c", "run.name=first", *OFF, *warm_up)
@@ -37,7 +37,9 @@ def test_a2c_learns_from_real_games_and_ppo_goes_on_from_its_adapter_and_critic(
     checkpoints = [first / "checkpoints" / f"ckpt-{update}" for update in (1, 2)]
     adapters = [safetensors.numpy.load_file(path / "adapter_model.safetensors") for path in checkpoints]
     critics = [safetensors.numpy.load_file(path / "critic/adapter_model.safetensors") for path in checkpoints]
-    assert not any(np.any(tensor) for name, tensor in adapters[0].items() if "lora_B" in name)  # it only warmed up
+    assert not any(
+        np.any(tensor) for name, tensor in adapters[0].items() if "lora_B" in name
+    )  # only the critic was trained
     assert any(np.any(tensor) for name, tensor in adapters[1].items() if "lora_B" in name)
     assert any(not np.array_equal(critics[0][name], critics[1][name]) for name in critics[0])
 
@@ -48,7 +50,7 @@ def test_a2c_learns_from_real_games_and_ppo_goes_on_from_its_adapter_and_critic(
     second = directory_of(tmp_path, "second")
     updates = metrics_of(second)
     assert [update["learner/step"] for update in updates] == [1, 2]
-    assert updates[0]["learner/value_mean"] != 0  # a fresh critic expects nothing
+    assert updates[0]["learner/value_mean"] != 0  # a fresh critic estimates 0
     assert {"learner/clip_fraction", "learner/approx_kl"} <= updates[0].keys()
-    assert untold_figures(first) == untold_figures(second) == []
+    assert undocumented_metrics(first) == undocumented_metrics(second) == []
     assert (second / "checkpoints/ckpt-2/critic/value_head.safetensors").is_file()

@@ -1,4 +1,4 @@
-"""How many games may be in flight, and that nobody waits for ever because of it."""
+"""The limit on games in flight, which must never block the run for ever."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from pathlib import Path
 import pytest
 from test_collector import MIRROR, League, any_cell_of_many
 
-from unstable_lite.back_pressure import FEW, InFlight, most_in_flight, spread_of
-from unstable_lite.buffers import StepBuffer, length_class
-from unstable_lite.engines.lock_step import LockStep
+from game_records import Observer
+from unstable_lite.rollout.back_pressure import FEW, InFlight, most_in_flight, spread_of
+from unstable_lite.rollout.lockstep import LockStep
+from unstable_lite.rollout.step_buffer import StepBuffer
+from unstable_lite.rollout.step_counts import length_class
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, ModelRef
 
 POLICY = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 
 
-def a_spec(game_idx: int, env_id: str = "E", seats: int = 2) -> GameSpec:
+def make_spec(game_idx: int, env_id: str = "E", seats: int = 2) -> GameSpec:
     agents = tuple(
         AgentSpec(pid=pid, model=POLICY, collect_data=pid < seats, prompt_template="", action_extraction_fn="")
         for pid in range(2)
@@ -29,63 +31,63 @@ def a_spec(game_idx: int, env_id: str = "E", seats: int = 2) -> GameSpec:
     )
 
 
-def test_games_in_flight_count_by_env_and_by_seats_that_are_collected() -> None:
+def test_games_in_flight_count_by_env_and_collected_seats() -> None:
     in_flight = InFlight(10, 10, 8, {"E": 3.0, "F": 10.0})
-    in_flight.begin(a_spec(0))
-    in_flight.begin(a_spec(1, "F", seats=1))
+    in_flight.begin(make_spec(0))
+    in_flight.begin(make_spec(1, "F", seats=1))
     assert in_flight.steps == 2 * 3.0 + 10.0
     in_flight.end(1, 4)
     assert in_flight.steps == 2 * 3.0
     assert len(in_flight) == 1
 
 
-def test_of_an_env_that_is_not_known_a_game_counts_as_long_as_its_turn_cap() -> None:
+def test_game_of_an_unknown_env_counts_as_long_as_its_turn_cap() -> None:
     in_flight = InFlight(10, 10, 8, {})
-    in_flight.begin(a_spec(0))
+    in_flight.begin(make_spec(0))
     assert in_flight.steps == 50
 
 
-def test_steps_of_a_game_are_learnt_in_the_order_of_starting_since_short_games_end_first() -> None:
+def test_game_lengths_are_learnt_in_starting_order() -> None:
     in_flight = InFlight(10, 10, 8, {"E": 3.0})
     for game_idx in range(101):
-        in_flight.begin(a_spec(game_idx))
+        in_flight.begin(make_spec(game_idx))
     for game_idx in range(1, 100):
         in_flight.end(game_idx, 2)
-    assert in_flight.steps == 2 * 2 * 3.0, "game 0, which began first, is still in flight"
+    assert in_flight.steps == 2 * 2 * 3.0, "game 0, the first, is still in flight"
     in_flight.end(0, 40)
     assert in_flight.steps == pytest.approx(2 * 1.0, abs=0.2)
 
 
-def test_one_game_without_end_does_not_stop_the_estimate() -> None:
+def test_endless_game_does_not_stop_the_estimate() -> None:
     in_flight = InFlight(10, 10, 8, {"E": 30.0})
-    in_flight.begin(a_spec(0))
+    in_flight.begin(make_spec(0))
     for game_idx in range(1, 2000):
-        in_flight.begin(a_spec(game_idx))
+        in_flight.begin(make_spec(game_idx))
         in_flight.end(game_idx, 2)
     assert in_flight.steps == pytest.approx(2 * 1.0, abs=0.1)
 
 
-def test_spread_is_the_long_lifetime_by_the_mean_and_leaves_out_one_step_in_a_hundred() -> None:
+def test_spread_is_long_over_mean_lifetime_without_the_top_percent() -> None:
     assert spread_of([(10, 5)] * 20) == 1.0
     assert spread_of([(6, 6)] * 50 + [(30, 30)] * 50) == pytest.approx(30 / 18)
     rare = [(10, 10)] * 10_000 + [(200, 200)] * 3
     assert spread_of(rare) == pytest.approx(1.0, abs=0.01)
 
 
-def test_twice_the_age_that_is_allowed_lets_more_games_start_and_a_greater_spread_fewer() -> None:
+def test_limit_grows_with_allowed_age_and_shrinks_with_spread() -> None:
     assert most_in_flight(100, 8, 1.0) == 700
     assert most_in_flight(100, 8, 2.0) == 350
     assert most_in_flight(100, 1, 2.0) == 0
 
 
 @pytest.mark.parametrize("max_age", [0, 1, 8])
-def test_a_game_may_start_whenever_the_learner_would_lack_steps(max_age: int) -> None:
+def test_game_may_start_whenever_the_learner_would_lack_steps(max_age: int) -> None:
     in_flight = InFlight(1000, 1500, max_age, {"E": 3.0})
     assert all(in_flight.has_room(held) for held in range(0, 1500, 100))
     assert not in_flight.has_room(10_000)
 
 
-def test_what_was_learnt_is_part_of_the_buffers_state() -> None:
+def test_learnt_lengths_are_part_of_the_buffer_state() -> None:
     first, second = StepBuffer(10), StepBuffer(10)
     for buffer in (first, second):
         buffer.in_flight = InFlight(10, 10, 8, {"E": 3.0})
@@ -93,14 +95,14 @@ def test_what_was_learnt_is_part_of_the_buffers_state() -> None:
     assert second.in_flight is not None
     rng = random.Random(0)
     for game_idx in range(FEW + 10):
-        first.in_flight.begin(a_spec(game_idx))
+        first.in_flight.begin(make_spec(game_idx))
         first.in_flight.arrive(first.in_flight.end(game_idx, 9), rng.randrange(1, 9))
     first.in_flight.measure()
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.in_flight.limit == first.in_flight.limit
     for buffer in (first, second):
         assert buffer.in_flight is not None
-        buffer.in_flight.begin(a_spec(10_000))
+        buffer.in_flight.begin(make_spec(10_000))
     assert second.in_flight.steps == first.in_flight.steps
 
 
@@ -111,10 +113,10 @@ def test_classes_of_game_length_have_plain_names() -> None:
     ]  # fmt: skip
 
 
-async def test_whoever_waits_for_room_and_is_cancelled_passes_its_turn_on() -> None:
+async def test_cancelled_waiter_for_room_passes_its_turn_on() -> None:
     buffer = StepBuffer(2)
     buffer.in_flight = InFlight(2, 2, 0, {"E": 3.0})
-    buffer.begin_game(a_spec(0))
+    buffer.begin_game(make_spec(0))
     first, second = (asyncio.create_task(buffer.wait_for_room()) for _ in range(2))
     await asyncio.sleep(0)
     buffer.in_flight.end(0, 0)
@@ -123,13 +125,13 @@ async def test_whoever_waits_for_room_and_is_cancelled_passes_its_turn_on() -> N
     await asyncio.wait_for(second, 5)
 
 
-async def test_room_for_many_games_wakes_as_many_who_wait() -> None:
+async def test_room_for_many_games_wakes_as_many_waiters() -> None:
     buffer = StepBuffer(100)
     buffer.in_flight = InFlight(10, 10, 0, {"E": 100.0})
-    buffer.begin_game(a_spec(0))
+    buffer.begin_game(make_spec(0))
     waiting = [asyncio.create_task(buffer.wait_for_room()) for _ in range(5)]
     await asyncio.sleep(0)
-    buffer.add_game(GameRecord(spec=a_spec(0), turns=[], trajectories=[], rewards={}, outcomes={}, end="void"))
+    buffer.add_game(GameRecord(spec=make_spec(0), turns=[], trajectories=[], rewards={}, outcomes={}, end="void"))
     await asyncio.wait_for(asyncio.gather(*waiting), 5)
 
 
@@ -140,16 +142,16 @@ async def test_room_for_many_games_wakes_as_many_who_wait() -> None:
     ("batch", "buffer_size", "max_age", "workers", "group_size", "delay", "expected"),
     [
         (40, 80, 0, 3, 1, 1.0, 3.0),  # no game may be in flight while an update is made
-        (200, 200, 1, 2, 1, 1.0, 3.0),  # a batch is many times what is allowed in flight
-        (30, 45, 8, 20, 1, 1.5, 3.0),  # a batch waits for more than it takes
-        (30, 30, 8, 20, 1, 1.0, 5000.0),  # games bring a thousandth of what was expected
-        (30, 30, 8, 20, 1, 1.0, 0.001),  # and a thousand times as much
+        (200, 200, 1, 2, 1, 1.0, 3.0),  # a batch is many times the limit in flight
+        (30, 45, 8, 20, 1, 1.5, 3.0),  # a batch waits for more steps than it takes
+        (30, 30, 8, 20, 1, 1.0, 5000.0),  # games yield a thousandth of the expected steps
+        (30, 30, 8, 20, 1, 1.0, 0.001),  # games yield a thousand times the expected steps
         (20, 20, 1, 3, 8, 1.0, 3.0),  # groups that are larger than a batch
         (7, 7, 0, 1, 4, 1.0, 200.0),  # one worker plays a whole group
         (1, 1, 0, 12, 1, 1.0, 3.0),
     ],
 )
-async def test_the_learner_gets_every_batch_whatever_the_numbers(
+async def test_learner_gets_every_batch_for_any_settings(
     tmp_path: Path,
     batch: int,
     buffer_size: int,
@@ -169,10 +171,9 @@ async def test_the_learner_gets_every_batch_whatever_the_numbers(
             await league.buffer.get_batch(batch, 0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    league.arena.close()
 
 
-async def test_fewer_games_than_workers_are_in_flight_where_more_would_be_too_old(tmp_path: Path) -> None:
+async def test_fewer_games_than_workers_start_if_more_would_be_too_old(tmp_path: Path) -> None:
     league = League(tmp_path, any_cell_of_many, 1000, MIRROR)
     league.buffer.in_flight = InFlight(20, 20, 4, {MIRROR.env_id: 3.5})
     most = 0
@@ -181,7 +182,7 @@ async def test_fewer_games_than_workers_are_in_flight_where_more_would_be_too_ol
         nonlocal most
         most = max(most, league.collector.games_in_flight["train"])
 
-    league.collector._on_record = look
+    league.collector._listeners = [Observer(look)]
     task = asyncio.create_task(league.collector.run(100, 0))
     async with asyncio.timeout(60):
         for _ in range(20):
@@ -189,10 +190,9 @@ async def test_fewer_games_than_workers_are_in_flight_where_more_would_be_too_ol
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert 1 < most <= 20, "of 100 workers"
-    league.arena.close()
 
 
-async def test_the_games_of_a_group_are_played_side_by_side_though_no_other_game_may_start(tmp_path: Path) -> None:
+async def test_games_of_a_group_are_played_together_despite_the_limit(tmp_path: Path) -> None:
     league = League(tmp_path, any_cell_of_many, 1000, MIRROR, group_size=8)
     league.buffer.in_flight = InFlight(20, 20, 0, {MIRROR.env_id: 100.0})
     task = asyncio.create_task(league.collector.run(16, 0))
@@ -200,22 +200,20 @@ async def test_the_games_of_a_group_are_played_side_by_side_though_no_other_game
     async with asyncio.timeout(60):
         while len(league.records) < 24:
             await asyncio.sleep(0)
-            if len(league.records) >= 8:  # the workers of the first group had not waited yet
+            if len(league.records) >= 8:  # the workers of the first group did not have to wait
                 flying.add(league.collector.games_in_flight["train"])
             if league.buffer.size() >= 20:
                 await league.buffer.get_batch(20, 0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert max(flying) == 8, "one group, all of it at once"
-    league.arena.close()
+    assert max(flying) == 8, "exactly one whole group at once"
 
 
-async def test_a_round_of_mode_sync_is_what_a_batch_needs(tmp_path: Path) -> None:
+async def test_sync_round_plays_as_many_games_as_a_batch_needs(tmp_path: Path) -> None:
     league = League(tmp_path, any_cell_of_many, 1000, MIRROR)
     league.collector._lock_step = LockStep(any_cell_of_many)
     league.buffer.in_flight = InFlight(50, 50, 0, {MIRROR.env_id: 5.0})
     await league.collector.play_round(256)
-    assert len(league.records) == 5, "10 steps a game were expected"
+    assert len(league.records) == 5, "expected 10 steps per game"
     await league.collector.play_round(2)
     assert len(league.records) == 7
-    league.arena.close()

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unstable_lite.buffers import EpisodeBuffer, StepBuffer, most_dropped, staleness
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations import (
     GROUP_BASELINES,
@@ -18,12 +17,15 @@ from unstable_lite.reward_transformations import (
     RewardForFormat,
     RoleAdvantageFormatter,
 )
+from unstable_lite.rollout.buffer import staleness
+from unstable_lite.rollout.episode_buffer import EpisodeBuffer
+from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.types import GameRecord, GameSpec, Generation, ModelRef, PlayerTrajectory, Step
 
 BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 
 
-def a_trajectory(num_steps, *, game_idx=0, version=0, final_reward=1.0):
+def make_trajectory(num_steps, *, game_idx=0, version=0, final_reward=1.0):
     generation = Generation(
         prompt_ids=np.array([1], np.int32),
         completion_ids=np.array([2], np.int32),
@@ -58,9 +60,9 @@ def assert_balanced(buffer):
 # rewards
 
 
-async def test_the_final_transform_runs_once_for_a_trajectory_and_the_step_transform_for_each_step():
+async def test_final_transform_runs_per_trajectory_and_step_transform_per_step():
     buffer = StepBuffer(10, RoleAdvantageFormatter(role_adv=0.5), RewardForFormat(reward=2.0))
-    buffer.add_player_trajectory(a_trajectory(3))
+    buffer.add_player_trajectory(make_trajectory(3))
     batch = await buffer.get_batch(3, 0)
     assert [step.reward for step in batch] == [2.5, 2.5, 2.5]
     for step in batch:
@@ -68,16 +70,16 @@ async def test_the_final_transform_runs_once_for_a_trajectory_and_the_step_trans
 
 
 @pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
-def test_a_transform_that_computes_in_numpy_gives_rewards_that_can_be_sent_and_written(buffer_class):
+def test_numpy_rewards_of_a_transform_become_plain_floats(buffer_class):
     buffer = buffer_class(10, lambda reward, pid, env_id: np.float32(reward), lambda traj, index, reward: reward)
-    buffer.add_player_trajectory(a_trajectory(1))
+    buffer.add_player_trajectory(make_trajectory(1))
     (step,) = buffer.drain()
     assert type(step.reward) is type(step.step_info["env_reward"]) is float
 
 
-async def test_episodes_carry_the_final_reward_on_the_last_step_alone():
+async def test_episodes_carry_the_final_reward_only_on_the_last_step():
     buffer = EpisodeBuffer(10, RoleAdvantageFormatter(role_adv=0.5), RewardForFormat(reward=2.0))
-    buffer.add_player_trajectory(a_trajectory(3))
+    buffer.add_player_trajectory(make_trajectory(3))
     (episode,) = await buffer.get_batch(3, 0)
     assert [step.reward for step in episode] == [2.0, 2.0, 2.5]
     assert [step.step_info["env_reward"] for step in episode] == [0.0, 0.0, 0.5]
@@ -87,71 +89,71 @@ async def test_episodes_carry_the_final_reward_on_the_last_step_alone():
 async def test_player_without_a_turn_goes_through_no_transform(buffer_class):
     seen = []
     buffer = buffer_class(10, lambda reward, pid, env_id: seen.append(pid) or reward)
-    buffer.add_player_trajectory(a_trajectory(0))
+    buffer.add_player_trajectory(make_trajectory(0))
     assert (seen, buffer.size()) == ([], 0)
-    buffer.add_player_trajectory(a_trajectory(1))
+    buffer.add_player_trajectory(make_trajectory(1))
     assert (seen, buffer.size()) == ([0], 1)
 
 
-async def test_the_sampling_transform_sees_the_batch():
+async def test_sampling_transform_sees_the_batch():
     buffer = StepBuffer(10, sampling_reward_transformation=NormalizeRewards())
-    buffer.add_player_trajectory(a_trajectory(1, final_reward=1.0))
-    buffer.add_player_trajectory(a_trajectory(1, final_reward=3.0))
+    buffer.add_player_trajectory(make_trajectory(1, final_reward=1.0))
+    buffer.add_player_trajectory(make_trajectory(1, final_reward=3.0))
     assert sorted(step.reward for step in await buffer.get_batch(2, 0)) == [-1.0, 1.0]
 
 
-async def test_the_sampling_transform_sees_all_episodes_of_a_batch_together():
+async def test_sampling_transform_sees_all_episodes_of_a_batch_together():
     buffer = EpisodeBuffer(10, sampling_reward_transformation=NormalizeRewards())
-    buffer.add_player_trajectory(a_trajectory(1, game_idx=0, final_reward=1.0))
-    buffer.add_player_trajectory(a_trajectory(2, game_idx=1, final_reward=5.0))
+    buffer.add_player_trajectory(make_trajectory(1, game_idx=0, final_reward=1.0))
+    buffer.add_player_trajectory(make_trajectory(2, game_idx=1, final_reward=5.0))
     episodes = await buffer.get_batch(3, 0)
     rewards = {step.act: step.reward for episode in episodes for step in episode}
     assert rewards == {"0.0": -1.0, "1.0": -2.0, "1.1": 3.0}
     assert sorted(names_of(episode) for episode in episodes) == [["0.0"], ["1.0", "1.1"]]
 
 
-async def test_a_sampling_transform_that_loses_steps_of_an_episode_is_an_error():
+async def test_sampling_transform_that_drops_steps_of_an_episode_is_an_error():
     buffer = EpisodeBuffer(10, sampling_reward_transformation=lambda steps: list(steps[:-1]))
-    buffer.add_player_trajectory(a_trajectory(2))
-    with pytest.raises(ConfigError, match="1 of 2 steps"):
+    buffer.add_player_trajectory(make_trajectory(2))
+    with pytest.raises(ConfigError, match="1 of 2"):
         await buffer.get_batch(2, 0)
 
 
 @pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_a_reward_that_is_not_finite_never_enters(buffer_class, reward):
+def test_non_finite_reward_never_enters(buffer_class, reward):
     buffer = buffer_class(10)
-    with pytest.raises(ConfigError, match="became"):
-        buffer.add_player_trajectory(a_trajectory(2, final_reward=reward))
+    with pytest.raises(ConfigError, match=str(reward)):
+        buffer.add_player_trajectory(make_trajectory(2, final_reward=reward))
     assert buffer.size() == 0
 
 
 @pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
 @pytest.mark.parametrize("stage", ["final_reward_transformation", "step_reward_transformation"])
-def test_a_transform_that_returns_nothing_is_named(buffer_class, stage):
+def test_transform_that_returns_none_is_named(buffer_class, stage):
     def forgets_to_return(*_):
         pass
 
     with pytest.raises(ConfigError, match="forgets_to_return"):
-        buffer_class(10, **{stage: forgets_to_return}).add_player_trajectory(a_trajectory(2))
+        buffer_class(10, **{stage: forgets_to_return}).add_player_trajectory(make_trajectory(2))
 
 
 # capacity
 
 
-async def test_an_overshoot_is_kept():
+async def test_overshoot_is_kept():
     buffer = StepBuffer(4)
-    buffer.add_player_trajectory(a_trajectory(3))
+    buffer.add_player_trajectory(make_trajectory(3))
     assert not buffer.is_full
-    buffer.add_player_trajectory(a_trajectory(3, game_idx=1))
+    buffer.add_player_trajectory(make_trajectory(3, game_idx=1))
     assert buffer.is_full
     assert buffer.size() == 6
 
 
-async def test_the_collector_waits_while_the_buffer_is_full():
+async def test_collector_waits_while_the_buffer_is_full():
     buffer = StepBuffer(2)
     await buffer.wait_for_room()
-    buffer.add_player_trajectory(a_trajectory(3))
+    buffer.add_player_trajectory(make_trajectory(3))
     collector = asyncio.create_task(buffer.wait_for_room())
     await asyncio.sleep(0)
     await buffer.get_batch(1, 0)
@@ -163,21 +165,21 @@ async def test_the_collector_waits_while_the_buffer_is_full():
 
 async def test_dropping_stale_steps_makes_room():
     buffer = StepBuffer(2, max_staleness=0)
-    buffer.add_player_trajectory(a_trajectory(2, version=0))
+    buffer.add_player_trajectory(make_trajectory(2, version=0))
     collector = asyncio.create_task(buffer.wait_for_room())
     learner = asyncio.create_task(buffer.get_batch(2, current_version=1))
     await asyncio.wait_for(collector, 1)
-    buffer.add_player_trajectory(a_trajectory(2, version=1))
+    buffer.add_player_trajectory(make_trajectory(2, version=1))
     assert len(await asyncio.wait_for(learner, 1)) == 2
 
 
 @pytest.mark.parametrize("n", [0, 5])
-async def test_a_batch_that_can_never_come_is_refused(n):
-    with pytest.raises(ConfigError, match="between 1 and buffer_size 4"):
+async def test_batch_that_can_never_fill_is_refused(n):
+    with pytest.raises(ConfigError, match="buffer_size 4"):
         await StepBuffer(4).get_batch(n, 0)
 
 
-def test_a_buffer_without_capacity_is_refused():
+def test_buffer_without_capacity_is_refused():
     with pytest.raises(ConfigError, match="buffer_size"):
         StepBuffer(0)
 
@@ -185,36 +187,36 @@ def test_a_buffer_without_capacity_is_refused():
 # waiting
 
 
-async def test_a_batch_waits_until_it_is_whole():
+async def test_batch_waits_until_it_is_complete():
     buffer = StepBuffer(10)
     learner = asyncio.create_task(buffer.get_batch(3, 0))
-    buffer.add_player_trajectory(a_trajectory(2))
+    buffer.add_player_trajectory(make_trajectory(2))
     await asyncio.sleep(0.01)
     assert not learner.done()
-    buffer.add_player_trajectory(a_trajectory(2, game_idx=1))
+    buffer.add_player_trajectory(make_trajectory(2, game_idx=1))
     assert len(await asyncio.wait_for(learner, 1)) == 3
     assert buffer.size() == 1
 
 
-async def test_two_learners_that_wait_get_different_steps():
+async def test_two_waiting_learners_get_different_steps():
     buffer = StepBuffer(10)
     learners = [asyncio.create_task(buffer.get_batch(2, 0)) for _ in range(2)]
     await asyncio.sleep(0)
-    buffer.add_player_trajectory(a_trajectory(2))
+    buffer.add_player_trajectory(make_trajectory(2))
     await asyncio.sleep(0.01)
     assert sum(learner.done() for learner in learners) == 1
-    buffer.add_player_trajectory(a_trajectory(2, game_idx=1))
+    buffer.add_player_trajectory(make_trajectory(2, game_idx=1))
     batches = await asyncio.wait_for(asyncio.gather(*learners), 1)
     assert sorted(names_of(batches[0] + batches[1])) == ["0.0", "0.1", "1.0", "1.1"]
 
 
-async def test_a_cancelled_wait_takes_nothing():
+async def test_cancelled_wait_takes_nothing():
     buffer = StepBuffer(10)
-    buffer.add_player_trajectory(a_trajectory(1))
+    buffer.add_player_trajectory(make_trajectory(1))
     learner = asyncio.create_task(buffer.get_batch(2, 0))
     await asyncio.sleep(0)
     learner.cancel()
-    buffer.add_player_trajectory(a_trajectory(1, game_idx=1))
+    buffer.add_player_trajectory(make_trajectory(1, game_idx=1))
     await asyncio.wait({learner})
     assert buffer.size() == 2
 
@@ -223,55 +225,55 @@ async def test_a_cancelled_wait_takes_nothing():
 
 
 def test_staleness_is_the_number_of_updates_since():
-    (step,) = a_trajectory(1, version=3).steps
+    (step,) = make_trajectory(1, version=3).steps
     assert staleness(step, 5) == 2
 
 
 async def test_steps_older_than_max_staleness_are_dropped_and_counted():
     buffer = StepBuffer(10, max_staleness=1)
-    buffer.add_player_trajectory(a_trajectory(2, game_idx=0, version=0))
-    buffer.add_player_trajectory(a_trajectory(2, game_idx=1, version=1))
+    buffer.add_player_trajectory(make_trajectory(2, game_idx=0, version=0))
+    buffer.add_player_trajectory(make_trajectory(2, game_idx=1, version=1))
     batch = await buffer.get_batch(2, current_version=2)
     assert sorted(names_of(batch)) == ["1.0", "1.1"]
     assert buffer.dropped_stale == 2
     assert_balanced(buffer)
 
 
-async def test_an_episode_with_one_stale_step_is_dropped_whole():
+async def test_episode_with_one_stale_step_is_dropped_whole():
     buffer = EpisodeBuffer(10, max_staleness=1)
-    mixed = a_trajectory(2, game_idx=0, version=1)
+    mixed = make_trajectory(2, game_idx=0, version=1)
     mixed.steps[0].generation = replace(mixed.steps[0].generation, adapter_version=0)
     buffer.add_player_trajectory(mixed)
-    buffer.add_player_trajectory(a_trajectory(2, game_idx=1, version=1))
+    buffer.add_player_trajectory(make_trajectory(2, game_idx=1, version=1))
     assert [names_of(e) for e in await buffer.get_batch(2, current_version=2)] == [["1.0", "1.1"]]
     assert buffer.dropped_stale == 2
 
 
 async def test_without_max_staleness_nothing_is_dropped():
     buffer = StepBuffer(10)
-    buffer.add_player_trajectory(a_trajectory(2, version=0))
+    buffer.add_player_trajectory(make_trajectory(2, version=0))
     assert len(await buffer.get_batch(2, current_version=1000)) == 2
 
 
 # sampling
 
 
-async def test_every_step_is_as_likely_as_any_other():
+async def test_every_step_is_equally_likely():
     drawn: Counter[str] = Counter()
     rng = random.Random(0)
     for _ in range(3000):
         buffer = StepBuffer(6, rng=rng)
-        buffer.add_player_trajectory(a_trajectory(6))
+        buffer.add_player_trajectory(make_trajectory(6))
         drawn.update(names_of(await buffer.get_batch(2, 0)))
     assert len(drawn) == 6
     assert all(abs(count - 1000) < 150 for count in drawn.values())
 
 
 @pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
-async def test_the_oldest_steps_are_given_out_first_so_that_none_becomes_too_old(buffer_class):
+async def test_oldest_steps_are_taken_first(buffer_class):
     buffer = buffer_class(100, max_staleness=2)
     for game_idx, version in enumerate([3, 1, 2, 1, 3, 2]):
-        buffer.add_player_trajectory(a_trajectory(5, game_idx=game_idx, version=version))
+        buffer.add_player_trajectory(make_trajectory(5, game_idx=game_idx, version=version))
     given = []
     for current_version in (3, 4, 5):
         batch = await buffer.get_batch(10, current_version)
@@ -281,40 +283,40 @@ async def test_the_oldest_steps_are_given_out_first_so_that_none_becomes_too_old
     assert buffer.dropped_stale == 0
 
 
-async def test_steps_are_counted_by_env_and_length_of_game_from_play_to_training():
+async def test_steps_are_counted_by_env_and_game_length():
     buffer = StepBuffer(100, max_staleness=0)
     for game_idx, num_steps in enumerate([2, 2, 12]):
-        game = a_game([1.0], group_idx=None, num_steps=num_steps, game_idx=game_idx)
+        game = make_game([1.0], group_idx=None, num_steps=num_steps, game_idx=game_idx)
         game.turns = [None] * num_steps
         buffer.add_game(game)
     await buffer.get_batch(10, 0)
     assert not buffer.has_batch(3, 1)
-    figures = buffer.step_metrics()
-    assert figures["collection-E/Steps Played"] == 16
-    assert figures["collection-E/Steps Trained"] == 10
-    assert figures["collection-E/Steps Dropped"] == 6
-    assert figures["collection-E/Steps Played (1-4 turns)"] == 4
-    assert figures["collection-E/Steps Played (9-16 turns)"] == 12
+    metrics = buffer.counts.metrics()
+    assert metrics["collection-E/Steps Played"] == 16
+    assert metrics["collection-E/Steps Trained"] == 10
+    assert metrics["collection-E/Steps Dropped"] == 6
+    assert metrics["collection-E/Steps Played (1-4 turns)"] == 4
+    assert metrics["collection-E/Steps Played (9-16 turns)"] == 12
     restored = StepBuffer(100)
     restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
-    assert restored.step_metrics() == figures
-    assert most_dropped(buffer.counts).startswith("E, ")
+    assert restored.counts.metrics() == metrics
+    assert (buffer.counts.most_dropped() or "").startswith("E, ")
 
 
-async def test_the_same_seed_draws_the_same_steps():
+async def test_same_seed_draws_the_same_steps():
     async def draw(seed):
         buffer = StepBuffer(50, rng=seed)
-        buffer.add_player_trajectory(a_trajectory(50))
+        buffer.add_player_trajectory(make_trajectory(50))
         return names_of(await buffer.get_batch(20, 0))
 
     assert await draw(1) == await draw(1)
     assert await draw(1) != await draw(2)
 
 
-async def test_episodes_come_shuffled_and_whole_until_there_are_enough_steps():
+async def test_episodes_come_shuffled_and_whole():
     buffer = EpisodeBuffer(40, rng=3)
     for game_idx in range(10):
-        buffer.add_player_trajectory(a_trajectory(4, game_idx=game_idx))
+        buffer.add_player_trajectory(make_trajectory(4, game_idx=game_idx))
     episodes = await buffer.get_batch(10, 0)
     assert [len(episode) for episode in episodes] == [4, 4, 4]
     assert buffer.size() == 28
@@ -340,12 +342,12 @@ def test_no_step_is_lost_or_given_twice(operations, is_by_episode):
         given, out = 0, []
         for game_idx, (operation, n, version) in enumerate(operations):
             if operation == "add":
-                buffer.add_player_trajectory(a_trajectory(n, game_idx=game_idx, version=version))
+                buffer.add_player_trajectory(make_trajectory(n, game_idx=game_idx, version=version))
                 given += n
             elif operation == "drain":
                 out += names_of(buffer.drain())
             else:
-                # A batch that is not there yet is cancelled: stale steps are gone, nothing else.
+                # An incomplete batch is cancelled: stale steps are dropped, and nothing else.
                 learner = asyncio.create_task(buffer.get_batch(n, current_version=version))
                 await asyncio.sleep(0)
                 if not learner.done():
@@ -364,12 +366,12 @@ def test_no_step_is_lost_or_given_twice(operations, is_by_episode):
     asyncio.run(play())
 
 
-# the rest
+# state
 
 
-async def test_draining_gives_the_steps_back_and_makes_room():
+async def test_draining_returns_the_steps_and_makes_room():
     buffer = StepBuffer(2)
-    buffer.add_player_trajectory(a_trajectory(2))
+    buffer.add_player_trajectory(make_trajectory(2))
     collector = asyncio.create_task(buffer.wait_for_room())
     await asyncio.sleep(0)
     assert names_of(buffer.drain()) == ["0.0", "0.1"]
@@ -378,9 +380,9 @@ async def test_draining_gives_the_steps_back_and_makes_room():
     assert buffer.counters() == {"added": 2, "taken": 0, "dropped_stale": 0, "drained": 2}
 
 
-async def test_a_restored_buffer_draws_on_as_the_first_would_have():
+async def test_restored_buffer_continues_the_same_draws():
     def filled(buffer):
-        buffer.add_player_trajectory(a_trajectory(20))
+        buffer.add_player_trajectory(make_trajectory(20))
         return buffer
 
     first = filled(StepBuffer(20, rng=1))
@@ -393,14 +395,14 @@ async def test_a_restored_buffer_draws_on_as_the_first_would_have():
     assert names_of(await filled(second).get_batch(9, 0)) == names_of(await filled(first).get_batch(9, 0))
 
 
-def test_the_transforms_memory_is_part_of_the_state():
+def test_transform_state_is_part_of_the_buffer_state():
     saved, loaded = (StepBuffer(10, RoleAdvantageFormatter()) for _ in range(2))
-    saved.add_player_trajectory(a_trajectory(2))
+    saved.add_player_trajectory(make_trajectory(2))
     loaded.load_state_dict(json.loads(json.dumps(saved.state_dict())))
     rewards = []
     for buffer in (saved, loaded):
         buffer.clear()
-        buffer.add_player_trajectory(a_trajectory(1, final_reward=3.0))
+        buffer.add_player_trajectory(make_trajectory(1, final_reward=3.0))
         rewards.append(buffer.drain()[0].reward)
     assert rewards == [2.0, 2.0]
 
@@ -408,11 +410,11 @@ def test_the_transforms_memory_is_part_of_the_state():
 # groups
 
 
-def a_game(rewards, *, group_idx=0, num_steps=1, end="natural", invalid=(), game_idx=0):
-    """One game of a group; the policy sits at every seat, and each seat gets its reward."""
+def make_game(rewards, *, group_idx=0, num_steps=1, end="natural", invalid=(), game_idx=0):
+    """Return a game of a group with the policy at every seat and a reward for each seat."""
     trajectories = []
     for pid, reward in enumerate(rewards):
-        trajectory = a_trajectory(num_steps, game_idx=game_idx, final_reward=reward)
+        trajectory = make_trajectory(num_steps, game_idx=game_idx, final_reward=reward)
         trajectory.pid = pid
         trajectories.append(trajectory)
     spec = GameSpec(
@@ -436,17 +438,17 @@ def a_game(rewards, *, group_idx=0, num_steps=1, end="natural", invalid=(), game
     )
 
 
-def a_grouped_buffer(group_size, baseline="grpo", size=100, **kwargs):
+def make_grouped_buffer(group_size, baseline="grpo", size=100, **kwargs):
     return StepBuffer(size, group_size=group_size, group_baseline=GROUP_BASELINES[baseline], **kwargs)
 
 
-async def test_a_group_reaches_the_batch_when_it_is_whole_and_not_before():
-    buffer = a_grouped_buffer(3)
+async def test_group_reaches_the_batch_only_when_complete():
+    buffer = make_grouped_buffer(3)
     for index, reward in enumerate([1.0, 0.0]):
-        buffer.add_game(a_game([reward], game_idx=index, num_steps=2))
+        buffer.add_game(make_game([reward], game_idx=index, num_steps=2))
     assert buffer.size() == buffer.added == 0
     assert buffer.steps_in_groups() == 4
-    buffer.add_game(a_game([-1.0], game_idx=2))
+    buffer.add_game(make_game([-1.0], game_idx=2))
     assert buffer.size() == 5
     assert buffer.steps_in_groups() == 0
     advantages = {step.act: step.reward for step in await buffer.get_batch(5, 0)}
@@ -456,10 +458,10 @@ async def test_a_group_reaches_the_batch_when_it_is_whole_and_not_before():
     assert_balanced(buffer)
 
 
-async def test_players_are_compared_with_their_own_seat_in_the_other_games():
-    buffer = a_grouped_buffer(2, "rloo")
-    buffer.add_game(a_game([1.0, -1.0], game_idx=0))
-    buffer.add_game(a_game([0.0, 0.0], game_idx=1))
+async def test_players_are_compared_with_their_own_seat_in_other_games():
+    buffer = make_grouped_buffer(2, "rloo")
+    buffer.add_game(make_game([1.0, -1.0], game_idx=0))
+    buffer.add_game(make_game([0.0, 0.0], game_idx=1))
     batch = await buffer.get_batch(4, 0)
     assert sorted((step.act, step.step_info["raw_reward"], step.reward) for step in batch) == [
         ("0.0", -1.0, -1.0),
@@ -470,68 +472,68 @@ async def test_players_are_compared_with_their_own_seat_in_the_other_games():
 
 
 async def test_groups_do_not_mix():
-    buffer = a_grouped_buffer(2, "rloo")
+    buffer = make_grouped_buffer(2, "rloo")
     for group_idx, rewards in {5: [1.0, 0.0], 9: [10.0, 20.0]}.items():
-        buffer.add_game(a_game([rewards[0]], group_idx=group_idx))
-        buffer.add_game(a_game([7.0], group_idx=100 + group_idx))
-        buffer.add_game(a_game([rewards[1]], group_idx=group_idx))
+        buffer.add_game(make_game([rewards[0]], group_idx=group_idx))
+        buffer.add_game(make_game([7.0], group_idx=100 + group_idx))
+        buffer.add_game(make_game([rewards[1]], group_idx=group_idx))
     assert sorted(step.reward for step in await buffer.get_batch(4, 0)) == [-10.0, -1.0, 1.0, 10.0]
 
 
 @pytest.mark.parametrize("baseline", ["grpo", "rloo"])
-async def test_a_group_whose_rewards_are_all_equal_gives_advantage_zero_and_is_counted(baseline):
-    buffer = a_grouped_buffer(3, baseline)
+async def test_group_of_equal_rewards_gives_advantage_zero_and_is_counted(baseline):
+    buffer = make_grouped_buffer(3, baseline)
     for _ in range(3):
-        buffer.add_game(a_game([0.1], num_steps=2))
+        buffer.add_game(make_game([0.1], num_steps=2))
     assert [step.reward for step in await buffer.get_batch(6, 0)] == [0.0] * 6
     assert buffer.group_counters() == {"whole": 1, "without_spread": 1, "of_one": 0}
 
 
-async def test_void_games_shrink_a_group_and_one_that_is_left_alone_is_left_out_and_counted():
-    buffer = a_grouped_buffer(3, "rloo")
-    for record in (a_game([3.0]), a_game([], end="void"), a_game([1.0])):
+async def test_void_games_shrink_a_group_and_a_group_of_one_is_dropped():
+    buffer = make_grouped_buffer(3, "rloo")
+    for record in (make_game([3.0]), make_game([], end="void"), make_game([1.0])):
         buffer.add_game(record)
     assert sorted(step.reward for step in await buffer.get_batch(2, 0)) == [-2.0, 2.0]
     for end in ("void", "natural", "void"):
-        buffer.add_game(a_game([3.0], end=end, group_idx=1))
+        buffer.add_game(make_game([3.0], end=end, group_idx=1))
     assert buffer.size() == buffer.steps_in_groups() == 0
     for _ in range(3):
-        buffer.add_game(a_game([], end="void", group_idx=2))
+        buffer.add_game(make_game([], end="void", group_idx=2))
     assert buffer.group_counters() == {"whole": 2, "without_spread": 0, "of_one": 1}
     assert_balanced(buffer)
 
 
-async def test_steps_that_wait_for_their_group_fill_the_buffer_and_leave_room_when_they_go():
-    buffer = a_grouped_buffer(2, size=4)
-    buffer.add_game(a_game([1.0], num_steps=4))
+async def test_steps_that_wait_for_their_group_count_towards_capacity():
+    buffer = make_grouped_buffer(2, size=4)
+    buffer.add_game(make_game([1.0], num_steps=4))
     assert buffer.is_full
     waiting = asyncio.ensure_future(buffer.wait_for_room())
     await asyncio.sleep(0)
     assert not waiting.done()
-    buffer.add_game(a_game([], end="void"))
+    buffer.add_game(make_game([], end="void"))
     await asyncio.wait_for(waiting, 5)
     assert not buffer.is_full
 
 
-async def test_shaping_that_is_alike_for_all_steps_does_not_favour_longer_games():
-    buffer = a_grouped_buffer(2, "rloo", step_reward_transformation=RewardForFormat(reward=2.0))
-    buffer.add_game(a_game([1.0], num_steps=1))
-    buffer.add_game(a_game([1.0], num_steps=3))
+async def test_uniform_shaping_does_not_favour_longer_games():
+    buffer = make_grouped_buffer(2, "rloo", step_reward_transformation=RewardForFormat(reward=2.0))
+    buffer.add_game(make_game([1.0], num_steps=1))
+    buffer.add_game(make_game([1.0], num_steps=3))
     assert [step.reward for step in await buffer.get_batch(4, 0)] == [0.0] * 4
 
 
 @pytest.mark.parametrize("baseline", ["grpo", "rloo"])
 @pytest.mark.parametrize("num_steps", [2, 5, 20])
-async def test_an_invalid_move_costs_its_own_turn_the_same_in_any_length_of_game(baseline, num_steps):
+async def test_invalid_move_costs_only_its_own_turn_in_any_game_length(baseline, num_steps):
     penalty = PenaltyForInvalidMove(reward=1.0, penalty=-1.0)
-    buffer = a_grouped_buffer(2, baseline, step_reward_transformation=penalty)
-    lost = a_game([-1.0], num_steps=num_steps)
+    buffer = make_grouped_buffer(2, baseline, step_reward_transformation=penalty)
+    lost = make_game([-1.0], num_steps=num_steps)
     lost.trajectories[0].steps[-1].format_feedback["invalid_move"] = True
     buffer.add_game(lost)
-    buffer.add_game(a_game([-1.0], num_steps=num_steps, game_idx=1))
+    buffer.add_game(make_game([-1.0], num_steps=num_steps, game_idx=1))
     rewards = {step.act: step.reward for step in await buffer.get_batch(2 * num_steps, 0)}
     invalid = rewards.pop(f"0.{num_steps - 1}")
-    (valid,) = set(rewards.values())  # the game was lost either way
+    (valid,) = set(rewards.values())  # both games were lost
     assert valid - invalid == pytest.approx(2.0)
     assert valid >= 0 > invalid
 
@@ -548,43 +550,45 @@ def test_group_advantages_sum_to_zero_and_are_bounded(rewards):
     assert [advantages[i] for i in order] == sorted(advantages)
 
 
-# games that another player ended
+# games ended by another player
 
 
 @pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
-def test_games_ended_by_anothers_invalid_move_are_left_out_on_request_and_counted(buffer_class):
+def test_games_ended_by_others_invalid_move_can_be_filtered(buffer_class):
     buffer = buffer_class(100, filter_opponent_invalid=True)
-    buffer.add_game(a_game([1.0, -1.0], group_idx=None, end="invalid", invalid=[1]))
-    assert buffer.size() == 1  # the one who moved invalidly still learns from it
+    buffer.add_game(make_game([1.0, -1.0], group_idx=None, end="invalid", invalid=[1]))
+    assert buffer.size() == 1  # the player who made the invalid move still learns from it
     assert buffer.filtered == 1
-    buffer.add_game(a_game([1.0, -1.0], group_idx=None))
+    buffer.add_game(make_game([1.0, -1.0], group_idx=None))
     assert buffer.size() == 3
     everything = buffer_class(100)
-    everything.add_game(a_game([1.0, -1.0], group_idx=None, end="invalid", invalid=[1]))
+    everything.add_game(make_game([1.0, -1.0], group_idx=None, end="invalid", invalid=[1]))
     assert everything.size() == 2
     assert everything.filtered == 0
 
 
 @pytest.mark.parametrize("baseline", ["grpo", "rloo"])
-async def test_who_never_had_a_turn_is_not_compared(baseline):
-    """The other side's first move was invalid: a win, but without the steps that the others were paid for."""
-    buffer = a_grouped_buffer(4, baseline, step_reward_transformation=PenaltyForInvalidMove(reward=2.5, penalty=-1.0))
-    buffer.add_game(a_game([1.0], num_steps=0))
-    buffer.add_game(a_game([1.0], num_steps=2, game_idx=1))
-    buffer.add_game(a_game([-1.0], num_steps=4, game_idx=2))
-    buffer.add_game(a_game([1.0], num_steps=0, game_idx=3))
+async def test_player_without_a_turn_is_not_compared(baseline):
+    """The first move of the other side was invalid: a win, but without the paid steps of the other games."""
+    buffer = make_grouped_buffer(
+        4, baseline, step_reward_transformation=PenaltyForInvalidMove(reward=2.5, penalty=-1.0)
+    )
+    buffer.add_game(make_game([1.0], num_steps=0))
+    buffer.add_game(make_game([1.0], num_steps=2, game_idx=1))
+    buffer.add_game(make_game([-1.0], num_steps=4, game_idx=2))
+    buffer.add_game(make_game([1.0], num_steps=0, game_idx=3))
     advantages = {step.act[0]: step.reward for step in await buffer.get_batch(6, 0)}
     assert advantages["1"] > 0 > advantages["2"]
     assert advantages["1"] == -advantages["2"]
     for index in range(4):
-        buffer.add_game(a_game([1.0], num_steps=0 if index else 1, group_idx=1, game_idx=index))
+        buffer.add_game(make_game([1.0], num_steps=0 if index else 1, group_idx=1, game_idx=index))
     assert buffer.group_counters() == {"whole": 2, "without_spread": 0, "of_one": 1}
 
 
-async def test_a_filtered_game_makes_its_group_smaller():
-    buffer = a_grouped_buffer(2, filter_opponent_invalid=True)
-    buffer.add_game(a_game([1.0, -1.0], end="invalid", invalid=[1]))
-    buffer.add_game(a_game([0.0, 0.0]))
+async def test_filtered_game_makes_its_group_smaller():
+    buffer = make_grouped_buffer(2, filter_opponent_invalid=True)
+    buffer.add_game(make_game([1.0, -1.0], end="invalid", invalid=[1]))
+    buffer.add_game(make_game([0.0, 0.0]))
     assert buffer.group_counters() == {"whole": 2, "without_spread": 0, "of_one": 1}
     assert buffer.size() == 2
 
@@ -593,13 +597,13 @@ async def test_a_filtered_game_makes_its_group_smaller():
 
 
 @pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
-async def test_with_a_delay_a_batch_waits_for_more_than_it_takes(buffer_class):
+async def test_batch_delay_waits_for_more_steps_than_a_batch_takes(buffer_class):
     buffer = buffer_class(10, batch_delay=1.5)
-    buffer.add_player_trajectory(a_trajectory(4))
+    buffer.add_player_trajectory(make_trajectory(4))
     batch = asyncio.ensure_future(buffer.get_batch(4, 0))
     await asyncio.sleep(0)
     assert not batch.done()
-    buffer.add_player_trajectory(a_trajectory(2))
+    buffer.add_player_trajectory(make_trajectory(2))
     await asyncio.wait_for(batch, 5)
     assert buffer.taken == 4 or buffer_class is EpisodeBuffer  # whole episodes may overshoot
     with pytest.raises(ConfigError, match=r"batch_delay_buffer 1\.5"):

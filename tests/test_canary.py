@@ -1,7 +1,8 @@
-"""Engines that lie end the run before a game is played with the wrong weights. Real processes, real training."""
+"""Engines that serve wrong weights end the run before a game uses them. Real processes, real training."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,17 @@ import runs
 @pytest.mark.parametrize(
     ("engine", "says"),
     [
-        ("ServesBase", "engine-0 answered with adapter version 0, asked for 1"),
-        ("ServesBaseUnderTheRightName", "as if the base answered or the scaling were too small"),
-        ("ScalesTwiceAsMuch", "engine-0 does not compute what the learner does with adapter"),
-        ("HotterThanItSays", "engine-0 and the learner disagree about the base model"),
-        ("HotterWithAdapters", "engine-0 does not compute what the learner does with adapter"),
-        ("ServesThePreviousVersion", "engine-0 holds another adapter as version 2 than the learner wrote"),
-        ("ServesThePreviousVersionUnderTheRightName", "engine-0 does not compute what the learner does with adapter"),
-        ("ReadsADamagedFile", "engine-0 holds another adapter as version 1 than the learner wrote"),
+        ("ServesBase", r"engine-0 .* 0\b.* 1\b"),
+        ("ServesBaseUnderTheRightName", "base .*scaling"),
+        ("ScalesTwiceAsMuch", "engine-0 .*learner.* adapter"),
+        ("HotterThanItSays", "engine-0 .*learner.* base"),
+        ("HotterWithAdapters", "engine-0 .*learner.* adapter"),
+        ("ServesThePreviousVersion", r"engine-0 .*adapter.* version 2\b"),
+        ("ServesThePreviousVersionUnderTheRightName", "engine-0 .*learner.* adapter"),
+        ("ReadsADamagedFile", r"engine-0 .*adapter.* version 1\b"),
     ],
 )
-def test_an_engine_that_lies_ends_the_run_and_is_named(tmp_path: Path, engine: str, says: str) -> None:
+def test_faulty_engine_ends_the_run_and_is_named(tmp_path: Path, engine: str, says: str) -> None:
     code, _, err = runs.run(
         "run",
         runs.write_small(tmp_path),
@@ -32,12 +33,12 @@ def test_an_engine_that_lies_ends_the_run_and_is_named(tmp_path: Path, engine: s
         "learner.learning_rate=1e-2",
     )
     assert code == 1
-    assert says in err
+    assert re.search(says, err), err
 
 
-def test_weights_that_overflow_are_not_blamed_on_the_engine(tmp_path: Path) -> None:
+def test_overflowing_weights_are_not_blamed_on_the_engine(tmp_path: Path) -> None:
     code, _, err = runs.run(
         "run", runs.write_small(tmp_path), "run.learning_steps=3", "run.eval_games=0", "learner.learning_rate=1e30"
     )
     assert code == 1
-    assert "with adapter 1 log-probabilities are no numbers any more" in err
+    assert re.search(r"adapter 1\b.*log-probabilities", err), err

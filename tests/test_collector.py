@@ -12,20 +12,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tables
 
-from openai_server import Server, said, serving
-from unstable_lite import collector
-from unstable_lite.buffers import StepBuffer
-from unstable_lite.collector import Collector
-from unstable_lite.config import OpponentsConfig, RunConfig
+from game_records import Observer, Records
+from openai_server import Server, chat_reply, serving
+from unstable_lite.adapters.table import AdapterTable
+from unstable_lite.config.games import OpponentsConfig
+from unstable_lite.config.training import RunConfig
 from unstable_lite.errors import EnvError, OpponentError, WorkerDied
 from unstable_lite.games.players import openai_compatible
-from unstable_lite.games.seats import Seats
+from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import FixedOpponentModelSampler, UniformRandomEnvSampler
 from unstable_lite.reward_transformations import GROUP_BASELINES
-from unstable_lite.transport.adapters import AdapterArena
+from unstable_lite.rollout import collector
+from unstable_lite.rollout.collector import Collector
+from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.types import EvalEnvSpec, GameRecord, Generation, TrainEnvSpec
 
 TICTACTOE = TrainEnvSpec(env_id="TicTacToe-v0-train", num_players=2, num_actors=1, prompt_template="tiny")
@@ -54,13 +57,13 @@ async def any_cell(prompt: str, version: int, stop: tuple[str, ...], seed: int |
 
 
 async def never(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-    """An engine's answer that does not come."""
+    """Never answer, as a hanging engine."""
     await asyncio.sleep(3600)
     raise AssertionError
 
 
 class League:
-    """A collector with everything real around it but the engines."""
+    """A collector with real parts around it except the engines."""
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class League:
         eval_env: EvalEnvSpec = EVAL,
         **run: Any,
     ) -> None:
-        self.records: list[GameRecord] = []
+        self.records = Records()
         self.registry = ModelRegistry()
         for name in fixed_opponents:
             self.registry.add_fixed(name)
@@ -87,11 +90,10 @@ class League:
             group_size=group_size,
             group_baseline=baseline,
         )
-        self.arena = AdapterArena("collector", tmp_path, bytes_needed=1 << 60)
-        self.arena.retain(0)
-        self.seats = Seats(generate, opponents=opponents)
+        self.table = AdapterTable(8)
+        self.seats = PlayerFactory(generate, opponents=opponents)
         self.collector = Collector(
-            self.scheduler, self.buffer, self.seats, self.arena, RunConfig(**run), self.records.append
+            self.scheduler, self.buffer, self.seats, self.table, RunConfig(**run), [self.records]
         )
 
     async def collect_until(self, is_enough: Callable[[], bool], workers: int = 8, eval_workers: int = 0) -> None:
@@ -109,10 +111,9 @@ class League:
 async def league(tmp_path: Path) -> AsyncIterator[League]:
     made = League(tmp_path)
     yield made
-    made.arena.close()
 
 
-async def test_every_launched_game_gives_one_record_and_its_steps_reach_the_buffer(league: League) -> None:
+async def test_every_game_gives_one_record_and_its_steps_reach_the_buffer(league: League) -> None:
     await league.collect_until(lambda: len(league.records) >= 15)
     indices = [record.spec.game_idx for record in league.records]
     assert len(indices) == len(set(indices))
@@ -120,12 +121,12 @@ async def test_every_launched_game_gives_one_record_and_its_steps_reach_the_buff
     assert league.buffer.added == steps
 
 
-async def test_no_game_starts_while_the_buffer_is_full_and_nothing_is_thrown_away(tmp_path: Path) -> None:
+async def test_full_buffer_starts_no_game_and_discards_no_step(tmp_path: Path) -> None:
     league = League(tmp_path, buffer_size=5)
     task = asyncio.create_task(league.collector.run(4, 0))
     while not league.buffer.is_full or league.collector.games_in_flight["train"] or league.collector._ended:
         await asyncio.sleep(0.001)
-        assert len(league.records) <= 2 * 4, "games start although the buffer is full"
+        assert len(league.records) <= 2 * 4, "games started although the buffer is full"
     finished = len(league.records)
     for _ in range(100):
         await asyncio.sleep(0)
@@ -135,22 +136,21 @@ async def test_no_game_starts_while_the_buffer_is_full_and_nothing_is_thrown_awa
     while len(league.records) == finished:
         await asyncio.sleep(0.001)
     task.cancel()
-    league.arena.close()
 
 
-async def test_games_start_only_while_they_may(league: League) -> None:
-    league.collector.going.clear()
+async def test_games_start_only_while_unpaused(league: League) -> None:
+    league.collector.unpaused.clear()
     task = asyncio.create_task(league.collector.run(4, 2))
     for _ in range(1000):
         await asyncio.sleep(0)
     assert not league.records
-    league.collector.going.set()
+    league.collector.unpaused.set()
     while len(league.records) < 10:
         await asyncio.sleep(0.001)
     task.cancel()
 
 
-async def test_evaluation_games_never_reach_the_buffer_and_are_balanced_over_seats(league: League) -> None:
+async def test_evaluation_games_skip_the_buffer_and_balance_seats(league: League) -> None:
     records = await league.collector.evaluate(EVAL, league.registry.current, 40, "before", concurrency=7)
     assert len(records) == 40
     assert league.buffer.added == 0
@@ -159,14 +159,14 @@ async def test_evaluation_games_never_reach_the_buffer_and_are_balanced_over_sea
     assert all(record.spec.seed % 2 == 1 for record in records)
 
 
-async def test_a_game_whose_engine_fails_is_void_not_trained_not_rated_and_its_slot_returns(tmp_path: Path) -> None:
+async def test_game_whose_engine_fails_is_void_and_frees_its_slot(tmp_path: Path) -> None:
     calls = 0
 
     async def fails_sometimes(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         nonlocal calls
         calls += 1
         if calls % 5 == 0:
-            raise RuntimeError("the engine said no")
+            raise RuntimeError("the engine refused")
         return await any_cell(prompt, version, stop)
 
     league = League(tmp_path, fails_sometimes)
@@ -175,13 +175,12 @@ async def test_a_game_whose_engine_fails_is_void_not_trained_not_rated_and_its_s
     whole = [record for record in league.records if record.end != "void"]
     assert void
     assert whole
-    assert all("the engine said no" in str(record.error) for record in void)
+    assert all("the engine refused" in str(record.error) for record in void)
     assert league.buffer.added == sum(len(t.steps) for r in whole for t in r.trajectories)
     assert league.registry.get("base").games == len(whole)
-    league.arena.close()
 
 
-async def test_an_env_that_keeps_breaking_ends_the_run_and_is_named(tmp_path: Path) -> None:
+async def test_env_that_keeps_failing_ends_the_run_and_is_named(tmp_path: Path) -> None:
     async def always_fails(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         raise RuntimeError("out of order")
 
@@ -189,15 +188,14 @@ async def test_an_env_that_keeps_breaking_ends_the_run_and_is_named(tmp_path: Pa
     with pytest.raises(ExceptionGroup) as caught:
         await league.collector.run(2, 0)
     error = next(str(error) for error in caught.value.exceptions if isinstance(error, EnvError))
-    assert "TicTacToe-v0-train broke 6 times in a row" in error
+    assert "TicTacToe-v0-train failed 6 times" in error
     assert "out of order" in error
-    league.arena.close()
 
 
-async def test_of_a_game_that_is_counted_nothing_is_kept_while_the_next_one_is_played(tmp_path: Path) -> None:
+async def test_finished_game_is_released_before_the_next_starts(tmp_path: Path) -> None:
     def alive() -> int:
         gc.collect()
-        # Not isinstance: it asks each object for its class, and what torch has deprecated warns when asked.
+        # isinstance would read each object's class, which makes torch warn of its deprecations.
         return sum(type(one) is GameRecord for one in gc.get_objects())
 
     ended, kept, before = 0, set[int](), alive()
@@ -212,13 +210,13 @@ async def test_of_a_game_that_is_counted_nothing_is_kept_while_the_next_one_is_p
         ended += 1
 
     league = League(tmp_path, look)
-    league.collector._on_record = count
+    tables.offer(league.table, 1)
+    league.collector._listeners = [Observer(count)]
     await league.collect_until(lambda: ended >= 3, workers=1, eval_workers=1)
-    assert kept <= {1, 2}, "one of the training game, one of the evaluation game"
-    league.arena.close()
+    assert kept <= {1, 2}, "one training game and one evaluation game"
 
 
-async def test_a_dead_worker_is_not_a_void_game_but_the_end(tmp_path: Path) -> None:
+async def test_dead_worker_ends_the_run_instead_of_voiding_games(tmp_path: Path) -> None:
     async def dead(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         raise WorkerDied("engine-0 was killed")
 
@@ -227,18 +225,16 @@ async def test_a_dead_worker_is_not_a_void_game_but_the_end(tmp_path: Path) -> N
         await league.collector.run(2, 0)
     assert caught.group_contains(WorkerDied, match="engine-0")
     assert league.records == []
-    league.arena.close()
 
 
-async def test_a_game_over_its_wall_clock_cap_is_void(tmp_path: Path) -> None:
+async def test_game_over_its_time_limit_is_void(tmp_path: Path) -> None:
     league = League(tmp_path, never, game_timeout_s=0.05)
     await league.collect_until(lambda: len(league.records) >= 3, workers=2)
-    assert {record.error for record in league.records} == {"EnvError: not over after run.game_timeout_s = 0.05"}
+    assert all("run.game_timeout_s = 0.05" in str(record.error) for record in league.records)
     assert league.collector.games_in_flight["train"] == 0
-    league.arena.close()
 
 
-async def test_each_game_has_its_whole_time_and_no_more(tmp_path: Path) -> None:
+async def test_each_game_has_its_own_full_time_limit(tmp_path: Path) -> None:
     league = League(tmp_path, never, game_timeout_s=0.2)
     ended: list[float] = []
 
@@ -252,10 +248,9 @@ async def test_each_game_has_its_whole_time_and_no_more(tmp_path: Path) -> None:
 
     await asyncio.wait_for(asyncio.gather(play(0.0), play(0.1), play(0.15)), 30)
     assert min(ended) > 0.19
-    league.arena.close()
 
 
-async def test_while_their_clock_is_stopped_the_time_of_games_does_not_pass(tmp_path: Path) -> None:
+async def test_stopped_clock_stops_the_time_limit_of_games(tmp_path: Path) -> None:
     league = League(tmp_path, never, game_timeout_s=0.2)
     ended: list[float] = []
 
@@ -270,31 +265,30 @@ async def test_while_their_clock_is_stopped_the_time_of_games_does_not_pass(tmp_
     for _ in range(2):
         with league.collector.clock_stopped():
             await asyncio.sleep(0.4)
-    goes_on = time.monotonic()
+    is_restart = time.monotonic()
     await asyncio.wait_for(playing, 30)
-    first, second, last = (at - goes_on for at in ended)
+    first, second, last = (at - is_restart for at in ended)
     assert 0 < first < second
-    assert last > 0.19, "it began while the clock was stopped, and has its whole time"
-    league.arena.close()
+    assert last > 0.19, "it began while the clock was stopped, and keeps its full time"
 
 
-async def test_adapter_versions_are_held_while_games_play_them_and_let_go_after(tmp_path: Path) -> None:
+async def test_adapter_versions_are_held_exactly_while_games_use_them(tmp_path: Path) -> None:
     held: list[bool] = []
 
     async def look(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-        held.append(league.arena.references(version) > 0)
+        held.append(league.table.num_users(version) > 1)
         return await any_cell(prompt, version, stop)
 
     league = League(tmp_path, look)
+    tables.offer(league.table, 1)
     league.registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
     await league.collect_until(lambda: len(league.records) >= 10)
     assert held
     assert all(held)
-    assert not league.arena.references(1)
-    league.arena.close()
+    assert league.table.num_users(1) == 1
 
 
-async def test_a_game_that_is_over_is_counted_though_the_run_ends_just_then(league: League) -> None:
+async def test_game_that_ends_with_the_run_is_still_counted(league: League) -> None:
     before = asyncio.all_tasks()
     task = asyncio.create_task(league.collector.run(8, 2))
     while not league.collector._ended:
@@ -316,10 +310,10 @@ async def test_cancelling_the_collector_leaves_no_game_and_no_task(league: Leagu
     await league.collect_until(lambda: len(league.records) >= 5, workers=20, eval_workers=5)
     assert asyncio.all_tasks() == before
     assert league.collector.games_in_flight.total() == 0
-    assert league.arena.live_versions == set()
+    assert not any(adapter.leases for adapter in league.table.adapters.values())
 
 
-async def test_a_checkpoint_gets_no_more_evaluation_games_than_its_quota_and_the_next_one_gets_its_own(
+async def test_each_checkpoint_gets_its_own_quota_of_evaluation_games(
     tmp_path: Path,
 ) -> None:
     league = League(tmp_path, max_eval_games_per_ckpt=5)
@@ -335,18 +329,18 @@ async def test_a_checkpoint_gets_no_more_evaluation_games_than_its_quota_and_the
 
     await until(lambda: evaluated()["base"] == 5)
     trained = len(league.records)
-    await until(lambda: len(league.records) >= trained + 50)  # training goes on meanwhile
+    await until(lambda: len(league.records) >= trained + 50)  # training continues
     assert evaluated() == {"base": 5}
     assert league.collector.evaluating.total() == 0
+    tables.offer(league.table, 1)
     league.registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
     league.collector.tell_new_checkpoint()
     await until(lambda: evaluated()["ckpt-1"] == 5)
     assert evaluated() == {"base": 5, "ckpt-1": 5}
     task.cancel()
-    league.arena.close()
 
 
-async def test_a_quota_goes_on_through_a_resume_without_the_games_that_were_in_flight(tmp_path: Path) -> None:
+async def test_evaluation_quota_survives_a_resume(tmp_path: Path) -> None:
     def evaluated(league: League) -> int:
         return sum(record.spec.kind == "eval" for record in league.records)
 
@@ -359,16 +353,14 @@ async def test_a_quota_goes_on_through_a_resume_without_the_games_that_were_in_f
     assert played - 3 <= counted <= played < 20
     task.cancel()
     await asyncio.wait([task])
-    assert league.collector.state_dict()["eval_games_of"]["base"] <= evaluated(league)  # without those broken off now
-    league.arena.close()
+    assert league.collector.state_dict()["eval_games_of"]["base"] <= evaluated(league)  # without the interrupted games
     resumed = League(tmp_path, max_eval_games_per_ckpt=20)
     resumed.collector.load_state_dict(state)
     await resumed.collect_until(lambda: len(resumed.records) >= 60, workers=2, eval_workers=3)
     assert evaluated(resumed) == 20 - counted
-    resumed.arena.close()
 
 
-async def test_steps_of_games_ended_by_others_invalid_moves_are_left_out_where_asked_for(tmp_path: Path) -> None:
+async def test_steps_of_games_ended_by_others_can_be_filtered(tmp_path: Path) -> None:
     async def far_off(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         await asyncio.sleep(0)
         return answer("\\boxed{[99]}", version)
@@ -381,14 +373,13 @@ async def test_steps_of_games_ended_by_others_invalid_moves_are_left_out_where_a
     assert all(len(record.invalid_pids) == 1 for record, _ in trajectories)
     offenders = sum(len(t.steps) for record, t in trajectories if t.pid in record.invalid_pids)
     assert league.buffer.added == offenders
-    league.arena.close()
 
 
 # groups
 
 
 async def any_cell_of_many(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-    """Another answer to the same prompt each time, as an engine's own stream gives."""
+    """Return a different answer to the same prompt each time, as an engine with its own random stream does."""
     for _ in range(STREAM.randrange(5)):
         await asyncio.sleep(0)
     return answer(f"\\boxed{{[{STREAM.randrange(9)}]}}", version)
@@ -397,7 +388,7 @@ async def any_cell_of_many(prompt: str, version: int, stop: tuple[str, ...], see
 STREAM = random.Random(0)
 
 
-async def test_the_games_of_a_group_start_alike_and_go_their_own_ways(tmp_path: Path) -> None:
+async def test_games_of_a_group_start_equal_and_diverge(tmp_path: Path) -> None:
     league = League(tmp_path, any_cell_of_many, group_size=4, env=MIRROR)
     await league.collect_until(lambda: len(league.records) >= 40, workers=6)
     groups: dict[int | None, list[GameRecord]] = {}
@@ -410,11 +401,10 @@ async def test_the_games_of_a_group_start_alike_and_go_their_own_ways(tmp_path: 
         assert len({r.spec.game_idx for r in group}) == 4
     assert len({group[0].spec.seed for group in whole}) == len(whole)
     assert sum(len({tuple(turn.action for turn in r.turns) for r in group}) > 1 for group in whole) >= len(whole) - 1
-    league.arena.close()
 
 
 @pytest.mark.parametrize(("buffer_size", "workers"), [(5, 3), (5, 20), (12, 1), (40, 5)])
-async def test_a_group_that_is_begun_is_played_to_its_end_however_full_the_buffer_is(
+async def test_started_group_is_finished_even_if_the_buffer_is_full(
     tmp_path: Path, buffer_size: int, workers: int
 ) -> None:
     league = League(tmp_path, any_cell_of_many, buffer_size, MIRROR, group_size=4)
@@ -422,7 +412,7 @@ async def test_a_group_that_is_begun_is_played_to_its_end_however_full_the_buffe
     async with asyncio.timeout(20):
         for _ in range(3):
             await league.buffer.get_batch(5, 0)
-            # Nobody takes anything now: everything that is begun ends, and nothing waits beside the full buffer.
+            # No step is taken now: all started games end, and no step waits outside the full buffer.
             while league.collector.games_in_flight["train"] or league.collector._ended or not league.buffer.is_full:
                 await asyncio.sleep(0.001)
             assert league.buffer.steps_in_groups() == 0
@@ -430,17 +420,16 @@ async def test_a_group_that_is_begun_is_played_to_its_end_however_full_the_buffe
             assert league.buffer.size() <= buffer_size + 9 * (workers + 3)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    league.arena.close()
 
 
-async def test_void_games_make_their_group_smaller_and_stop_nobody(tmp_path: Path) -> None:
+async def test_void_games_shrink_their_group_and_block_no_other(tmp_path: Path) -> None:
     calls = 0
 
     async def fails_sometimes(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         nonlocal calls
         calls += 1
         if calls % 4 == 0:
-            raise RuntimeError("the engine said no")
+            raise RuntimeError("the engine refused")
         return await any_cell_of_many(prompt, version, stop)
 
     league = League(tmp_path, fails_sometimes, 30, MIRROR, group_size=2, max_void_games=1000)
@@ -450,30 +439,30 @@ async def test_void_games_make_their_group_smaller_and_stop_nobody(tmp_path: Pat
             await league.buffer.get_batch(2, 0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    league.arena.close()
 
 
-async def test_the_adapters_of_a_group_are_held_until_its_last_game_and_let_go_when_the_run_ends(
+async def test_adapters_of_a_group_are_held_until_its_last_game_or_the_end(
     tmp_path: Path,
 ) -> None:
     league = League(tmp_path, any_cell_of_many, group_size=6)
+    tables.offer(league.table, 1)
+    tables.offer(league.table, 2)
     league.registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
     one_game = asyncio.create_task(league.collector.run(1, 0))
     while not league.records:
         await asyncio.sleep(0.001)
     league.registry.add_checkpoint("ckpt-2", adapter_version=2, iteration=2)
-    assert league.arena.references(1)
+    assert league.table.num_users(1) > 1
     while league.collector._rest_of_group or league.collector.games_in_flight["train"]:
-        assert league.arena.references(1)
+        assert league.table.num_users(1) > 1
         await asyncio.sleep(0)
     assert {agent.model.adapter_version for r in league.records[:6] for agent in r.spec.agent_specs} == {1, None}
     while len(league.records) < 8:
         await asyncio.sleep(0)
-    assert not league.arena.references(1)
+    assert league.table.num_users(1) == 1
     one_game.cancel()
     await asyncio.gather(one_game, return_exceptions=True)
-    assert league.arena.live_versions == set()
-    league.arena.close()
+    assert not any(adapter.leases for adapter in league.table.adapters.values())
 
 
 # opponents behind an endpoint
@@ -485,12 +474,12 @@ DOWN = (500, {"error": {"message": "down"}})
 
 def free_cell(body: dict[str, Any]) -> Any:
     board = body["messages"][0]["content"].rpartition("Available Moves:")[2]
-    return said("\\boxed{" + random.choice(re.findall(r"\[\d\]", board)) + "}")
+    return chat_reply("\\boxed{" + random.choice(re.findall(r"\[\d\]", board)) + "}")
 
 
 @pytest.fixture
 async def remote_league(tmp_path: Path) -> AsyncIterator[tuple[Callable[..., League], Server]]:
-    """Makes leagues with an opponent on a server, and the server."""
+    """Yield a function that makes leagues with an opponent on a server, and the server."""
     leagues: list[League] = []
     with serving() as server:
         server.answer = free_cell
@@ -504,7 +493,7 @@ async def remote_league(tmp_path: Path) -> AsyncIterator[tuple[Callable[..., Lea
         yield new, server
         for league in leagues:
             async with league.seats:
-                league.arena.close()
+                pass
 
 
 def against(records: list[GameRecord], name: str, is_void: bool) -> int:
@@ -512,7 +501,7 @@ def against(records: list[GameRecord], name: str, is_void: bool) -> int:
     return sum((record.end == "void") == is_void for record in seated)
 
 
-async def test_an_opponent_that_is_down_is_left_alone_and_the_run_goes_on_until_it_is_back(
+async def test_failed_opponent_is_avoided_until_it_is_back(
     remote_league: tuple[Callable[..., League], Server],
 ) -> None:
     new, server = remote_league
@@ -528,12 +517,12 @@ async def test_an_opponent_that_is_down_is_left_alone_and_the_run_goes_on_until_
 
     await league.collect_until(is_enough)
     void = [record for record in league.records if record.end == "void"]
-    assert len(void) == others[0] < 20, "each void game asked once, and there was no rush of them"
-    assert all(str(record.error).startswith("OpponentError: opponent 'vendor/model'") for record in void)
+    assert len(void) == others[0] < 20, "each void game made one request, and there were few of them"
+    assert all("OpponentError" in str(record.error) and "'vendor/model'" in str(record.error) for record in void)
     assert league.registry.get(f"fixed-{REMOTE}").games == against(league.records, REMOTE, is_void=False)
 
 
-async def test_a_league_of_one_opponent_that_is_down_waits_for_it(
+async def test_league_with_only_a_failed_opponent_waits_for_it(
     remote_league: tuple[Callable[..., League], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new, server = remote_league
@@ -551,7 +540,7 @@ async def test_a_league_of_one_opponent_that_is_down_waits_for_it(
 
 
 @pytest.mark.parametrize("others", [("scripted:random",), ()])
-async def test_when_the_budget_is_spent_its_opponents_are_done_and_the_run_too_if_there_are_no_others(
+async def test_spent_budget_removes_its_opponents_and_ends_a_run_without_others(
     remote_league: tuple[Callable[..., League], Server], monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
 ) -> None:
     new, server = remote_league
@@ -565,23 +554,23 @@ async def test_when_the_budget_is_spent_its_opponents_are_done_and_the_run_too_i
     else:
         with pytest.raises(ExceptionGroup) as caught:
             await league.collector.run(8, 0)
-        assert caught.group_contains(OpponentError, match="max_requests = 90, and there is nobody else")
-    assert 90 - 8 <= len(server.bodies) <= 90  # what 8 games were about to ask when all was over is not sent
+        assert caught.group_contains(OpponentError, match="max_requests = 90")
+    assert 90 - 8 <= len(server.bodies) <= 90  # pending requests of 8 games are not sent
     assert against(league.records, REMOTE, is_void=False) >= 3
     assert against(league.records, REMOTE, is_void=True) <= 8
 
 
-async def test_a_slow_opponent_does_not_get_its_env_quarantined(
+async def test_slow_opponent_does_not_get_its_env_quarantined(
     remote_league: tuple[Callable[..., League], Server],
 ) -> None:
     new, server = remote_league
     server.answer = lambda body: time.sleep(0.2) or free_cell(body)
     league = new({}, fixed_opponents=(REMOTE,), game_timeout_s=0.05)
     await league.collect_until(lambda: len(league.records) >= 3 * MAX_VOID_GAMES)
-    assert {record.error for record in league.records} == {"OpponentError: not over after run.game_timeout_s = 0.05"}
+    assert all(str(r.error).startswith("OpponentError: ") and "0.05" in str(r.error) for r in league.records)
 
 
-async def test_a_quota_of_games_waits_for_its_opponent_but_not_for_ever(
+async def test_evaluation_waits_for_its_opponent_for_a_limited_time(
     remote_league: tuple[Callable[..., League], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new, server = remote_league
@@ -600,10 +589,10 @@ async def test_a_quota_of_games_waits_for_its_opponent_but_not_for_ever(
     records = await league.collector.evaluate(env, league.registry.current, 30, "after", concurrency=4)
     assert against(records, REMOTE, is_void=True) == len(records) == 30
     assert len(server.bodies) - asked < 20
-    assert any("has been down for" in str(record.error) for record in records)
+    assert any("down" in str(record.error) for record in records)
 
 
-async def test_evaluations_beside_training_pass_over_an_opponent_that_is_down(
+async def test_concurrent_evaluation_skips_a_failed_opponent(
     remote_league: tuple[Callable[..., League], Server],
 ) -> None:
     new, server = remote_league

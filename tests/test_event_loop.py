@@ -1,4 +1,4 @@
-"""What `run_in_loop` sets up around a run, and takes back."""
+"""The settings that `run_in_loop` makes for a run and reverts afterwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from unstable_lite.runtime import COLLECT_AFTER, run_in_loop
+from unstable_lite.orchestrator.event_loop import COLLECT_AFTER, run_in_loop
 
 
 async def _collector() -> tuple[int, int]:
@@ -17,8 +17,8 @@ async def _fails() -> None:
     raise ValueError("no")
 
 
-def test_a_run_collects_garbage_rarely_and_leaves_the_collector_as_it_was() -> None:
-    gc.unfreeze()  # what an engine of vLLM's in this process has frozen
+def test_run_collects_garbage_rarely_and_restores_the_settings() -> None:
+    gc.unfreeze()  # a vLLM engine in this process may have frozen objects
     before = gc.get_threshold(), gc.get_freeze_count()
     threshold, num_frozen = run_in_loop(_collector())
     assert threshold == COLLECT_AFTER

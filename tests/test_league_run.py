@@ -1,8 +1,9 @@
-"""Whole runs of a league: checkpoints that leave and come back, and games in groups, with the real model."""
+"""Whole league runs with the real model: checkpoints that leave and return, and games in groups."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.run_directory(directory)
 
 
-def test_checkpoints_come_back_and_slots_suffice(finished: Path) -> None:
+def test_checkpoints_return_and_slots_suffice(finished: Path) -> None:
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     last = [line for line in lines if "learner/loss" in line][-1]
     assert last["step"] == 8
@@ -44,7 +45,7 @@ def test_checkpoints_come_back_and_slots_suffice(finished: Path) -> None:
     assert last["buffer/groups_whole"] > last["buffer/groups_of_one"]
 
 
-def test_checkpoints_that_came_back_are_played_and_none_that_is_too_young(finished: Path) -> None:
+def test_returned_checkpoints_play_and_too_young_ones_do_not(finished: Path) -> None:
     games = [json.loads(line) for line in (finished / "games.jsonl").read_text().splitlines()]
     pairs = {
         (next(agent["model"] for agent in game["agents"] if agent["collect_data"]), agent["model"])
@@ -54,18 +55,18 @@ def test_checkpoints_that_came_back_are_played_and_none_that_is_too_young(finish
     }
     updates = {model: 0 if model == "base" else int(model.removeprefix("ckpt-")) for pair in pairs for model in pair}
     lags = {(policy, opponent): updates[policy] - updates[opponent] for policy, opponent in pairs}
-    # Whoever is two updates old has left before: it was the policy, and too young when it was no more.
+    # A checkpoint left when it stopped being the policy, because it was too young; at two updates of age it returned.
     assert any(opponent != "base" for _, opponent in pairs)
     assert all(lag >= 2 or opponent == "base" for (_, opponent), lag in lags.items()), lags
 
 
-def test_adapters_stay_on_disk_as_long_as_they_may_return_or_for_ever(finished: Path) -> None:
+def test_adapters_stay_on_disk_while_they_may_return_or_are_kept(finished: Path) -> None:
     kept = {path.name for path in (finished / "adapters").iterdir()}
     assert kept == {"ckpt-4", "ckpt-5", "ckpt-6", "ckpt-7", "ckpt-8"}
     assert all((finished / "adapters" / name / "adapter_model.safetensors").is_file() for name in kept)
 
 
-def test_the_games_of_a_group_start_alike_and_are_sampled_anew(finished: Path) -> None:
+def test_games_of_a_group_start_equal_and_are_sampled_separately(finished: Path) -> None:
     groups = defaultdict(list)
     for line in (finished / "games.jsonl").read_text().splitlines():
         game = json.loads(line)
@@ -76,7 +77,7 @@ def test_the_games_of_a_group_start_alike_and_are_sampled_anew(finished: Path) -
     assert sum(one[1] != other[1] for one, other in pairs) > len(pairs) / 2
 
 
-def test_an_engine_that_lies_about_what_came_back_ends_the_run(tmp_path: Path) -> None:
+def test_engine_that_serves_wrong_returned_weights_ends_the_run(tmp_path: Path) -> None:
     code, _, err = runs.run(
         "run",
         runs.write_small(tmp_path),
@@ -86,4 +87,4 @@ def test_an_engine_that_lies_about_what_came_back_ends_the_run(tmp_path: Path) -
         "run.learning_steps=20",
     )
     assert code == 1
-    assert "engine-0 does not answer as it once did with what is now loaded as adapter 1073741824" in err
+    assert re.search(r"engine-0 .*adapter 1073741824\b", err), err

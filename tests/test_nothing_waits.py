@@ -1,4 +1,4 @@
-"""Generation does not wait for the learner, nor the learner for the disk, nor an engine for more than one load."""
+"""Generation waits for no learner, the learner for no disk, and an engine for at most one load."""
 
 from __future__ import annotations
 
@@ -8,24 +8,15 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from unstable_lite.checkpoints import find_damage
-from unstable_lite.config import AlarmsConfig, Config
-from unstable_lite.plan import make_plan
-from unstable_lite.runtime import Run
-from unstable_lite.trackers.terminal import TerminalInterface
-from unstable_lite.training import Training
-
-
-class WatchedRun(Run):
-    training: Training | None = None
-
-    def _wire(self, *parts: Any) -> Training:
-        self.training = super()._wire(*parts)
-        return self.training
+from unstable_lite.config import Config
+from unstable_lite.config.tracking import AlarmsConfig
+from unstable_lite.dashboards.terminal import TerminalInterface
+from unstable_lite.orchestrator.run import Run
+from unstable_lite.planning.plan import make_plan
+from unstable_lite.tracking.run_directory import find_damage
 
 
 def config_for(directory: Path) -> Config:
@@ -43,9 +34,9 @@ def config_for(directory: Path) -> Config:
             "engine": {
                 "kind": "scripted",
                 "replies": [f"\\boxed{{[{cell}]}}" for cell in range(9)],
-                "max_loras": 10**4,  # scripted games are quicker than the learner: the slots do not limit them
+                "max_loras": 10**4,  # scripted games are faster than the learner, so slots must not limit them
             },
-            # A scripted engine's figures are made up: no learner would agree with them.
+            # A scripted engine's log-probabilities are invented: no learner would agree with them.
             "learner": {"batch_size": 8, "canary_tolerance": 1e9, "threads": 1},
             "alarms": {name: {"action": "off"} for name in AlarmsConfig.model_fields},
             "buffer": {"buffer_size": 10**6, "max_staleness": 10**6},
@@ -61,10 +52,10 @@ async def until(condition: Callable[[], object], timeout_s: float = 100) -> None
             await asyncio.sleep(0.01)
 
 
-async def test_games_go_on_while_the_learner_is_busy_and_updates_while_a_checkpoint_is_written(
+async def test_games_continue_during_updates_and_updates_during_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = WatchedRun(make_plan(config_for(tmp_path)), terminal=TerminalInterface(quiet=True))
+    run = Run(make_plan(config_for(tmp_path)), terminal=TerminalInterface(quiet=True))
     disk_is_ready, sync = threading.Event(), os.fsync
 
     def sync_when_the_disk_is_ready(descriptor: int) -> None:
@@ -73,37 +64,37 @@ async def test_games_go_on_while_the_learner_is_busy_and_updates_while_a_checkpo
 
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.execute())
-        await until(lambda: run.training is not None and run.training.updates > 1)
+        await until(lambda: run.training is not None and run.training.progress.updates > 1)
         training = run.training
         assert training is not None
-        learner = next(process for process in training.workers.processes if process.peer.name == "learner")
+        learner = next(process for process in training.parts.workers.processes if process.channel.name == "learner")
 
         os.kill(learner.pid, signal.SIGSTOP)
-        await until(lambda: learner.peer.num_pending)
-        updates, games = training.updates, training.tracker.games_finished
-        await until(lambda: training.tracker.games_finished > games + 200)
-        assert training.updates == updates
-        assert learner.peer.num_pending
+        await until(lambda: learner.channel.num_pending)
+        updates, games = training.progress.updates, training.parts.tracker.games_finished
+        await until(lambda: training.parts.tracker.games_finished > games + 200)
+        assert training.progress.updates == updates
+        assert learner.channel.num_pending
         os.kill(learner.pid, signal.SIGCONT)
 
         monkeypatch.setattr(os, "fsync", sync_when_the_disk_is_ready)
         try:
-            begun = training.updates
-            await until(lambda: training.updates >= begun + 2)
-            saving, before = training._saving, training.checkpoint
+            begun = training.progress.updates
+            await until(lambda: training.progress.updates >= begun + 2)
+            saving, before = training.saver.in_background, training.saver.newest
             assert saving is not None
-            await until(lambda: training.updates >= begun + 5)
-            assert training._saving is saving
+            await until(lambda: training.progress.updates >= begun + 5)
+            assert training.saver.in_background is saving
             assert not saving.done()
             assert training.checkpoint == before
-            arena = training.arena.directory
-            assert len(list(arena.glob("learner-*"))) <= 3, "of the newest version, the next one, and the one in hand"
+            arena = training.store.directory
+            assert len(list(arena.glob("learner-*"))) <= 3, "the newest version, the next one, and the one in work"
         finally:
             disk_is_ready.set()
-        await until(lambda: training.checkpoint != before)
+        await until(lambda: training.saver.newest != before)
         run.stop()
         summary = await running
     checkpoints = sorted((summary.directory / "checkpoints").glob("ckpt-*"), key=lambda path: int(path.name[5:]))
     assert all(find_damage(path) is None for path in checkpoints)
     assert checkpoints[-1].name == f"ckpt-{summary.updates}"
-    assert len(checkpoints) < summary.updates, "while one was written some were passed over"
+    assert len(checkpoints) < summary.updates, "some updates had no checkpoint because one was being written"

@@ -1,19 +1,19 @@
-"""Text comes out as its tokens come in, whatever the tokens."""
+"""Incremental detokenization gives the text of any tokens."""
 
 from __future__ import annotations
 
 import pytest
 from byte_tokens import BYTE_TOKENS, ids_of
 
-from unstable_lite.token_text import TextStream
+from unstable_lite.engines.detokenizer import IncrementalDetokenizer
 
 
 def streamed(ids: list[int]) -> list[str]:
-    stream = TextStream(BYTE_TOKENS, skip_special_tokens=True)
+    stream = IncrementalDetokenizer(BYTE_TOKENS, skip_special_tokens=True)
     return [stream.step(token_id) for token_id in ids]
 
 
-def test_a_character_comes_out_with_its_last_byte() -> None:
+def test_character_comes_out_with_its_last_byte() -> None:
     assert streamed(ids_of("a", "\u2581a", "é".encode(), "b")) == ["a", " a", "", "é", "b"]
 
 
@@ -25,5 +25,5 @@ def test_a_character_comes_out_with_its_last_byte() -> None:
         (ids_of(b"AB\xc3", "b", b"\x80", "b"), "AB\ufffdb\ufffdb"),
     ],
 )
-def test_bytes_that_make_no_character_leave_what_was_given_out_as_it_is(ids: list[int], expected: str) -> None:
+def test_invalid_bytes_do_not_change_text_already_returned(ids: list[int], expected: str) -> None:
     assert "".join(streamed(ids)) == expected

@@ -1,4 +1,4 @@
-"""A config in a run directory runs code only if its user wrote it, or says so."""
+"""A config in a run directory runs code only if its user wrote it or allows it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 import runs
-from unstable_lite.checkpoints import create_run_directory, replace_config
-from unstable_lite.config import Config, read_config
+from unstable_lite.config import Config
+from unstable_lite.config.reading import read_config
 from unstable_lite.errors import ConfigError
-from unstable_lite.trust import SEAL, run_config
+from unstable_lite.planning.trust import SEAL, run_config
+from unstable_lite.tracking.run_directory import create_run_directory, replace_config
 
 CODE = {"action_extraction_fn": "subprocess:getstatusoutput"}
 
@@ -25,7 +26,7 @@ def config_of(tmp_path: Path, *overrides: str) -> Config:
 
 
 def write_run(tmp_path: Path, text: str) -> Path:
-    """A run directory as somebody else may send it."""
+    """Write a run directory as another person might send it."""
     directory = tmp_path / "theirs"
     (directory / "checkpoints").mkdir(parents=True)
     small = runs.write_small(tmp_path).read_text()
@@ -43,20 +44,20 @@ def vars_of(env: Any) -> dict[str, Any]:
     return {name: getattr(env, name) for name in env.__dataclass_fields__}
 
 
-def test_config_that_this_user_wrote_is_used_wherever_it_stands(tmp_path: Path) -> None:
+def test_own_config_is_used_anywhere(tmp_path: Path) -> None:
     run = own_run(tmp_path)
     assert run_config(run) == run / "config.toml"
     copied = shutil.copytree(run, tmp_path / "copy")
     assert run_config(copied) == copied / "config.toml"
 
 
-def test_resumed_run_stays_the_users(tmp_path: Path) -> None:
+def test_resumed_run_stays_trusted(tmp_path: Path) -> None:
     run = own_run(tmp_path)
     before = (run / "config.toml").read_bytes()
     replace_config(run, config_of(tmp_path, "algorithm=a2c"), update=2)
     run_config(run)
     (run / "config.toml").write_bytes(before)
-    run_config(run)  # a crash may leave the earlier one
+    run_config(run)  # a crash may leave the earlier config
     (run / SEAL).unlink()
     config, _ = read_config(run_config(run, is_trusted=True))
     assert config is not None
@@ -65,9 +66,7 @@ def test_resumed_run_stays_the_users(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["text", "secret", "no seal", "no home"])
-def test_changed_config_and_config_of_another_user_or_machine_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
+def test_changed_or_foreign_config_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     run = own_run(tmp_path)
     if change == "text":
         with (run / "config.toml").open("a") as file:
@@ -80,7 +79,7 @@ def test_changed_config_and_config_of_another_user_or_machine_is_refused(
     else:
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-        own_run(tmp_path)  # starts all the same
+        own_run(tmp_path)  # still starts
     refused = r"train_envs.action_extraction_fn = 'subprocess:getstatusoutput'.*--trust-config"
     with pytest.raises(ConfigError, match=refused):
         run_config(run)
@@ -103,10 +102,10 @@ def test_secret_is_private(tmp_path: Path) -> None:
         ('[[eval_envs]]\nfixed_opponent = "evil:Player"', "eval_envs.fixed_opponent = 'evil:Player'"),
         ('[rewards]\nstep = [{"evil:transform" = {}}]', "rewards.step = 'evil:transform'"),
         ('[new]\nkey = [["evil:thing"]]', "new.key = 'evil:thing'"),
-        ('[opponents]\nbase_url = "http://evil/v1"', "opponents.base_url = 'http://evil/v1' (is sent OPENAI_API_KEY)"),
+        ('[opponents]\nbase_url = "http://evil/v1"', "opponents.base_url = 'http://evil/v1'"),
     ],
 )
-def test_everything_that_runs_code_or_is_sent_a_key_is_named(
+def test_every_value_that_runs_code_or_receives_a_key_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, named: str
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
@@ -116,7 +115,7 @@ def test_everything_that_runs_code_or_is_sent_a_key_is_named(
     assert named in str(caught.value)
 
 
-def test_config_of_data_needs_no_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_without_code_needs_no_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("OPENAI_API_KEY", "VLLM_API_KEY", "ADAPTER_RECEIVER_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("OPENROUTER_API_KEY", "sk-secret")
@@ -130,12 +129,12 @@ env_id = "Nim-v0-train"
 fixed_opponent = "vendor/model:free"
 """
     run_config(write_run(tmp_path / "1", text.replace("BASE", "https://openrouter.ai/api/v1")))
-    run_config(write_run(tmp_path / "2", text.replace("BASE", "http://elsewhere/v1")))  # there is no key to send
+    run_config(write_run(tmp_path / "2", text.replace("BASE", "http://elsewhere/v1")))  # no key would be sent
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     run_config(write_run(tmp_path / "3", text.replace("BASE", "http://127.0.0.1:8000/v1")))
 
 
-def test_what_the_command_line_sets_is_trusted(tmp_path: Path) -> None:
+def test_command_line_values_are_trusted(tmp_path: Path) -> None:
     run = write_run(tmp_path, 'trust_remote_code = true\nalgorithm = "mine:Learner"')
     run_config(run, ["trust_remote_code=true", "algorithm=mine:Learner"])
     run_config(run, ["trust_remote_code=false", "algorithm=ppo"])

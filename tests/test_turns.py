@@ -1,4 +1,4 @@
-"""Whose turn it is on a device that engine and learner share. Real engine processes."""
+"""Turns on a device that engine and learner share. Real engine processes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ import pytest
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.errors import RequestError
-from unstable_lite.plan import make_plan
-from unstable_lite.supervision import Supervisor
-from unstable_lite.turns import Turns
-from unstable_lite.workers import EngineWorkers, started_engines
+from unstable_lite.orchestrator.colocation import Colocation
+from unstable_lite.orchestrator.supervisor import Supervisor
+from unstable_lite.orchestrator.workers import EngineWorkers, started_engines
+from unstable_lite.planning.plan import make_plan
+from unstable_lite.transport.rpc import WorkerState
 
 
 @dataclass
 class Shared:
     workers: EngineWorkers
-    turns: Turns
+    turns: Colocation
     supervisors: list[Supervisor]
 
     @property
     def pool(self) -> EnginePool:
-        """Of two engines, of which the first shares the learner's device."""
+        """Pool of two engines, of which the first shares the learner's device."""
         return self.workers.engines
 
     @property
@@ -43,8 +44,8 @@ class Shared:
 async def shared(tmp_path: Path) -> AsyncIterator[Shared]:
     config = Config.model_validate(
         {
-            "run": {"mode": "sleep", "restart_backoff_s": 0.0, "output_dir": tmp_path},
-            "engine": {"kind": "scripted", "devices": ["cpu", "cpu"]},
+            "run": {"restart_backoff_s": 0.0, "output_dir": tmp_path},
+            "engine": {"kind": "scripted", "when_shared": "sleep", "devices": ["cpu", "cpu"]},
             "learner": {"devices": ["cpu"]},
             "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
         }
@@ -52,10 +53,10 @@ async def shared(tmp_path: Path) -> AsyncIterator[Shared]:
     async with started_engines(make_plan(config), tmp_path, lambda text: None) as workers:
 
         async def restore(engine: EngineClient) -> None:
-            assert not engine.is_up  # no game gets it before it was tried
-            workers.engines.take_back(engine)
+            assert not engine.is_up  # no game uses it before its check
+            workers.engines.mark_ready(engine)
 
-        turns = Turns(workers.engines.engines[:1], restore)
+        turns = Colocation(workers.engines.engines[:1], restore)
         supervisors = [
             Supervisor(
                 process,
@@ -71,7 +72,7 @@ async def shared(tmp_path: Path) -> AsyncIterator[Shared]:
         yield Shared(workers, turns, supervisors)
 
 
-async def test_who_asks_it_meanwhile_waits_and_the_others_go_on(shared: Shared) -> None:
+async def test_requests_to_a_sleeping_engine_wait_and_other_engines_serve(shared: Shared) -> None:
     async with shared.turns.learner():
         directly = asyncio.create_task(shared.engine.generate("hello", 0))
         loading = asyncio.create_task(shared.engine.load_adapter(1, Path("/nowhere")))
@@ -79,42 +80,42 @@ async def test_who_asks_it_meanwhile_waits_and_the_others_go_on(shared: Shared) 
             assert (await shared.pool.generate("hello", 0)).adapter_version == 0
         done, _ = await asyncio.wait({directly, loading}, timeout=0.3)
         assert not done
-        assert shared.engine.peer.num_pending == 0
-        assert [engine.is_asleep for engine in shared.pool.engines] == [True, False]
-    assert not shared.engine.is_asleep
+        assert shared.engine.channel.num_pending == 0
+        assert [engine.channel.state for engine in shared.pool.engines] == [WorkerState.ASLEEP, WorkerState.READY]
+    assert shared.engine.channel.state is WorkerState.READY
     assert (await directly).adapter_version == 0
-    with pytest.raises(RequestError, match="no adapter_config"):
+    with pytest.raises(RequestError, match="adapter_config"):
         await loading
 
 
-async def test_an_engine_that_dies_starts_again_only_when_the_learner_is_done(shared: Shared) -> None:
+async def test_dead_engine_restarts_only_after_the_learner_turn(shared: Shared) -> None:
     async with asyncio.TaskGroup() as tasks:
         supervised = tasks.create_task(shared.supervisors[0].run())
         async with shared.turns.learner():
             shared.kill()
-            while not shared.engine.peer.is_dead:
+            while not shared.engine.channel.is_dead:
                 await asyncio.sleep(0.02)
             await asyncio.sleep(0.5)
-            assert shared.engine.peer.life == 0
+            assert shared.engine.channel.life == 0
         while not shared.engine.is_up:
             await asyncio.sleep(0.02)
-        assert shared.engine.peer.life == 1
+        assert shared.engine.channel.life == 1
         assert (await shared.engine.generate("hello", 0)).adapter_version == 0
         supervised.cancel()
 
 
-async def test_the_learner_waits_for_an_engine_that_starts_again(shared: Shared) -> None:
+async def test_learner_waits_for_a_restarting_engine(shared: Shared) -> None:
     async with asyncio.TaskGroup() as tasks:
         supervised = tasks.create_task(shared.supervisors[0].run())
         shared.kill()
-        while shared.engine.peer.life == 0:
+        while shared.engine.channel.life == 0:
             await asyncio.sleep(0.02)
         async with shared.turns.learner():
-            assert not shared.engine.peer.is_dead and shared.workers.processes[0].peer.ready.done()
+            assert not shared.engine.channel.is_dead and shared.workers.processes[0].channel.ready.done()
         assert (await shared.engine.generate("hello", 0)).adapter_version == 0
         supervised.cancel()
 
 
-async def test_where_no_engine_shares_the_device_nobody_waits(shared: Shared) -> None:
-    async with Turns([], shared.turns.restore).learner():
+async def test_nothing_waits_if_no_engine_shares_the_device(shared: Shared) -> None:
+    async with Colocation([], shared.turns.restore).learner():
         assert (await shared.engine.generate("hello", 0)).adapter_version == 0

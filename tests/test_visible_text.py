@@ -1,15 +1,15 @@
-"""Control characters of others: in the log here, on the terminal in trackers/test_terminal.py."""
+"""Foreign control characters: in the log here, on the terminal in trackers/test_terminal.py."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-from unstable_lite.runtime import log_file
-from unstable_lite.visible_text import visible
+from unstable_lite.orchestrator.logs import log_file
+from unstable_lite.printable import visible
 
 
-def test_control_characters_are_written_out_and_other_text_stays() -> None:
+def test_control_characters_are_escaped_and_other_text_is_unchanged() -> None:
     text = "a\n\tb äöü 漢字 🎲 \N{NO-BREAK SPACE}[0] \\x1b"
     assert visible(text) == text
     controls = [chr(code) for code in (*range(0x20), 0x7F, *range(0x80, 0xA0)) if chr(code) not in "\n\t"]

@@ -1,12 +1,12 @@
-"""An engine that tells what it was told. Loaded as `told_engines:TellsWhetherItGoesOn`."""
+"""An engine that logs whether it was restarted. Loaded as `told_engines:PrintsWhetherResumed`."""
 
 from __future__ import annotations
 
-from unstable_lite.engines.transformers import TransformersEngine
-from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.engines.embedded.engine import TransformersEngine
+from unstable_lite.transport.worker_main import WorkerSpec
 
 
-class TellsWhetherItGoesOn(TransformersEngine):
+class PrintsWhetherResumed(TransformersEngine):
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
-        self.facts["goes on"] = spec.goes_on
+        self.info["resumed:"] = spec.is_restart

@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI-compatible server as a real process on loopback: its CPU build will do."""
+"""vLLM's own OpenAI-compatible server as a real process on loopback; its CPU build suffices."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import psutil
 START_TIMEOUT_S = 400.0
 
 LORA = ("--enable-lora", "--max-loras", "64", "--max-lora-rank", "16", "--logprobs-mode", "processed_logprobs")
-"""More slots than our tests load adapters: on the CPU vLLM 0.32 computes rows without an adapter with the last slot,
-and a slot keeps what was unloaded until another adapter takes it."""
+"""More slots than the tests load adapters: on the CPU vLLM 0.32 computes rows without an adapter with the last slot,
+and an unloaded adapter stays in its slot until another one takes it."""
 WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
-"""vLLM 0.32 on the CPU dies of a request with a seed whose prompt is cut."""
+"""vLLM 0.32 on the CPU crashes on a request with a seed if its prompt is split."""
 
 
 class VLLMServer:
-    """Started and ended by the test; started again at the same address by `start`."""
+    """A server that the test starts and stops; `start` restarts it at the same address."""
 
     def __init__(self, model: Path, log: Path, *flags: str, **environment: str) -> None:
         with socket.socket() as free:
@@ -45,7 +45,7 @@ class VLLMServer:
         }
 
     def start(self) -> None:
-        """Returns when it is up."""
+        """Start the server and return when it is up."""
         with self.log.open("a") as output:
             self._process = subprocess.Popen(
                 self._command, env=self._environment, stdout=output, stderr=output, start_new_session=True
@@ -63,10 +63,10 @@ class VLLMServer:
                 time.sleep(0.5)
 
     def kill(self) -> None:
-        """As a node that fails would; but what vLLM keeps in shared memory goes, too, which it would leave behind."""
+        """Kill the server as a failing node would, and remove the shared memory that vLLM would leave behind."""
         shared = self._shared_memory()
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)  # its engine is a process of its own
+            os.killpg(self._process.pid, signal.SIGKILL)  # its engine is a separate process
         except ProcessLookupError:
             pass
         self._process.wait()

@@ -1,6 +1,6 @@
-"""Reinforcement learning of language models on multi-agent text games, asynchronous, LoRA first.
+"""Asynchronous, LoRA-first reinforcement learning of language models on multi-agent text games.
 
-Public names are loaded when they are first used: importing this package loads nothing heavy.
+Public names are loaded when they are first used, so importing this package is fast.
 """
 
 from __future__ import annotations
@@ -9,36 +9,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unstable_lite.buffers import EpisodeBuffer, StepBuffer
-    from unstable_lite.build import build
-    from unstable_lite.collector import Collector
+    from unstable_lite.api import build
+    from unstable_lite.dashboards.terminal import TerminalInterface
     from unstable_lite.league.game_scheduler import GameScheduler
     from unstable_lite.league.model_registry import ModelRegistry
-    from unstable_lite.learners.a2c import A2CLearner
-    from unstable_lite.learners.grpo import GRPOLearner
-    from unstable_lite.learners.ppo import PPOLearner
-    from unstable_lite.learners.reinforce import REINFORCELearner
-    from unstable_lite.runtime import Run
-    from unstable_lite.trackers.terminal import TerminalInterface
-    from unstable_lite.trackers.tracker import Tracker
+    from unstable_lite.learner.algorithms.a2c import A2CLearner
+    from unstable_lite.learner.algorithms.grpo import GRPOLearner
+    from unstable_lite.learner.algorithms.ppo import PPOLearner
+    from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
+    from unstable_lite.orchestrator.run import Run
+    from unstable_lite.rollout.collector import Collector
+    from unstable_lite.rollout.episode_buffer import EpisodeBuffer
+    from unstable_lite.rollout.step_buffer import StepBuffer
+    from unstable_lite.tracking.tracker import Tracker
     from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 _HOMES = {
-    "A2CLearner": "learners.a2c",
-    "Collector": "collector",
-    "EpisodeBuffer": "buffers",
+    "A2CLearner": "learner.algorithms.a2c",
+    "Collector": "rollout.collector",
+    "EpisodeBuffer": "rollout.episode_buffer",
     "EvalEnvSpec": "types",
-    "GRPOLearner": "learners.grpo",
+    "GRPOLearner": "learner.algorithms.grpo",
     "GameScheduler": "league.game_scheduler",
     "ModelRegistry": "league.model_registry",
-    "PPOLearner": "learners.ppo",
-    "REINFORCELearner": "learners.reinforce",
-    "Run": "runtime",
-    "StepBuffer": "buffers",
-    "TerminalInterface": "trackers.terminal",
-    "Tracker": "trackers.tracker",
+    "PPOLearner": "learner.algorithms.ppo",
+    "REINFORCELearner": "learner.algorithms.reinforce",
+    "Run": "orchestrator.run",
+    "StepBuffer": "rollout.step_buffer",
+    "TerminalInterface": "dashboards.terminal",
+    "Tracker": "tracking.tracker",
     "TrainEnvSpec": "types",
-    "build": "build",
+    "build": "api",
 }
 _MODULES = {
     "errors": "errors",
@@ -77,5 +78,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """With what is not loaded yet, for a notebook's completion."""
+    """Return all names, those not yet loaded included, for a notebook's completion."""
     return sorted({*globals(), *_HOMES, *_MODULES})

@@ -1,5 +1,5 @@
 """`python -m unstable_lite`."""
 
-from unstable_lite.cli import main
+from unstable_lite.cli.app import main
 
 main()

@@ -1,9 +1,9 @@
-"""The errors a user can meet. Each message says what, where, and what to do."""
+"""Errors that a user can meet. Each message names the event, its place, and the remedy."""
 
 _NO_MEMORY = ("out of memory", "llocate memory", "not enough memory", "ALLOC_FAILED", "bad_alloc", "a memory object")
-"""In what torch and its libraries say when an allocation fails, on a GPU, on the CPU, or before either is asked."""
+"""Texts in the errors of torch and its libraries if an allocation fails, on a GPU, on the CPU, or before either."""
 MEMORY_ADVICE = (
-    "for an engine lower engine.max_parallel_seq, engine.max_model_len or engine.kv_cache_gb, for a learner "
+    "for an engine, lower engine.max_parallel_seq, engine.max_model_len or engine.kv_cache_gb; for a learner, "
     "learner.max_tokens_per_micro_batch or learner.logits_chunk_tokens"
 )
 
@@ -29,19 +29,19 @@ class EnvError(UnstableError):
 
 
 class RequestError(UnstableError):
-    """An engine refused or failed one request; the engine itself is well."""
+    """An engine refused or failed one request; the engine itself works."""
 
 
 class NoRoomError(RequestError):
-    """A worker could not write what it was asked for where it was asked to; the same request may go elsewhere."""
+    """A worker had no room to write its result at the requested place; the request may name another place."""
 
 
 class OpponentError(RequestError):
-    """A model behind an endpoint does not answer, is paused or its budget is spent; env and engine are well."""
+    """A model behind an endpoint does not answer, is paused, or has spent its budget; env and engine work."""
 
 
 class AdapterError(UnstableError):
-    """An adapter could not be published, loaded, or did not pass its canary."""
+    """An adapter could not be written or loaded, or failed its canary."""
 
 
 class ModelError(UnstableError):
@@ -53,16 +53,20 @@ class ProtocolError(UnstableError):
 
 
 class WorkerDied(UnstableError):
-    """A worker process ended or answered that it cannot go on."""
+    """A worker process exited, or reported that it cannot continue."""
 
-    def __init__(self, message: str, is_final: bool = False) -> None:
-        """`is_final`: another one in its place would end in the same way."""
+    def __init__(self, message: str, is_final: bool = False, is_away: bool = False) -> None:
+        """Store the message. `is_final`: a restarted worker would end in the same way.
+
+        `is_away`: its server cannot be reached, or was lost.
+        """
         self.is_final = is_final
+        self.is_away = is_away
         super().__init__(message)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether it tells of memory that is not there: of a GPU's allocator, or the system's."""
+    """Return whether the allocator of a GPU or of the system ran out of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NO_MEMORY)

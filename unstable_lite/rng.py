@@ -1,6 +1,6 @@
-"""Private random streams: seeds derived from the run's, and states that survive in JSON.
+"""Private random streams: seeds derived from the run's seed, and states that JSON can hold.
 
-The global `random` module belongs to TextArena's games; nothing of the orchestrator may draw from it.
+The global `random` module belongs to TextArena's games; the orchestrator must not draw from it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from unstable_lite.types import GameKind
 
 
 def derive_seed(run_seed: int, *path: str | int) -> int:
-    """63 bits for the stream that `path` names, e.g. `derive_seed(seed, "buffer")`."""
+    """Return a 63-bit seed for the stream that `path` names, e.g. `derive_seed(seed, "buffer")`."""
     text = "/".join(map(str, (run_seed, *path)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def game_seed(run_seed: int, kind: GameKind, number: int) -> int:
-    """31 bits for the `number`-th game of its kind; even for train, odd for eval, so the two never meet."""
+    """Return a 31-bit seed for the `number`-th game of its kind; even for train, odd for eval, so none coincide."""
     even = derive_seed(run_seed, kind, number) % 2**31 & ~1
     return even if kind == "train" else even | 1
 
 
 def state_of(rng: random.Random) -> list[Any]:
-    """JSON-able, and half as long as the words themselves would be."""
+    """Return the state in a form for JSON that is half as long as the generator's words would be."""
     version, words, gauss = rng.getstate()
     return [version, base64.b64encode(struct.pack(f"<{len(words)}I", *words)).decode(), gauss]
 
 
 def restore(rng: random.Random, state: list[Any]) -> None:
-    """Accepts what JSON made of `state_of`."""
+    """Restore a state that `state_of` returned, before or after JSON."""
     version, words, gauss = state
     rng.setstate((version, tuple(word for (word,) in struct.iter_unpack("<I", base64.b64decode(words))), gauss))

@@ -1,7 +1,7 @@
-"""The other ways to do it, written here from their published design: what this project is measured against.
+"""Alternative designs to compare this project with, written here from their published descriptions.
 
-One peer a file; each says what it stands for and what it leaves out. What Ray is needed for is left out where it is not
-installed (`pip install 'unstable-lite[peers]'`).
+Each file is one peer and names the design that it represents and the parts that it leaves out. Peers that need Ray are
+left out if it is not installed (`pip install 'unstable-lite[peers]'`).
 """
 
 from __future__ import annotations

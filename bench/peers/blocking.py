@@ -1,4 +1,4 @@
-"""A game that blocks its process or thread until each answer is there: how the peers play, all of them alike.
+"""Games that block their process or thread until each answer arrives, as in all peers.
 
 The same envs, templates, extraction and records as this project's, so that a peer differs by its schedule alone. Only
 the text of an answer comes back, as in the reference: no token ids, no log-probabilities.
@@ -11,30 +11,30 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from unstable_lite.games.isolation import make_in_process
+from unstable_lite.games.env_pool import make_in_process
+from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.player import Player
-from unstable_lite.games.run_game import new_record, run_game
-from unstable_lite.games.seats import Seats
 from unstable_lite.games.templates import TEMPLATES, find_extraction
+from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, Reply
 
 T = TypeVar("T")
 
 Submit = Callable[[str, int, tuple[str, ...]], str]
-"""(prompt, adapter version, stop strings) to the text of one completion; blocks."""
+"""Blocking function of (prompt, adapter version, stop strings) that returns the text of a completion."""
 
 MAX_ACTION_CHARS = 2000
 
 
 def play(spec: GameSpec, submit: Submit) -> GameRecord:
-    """One game to its end."""
+    """Play one game to its end."""
     record = new_record(spec)
     _finished(run_game(record, make_in_process(spec), _players(spec, submit), MAX_ACTION_CHARS))
     return record
 
 
 class BlockingPlayer:
-    """A seat of a model that the engine serves."""
+    """Player at a seat of a model on the engine."""
 
     def __init__(self, agent: AgentSpec, num_players: int, submit: Submit) -> None:
         assert agent.model.adapter_version is not None
@@ -54,7 +54,7 @@ class BlockingPlayer:
 
 
 def _players(spec: GameSpec, submit: Submit) -> dict[int, Player]:
-    players = Seats(_asks_no_engine).players(spec)
+    players = PlayerFactory(_asks_no_engine).players(spec)
     served = {agent.pid: agent for agent in spec.agent_specs if agent.model.kind == "checkpoint"}
     return players | {pid: BlockingPlayer(agent, spec.num_players, submit) for pid, agent in served.items()}
 
@@ -76,7 +76,7 @@ def _text_alone(text: str) -> Generation:
 
 
 def _finished(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that never waits: whoever it asks blocks instead."""
+    """Return the result of a coroutine that never waits, because its calls block."""
     try:
         coroutine.send(None)
     except StopIteration as done:

@@ -1,4 +1,4 @@
-"""The peers that collect games: which of them stand beside this project's orchestrator, and how they are started."""
+"""Peers that collect games, compared with this project's orchestrator."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ RAY, VLLM = "peer: the reference's way, a Ray task per game", "peer: vLLM's gene
 INSTALLED = {"ray": HAS_RAY, "vllm": HAS_VLLM}
 
 Peers = Mapping[str, Mapping[str, Any]]
-"""By the name of the row: `kind` and `games`, and what else is not as in the other rows."""
+"""Settings by the name of the row: `kind`, `games`, and others that differ between rows."""
 
 
 def idle_engine(is_small: bool) -> Peers:
-    """Against an engine that answers at once. More games the reference's way has no room for, on a small machine."""
+    """Return the peers to measure with an engine that answers at once.
+
+    Their numbers of games are limited by the memory of a small machine.
+    """
     peers: dict[str, dict[str, Any]] = {
         f"{THREADS}, 384 games": {"kind": "threads", "games": 384},
         f"{ROUNDS}, 384 games": {"kind": "lock-step", "games": 384},
@@ -29,7 +32,7 @@ def idle_engine(is_small: bool) -> Peers:
 def start(
     subjects: Subjects, peers: Peers, environment: Mapping[str, str] | None = None, **common: Any
 ) -> dict[str, Subject]:
-    """Those that are installed, each a subject that tells its turns and tokens a second."""
+    """Yield the installed peers, each as a subject that reports its turns and tokens per second."""
     common = {"threads": 1, "rated": False, "keep_games": "none"} | common
     return {
         name: subjects.start_in(environment or {}, MODULE, **common | dict(own))
@@ -40,20 +43,20 @@ def start(
 
 def add_memory(report: Report, started: Mapping[str, Subject]) -> None:
     for name, subject in started.items():
-        told = subject.measure(seconds=0.05)
-        remark = f"all of its {told['processes']} processes" if "processes" in told else ""
-        report.add(f"memory, {name}", "MB", [told["memory_mb"]], remark)
+        measured = subject.measure(seconds=0.05)
+        remark = f"all of its {measured['processes']} processes" if "processes" in measured else ""
+        report.add(f"memory, {name}", "MB", [measured["memory_mb"]], remark)
 
 
 def add_missing(report: Report, peers: Peers, started: Mapping[str, Subject], unit: str) -> None:
-    """A row for each that is not installed."""
+    """Add a row for each peer that is not installed."""
     for name in peers:
         if name not in started:
             report.add(name, unit, [], "not installed")
 
 
 def add_ratios(report: Report, ours: Row, peers: Peers, rows: Mapping[str, Row]) -> None:
-    """This project's figure ÷ each peer's that was measured."""
+    """Add the ratios of this project's values to those of each measured peer."""
     for name in peers:
         if name in rows:
             report.add_ratio(f"{ours.name} ÷ {name}", ours, rows[name])

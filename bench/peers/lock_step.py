@@ -1,4 +1,4 @@
-"""All games in rounds: one call with everybody's prompt, then one step of every env, and again.
+"""All games in rounds: one call with the prompts of all games, then one step of every env.
 
 Stands for what a user of vLLM's offline `LLM.generate` writes, and for rollout loops around a batched environment. The
 schedule is run against this project's engine processes, where a round is as many requests at once, and for real
@@ -22,7 +22,7 @@ from unstable_lite.models import resolve_model
 from unstable_lite.types import GameSpec
 
 GenerateAll = Callable[[Sequence[str]], Awaitable[tuple[list[str], int]]]
-"""Prompts to the text of an answer each, and to how many tokens those are together."""
+"""Function of prompts that returns the text of an answer each, and their total number of tokens."""
 
 
 class Rounds:
@@ -38,7 +38,7 @@ class Rounds:
         self._games = [self._new_game() for _ in range(num_games)]
 
     async def play_one(self, generate: GenerateAll) -> tuple[int, int]:
-        """Every game's next turn; how many turns and tokens that were."""
+        """Play the next turn of every game; return the numbers of turns and tokens."""
         observations = [game.observe()[1] for game in self._games]
         answers, tokens = await generate([self.template.prompt(text, self._num_players) for text in observations])
         for index, answer in enumerate(answers):
@@ -54,7 +54,7 @@ class Rounds:
 
 
 async def measure(questioner: Questioner, config: Config, next_spec: Callable[[], GameSpec]) -> None:
-    """Against an engine process of this project."""
+    """Measure with an engine process of this project."""
     async with started_engine(config, threads=questioner.arguments["threads"]) as (pool, _):
         rounds = Rounds(next_spec, questioner.arguments["games"])
 
@@ -66,7 +66,7 @@ async def measure(questioner: Questioner, config: Config, next_spec: Callable[[]
 
 
 async def measure_vllm(questioner: Questioner, config: Config, next_spec: Callable[[], GameSpec]) -> None:
-    """Against `LLM.generate`, in this process, as its documentation begins."""
+    """Measure with `LLM.generate` in this process, as in the first example of its documentation."""
     os.environ |= {
         "CUDA_VISIBLE_DEVICES": "",
         "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(config.engine.kv_cache_gb)),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from unstable_lite.learners.model import Policy
+from unstable_lite.learner.model import Policy
 from unstable_lite.types import TrainItem
 
 ROWS = 8

@@ -1,4 +1,4 @@
-"""The reference's way of collecting: a Ray task for each game, which blocks until an actor has its answer.
+"""Collection as in the reference: a Ray task for each game, which blocks until an actor has its answer.
 
 Stands for its `Collector` and `run_game`: as many tasks in flight as games, each in a process of its own; a remote call
 a turn to an actor that looks at its queue every 20 ms (`ticking_engine.py`); one finished game handled at a time.
@@ -45,7 +45,7 @@ def started_ray() -> Iterator[Any]:
 
 
 class GameTasks:
-    """So many games in flight, each a task."""
+    """Games in flight, each a Ray task."""
 
     def __init__(self, ray: Any, engine: Any, next_spec: Callable[[], GameSpec], num_games: int) -> None:
         self._ray = ray
@@ -62,7 +62,7 @@ class GameTasks:
         return list(self._in_flight.values())
 
     def next_finished(self, timeout_s: float) -> GameRecord | None:
-        """The record of a game that is over, in whose place another one starts; None if none ends within the time."""
+        """Return the record of a finished game and start another one; None if none ends within the time."""
         done, _ = self._ray.wait(list(self._in_flight), num_returns=1, timeout=timeout_s)
         if not done:
             return None
@@ -124,7 +124,7 @@ def measure(questioner: Questioner, config: Config, next_spec: Callable[[], Game
 
 
 def _memory() -> tuple[float, int]:
-    """MB of this process and all that Ray started for it, and how many those are; what several share counts once."""
+    """Return the memory in MB of this process and of all that Ray started, shared memory once, and their number."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     total = 0
     for process in processes:

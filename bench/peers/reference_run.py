@@ -1,4 +1,4 @@
-"""The reference's way to train, whole: `python -m bench.peers.reference_run ARGUMENTS`, for `bench end_to_end`.
+"""Whole training as in the reference: `python -m bench.peers.reference_run ARGUMENTS`, for `bench end_to_end`.
 
 Stands for its `build(...).start(...)` on one engine and one learner:
 - collecting: a Ray task a game, blocking calls to an actor on a 20 ms tick (`ray_tasks.py`, `ticking_engine.py`); where
@@ -36,34 +36,34 @@ from bench.peers.blocking import play
 from bench.peers.reference_update import TextStep, update
 from bench.peers.stop_watch import Over, StopWatch
 from bench.peers.ticking_engine import in_a_process
-from unstable_lite.algorithms import resolve_defaults
+from unstable_lite.adapters import writer
 from unstable_lite.config import Config
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
-from unstable_lite.learners import adapter_files
-from unstable_lite.learners.model import Policy
+from unstable_lite.learner.model import Policy
 from unstable_lite.models import resolve_model
-from unstable_lite.plan import make_plan
+from unstable_lite.planning.algorithm_defaults import resolve_defaults
+from unstable_lite.planning.plan import make_plan
 from unstable_lite.reward_transformations import build_reward_transformations
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import GameRecord, GameSpec, Step
 
 POLL_S = 0.2
 DELAY = 1.5
-"""A batch is drawn once so many times its steps wait."""
+"""Number of waiting steps, in batches, at which a batch is drawn."""
 
 
 class Games(Protocol):
     @property
     def specs(self) -> list[GameSpec]:
-        """Of the games in flight."""
+        """Adapter versions of the games in flight."""
 
     def next_finished(self, timeout_s: float) -> GameRecord | None: ...
 
 
 class GameThreads:
-    """So many games in flight, each in a thread."""
+    """Games in flight, each in a thread."""
 
     def __init__(
         self, pool: ThreadPoolExecutor, engine: Any, next_spec: Callable[[], GameSpec], num_games: int
@@ -94,7 +94,7 @@ class GameThreads:
 
 
 class Buffer:
-    """Steps with their rewards; more than there is room for push out any others."""
+    """Buffer of steps with their rewards; steps beyond its size replace random ones."""
 
     def __init__(self, config: Config) -> None:
         self._final, self._step, self._sampling = build_reward_transformations(config.rewards)
@@ -125,7 +125,7 @@ class Buffer:
 
 
 class League:
-    """Who plays whom; asked by the thread that collects, told by the one that learns."""
+    """Matchmaking; the collecting thread reads it, the learning thread updates it."""
 
     def __init__(self, config: Config) -> None:
         self._lock = threading.Lock()
@@ -143,7 +143,7 @@ class League:
 
 
 class Engine(Protocol):
-    """The actor's blocking calls."""
+    """Blocking calls of the actor."""
 
     def load_adapter(self, version: int, path: str, needed: set[int]) -> None: ...
 
@@ -155,7 +155,7 @@ class Engine(Protocol):
 
 
 class RayEngine:
-    """As if the actor were here."""
+    """Local stand-in of the actor."""
 
     def __init__(self, ray: Any, actor: Any) -> None:
         self._ray = ray
@@ -182,7 +182,7 @@ def collecting(config: Config, league: League) -> Iterator[tuple[Engine, Games]]
 
 
 def train(questioner: Questioner, directory: Path) -> None:
-    """Until nobody asks for more. Raises Over."""
+    """Train until the bench ends the run. Raises Over."""
     arguments = questioner.arguments
     config = resolve_defaults(Config.model_validate_json(arguments["config"]))
     torch.set_num_threads(make_plan(config).learner_threads)
@@ -212,7 +212,7 @@ def train(questioner: Questioner, directory: Path) -> None:
                 _learn(policy, tokenizer, optimizer, buffer.get_batch(batch_size), config)
                 version += 1
                 path = directory / f"v{version}"
-                adapter_files.publish(path, *policy.adapter_state())
+                writer.write_adapter(path, *policy.adapter_state())
                 engine.load_adapter(version, str(path), _versions(games) | {version - 1})
                 league.add_checkpoint(version)
                 if version % arguments["every"] == 0:
@@ -255,7 +255,7 @@ def _stand_still(clock: StopWatch, engine: Engine, version: int | None, path: Pa
 
 
 def _versions(games: Games) -> set[int]:
-    """That games in flight may still ask for, the base apart."""
+    """Return the versions, except the base, that games in flight may still request."""
     versions = {agent.model.adapter_version for spec in games.specs for agent in spec.agent_specs}
     return {version for version in versions if version}
 

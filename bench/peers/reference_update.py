@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from unstable_lite.learners.model import Policy
+from unstable_lite.learner.model import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The clock of a training that is looked at from outside: it runs only while the training does.
+"""Clock of a training that another process observes: it runs only while the training does.
 
 The subject's side of `bench end_to_end`, the same for this project and for the reference's way.
 """
@@ -12,7 +12,7 @@ from bench.harness import Questioner
 
 
 class Over(Exception):
-    """Nobody wants to know more."""
+    """The observer needs no more updates."""
 
 
 class StopWatch:
@@ -28,12 +28,12 @@ class StopWatch:
         return self._seconds + time.perf_counter() - self._since > self._limit_s
 
     def start(self) -> None:
-        """Everything is there; blocks until training is to begin. Raises Over."""
+        """Report that all parts are up, and block until training may begin. Raises Over."""
         self._questioner.answer({})
         self._wait()
 
     def tell(self, update: int | None, adapter: Path | None) -> None:
-        """This update has been made, or none within the limit; blocks until training is to go on. Raises Over."""
+        """Report an update, or none within the limit, and block until training may continue. Raises Over."""
         self._seconds += time.perf_counter() - self._since
         self._questioner.answer(
             {"seconds": self._seconds, "update": update, "adapter": str(adapter) if adapter else None}

@@ -1,4 +1,4 @@
-"""A thread for each game, which blocks until its answer is there: what a user writes who starts from one game's loop.
+"""A thread for each game, which blocks until its answer arrives, as users write who start from one game's loop.
 
 Stands for a pool of threads around a blocking client. The client inside is this project's own, to the same engine
 process; an HTTP client would cost more. Leaves out scheduling by ratings, buffer, records on disk and metrics, all of
@@ -20,11 +20,11 @@ from unstable_lite.types import GameSpec
 
 
 class GameThreads:
-    """So many games in flight, each in a thread; made on the loop of `pool`, on which the threads wait."""
+    """Games in flight, each in a thread; made on the loop of `pool`, on which the threads wait."""
 
     def __init__(self, pool: EnginePool, next_spec: Callable[[], GameSpec], num_games: int) -> None:
         self.turns = 0
-        """Of finished games."""
+        """Records of finished games."""
         self._pool = pool
         self._loop = asyncio.get_running_loop()
         self._next_spec = next_spec

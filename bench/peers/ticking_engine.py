@@ -1,9 +1,9 @@
-"""An engine behind blocking calls, stepped on a tick: the reference's inference actor.
+"""Engine behind blocking calls that is stepped on a tick, as the reference's inference actor.
 
-Stands for `submit_prompt(prompt, adapter) -> text` and a loop that sleeps 20 ms before it looks at its queue and steps
+Represents `submit_prompt(prompt, adapter) -> text` and a loop that sleeps 20 ms before it looks at its queue and steps
 the engine; nothing but text comes back. Any of this project's engines can be inside. The step's own time counts towards
-the tick, as where vLLM's core computes in a process of its own while the actor sleeps. Leaves out the actor's reports
-and its stall detector. Runs where it is made: in a Ray actor, or in a process of a manager.
+the tick, as if vLLM's core computed in its own process while the actor sleeps. Leaves out the actor's reports
+and its stall detector. Runs in the process that makes it: a Ray actor, or a manager's process.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 
 from bench.peers.blocking import Submit
 from unstable_lite.config import Config
-from unstable_lite.engines.engine import load_engine
+from unstable_lite.engines.base import load_engine
 from unstable_lite.errors import RequestError
-from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import Failed, Generate
+from unstable_lite.transport.worker_main import WorkerSpec
 
 TICK_S = 0.02
 
@@ -46,7 +46,7 @@ class TickingEngine:
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     def submit_prompt(self, prompt: str, version: int, stop: tuple[str, ...]) -> str:
-        """Blocks until the whole answer is there. Raises RequestError."""
+        """Return the whole answer; block until it exists. Raises RequestError."""
         config = self._config
         request = Generate(
             request_id=next(self._numbers),
@@ -63,7 +63,7 @@ class TickingEngine:
         return answer.result()
 
     def load_adapter(self, version: int, path: str, needed: set[int]) -> None:
-        """`needed`: versions that games in flight still ask for; the others make room."""
+        """Load an adapter. `needed`: versions that games in flight still request; others are unloaded."""
 
         def load() -> None:
             for old in self._loaded - needed:
@@ -76,18 +76,18 @@ class TickingEngine:
         done.result()
 
     def generated_tokens(self) -> int:
-        """Of finished answers, since the start."""
+        """Return the number of finished answers since the start."""
         return self._num_tokens
 
     def num_waiting(self) -> int:
-        """Requests that were not taken yet."""
+        """Return the number of requests in the queue."""
         return self._arrived.qsize()
 
     def go_on(self) -> None:
         self._takes.set()
 
     def pause(self) -> None:
-        """Take no more requests; those that run are finished."""
+        """Accept no more requests; running ones are finished."""
         self._takes.clear()
 
     def _run(self) -> None:
@@ -132,7 +132,7 @@ _Manager.register("TickingEngine", TickingEngine)
 
 @contextlib.contextmanager
 def in_a_process(config: Config, threads: int, tick_s: float = TICK_S) -> Iterator[Any]:
-    """A proxy to a TickingEngine in a process of its own; each thread that calls it has its own connection."""
+    """Proxy to a TickingEngine in its own process; each calling thread has its own connection."""
     with _Manager(ctx=get_context("spawn")) as manager:
         yield manager.TickingEngine(config.model_dump_json(), threads, tick_s)  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""The peers play the games that this project plays: where they differ, it is by what their files say."""
+"""The peers play the same games as this project; their files state the differences."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from bench.peers.blocking import play
 from bench.peers.ticking_engine import TickingEngine, in_a_process
 from unstable_lite.config import Config
 from unstable_lite.errors import RequestError
-from unstable_lite.games.isolation import make_in_process
+from unstable_lite.games.env_pool import make_in_process
 from unstable_lite.games.players.policy import PolicyPlayer
-from unstable_lite.games.run_game import new_record, run_game
 from unstable_lite.games.templates import TEMPLATES
-from unstable_lite.learners.batching import fit
-from unstable_lite.learners.model import Policy
-from unstable_lite.learners.reinforce import REINFORCELearner
+from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
+from unstable_lite.learner.batching import fit
+from unstable_lite.learner.model import Policy
+from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, TrainItem
 
 BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
 
 
-def a_game(*models: ModelRef) -> GameSpec:
+def make_game(*models: ModelRef) -> GameSpec:
     agents = [
         AgentSpec(
             pid=pid,
@@ -82,8 +82,8 @@ def played_by_ours(spec: GameSpec) -> GameRecord:
     return record
 
 
-def test_a_game_that_blocks_becomes_the_record_that_ours_becomes() -> None:
-    spec, texts = a_game(BASE, BASE), iter(answers())
+def test_blocking_game_gives_the_same_record_as_ours() -> None:
+    spec, texts = make_game(BASE, BASE), iter(answers())
     record = play(spec, lambda *_: next(texts))
     ours = played_by_ours(spec)
     assert record.turns == ours.turns and len(record.turns) >= 5
@@ -92,14 +92,14 @@ def test_a_game_that_blocks_becomes_the_record_that_ours_becomes() -> None:
     assert steps == [(step.obs, step.act, step.format_feedback) for t in ours.trajectories for step in t.steps]
 
 
-def test_a_fixed_opponent_plays_without_asking_the_engine() -> None:
+def test_fixed_opponent_plays_without_the_engine() -> None:
     asked: list[str] = []
 
     def submit(prompt: str, version: int, stop: tuple[str, ...]) -> str:
         asked.append(prompt)
         return "\\boxed{[4]}"
 
-    record = play(a_game(BASE, RANDOM), submit)
+    record = play(make_game(BASE, RANDOM), submit)
     assert len(asked) == sum(turn.pid == 0 for turn in record.turns) < len(record.turns)
     assert asked == [TEMPLATES["tiny"].prompt(turn.observation, 2) for turn in record.turns if turn.pid == 0]
 
@@ -108,7 +108,7 @@ def scripted() -> Config:
     return bench_config(engine={"kind": "scripted", "replies": ("\\boxed{[4]}",)})
 
 
-def test_a_ticking_engine_takes_nothing_while_it_is_paused() -> None:
+def test_paused_ticking_engine_answers_nothing() -> None:
     engine = TickingEngine(scripted().model_dump_json(), threads=1, tick_s=0.001)
     with ThreadPoolExecutor(1) as caller:
         answer = caller.submit(engine.submit_prompt, "a prompt", 0, ())
@@ -119,7 +119,7 @@ def test_a_ticking_engine_takes_nothing_while_it_is_paused() -> None:
     assert engine.generated_tokens() == len("\\boxed{[4]}") + 1
 
 
-def test_a_ticking_engine_in_a_process_loads_adapters_and_lets_go_of_those_that_nobody_needs(tmp_path: Path) -> None:
+def test_ticking_engine_in_a_process_loads_and_drops_adapters(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with in_a_process(scripted(), threads=1, tick_s=0.001) as engine:
         engine.go_on()
@@ -128,12 +128,12 @@ def test_a_ticking_engine_in_a_process_loads_adapters_and_lets_go_of_those_that_
         engine.load_adapter(2, str(tmp_path), {1})
         assert engine.submit_prompt("a prompt", 1, ()) == "\\boxed{[4]}"
         engine.load_adapter(3, str(tmp_path), {2})
-        with pytest.raises(RequestError, match="version 1 is not loaded"):
+        with pytest.raises(RequestError, match="version 1"):
             engine.submit_prompt("a prompt", 1, ())
 
 
-def a_model(directory: Path) -> Config:
-    """With an adapter that changes what it says, and a step that moves nothing."""
+def make_model(directory: Path) -> Config:
+    """Make a model with an adapter that changes its output, and a config whose steps change nothing."""
     models.make_tiny(directory / "model", seed=0)
     settings = {
         "model_name": str(directory / "model"),
@@ -144,9 +144,9 @@ def a_model(directory: Path) -> Config:
     return bench_config(**settings, lora={"initial_lora_path": str(directory / "v1")})
 
 
-def test_the_peers_updates_have_the_gradient_of_ours(tmp_path: Path) -> None:
+def test_peers_updates_have_the_same_gradient_as_ours(tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    config, rng = a_model(tmp_path), random.Random(0)
+    config, rng = make_model(tmp_path), random.Random(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     ours = REINFORCELearner(config, "cpu")
     items, steps = [], []

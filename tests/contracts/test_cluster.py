@@ -1,4 +1,4 @@
-"""The recipes for clusters, as far as a machine without a cluster can check them: by their tools' own validators."""
+"""The recipes for clusters, checked without a cluster by their tools' own validators."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from unstable_lite.plan import load_plan
+from unstable_lite.planning.plan import load_plan
 
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 MANIFESTS = CLUSTER / "kubernetes" / "unstable.yaml"
@@ -27,7 +27,7 @@ def manifest(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("script", BATCH_SCRIPTS, ids=lambda path: path.name)
-def test_a_batch_script_is_a_shell_script(script: Path) -> None:
+def test_batch_script_is_a_valid_shell_script(script: Path) -> None:
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     assert script.read_text().startswith("#!/bin/bash\n")
 
@@ -41,7 +41,7 @@ def test_shellcheck_finds_nothing_in_a_batch_script(script: Path) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
-    """The environment of a batch script; its `vllm`, `srun` and `hostname` write down what they were called with."""
+    """Return the environment of a batch script, in which `vllm`, `srun` and `hostname` record their arguments."""
     for name in ("vllm", "srun", "hostname"):
         say = "echo node-7" if name == "hostname" else f'printf "%s\\n" "$@" > {tmp_path / name}.called'
         (tmp_path / name).write_text(f"#!/bin/bash\n{say}\n")
@@ -61,10 +61,10 @@ def train(cluster: dict[str, str], job: int, servers: int) -> subprocess.Complet
     return subprocess.run(["bash", script], env=cluster | own, capture_output=True, text=True, timeout=30)
 
 
-def test_the_batch_scripts_find_each_other(
+def test_batch_scripts_find_each_other(
     cluster: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both, on the page's config; what other jobs have left is nothing to them."""
+    """Run both with the page's config; leftovers of other jobs must not matter."""
     stale = tmp_path / "shared" / "servers" / "7.url"
     stale.parent.mkdir(parents=True)
     stale.write_text("http://yesterday:8007\n")
@@ -76,7 +76,9 @@ def test_the_batch_scripts_find_each_other(
     called = (tmp_path / "srun.called").read_text().splitlines()
     assert called[:4] == ["python", "-m", "unstable_lite", "run"]
     monkeypatch.setenv("OPENROUTER_API_KEY", "not called by a check")
-    plan = load_plan(Path(called[4]), (*called[5:], "model_name=builtin:tiny"))  # theirs is not at hand here
+    plan = load_plan(
+        Path(called[4]), (*called[5:], "model_name=builtin:tiny")
+    )  # the config's model is not available here
     assert plan.engine_devices == ("http://node-7:8000", "http://node-7:8001")
     assert plan.config.engine.adapter_folder == tmp_path / "shared" / "adapters"
     served_with = dict(itertools.pairwise(served))
@@ -86,16 +88,16 @@ def test_the_batch_scripts_find_each_other(
     assert int(served_with["--max-model-len"]) >= plan.config.engine.max_model_len
 
 
-def test_a_run_waits_for_the_servers_of_its_own_job(cluster: dict[str, str], tmp_path: Path) -> None:
+def test_run_waits_for_the_servers_of_its_own_job(cluster: dict[str, str], tmp_path: Path) -> None:
     serve(cluster, job=11, tasks=4)
-    (tmp_path / "sleep").write_text("#!/bin/bash\nkill $PPID\n")  # waiting ends it
+    (tmp_path / "sleep").write_text("#!/bin/bash\nkill $PPID\n")  # ends the script when it waits
     (tmp_path / "sleep").chmod(0o755)
     done = train(cluster, job=12, servers=4)
     assert "0 of 4 servers of job 12 have a node" in done.stdout
     assert not (tmp_path / "srun.called").exists()
 
 
-def test_a_run_on_fewer_servers_than_its_job_has_is_refused(cluster: dict[str, str], tmp_path: Path) -> None:
+def test_run_on_fewer_servers_than_its_job_has_is_refused(cluster: dict[str, str], tmp_path: Path) -> None:
     serve(cluster, job=12, tasks=3)
     done = train(cluster, job=12, servers=2)
     assert done.returncode == 1
@@ -107,14 +109,14 @@ def test_a_run_on_fewer_servers_than_its_job_has_is_refused(cluster: dict[str, s
     importlib.util.find_spec("kubernetes_validate") is None,
     reason="kubernetes-validate is not installed (pip install kubernetes-validate)",
 )
-def test_the_manifests_are_of_kuberneteses_own_schemas() -> None:
+def test_manifests_match_the_schemas_of_kubernetes() -> None:
     import kubernetes_validate
 
     for one in yaml.safe_load_all(MANIFESTS.read_text()):
         kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_the_config_in_the_manifests_can_run_and_names_the_servers_that_they_start(
+def test_config_in_the_manifests_is_valid_and_names_their_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ADAPTER_RECEIVER_API_KEY", "from the secret")

@@ -1,4 +1,4 @@
-"""Which warnings end a test: those that our own modules cause."""
+"""The warnings that end a test are those that our own modules cause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def warn_from(module: str) -> None:
     source.warn()
 
 
-@pytest.mark.parametrize("module", ["unstable_lite.learners.model", "bench", "test_run", "lying_engines", "custom_env"])
+@pytest.mark.parametrize("module", ["unstable_lite.learner.model", "bench", "test_run", "lying_engines", "custom_env"])
 def test_warning_of_our_own_module_is_an_error(module: str) -> None:
     with pytest.raises(FutureWarning, match="old"):
         warn_from(module)
@@ -28,6 +28,6 @@ def test_warning_of_a_third_party_is_shown_and_not_fatal(module: str) -> None:
     assert [str(warning.message) for warning in shown] == ["old"]
 
 
-def test_unclosed_resource_is_an_error_wherever_it_is_noticed() -> None:
+def test_unclosed_resource_is_an_error_in_any_module() -> None:
     with pytest.raises(ResourceWarning):
         warnings.warn_explicit("unclosed", ResourceWarning, "socket.py", 1, module="third_party")

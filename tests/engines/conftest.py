@@ -15,7 +15,7 @@ from vllm_serving import LORA, WHOLE_PROMPTS, VLLMServer
 
 @pytest.fixture
 def start_engine() -> Iterator[Callable[..., RemoteEngine]]:
-    """Starts workers that end with the test."""
+    """Yield a function that starts workers, which end with the test."""
     engines: list[RemoteEngine] = []
 
     def start(**engine: Any) -> RemoteEngine:
@@ -34,7 +34,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
-    """vLLM's own server with the random model; whoever ends it starts it again."""
+    """Yield vLLM's own server with the random model. A test that ends the server starts it again."""
     log = tmp_path_factory.mktemp("vllm-server") / "log"
     limits = ("--max-model-len", "640", "--max-num-seqs", "16")
     server = VLLMServer(model_dir, log, *limits, *LORA, *WHOLE_PROMPTS, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")

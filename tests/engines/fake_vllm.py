@@ -1,4 +1,4 @@
-"""A server that answers as vLLM's does, until a test makes it misbehave: real HTTP on loopback, no model."""
+"""An HTTP server on loopback that answers as vLLM's does, without a model, until a test makes it misbehave."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from unstable_lite.models import BUILTIN
 BASE = "tiny"
 IDS, LOGPROBS = [5, 6, 7], [-0.5, -1.25, -2.0]
 Answer = tuple[int, Any]
-"""Status, and a body: bytes as they are, anything else as JSON."""
+"""Status and body: bytes are sent unchanged, anything else as JSON."""
 
 
 class FakeVLLM:
     def __init__(self) -> None:
         self.tokenizer = Tokenizer(str(BUILTIN["builtin:tiny"]))
         self.loras: dict[str, str] = {}
-        """Path by name."""
+        """LoRA paths by name."""
         self.seen: list[tuple[str, str, Any]] = []
         """Key, path and body of each request."""
         self.misbehave: Callable[[str, Any], Answer | None] = lambda _path, _body: None
-        """Answers instead of us, where it answers."""
+        """Return an answer that replaces the right one, or None."""
         self.cut_next = 0
-        """So many connections are closed without an answer."""
+        """Number of connections to close without an answer."""
         self.hangs = threading.Event()
-        self.goes_on = threading.Event()
+        self.is_restart = threading.Event()
         self.is_raw = False
-        """Log-probabilities before temperature is applied."""
+        """Whether log-probabilities are reported before temperature is applied."""
         self.url = ""
 
     def answer(self, path: str, body: Any) -> Answer:
@@ -66,7 +66,7 @@ class FakeVLLM:
         return 200, b"Success"
 
     def completion(self, body: Any, **changes: Any) -> Any:
-        """Right, but for the changes: `model`, `logprobs`, or what else a choice has."""
+        """Return a right completion with changes: `model`, `logprobs` or any field of a choice."""
         logits = [-index / (1.0 if self.is_raw else body["temperature"]) for index in range(1 + body["logprobs"])]
         total = math.log(sum(map(math.exp, logits)) + 0.5)
         top = {f"token_id:{index}": logit - total for index, logit in enumerate(logits)}
@@ -88,7 +88,7 @@ def error(status: int, message: str) -> Answer:
 
 
 @contextmanager
-def serving() -> Iterator[FakeVLLM]:
+def serving(port: int = 0) -> Iterator[FakeVLLM]:
     fake = FakeVLLM()
 
     class Handler(BaseHTTPRequestHandler):
@@ -103,7 +103,7 @@ def serving() -> Iterator[FakeVLLM]:
         def respond(self, body: Any) -> None:
             fake.seen.append((self.headers["authorization"] or "", self.path, body))
             if fake.hangs.is_set() and self.path == "/v1/completions":
-                fake.goes_on.wait(20)
+                fake.is_restart.wait(20)
             if fake.cut_next:
                 fake.cut_next -= 1
                 self.close_connection = True
@@ -116,12 +116,12 @@ def serving() -> Iterator[FakeVLLM]:
                 self.end_headers()
                 self.wfile.write(content)
             except (BrokenPipeError, ConnectionResetError):
-                pass  # the client did not wait
+                pass  # the client has hung up
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     http.daemon_threads = True
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -129,7 +129,7 @@ def serving() -> Iterator[FakeVLLM]:
     try:
         yield fake
     finally:
-        fake.goes_on.set()
+        fake.is_restart.set()
         http.shutdown()
         http.server_close()
         thread.join()

@@ -1,4 +1,4 @@
-"""Models and adapters of random weights, small enough to be made within a test."""
+"""Models and adapters with random weights, small enough to make within a test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 
 
 def make_tokenizer(directory: Path, **special: str) -> None:
-    """Every token is a byte, so that a character may be cut in two."""
+    """Save a tokenizer whose every token is a byte, so that a character may be cut in two."""
     import tokenizers
     import transformers
 
@@ -23,7 +23,7 @@ def make_tokenizer(directory: Path, **special: str) -> None:
 
 
 def make_model(directory: Path, name: str = "Qwen3", **fields: Any) -> Path:
-    """A causal language model of two layers, and its tokenizer."""
+    """Save a causal language model of two layers and its tokenizer."""
     import torch
     import transformers
 
@@ -48,7 +48,7 @@ def make_model(directory: Path, name: str = "Qwen3", **fields: Any) -> Path:
     model_class = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
     model = model_class(config)
     for parameter in (parameter for name, parameter in model.named_parameters() if name.endswith("bias")):
-        torch.nn.init.normal_(parameter, std=0.15)  # transformers begins with zeros, which hide a bias that is left out
+        torch.nn.init.normal_(parameter, std=0.15)  # transformers starts with zeros, which would hide a missing bias
     model.save_pretrained(directory)
     return directory
 
@@ -60,11 +60,11 @@ LONGROPE = {
     "short_factor": [1.0] * 16,
     "long_factor": [1.0 + 3 * index for index in range(16)],
 }
-"""For a head of 32."""
+"""LongRoPE parameters for heads of size 32."""
 
 
 def make_adapter(model_dir: Path, directory: Path, seed: int, **fields: Any) -> Path:
-    """A LoRA adapter that changes the model a great deal."""
+    """Save a LoRA adapter that changes the model a great deal."""
     import peft
     import torch
     import transformers

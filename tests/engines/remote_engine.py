@@ -1,4 +1,4 @@
-"""A real engine worker, and the orchestrator's end of its wire in a few lines of plain ZeroMQ."""
+"""A real engine worker, with a minimal orchestrator side in plain ZeroMQ."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 import zmq
 
 from unstable_lite.config import Config
-from unstable_lite.engines.engine import Engine
-from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.engines.base import Engine
+from unstable_lite.transport.codec import decode, encode
 from unstable_lite.transport.messages import (
     Generate,
     Generated,
@@ -25,9 +25,8 @@ from unstable_lite.transport.messages import (
     Message,
     Stop,
     UnloadAdapter,
-    decode,
-    encode,
 )
+from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import Generation
 
 START_TIMEOUT_S = 240.0
@@ -35,13 +34,13 @@ REPLY_TIMEOUT_S = 120.0
 
 
 def engine_spec(
-    endpoint: str = "", device: str = "cpu", model: str = "", mode: str = "async", **engine: Any
+    endpoint: str = "", device: str = "cpu", model: str = "", schedule: str = "async", **engine: Any
 ) -> WorkerSpec:
     config = Config.model_validate(
         {
             "model_name": model or "builtin:tiny",
             "engine": engine,
-            "run": {"mode": mode},
+            "run": {"schedule": schedule},
             "lora": {"lora_rank": 16},
             "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
         }
@@ -52,14 +51,14 @@ def engine_spec(
 
 
 def generate(engine: Engine, *versions: int) -> list[Generation]:
-    """Drive an engine within this process: one request for each version."""
+    """Drive an engine within this process with one request for each version."""
     for number, version in enumerate(versions):
         engine.add_request(request(number, version))
     return finish(engine)
 
 
 def request(number: int, version: int = 0, **changes: Any) -> Generate:
-    """To a few tokens, with a seed of its own; `changes`: other fields than these."""
+    """Return a request for a few tokens whose seed is its number; `changes` replaces fields."""
     fields = {
         "prompt": f"Player {number}, your move:",
         "max_tokens": 6,
@@ -72,7 +71,7 @@ def request(number: int, version: int = 0, **changes: Any) -> Generate:
 
 
 def finish(engine: Engine) -> list[Generation]:
-    """What it makes of all that it was asked, by number."""
+    """Step the engine until it is idle and return its generations in the order of their requests."""
     finished = {}
     while engine.has_unfinished():
         finished.update({done.request_id: done.generation for done in engine.step()})
@@ -80,7 +79,7 @@ def finish(engine: Engine) -> list[Generation]:
 
 
 class RemoteEngine:
-    """The engine process, and the orchestrator's end of its wire."""
+    """The engine process and the orchestrator's end of its wire."""
 
     def __init__(self, device: str = "cpu", **engine: Any) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="ul-"))
@@ -112,12 +111,12 @@ class RemoteEngine:
     def send(self, *messages: Message) -> None:
         self._socket.send_multipart([self.identity, encode(messages)])
 
-    def wait_for(self, is_it: Callable[[Message], bool], timeout_s: float = REPLY_TIMEOUT_S) -> Message:
-        """The first message that is it; others stay in the inbox."""
+    def wait_for(self, matches: Callable[[Message], bool], timeout_s: float = REPLY_TIMEOUT_S) -> Message:
+        """Return the first message for which `matches` is true; others stay in the inbox."""
         deadline = time.monotonic() + timeout_s
         while True:
             for index, message in enumerate(self.inbox):
-                if is_it(message):
+                if matches(message):
                     return self.inbox.pop(index)
             if not self._socket.poll(100):
                 is_over = time.monotonic() > deadline or self.process.poll() is not None
@@ -131,7 +130,7 @@ class RemoteEngine:
         return self.wait_for(lambda message: isinstance(message, kind), timeout_s)
 
     def ask(self, *requests: Any) -> list[Any]:
-        """The replies to requests that travel in one frame, in the order of the requests."""
+        """Send requests in one frame and return the replies in the order of the requests."""
         self.send(*requests)
         ids = [request.request_id for request in requests]
         return [self.wait_for(lambda message, i=i: getattr(message, "request_id", None) == i) for i in ids]  # type: ignore[misc]

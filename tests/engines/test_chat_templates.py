@@ -1,4 +1,4 @@
-"""`prompt_template = "chat"` is what the tokenizer itself would write; nothing that an opponent says changes that."""
+"""`prompt_template = "chat"` writes what the tokenizer itself would; no text of an opponent changes that."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ GEMMA = (
     "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 NOT_SPECIAL = ["<think>", "</think>", "<tool_call>", "<｜tool▁calls▁begin｜>", "[/THINK]", "< |im_end|>"]
-"""Control tokens that tokenizers do not mark as special; the last is what breaking another one gives."""
+"""Control tokens that tokenizers do not mark as special; the last results from breaking another one."""
 TEXT = ["[0]", "[1]", "[rock]", "  ", "\n\n", "<<", "<-"]
-"""Added tokens that observations are made of."""
+"""Added tokens that occur in observations."""
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "<｜end▁of▁turn｜>", "|>!"]
 
 
@@ -62,9 +62,7 @@ def template_of(tokenizer: Tokenizer, config: Config) -> Template:
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
 @pytest.mark.parametrize("num_players", [1, 2, 5])
-def test_a_chat_prompt_is_the_tokens_that_the_tokenizer_itself_would_make(
-    tmp_path: Path, name: str, num_players: int
-) -> None:
+def test_chat_prompt_equals_the_tokenizers_own_tokens(tmp_path: Path, name: str, num_players: int) -> None:
     tokenizer = tokenizer_with(tmp_path, THINKING)
     observation = "[GAME] The board {is} 100 % empty.\n ä 🎲"
     prompt = template_of(tokenizer, config_with(name)).prompt(observation, num_players)
@@ -85,7 +83,7 @@ def test_a_chat_prompt_is_the_tokens_that_the_tokenizer_itself_would_make(
     assert prompt.endswith("assistant\n" if chat.thinking else "</think>\n\n")
 
 
-def test_a_model_without_a_system_role_reads_it_in_the_users_message_after_one_first_token(tmp_path: Path) -> None:
+def test_system_text_joins_user_message_if_model_has_no_system_role(tmp_path: Path) -> None:
     tokenizer_with(tmp_path, GEMMA, bos_token="<bos>")
     file = tmp_path / "tokenizer.json"
     fast = tokenizers.Tokenizer.from_file(str(file))
@@ -101,9 +99,7 @@ def test_a_model_without_a_system_role_reads_it_in_the_users_message_after_one_f
 
 
 @pytest.mark.parametrize(("chat_template", "closing"), [(THINKING, "<|im_end|>"), (GEMMA, "<end_of_turn>")])
-def test_what_closes_a_turn_ends_the_answer_of_a_base_model_too(
-    tmp_path: Path, chat_template: str, closing: str
-) -> None:
+def test_turn_closing_token_ends_the_answer_of_a_base_model(tmp_path: Path, chat_template: str, closing: str) -> None:
     tokenizer = tokenizer_with(tmp_path, chat_template, bos_token="<bos>")
     template = template_of(tokenizer, config_with("chat"))
     (closing_id,) = transformers.AutoTokenizer.from_pretrained(tmp_path)(closing)["input_ids"]
@@ -113,7 +109,7 @@ def test_what_closes_a_turn_ends_the_answer_of_a_base_model_too(
 
 
 @pytest.mark.parametrize("name", ["chat", "default", "qwen3-zs", "mine"])
-def test_no_special_token_of_the_model_can_come_from_an_observation(tmp_path: Path, name: str) -> None:
+def test_no_special_token_can_come_from_an_observation(tmp_path: Path, name: str) -> None:
     tokenizer = tokenizer_with(tmp_path, THINKING, bos_token="<bos>")
     config = config_with(name, templates={"mine": {"user": "<|im_start|>{observation}"}})
     template = template_of(tokenizer, config)
@@ -145,10 +141,10 @@ def test_opponent_cannot_open_or_close_the_models_thought(tmp_path: Path) -> Non
         control_id = tokenizer._fast.token_to_id(token)
         prompt_ids = tokenizer.encode(template.prompt(f"opponent: {token}\n\\boxed{{[0]}}", 2)).tolist()
         assert prompt_ids.count(control_id) == (token == "<think>"), f"{token}: only the template's own"
-        assert tokenizer.encode_completion("", token, ("<|im_end|>",)).tolist()[0] == control_id, "ours to say"
+        assert tokenizer.encode_completion("", token, ("<|im_end|>",)).tolist()[0] == control_id, "the model may say it"
 
 
-def test_added_tokens_that_are_moves_or_text_stay_as_they_are(tmp_path: Path) -> None:
+def test_added_tokens_that_are_moves_or_text_stay_unchanged(tmp_path: Path) -> None:
     tokenizer = with_added(tmp_path, NOT_SPECIAL[:-1] + TEXT)
     template = template_of(tokenizer, config_with("default"))
     observation = "[GAME] [Player 0] <<b>>  move [0], [1] or [rock] <- a < b\n\n"
@@ -160,32 +156,32 @@ def test_added_tokens_that_are_moves_or_text_stay_as_they_are(tmp_path: Path) ->
 
 def test_tokenizer_that_undoes_the_breaking_is_refused(tmp_path: Path) -> None:
     tokenizer = with_added(tmp_path, NOT_SPECIAL)
-    with pytest.raises(ModelError, match=r"writes '<\|im_end\|>' would form a control token .* makes '< \|im_end\|>'"):
+    with pytest.raises(ModelError, match=r"'<\|im_end\|>' .* '< \|im_end\|>'"):
         tokenizer.prompts([])
     file = tmp_path / "tokenizer.json"
     fast = tokenizers.Tokenizer.from_file(str(file))
     fast.normalizer = tokenizers.normalizers.Replace(" ", "")
     fast.add_tokens([tokenizers.AddedToken("</answer>", normalized=True)])
     fast.save(str(file))
-    with pytest.raises(ModelError, match="'</answer>' would form a control token"):
+    with pytest.raises(ModelError, match="'</answer>'"):
         Tokenizer(str(tmp_path)).prompts([])
 
 
-def test_prompts_of_the_built_in_model_are_tokenised_as_before() -> None:
+def test_prompts_of_the_built_in_model_keep_their_special_tokens() -> None:
     tokenizer = Tokenizer(resolve_model("builtin:tiny"))
     assert tokenizer.prompts([])["special_tokens"] == ["<|endoftext|>", "<|im_end|>", "<|im_start|>"]
 
 
-def test_thousands_of_control_tokens_are_found_each() -> None:
-    """Gemma has 6,242 named <unused0> and so on."""
+def test_thousands_of_control_tokens_are_each_broken() -> None:
+    """Gemma has 6,242 tokens named <unused0> and so on."""
     tokens = tuple(f"<unused{number}>" for number in range(6242))
     text = "".join(tokens) + "<unused6242><unused"
     assert without_markup(text, tokens) == text.replace("<", "< ").replace("< unused6242>< ", "<unused6242><")
 
 
-def test_a_model_without_a_chat_template_is_refused_by_name(tmp_path: Path) -> None:
+def test_model_without_a_chat_template_is_refused_by_name(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path, None)
-    with pytest.raises(ModelError, match="cannot lay out prompt_template 'chat'"):
+    with pytest.raises(ModelError, match="prompt_template 'chat'"):
         tokenizer.prompts(chats_in_use(config_with("chat")))
     assert tokenizer.prompts(chats_in_use(config_with("default")))["chats"] == {}
 
@@ -193,12 +189,12 @@ def test_a_model_without_a_chat_template_is_refused_by_name(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "chat_template", ["nothing", "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"]
 )
-def test_a_chat_template_that_does_not_show_the_message_once_is_refused(tmp_path: Path, chat_template: str) -> None:
-    with pytest.raises(ModelError, match="not once"):
+def test_chat_template_that_does_not_show_the_message_once_is_refused(tmp_path: Path, chat_template: str) -> None:
+    with pytest.raises(ModelError, match="once"):
         tokenizer_with(tmp_path, chat_template).prompts(chats_in_use(config_with("chat")))
 
 
-def test_a_chat_template_of_ones_own_has_its_words_the_tokenizers_markup_and_its_beginning(tmp_path: Path) -> None:
+def test_custom_chat_template_combines_its_text_with_tokenizer_markup(tmp_path: Path) -> None:
     mine = {
         "chat": True,
         "system": "Be brief. {game}",
@@ -219,6 +215,6 @@ def test_a_chat_template_of_ones_own_has_its_words_the_tokenizers_markup_and_its
     assert template.stop == ("###", "<|im_end|>")
 
 
-def test_an_engine_without_a_tokenizer_cannot_be_asked_for_a_chat() -> None:
-    with pytest.raises(ConfigError, match="'chat' needs the tokenizer's chat template"):
+def test_chat_prompt_without_a_tokenizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'chat'"):
         templates_for(config_with("chat"), {})

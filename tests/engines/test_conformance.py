@@ -1,7 +1,7 @@
-"""What every engine with a model must do, whatever its library: one suite over all of them.
+"""The requirements of every engine with a model: one suite for all of them.
 
-Each engine is a real worker process. The judge of log-probabilities is a plain forward pass of transformers and PEFT,
-in float32, over the token ids that the engine says it was shown and drew.
+Each engine is a real worker process. The reference for log-probabilities is a plain forward pass of transformers and
+PEFT in float32 over the reported ids of prompt and completion.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import pytest
 
 from random_models import make_adapter
 from remote_engine import START_TIMEOUT_S, RemoteEngine
-from unstable_lite.opponent_pool import FIRST_RETURNED_VERSION
-from unstable_lite.outside_files import WEIGHTS, adapter_digest
+from unstable_lite.adapters.peft_files import WEIGHTS, adapter_digest
+from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION
 from unstable_lite.transport.messages import AdapterDigest, ConfirmAdapter, Done, Failed, Ready
 from unstable_lite.types import Generation
 
@@ -40,7 +40,7 @@ KINDS = [
 
 @dataclass(frozen=True)
 class Engine:
-    """A running engine, and how close to float32 it can be asked to come."""
+    """A running engine, and whether its results are exact to float32."""
 
     remote: RemoteEngine
     is_exact: bool
@@ -73,9 +73,9 @@ def engine(
         **server,
     )
     try:
-        facts = remote.wait_for_type(Ready, START_TIMEOUT_S).facts
-        assert {"kind", "model", "device", "dtype", "threads", "max_model_len", "vocab_size"} <= facts.keys()
-        assert (facts["dtype"], facts["max_model_len"]) == ("the server's" if server else dtype, MAX_MODEL_LEN)
+        info = remote.wait_for_type(Ready, START_TIMEOUT_S).info
+        assert {"kind", "model", "device", "dtype", "threads", "max_model_len", "vocab_size"} <= info.keys()
+        assert (info["dtype"], info["max_model_len"]) == ("the server's" if server else dtype, MAX_MODEL_LEN)
         yield Engine(remote, is_exact=dtype == "float32")
     finally:
         remote.close()
@@ -83,7 +83,7 @@ def engine(
 
 @pytest.fixture
 def adapters(engine: Engine, adapter_dirs: list[Path]) -> Iterator[list[int]]:
-    """The versions of two loaded adapters."""
+    """Yield the versions of two loaded adapters."""
     versions = [engine.remote.next_version() for _ in adapter_dirs]
     for version, path in zip(versions, adapter_dirs, strict=True):
         assert isinstance(engine.remote.load(version, path), AdapterDigest)
@@ -97,7 +97,7 @@ Logits = Callable[[list[int], int], Any]
 
 @pytest.fixture(scope="module")
 def reference(model_dir: Path, adapter_dirs: list[Path]) -> Logits:
-    """Logits after each token but the last one; 0 is the base, 1 and 2 the adapters."""
+    """Return a function for the logits after each token but the last; 0 is the base, 1 and 2 are the adapters."""
     import peft
     import torch
     import transformers
@@ -134,7 +134,7 @@ def prompts(count: int, size: int = 40) -> list[str]:
     return [f"Player {i}: " + "".join(chr(97 + (i * 7 + j * j) % 26) for j in range(size)) for i in range(count)]
 
 
-def test_a_greedy_completion_is_the_most_probable_one_every_time(engine: Engine, reference: Logits) -> None:
+def test_greedy_completion_is_the_most_probable_one(engine: Engine, reference: Logits) -> None:
     remote = engine.remote
     requests = [remote.request(prompt, temperature=1e-6, max_tokens=12) for prompt in prompts(3) * 2]
     generations = remote.generate(*requests)
@@ -146,12 +146,12 @@ def test_a_greedy_completion_is_the_most_probable_one_every_time(engine: Engine,
         assert (best - taken).max() < (1e-4 if engine.is_exact else 0.3)
         if engine.is_exact:
             assert first.completion_ids.tolist() == second.completion_ids.tolist()
-        # At temperature 1, as the docstring of `sampling.GREEDY_BELOW` says.
+        # Log-probabilities are at temperature 1 here, see the docstring of `sampling.GREEDY_BELOW`.
         engine.assert_close(first.logprobs, expected_logprobs(reference, first, 0, 1.0))
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_the_log_probabilities_are_those_of_what_was_sampled_from_with_base_and_adapters_in_one_batch(
+def test_logprobs_match_the_reference_for_base_and_adapters_in_one_batch(
     engine: Engine, adapters: list[int], reference: Logits, temperature: float
 ) -> None:
     remote = engine.remote
@@ -172,10 +172,10 @@ def test_the_log_probabilities_are_those_of_what_was_sampled_from_with_base_and_
         return np.concatenate([expected_logprobs(reference, row, model, temperature) for row, model in rows])
 
     engine.assert_close(got, under(which))
-    assert np.abs(got - under([(model + 1) % 3 for model in which])).mean() > 0.2, "the adapters change nothing here"
+    assert np.abs(got - under([(model + 1) % 3 for model in which])).mean() > 0.2, "the adapters must change the result"
 
 
-def test_the_prompt_ids_are_the_prompt(engine: Engine, model_dir: Path) -> None:
+def test_prompt_ids_are_the_tokenized_prompt(engine: Engine, model_dir: Path) -> None:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
@@ -184,7 +184,7 @@ def test_the_prompt_ids_are_the_prompt(engine: Engine, model_dir: Path) -> None:
     assert generation.prompt_ids.tolist()[-1] == STOP_ID
 
 
-def test_a_completion_ends_with_the_stop_token_or_with_its_length(engine: Engine) -> None:
+def test_completion_ends_with_the_stop_token_or_at_its_length(engine: Engine) -> None:
     requests = [engine.remote.request(prompt, temperature=1.5, max_tokens=40) for prompt in prompts(60)]
     generations = engine.remote.generate(*requests)
     for generation in generations:
@@ -195,7 +195,7 @@ def test_a_completion_ends_with_the_stop_token_or_with_its_length(engine: Engine
     assert {generation.finish_reason for generation in generations} == {"stop", "length"}
 
 
-def test_the_text_is_the_whole_completion_without_special_tokens(engine: Engine, model_dir: Path) -> None:
+def test_text_is_the_whole_completion_without_special_tokens(engine: Engine, model_dir: Path) -> None:
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
@@ -203,7 +203,7 @@ def test_the_text_is_the_whole_completion_without_special_tokens(engine: Engine,
         assert generation.text == tokenizer.decode(generation.completion_ids.tolist(), skip_special_tokens=True)
 
 
-def test_a_stop_string_ends_a_completion_and_is_cut_from_its_text(engine: Engine) -> None:
+def test_stop_string_ends_a_completion_and_is_cut_from_its_text(engine: Engine) -> None:
     remote = engine.remote
     free = remote.generate(*[remote.request(p, max_tokens=30, temperature=1e-6) for p in prompts(20)])
     num_checked = 0
@@ -223,7 +223,7 @@ def test_a_stop_string_ends_a_completion_and_is_cut_from_its_text(engine: Engine
     assert num_checked or not engine.is_exact
 
 
-def test_a_stop_string_that_is_a_special_token_ends_a_completion_and_is_kept_as_its_last_token(engine: Engine) -> None:
+def test_special_token_as_stop_string_is_kept_as_last_token(engine: Engine) -> None:
     pad_id, remote = 0, engine.remote
     requests = [remote.request(p, temperature=1.5, max_tokens=40, stop=("<|pad|>", "never met")) for p in prompts(160)]
     generations = remote.generate(*requests)
@@ -232,7 +232,7 @@ def test_a_stop_string_that_is_a_special_token_ends_a_completion_and_is_kept_as_
     assert all(pad_id not in g.completion_ids[:-1] for g in generations)
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_with_its_size_and_the_limit(engine: Engine) -> None:
+def test_prompt_without_room_is_refused_with_its_size_and_the_limit(engine: Engine) -> None:
     remote = engine.remote
     fits, too_long = remote.request("x" * (MAX_MODEL_LEN - 1)), remote.request("x" * MAX_MODEL_LEN)
     served, refused = remote.ask(fits, too_long)
@@ -241,18 +241,18 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_its_size_and_the_limit(eng
     assert len(served.generation.completion_ids) == 1
 
 
-def test_a_completion_ends_where_the_context_ends(engine: Engine) -> None:
+def test_completion_ends_at_the_end_of_the_context(engine: Engine) -> None:
     (generation,) = engine.remote.generate(engine.remote.request("y" * (MAX_MODEL_LEN - 5), max_tokens=200))
     ids = generation.completion_ids.tolist()
     assert (len(ids), generation.finish_reason) == (5, "length") or ids[-1] == STOP_ID
 
 
-def test_an_unknown_adapter_is_an_error_and_never_the_base(engine: Engine) -> None:
+def test_unknown_adapter_is_an_error_and_never_the_base(engine: Engine) -> None:
     (reply,) = engine.remote.ask(engine.remote.request("hello", version=991))
     assert isinstance(reply, Failed) and "991" in reply.error
 
 
-def test_a_version_is_never_used_again(engine: Engine, adapter_dirs: list[Path]) -> None:
+def test_adapter_version_is_never_reused(engine: Engine, adapter_dirs: list[Path]) -> None:
     remote, version = engine.remote, engine.remote.next_version()
     assert isinstance(remote.load(version, adapter_dirs[0]), AdapterDigest)
     again = remote.load(version, adapter_dirs[1])
@@ -267,7 +267,7 @@ def test_a_version_is_never_used_again(engine: Engine, adapter_dirs: list[Path])
     assert isinstance(remote.load(0, adapter_dirs[0]), Failed)
 
 
-def test_an_engine_says_which_adapter_it_read_and_still_holds(
+def test_engine_reports_the_digest_of_the_adapter_that_it_holds(
     engine: Engine, adapter_dirs: list[Path], tmp_path: Path
 ) -> None:
     remote, damaged = engine.remote, tmp_path / "damaged"
@@ -289,7 +289,7 @@ def test_an_engine_says_which_adapter_it_read_and_still_holds(
     assert isinstance(unknown, Failed) and str(version) in unknown.error
 
 
-def test_a_version_in_use_is_not_unloaded(engine: Engine, adapters: list[int]) -> None:
+def test_version_in_use_is_not_unloaded(engine: Engine, adapters: list[int]) -> None:
     remote = engine.remote
     request, unload = remote.request("b", adapters[0], max_tokens=50), remote.unloading(adapters[0])
     generated, refused = remote.ask(request, unload)
@@ -297,7 +297,7 @@ def test_a_version_in_use_is_not_unloaded(engine: Engine, adapters: list[int]) -
     assert generated.generation.adapter_version == adapters[0]
 
 
-def test_no_more_adapters_than_slots(engine: Engine, adapter_dirs: list[Path]) -> None:
+def test_no_more_adapters_are_loaded_than_slots(engine: Engine, adapter_dirs: list[Path]) -> None:
     remote = engine.remote
     versions = [remote.next_version() for _ in range(MAX_LORAS + 1)]
     replies = [remote.load(version, adapter_dirs[0]) for version in versions]
@@ -309,7 +309,7 @@ def test_no_more_adapters_than_slots(engine: Engine, adapter_dirs: list[Path]) -
         assert isinstance(remote.unload(version), Done)
 
 
-def test_versions_may_be_as_large_as_those_of_adapters_that_come_back(
+def test_versions_of_returning_adapters_are_served(
     engine: Engine, adapters: list[int], adapter_dirs: list[Path]
 ) -> None:
     remote, version = engine.remote, FIRST_RETURNED_VERSION + 5
@@ -318,15 +318,15 @@ def test_versions_may_be_as_large_as_those_of_adapters_that_come_back(
         *(remote.request("who", v, temperature=1e-6) for v in (version, *adapters, 0))
     )
     assert returned.adapter_version == version
-    if engine.is_exact:  # else rounding may part them
+    if engine.is_exact:  # otherwise rounding may make them diverge
         assert returned.completion_ids.tolist() == first.completion_ids.tolist()
     engine.assert_close(returned.logprobs[:1], first.logprobs[:1])
-    # With every slot taken rows without an adapter are still the base's.
+    # With every slot taken, rows without an adapter still get the base.
     assert first.completion_ids.tolist() not in (other.completion_ids.tolist(), base.completion_ids.tolist())
     assert isinstance(remote.unload(version), Done)
 
 
-def test_what_is_no_adapter_of_this_base_is_refused(
+def test_adapter_that_does_not_fit_the_base_is_refused(
     engine: Engine, model_dir: Path, adapter_dirs: list[Path], tmp_path: Path
 ) -> None:
     remote = engine.remote
@@ -346,14 +346,14 @@ def test_what_is_no_adapter_of_this_base_is_refused(
         tmp_path / "nowhere": "adapter_model.safetensors",
         dora: "use_dora",
         wrong_name: "layers.7",
-        wrong_shape: "does not fit",
+        wrong_shape: "fit",
         not_finite: "not finite",
         make_adapter(model_dir, tmp_path / "rank", 3, r=32): "rank 32",
     }
     for path, reason in reasons.items():
         reply = remote.load(remote.next_version(), path)
         assert isinstance(reply, Failed) and reason in reply.error, (reason, reply)
-    assert len(remote.generate(remote.request("well still"))) == 1
+    assert len(remote.generate(remote.request("still serving"))) == 1
 
 
 def _rewrite(source: Path, target: Path, change: Callable[[str, Any], tuple[str, Any]]) -> None:
@@ -364,9 +364,9 @@ def _rewrite(source: Path, target: Path, change: Callable[[str, Any], tuple[str,
     save_file(dict(change(key, tensor) for key, tensor in load_file(file).items()), file)
 
 
-def test_the_same_seed_draws_the_same_tokens_in_whatever_company(engine: Engine, adapters: list[int]) -> None:
+def test_same_seed_draws_the_same_tokens_in_any_batch(engine: Engine, adapters: list[int]) -> None:
     if not engine.is_exact:
-        pytest.skip("in bfloat16 the company changes the last bits of the logits")
+        pytest.skip("in bfloat16 the rest of the batch changes the last bits of the logits")
     remote = engine.remote
     alone = [
         remote.generate(remote.request(p, adapters[0], seed=i, max_tokens=16))[0] for i, p in enumerate(prompts(3))
@@ -380,14 +380,14 @@ def test_the_same_seed_draws_the_same_tokens_in_whatever_company(engine: Engine,
     assert len({tuple(other.completion_ids) for other in others}) > 15
 
 
-def test_top_p_draws_from_the_nucleus_and_says_its_probabilities(engine: Engine, reference: Logits) -> None:
+def test_top_p_draws_from_the_nucleus_and_reports_its_logprobs(engine: Engine, reference: Logits) -> None:
     requests = [engine.remote.request(prompt, temperature=1.0, top_p=0.6, max_tokens=12) for prompt in prompts(20)]
     generations = engine.remote.generate(*requests)
     got = np.concatenate([generation.logprobs for generation in generations])
     expected = np.concatenate([expected_logprobs(reference, row, 0, 1.0, 0.6) for row in generations])
     if engine.is_exact:
         engine.assert_close(got, expected)
-    else:  # rounding moves the border of the nucleus
+    else:  # rounding moves the boundary of the nucleus
         assert (np.abs(got - expected) > 0.5).mean() < 0.1
 
 
@@ -403,11 +403,11 @@ def test_sampling_follows_the_softmax(engine: Engine, reference: Logits) -> None
     chi2 = ((drawn - expected)[is_common] ** 2 / expected[is_common]).sum() + rest**2 / expected[~is_common].sum()
     degrees = is_common.sum()
     assert degrees > 20
-    # Five standard deviations of χ²; bfloat16 is another distribution, by a few per cent.
+    # Five standard deviations of χ²; bfloat16 makes the distribution differ by a few per cent.
     assert chi2 < degrees + 5 * (2 * degrees) ** 0.5 + (0 if engine.is_exact else 60)
 
 
-def test_a_prefix_computed_by_one_version_never_serves_another(
+def test_prefix_computed_by_one_version_never_serves_another(
     engine: Engine, adapters: list[int], reference: Logits
 ) -> None:
     remote = engine.remote
@@ -417,10 +417,10 @@ def test_a_prefix_computed_by_one_version_never_serves_another(
         engine.assert_close(generation.logprobs, expected_logprobs(reference, generation, which, 0.7))
 
 
-def test_a_growing_game_and_games_that_part_are_computed_as_if_alone(
+def test_growing_and_branching_games_match_the_reference(
     engine: Engine, adapters: list[int], reference: Logits
 ) -> None:
-    """What a prefix cache serves: later turns of a game, twins in one frame, and branches of a common beginning."""
+    """Exercise the prefix cache: later turns of a game, twins in one frame, and branches of a common beginning."""
     remote = engine.remote
     rules = "The rules: " + "take one, two or three; " * 12
     for turn in range(4):
@@ -431,7 +431,7 @@ def test_a_growing_game_and_games_that_part_are_computed_as_if_alone(
             engine.assert_close(generation.logprobs, expected_logprobs(reference, generation, 1, 0.7))
 
 
-def test_prompts_longer_than_a_step_takes_are_served(engine: Engine, reference: Logits) -> None:
+def test_prompts_longer_than_a_step_are_served(engine: Engine, reference: Logits) -> None:
     letters = "abcdefgh"
     requests = [engine.remote.request(letters[i] * 600 + "!", max_tokens=5) for i in range(8)]
     for generation in engine.remote.generate(*requests):

@@ -1,4 +1,4 @@
-"""An engine whose memory runs out in the middle of a step: fewer requests at once, and a reply to each of them."""
+"""An engine whose memory runs out within a step serves fewer requests at once and replies to each of them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from remote_engine import engine_spec
-from unstable_lite.engines import transformers
-from unstable_lite.engines.transformers import TransformersEngine
+from unstable_lite.engines.embedded import engine as embedded_engine
+from unstable_lite.engines.embedded.engine import TransformersEngine
 from unstable_lite.errors import ModelError
 from unstable_lite.transport.messages import Generate
 from unstable_lite.types import Generation
 
-PROMPTS = [f"{n} is a prompt of a length of its own" + " and longer" * n for n in range(6)]
+PROMPTS = [f"{n} is a prompt of its own length" + " and longer" * n for n in range(6)]
 
 
 def load(path: Path) -> TransformersEngine:
@@ -29,7 +29,7 @@ def allocate_too_much() -> None:
 
 
 def starve(engine: TransformersEngine, most_tokens: int) -> None:
-    """A pass over more tokens than that asks the allocator, half-way through, for what nobody has."""
+    """Make a pass over more than `most_tokens` tokens run out of memory half-way through."""
 
     def allocate(num_tokens: int) -> None:
         if num_tokens > most_tokens:
@@ -39,7 +39,7 @@ def starve(engine: TransformersEngine, most_tokens: int) -> None:
 
 
 def before_last_layer(engine: TransformersEngine, act: Callable[[int], None]) -> None:
-    """`act`, with the number of tokens, before the last layer of each pass attends."""
+    """Call `act` with the number of tokens before the last layer of each pass attends."""
     attend = engine._attention.attend
 
     def act_and_attend(layer: int, query_NHD: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -80,7 +80,7 @@ def expected(model_dir: Path, adapter_dirs: list[Path]) -> list[Generation]:
 
 
 def check(engine: TransformersEngine, expected: list[Generation]) -> None:
-    """Each request is served, with the tokens and log-probabilities of an engine that has memory enough."""
+    """Check that the tokens and log-probabilities equal those of an engine with enough memory."""
     for served, wanted in zip(serve(engine), expected, strict=True):
         assert served.completion_ids.tolist() == wanted.completion_ids.tolist()
         np.testing.assert_allclose(served.logprobs, wanted.logprobs, atol=1e-4)
@@ -88,7 +88,7 @@ def check(engine: TransformersEngine, expected: list[Generation]) -> None:
 
 
 @pytest.mark.parametrize(("most_tokens", "most_at_once"), [(100, 3), (16, 1)])
-def test_requests_are_served_fewer_at_a_time_and_alike(
+def test_starved_engine_serves_fewer_requests_at_a_time_alike(
     model_dir: Path, adapter_dirs: list[Path], expected: list[Generation], most_tokens: int, most_at_once: int
 ) -> None:
     engine = load(model_dir)
@@ -99,18 +99,18 @@ def test_requests_are_served_fewer_at_a_time_and_alike(
     assert engine._max_running <= most_at_once
     retries = engine.stats().oom_retries
     check(engine, expected)
-    assert engine.stats().oom_retries == retries, "what it learned of its memory stays"
+    assert engine.stats().oom_retries == retries, "the engine keeps its reduced limit"
 
 
 @pytest.mark.parametrize("call", [1, 4])
-def test_memory_that_runs_out_while_tokens_are_drawn_costs_none_of_them(
+def test_oom_while_sampling_loses_no_token(
     model_dir: Path,
     adapter_dirs: list[Path],
     expected: list[Generation],
     call: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls, sample = iter(range(1, 1000)), transformers.sample
+    calls, sample = iter(range(1, 1000)), embedded_engine.sample
 
     def sample_or_fail(*args: Any) -> Any:
         if next(calls) == call:
@@ -119,22 +119,22 @@ def test_memory_that_runs_out_while_tokens_are_drawn_costs_none_of_them(
 
     engine = load(model_dir)
     engine.load_adapter(1, adapter_dirs[0])
-    monkeypatch.setattr(transformers, "sample", sample_or_fail)
+    monkeypatch.setattr(embedded_engine, "sample", sample_or_fail)
     check(engine, expected)
     assert engine.stats().oom_retries == 1
 
 
-def test_one_request_that_does_not_fit_ends_the_engine_with_what_to_do(
+def test_single_request_that_does_not_fit_ends_the_engine_with_advice(
     model_dir: Path, adapter_dirs: list[Path]
 ) -> None:
     engine = load(model_dir)
     engine.load_adapter(1, adapter_dirs[0])
     starve(engine, 15)
-    with pytest.raises(ModelError, match=r"out of memory for one request: lower engine\.max_model_len"):
+    with pytest.raises(ModelError, match=r"engine\.max_model_len"):
         serve(engine)
 
 
-def test_an_error_of_another_kind_is_not_taken_for_want_of_memory(model_dir: Path, adapter_dirs: list[Path]) -> None:
+def test_other_errors_are_not_taken_for_oom(model_dir: Path, adapter_dirs: list[Path]) -> None:
     engine = load(model_dir)
     engine.load_adapter(1, adapter_dirs[0])
 

@@ -1,4 +1,4 @@
-"""When a small model is computed in few operations, and that nothing of a version or a row shows in another."""
+"""The models that are fused; versions and rows of a fused model do not affect each other."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import transformers
 
 from random_models import make_adapter, make_model
 from remote_engine import engine_spec, generate
-from unstable_lite.engines import fused_model
-from unstable_lite.engines.fused_model import FusedModel
+from unstable_lite.engines.embedded import fused_model
+from unstable_lite.engines.embedded.engine import TransformersEngine
+from unstable_lite.engines.embedded.fused_model import FusedModel
 from unstable_lite.engines.lora import LoraModel
-from unstable_lite.engines.transformers import TransformersEngine
 from unstable_lite.transport.messages import Generate
 from unstable_lite.types import Generation
 
@@ -30,33 +30,31 @@ def load(path: Path, dtype: str = "float32") -> TransformersEngine:
     ("dtype", "limit", "kind"),
     [("float32", 1 << 20, FusedModel), ("float32", 1 << 10, LoraModel), ("bfloat16", 1 << 20, LoraModel)],
 )
-def test_only_a_small_base_in_full_precision_is_copied_for_a_version(
+def test_only_small_full_precision_bases_are_fused(
     dtype: str, limit: int, kind: type, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused_model, "LARGEST_BYTES", limit)
     assert isinstance(load(model_dir, dtype)._model, kind)
 
 
-def test_the_models_of_the_quickstart_are_fused() -> None:
+def test_quickstart_models_are_fused() -> None:
     engine = load(Path("builtin:tiny"))
-    assert isinstance(engine._model, FusedModel) and engine.facts["fused"]
+    assert isinstance(engine._model, FusedModel) and engine.info["fused"]
 
 
-def test_what_is_built_alike_and_computes_something_else_runs_as_it_comes(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_that_computes_something_else_is_not_fused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add = fused_model.FusedLayer.add
 
-    def add_a_little_more(self: fused_model.FusedLayer, hidden_NI: torch.Tensor, *args: object) -> None:
+    def add_and_scale(self: fused_model.FusedLayer, hidden_NI: torch.Tensor, *args: object) -> None:
         add(self, hidden_NI, *args)  # type: ignore[arg-type]
         hidden_NI *= torch.linspace(1, 1.002, hidden_NI.shape[1])
 
-    monkeypatch.setattr(fused_model.FusedLayer, "add", add_a_little_more)
+    monkeypatch.setattr(fused_model.FusedLayer, "add", add_and_scale)
     engine = load(model_dir)
-    assert isinstance(engine._model, LoraModel) and not engine.facts["fused"]
+    assert isinstance(engine._model, LoraModel) and not engine.info["fused"]
 
 
-def test_an_unloaded_version_leaves_nothing_behind(model_dir: Path, adapter_dirs: list[Path]) -> None:
+def test_unloaded_version_leaves_nothing_behind(model_dir: Path, adapter_dirs: list[Path]) -> None:
     engine = load(model_dir)
     for version, path in enumerate(adapter_dirs, start=1):
         engine.load_adapter(version, path)
@@ -66,8 +64,8 @@ def test_an_unloaded_version_leaves_nothing_behind(model_dir: Path, adapter_dirs
     assert not (engine._cache._version_S == 1).any()
 
 
-def test_rows_of_many_versions_in_pieces_beside_each_other_are_what_peft_computes_of_each(tmp_path: Path) -> None:
-    """Some prompts are longer than a step takes, so that in some steps nothing is asked for."""
+def test_interleaved_rows_of_many_versions_match_peft(tmp_path: Path) -> None:
+    """Some prompts are longer than a step, so that some steps sample nothing."""
     path = make_model(tmp_path / "model", "Qwen2", head_dim=16, use_sliding_window=False)
     adapters = [make_adapter(path, tmp_path / str(seed), seed, target_modules=targets) for seed, targets in ADAPTED]
     judges = [transformers.AutoModelForCausalLM.from_pretrained(path)]
@@ -81,7 +79,7 @@ def test_rows_of_many_versions_in_pieces_beside_each_other_are_what_peft_compute
         engine.add_request(
             Generate(
                 request_id=number,
-                prompt=f"{number} is where it begins" + " and goes on" * (14 - number),
+                prompt=f"{number} starts here" + " and continues" * (14 - number),
                 adapter_version=number % 3,
                 max_tokens=5 + number,
                 temperature=1.0,
@@ -91,12 +89,12 @@ def test_rows_of_many_versions_in_pieces_beside_each_other_are_what_peft_compute
             )
         )
     replies: dict[int, Generation] = {}
-    nothing_asked = 0
+    num_without_sample = 0
     while engine.has_unfinished():
         finished, before = engine.step(), sum(len(row.logprobs) for row in engine._running)
         replies |= {reply.request_id: reply.generation for reply in finished}
-        nothing_asked += not finished and not before
-    assert nothing_asked > 1
+        num_without_sample += not finished and not before
+    assert num_without_sample > 1
     for number, generation in replies.items():
         ids = [*generation.prompt_ids.tolist(), *generation.completion_ids.tolist()]
         size = len(generation.completion_ids)

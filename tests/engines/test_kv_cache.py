@@ -1,4 +1,4 @@
-"""Prefixes are found exact to the token, within one version, and copied without loss."""
+"""Prefixes are found to the exact token, within one version, and copied without loss."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from unstable_lite.engines.kv_cache import CacheShape, KVCache
+from unstable_lite.engines.embedded.kv_cache import CacheShape, KVCache
 
 SHAPE = CacheShape(
     num_layers=2, num_heads=1, key_width=4, value_width=3, dtype=torch.float32, device=torch.device("cpu")
@@ -18,7 +18,7 @@ def tokens(text: str) -> np.ndarray:
 
 
 def compute(cache: KVCache, slot: int, text: str, seed: float) -> None:
-    """What a forward pass over the rest of `text` does."""
+    """Extend a slot by the rest of `text`, as a forward pass does."""
     start = int(cache.length_S[slot])
     new = tokens(text)[start:]
     position = np.arange(start, start + len(new))
@@ -28,7 +28,7 @@ def compute(cache: KVCache, slot: int, text: str, seed: float) -> None:
 
 
 def run(cache: KVCache, text: str, version: int = 0) -> int:
-    """A request from its start to its end; how many of its tokens were there already."""
+    """Serve a request from start to end and return the number of its tokens that were cached."""
     prefix = cache.find(tokens(text), version)
     shared = min(prefix.length, len(text) - 1)
     slot = cache.take(tokens(text), version, prefix.slot, shared)
@@ -45,20 +45,20 @@ def cache(request: pytest.FixtureRequest) -> KVCache:
     return KVCache(SHAPE, max_len=32, num_running=2, num_kept=request.param)
 
 
-def test_the_longest_common_beginning_is_reused(cache: KVCache) -> None:
+def test_longest_common_prefix_is_reused(cache: KVCache) -> None:
     assert run(cache, "rules; move 1") == 0
     assert run(cache, "rules; move 1, 2") == len("rules; move 1")
     assert run(cache, "rules; pass") == len("rules; ")
     assert run(cache, "rules; pass") == len("rules; pass") - 1
 
 
-def test_versions_share_nothing(cache: KVCache) -> None:
+def test_versions_share_no_prefix(cache: KVCache) -> None:
     run(cache, "same words", version=1)
     assert run(cache, "same words", version=2) == 0
     assert run(cache, "same words", version=0) == 0
 
 
-def test_what_is_kept_outlives_the_slots_of_running_requests() -> None:
+def test_kept_prefixes_outlive_the_slots_of_running_requests() -> None:
     cache = KVCache(SHAPE, max_len=32, num_running=1, num_kept=6)
     games = [f"{game} of many games" for game in "abcde"]
     for game in games:
@@ -66,7 +66,7 @@ def test_what_is_kept_outlives_the_slots_of_running_requests() -> None:
     assert [run(cache, game + "!") for game in games] == [len(games[0])] * 5
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_least_recently_used_prefix_is_evicted_first() -> None:
     cache = KVCache(SHAPE, max_len=32, num_running=1, num_kept=2)
     for game in ("aaaa", "bbbb", "aaaa", "cccc", "x"):
         run(cache, game)
@@ -74,7 +74,7 @@ def test_the_least_recently_used_goes_first() -> None:
     assert cache.find(tokens("cccc"), 0).length == 4
 
 
-def test_a_forgotten_version_serves_nothing(cache: KVCache) -> None:
+def test_forgotten_version_serves_no_prefix(cache: KVCache) -> None:
     run(cache, "old words", version=1)
     run(cache, "old words", version=2)
     cache.forget(1)
@@ -82,7 +82,7 @@ def test_a_forgotten_version_serves_nothing(cache: KVCache) -> None:
     assert run(cache, "old words", version=2) == len("old words") - 1
 
 
-def test_a_cleared_cache_is_as_new(cache: KVCache) -> None:
+def test_cleared_cache_serves_no_prefix(cache: KVCache) -> None:
     run(cache, "a game", version=1)
     run(cache, "a game", version=2)
     cache.clear()
@@ -90,7 +90,7 @@ def test_a_cleared_cache_is_as_new(cache: KVCache) -> None:
     assert run(cache, "a game", version=1) == 0
 
 
-def test_a_running_prompt_promises_what_it_has_not_computed_yet(cache: KVCache) -> None:
+def test_running_prompt_promises_its_uncomputed_tokens(cache: KVCache) -> None:
     slot = cache.take(tokens("twins"), 3, 0, 0)
     prefix = cache.find(tokens("twins and more"), 3)
     assert (prefix.length, prefix.promised) == (0, len("twins"))
@@ -98,14 +98,14 @@ def test_a_running_prompt_promises_what_it_has_not_computed_yet(cache: KVCache) 
     assert cache.find(tokens("twins and more"), 3).length == len("twins")
 
 
-def test_random_requests_never_get_another_ones_tokens() -> None:
+def test_random_requests_never_get_the_tokens_of_another() -> None:
     rng = np.random.default_rng(0)
     cache = KVCache(SHAPE, max_len=32, num_running=2, num_kept=5)
     for _ in range(300):
         run(cache, "".join(rng.choice(list("ab"), rng.integers(1, 30))), version=int(rng.integers(3)))
 
 
-def test_a_kept_sequence_that_goes_on_is_kept_to_its_new_end() -> None:
+def test_kept_sequence_is_extended_to_its_new_end() -> None:
     cache = KVCache(SHAPE, max_len=32, num_running=1, num_kept=2)
     for game in ("turn 1", "turn 1, turn 2", "another"):
         run(cache, game)

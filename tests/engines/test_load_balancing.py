@@ -1,4 +1,4 @@
-"""Which engine gets a request: real engine processes, stopped while it is decided."""
+"""The choice of an engine for each request: real engine processes, stopped during the choice."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 from unstable_lite.config import Config
 from unstable_lite.engines.client import CHARS_PER_TOKEN, EngineClient, EnginePool
 from unstable_lite.errors import WorkerDied
-from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.processes import WorkerProcess
-from unstable_lite.transport.sockets import SWEEP_EVERY_S, Router
+from unstable_lite.transport.rpc import SWEEP_EVERY_S, Router
+from unstable_lite.transport.worker_main import WorkerSpec
 
 MAX_NEW = 10
 CONFIG = Config.model_validate(
@@ -39,7 +39,7 @@ class Engines:
 
     @property
     def pending(self) -> list[int]:
-        return [engine.peer.num_pending for engine in self.pool.engines]
+        return [engine.channel.num_pending for engine in self.pool.engines]
 
     @property
     def outstanding(self) -> list[int]:
@@ -48,18 +48,18 @@ class Engines:
 
 @pytest.fixture
 async def engines(tmp_path: Path) -> AsyncIterator[Engines]:
-    """Three that are up."""
+    """Yield three engines that are up."""
     directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
     router = Router(directory)
     clients = [EngineClient(router, f"engine-{index}", CONFIG.engine) for index in range(3)]
     processes = []
     for client in clients:
-        name = client.peer.name
+        name = client.channel.name
         spec = WorkerSpec(
             name=name, endpoint=router.endpoint, device="cpu", threads=1, config_json=CONFIG.model_dump_json()
         )
         log = tmp_path / f"{name}.log"
-        processes.append(WorkerProcess(client.peer, log, "unstable_lite.engines.worker", spec, {}))
+        processes.append(WorkerProcess(client.channel, log, "unstable_lite.engines.worker", spec, {}))
     await asyncio.gather(*(process.start() for process in processes))
     try:
         await asyncio.gather(*(process.ready(60) for process in processes))
@@ -70,7 +70,7 @@ async def engines(tmp_path: Path) -> AsyncIterator[Engines]:
         shutil.rmtree(directory)
 
 
-async def test_a_request_goes_to_the_engine_with_the_fewest_outstanding_tokens(engines: Engines) -> None:
+async def test_request_goes_to_the_engine_with_fewest_outstanding_tokens(engines: Engines) -> None:
     engines.signal(signal.SIGSTOP)
     long, short = "x" * 100 * CHARS_PER_TOKEN, "x" * 5 * CHARS_PER_TOKEN
     asked = []
@@ -80,20 +80,20 @@ async def test_a_request_goes_to_the_engine_with_the_fewest_outstanding_tokens(e
         await asyncio.sleep(0)
         seen.append(engines.outstanding)
     assert seen == [
-        [110, 0, 0],  # of equals the first
+        [110, 0, 0],  # the first one on a tie
         [110, 15, 0],
         [110, 15, 15],
         [110, 30, 15],
         [110, 30, 125],
         [110, 45, 125],
     ]
-    assert engines.pending == [1, 3, 2], "by requests alone the long ones would count as the short ones do"
+    assert engines.pending == [1, 3, 2], "a count of requests would treat long and short ones alike"
     engines.signal(signal.SIGCONT)
     assert {generation.text for generation in await asyncio.gather(*asked)} == {"yes"}
     assert engines.outstanding == [0, 0, 0]
 
 
-async def test_what_a_dead_engine_owed_or_a_cancelled_game_asked_is_outstanding_no_more(engines: Engines) -> None:
+async def test_dead_engine_or_cancelled_game_releases_outstanding_tokens(engines: Engines) -> None:
     engines.signal(signal.SIGSTOP)
     asked = [asyncio.create_task(engines.pool.generate("p", 0)) for _ in range(6)]
     await asyncio.sleep(0)
@@ -103,7 +103,7 @@ async def test_what_a_dead_engine_owed_or_a_cancelled_game_asked_is_outstanding_
     with pytest.raises(WorkerDied):
         await engines.processes[0].watch()
     await asyncio.sleep(0.05)
-    assert engines.outstanding == [0, 3 * MAX_NEW, 2 * MAX_NEW], "two that the dead one owed are asked of the others"
+    assert engines.outstanding == [0, 3 * MAX_NEW, 2 * MAX_NEW], "the dead engine's two requests are sent to the others"
     await asyncio.sleep(2 * SWEEP_EVERY_S)
     assert engines.pending == [0, 3, 2]
     for process in engines.processes[1:]:

@@ -1,4 +1,4 @@
-"""Games at one pace: nobody's request leaves before everybody has asked."""
+"""Games in lock step: no request leaves before every game has asked."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import random
 import numpy as np
 import pytest
 
-from unstable_lite.engines.lock_step import LockStep
 from unstable_lite.errors import RequestError
+from unstable_lite.rollout.lockstep import LockStep
 from unstable_lite.types import Generation
 
 
 class Engine:
-    """Notes what arrives together, and answers after a time of its own choosing."""
+    """A fake engine that records which requests arrive together, and answers after a random time."""
 
     def __init__(self) -> None:
         self.waves: list[list[int | None]] = [[]]
@@ -42,7 +42,7 @@ class Engine:
         )
 
 
-async def test_requests_leave_when_every_game_has_asked_or_is_over_and_in_the_order_of_their_seeds() -> None:
+async def test_requests_leave_in_seed_order_once_every_game_asked_or_ended() -> None:
     engine, chance, order = Engine(), random.Random(2), list[int]()
     lock_step = LockStep(engine.generate)
 
@@ -58,7 +58,7 @@ async def test_requests_leave_when_every_game_has_asked_or_is_over_and_in_the_or
     assert order == [0, 1, 3, 10, 11, 21]
 
 
-async def test_a_game_whose_request_fails_or_that_gives_up_does_not_hold_up_the_others() -> None:
+async def test_failed_or_abandoned_request_does_not_delay_other_games() -> None:
     engine = Engine()
     lock_step = LockStep(engine.generate)
 
@@ -82,7 +82,7 @@ async def test_a_game_whose_request_fails_or_that_gives_up_does_not_hold_up_the_
     assert engine.waves[1:] == [[1, 3]]
 
 
-async def test_an_error_in_one_game_ends_the_round_and_the_next_round_is_whole() -> None:
+async def test_error_in_one_game_ends_the_round_and_the_next_is_complete() -> None:
     engine = Engine()
     lock_step = LockStep(engine.generate)
 

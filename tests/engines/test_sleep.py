@@ -1,4 +1,4 @@
-"""An engine that slept is what it was: the same weights and adapters, no memory of what it computed before."""
+"""An engine that slept serves the same weights and adapters, without anything computed before."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ import pytest
 import torch
 
 from remote_engine import START_TIMEOUT_S, RemoteEngine
-from unstable_lite.engines.kv_cache import CacheShape, KVCache
-from unstable_lite.transport.messages import AdapterDigest, Done, Generated, Ready, Sleep, WakeUp
+from unstable_lite.engines.embedded.kv_cache import CacheShape, KVCache
+from unstable_lite.transport.messages import (
+    AdapterDigest,
+    Done,
+    Generated,
+    Ready,
+    Sleep,
+    WakeUp,
+)
 
 KINDS = [
     pytest.param(("transformers", "cpu", "float32"), id="transformers"),
@@ -29,7 +36,7 @@ def engine(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RemoteEn
     remote = RemoteEngine(
         device,
         model=str(model_dir),
-        mode="sleep",
+        when_shared="sleep",
         kind=kind,
         dtype=dtype,
         max_model_len=640,
@@ -56,7 +63,7 @@ def test_base_and_adapters_answer_after_a_sleep_as_before(
     def answers() -> list[Any]:
         return engine.generate(*(engine.request("Player 0: e4", version, seed=version) for version in (0, *versions)))
 
-    # vLLM's LoRA kernels add in no fixed order on a GPU.
+    # vLLM's LoRA kernels sum in no fixed order on a GPU.
     is_exact = request.node.callspec.params["engine"][0] != "vllm"
     before = answers()
     for _ in range(2):
@@ -73,7 +80,7 @@ def test_base_and_adapters_answer_after_a_sleep_as_before(
         engine.unload(version)
 
 
-def test_what_was_asked_before_is_answered_before_it_sleeps(engine: RemoteEngine) -> None:
+def test_pending_requests_are_answered_before_sleep(engine: RemoteEngine) -> None:
     requests = [engine.request(f"Player {number}: e4", max_tokens=16) for number in range(5)]
     sleep = Sleep(request_id=next(engine._ids))
     engine.send(*requests, sleep)
@@ -87,18 +94,18 @@ def test_what_was_asked_before_is_answered_before_it_sleeps(engine: RemoteEngine
 @pytest.mark.gpu
 @pytest.mark.vllm
 @pytest.mark.parametrize("engine", [("vllm", "cuda:0", "bfloat16")], indirect=True, ids=["vllm-cuda"])
-def test_the_gpus_memory_is_given_back_and_taken_again(engine: RemoteEngine) -> None:
+def test_sleep_releases_gpu_memory_and_wake_up_takes_it_again(engine: RemoteEngine) -> None:
     def free() -> int:
         return int(torch.cuda.mem_get_info()[0])
 
     awake, total = torch.cuda.mem_get_info()
     ask(engine, Sleep)
-    assert free() - awake > 0.1 * total  # of 0.2 that it was given
+    assert free() - awake > 0.1 * total  # of 0.2, its share
     ask(engine, WakeUp)
     assert free() < awake + 0.02 * total
 
 
-def test_a_cache_that_is_released_holds_no_memory_and_knows_no_prefix() -> None:
+def test_released_cache_holds_no_memory_and_no_prefix() -> None:
     shape = CacheShape(
         num_layers=1, num_heads=1, key_width=2, value_width=2, dtype=torch.float32, device=torch.device("cpu")
     )

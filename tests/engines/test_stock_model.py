@@ -1,8 +1,9 @@
-"""Which models the embedded engine takes, and that it says so of those it does not."""
+"""The models that the embedded engine serves, and the errors for the others."""
 
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,11 @@ import torch
 
 from random_models import LONGROPE, make_adapter, make_model, make_tokenizer
 from remote_engine import engine_spec, generate
-from unstable_lite.engines.fused_model import FusedModel
+from unstable_lite.engines.embedded.engine import TransformersEngine
+from unstable_lite.engines.embedded.fused_model import FusedModel
 from unstable_lite.engines.lora import LoraModel
-from unstable_lite.engines.transformers import TransformersEngine
 from unstable_lite.errors import ModelError, RequestError
-from unstable_lite.plan import make_plan
+from unstable_lite.planning.plan import make_plan
 from unstable_lite.transport.messages import Generate
 
 
@@ -30,10 +31,10 @@ EXPERTS = {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32
 MODELS: list[tuple[str, dict[str, Any], bool]] = [
     ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 0.01}, True),
     ("Llama", {"num_key_value_heads": 1, "head_dim": 16}, True),
-    ("Qwen2", {"head_dim": 16}, True),  # its queries, keys and values have biases
+    ("Qwen2", {"head_dim": 16}, True),  # has biases on queries, keys and values
     ("GPT2", {"n_embd": 64, "n_head": 4, "n_layer": 2}, False),
     ("GPTNeoX", {}, False),
-    ("Granite", {"logits_scaling": 4.0}, False),  # built as Llama, and computes something else
+    ("Granite", {"logits_scaling": 4.0}, False),  # has the modules of Llama, but computes something else
     ("Granite", {"residual_multiplier": 0.99}, False),
     ("Gemma", {}, False),
     ("Olmo2", {}, False),
@@ -42,7 +43,7 @@ MODELS: list[tuple[str, dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("name", "fields", "is_fused"), MODELS, ids=[name for name, *_ in MODELS])
-def test_stock_models_of_many_kinds_are_served_with_adapters(
+def test_stock_models_are_served_with_adapters(
     name: str, fields: dict[str, Any], is_fused: bool, tmp_path: Path
 ) -> None:
     import peft
@@ -77,15 +78,15 @@ def test_stock_models_of_many_kinds_are_served_with_adapters(
     [
         ("Mamba", {"state_size": 8}, "MambaForCausalLM"),
         ("Bloom", {"n_head": 4, "n_layer": 2}, "BloomForCausalLM"),
-        # From 5.20 on, transformers itself refuses the attention that the engine asks for.
+        # From 5.20 on, transformers itself refuses the attention that the engine requests.
         ("Gemma2", {"sliding_window": 64}, "sliding window|scaled_dot_product_attention"),
         ("Mistral", {"sliding_window": 64}, "sliding window"),
-        ("Phimoe", {"sliding_window": 64, **EXPERTS}, "sliding window"),  # told by the mask alone
+        ("Phimoe", {"sliding_window": 64, **EXPERTS}, "sliding window"),  # visible only in the mask
         ("Qwen2Moe", {"sliding_window": 64, "use_sliding_window": True, **EXPERTS}, "sliding window"),
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "attend"),
     ],
 )
-def test_a_model_that_would_be_computed_wrongly_is_refused_with_what_to_do(
+def test_unsupported_model_is_refused_with_advice(
     name: str, fields: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=reason) as caught:
@@ -102,19 +103,15 @@ def test_a_model_that_would_be_computed_wrongly_is_refused_with_what_to_do(
         ("Qwen2Moe", {"sliding_window": 64, "use_sliding_window": False, **EXPERTS}),
     ],
 )
-def test_a_model_with_a_wide_window_or_one_that_is_not_used_is_served(
-    name: str, fields: dict[str, Any], tmp_path: Path
-) -> None:
+def test_model_with_a_wide_or_unused_window_is_served(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
     assert len(generate(load(make_model(tmp_path, name, **fields)), 0)) == 1
 
 
-def test_no_sequence_is_so_long_that_longrope_would_rotate_its_neighbours_otherwise(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_longrope_limits_the_sequence_length(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = load(make_model(tmp_path, "Llama", rope_parameters=LONGROPE), max_model_len=256)
-    assert engine.facts["max_model_len"] == 64
-    assert "engine.max_model_len = 256 is cut to 64: past it the model's LongRoPE" in caplog.text
-    with pytest.raises(RequestError, match="the limit is 63"):
+    assert engine.info["max_model_len"] == 64
+    assert "engine.max_model_len = 256" in caplog.text and "64" in caplog.text
+    with pytest.raises(RequestError, match="63"):
         engine.add_request(
             Generate(
                 request_id=1,
@@ -131,53 +128,51 @@ def test_no_sequence_is_so_long_that_longrope_would_rotate_its_neighbours_otherw
     assert len(generation.prompt_ids) + len(generation.completion_ids) < 64
 
 
-def test_a_directory_without_model_or_tokenizer_is_refused(tmp_path: Path, model_dir: Path) -> None:
+def test_directory_without_model_or_tokenizer_is_refused(tmp_path: Path, model_dir: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         load(tmp_path)
     (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
     with pytest.raises(ModelError, match="tokenizer"):
         load(tmp_path)
     make_tokenizer(tmp_path)
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match=re.escape(str(tmp_path))):
         load(tmp_path)
 
 
-def test_memory_for_less_than_one_sequence_is_refused_with_the_sizes(model_dir: Path) -> None:
+def test_too_little_memory_for_one_sequence_is_refused_with_sizes(model_dir: Path) -> None:
     with pytest.raises(ModelError, match=r"kv_cache_gb = 0\.0001.*max_model_len"):
         load(model_dir, max_model_len=1024, kv_cache_gb=0.0001)
 
 
-def test_with_memory_for_one_sequence_requests_are_served_one_after_the_other(model_dir: Path) -> None:
+def test_memory_for_one_sequence_serves_requests_one_by_one(model_dir: Path) -> None:
     engine = load(model_dir, max_model_len=1024, kv_cache_gb=0.0011, dtype="float32")
-    assert engine.facts["parallel_seq"] == 1
+    assert engine.info["parallel_seq"] == 1
     assert len(generate(engine, 0, 0, 0)) == 3
 
 
 @pytest.mark.parametrize(("kv_cache_gb", "fewest"), [(0.0011, 1), (0.01, 8), (0.05, 40)])
-def test_keys_and_values_take_what_the_config_allows_and_no_more(
-    model_dir: Path, kv_cache_gb: float, fewest: int
-) -> None:
+def test_cache_takes_no_more_memory_than_configured(model_dir: Path, kv_cache_gb: float, fewest: int) -> None:
     engine = load(model_dir, max_model_len=1024, kv_cache_gb=kv_cache_gb, dtype="float32", max_parallel_seq=16)
     cache = engine._cache
     assert cache.key_LSHTD.nbytes + cache.value_LSHTD.nbytes <= kv_cache_gb * 2**30
-    assert engine.facts["parallel_seq"] + engine.facts["kept_seq"] >= fewest
-    assert engine.facts["parallel_seq"] <= 16
+    assert engine.info["parallel_seq"] + engine.info["kept_seq"] >= fewest
+    assert engine.info["parallel_seq"] <= 16
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_engine_computes_in_as_many_threads_as_configured(model_dir: Path, threads: int) -> None:
+def test_engine_computes_in_as_many_threads_as_configured(model_dir: Path, threads: int) -> None:
     before = torch.get_num_threads()
     sizes = {"max_model_len": 128, "max_generation_len": 16}
     spec = engine_spec(model=str(model_dir), kind="transformers", threads=threads, **sizes)
     planned = make_plan(spec.config).engine_threads
     try:
         engine = TransformersEngine(replace(spec, threads=planned))
-        assert torch.get_num_threads() == engine.facts["threads"] == threads
+        assert torch.get_num_threads() == engine.info["threads"] == threads
     finally:
         torch.set_num_threads(before)
 
 
-def test_an_engine_that_is_gone_leaves_no_cache_behind(model_dir: Path) -> None:
+def test_deleted_engine_leaves_no_cache(model_dir: Path) -> None:
     engine = TransformersEngine(engine_spec(model=str(model_dir), max_model_len=128))
     cache = weakref.ref(engine._cache)
     del engine
@@ -185,9 +180,9 @@ def test_an_engine_that_is_gone_leaves_no_cache_behind(model_dir: Path) -> None:
     assert cache() is None
 
 
-@pytest.mark.parametrize(("mode", "is_reused"), [("async", True), ("sync", False)])
-def test_an_exact_engine_that_was_idle_uses_nothing_that_it_computed_before(mode: str, is_reused: bool) -> None:
-    engine = TransformersEngine(engine_spec(mode=mode, max_model_len=256, max_parallel_seq=4))
+@pytest.mark.parametrize(("schedule", "is_reused"), [("async", True), ("sync", False)])
+def test_exact_engine_reuses_nothing_after_it_was_idle(schedule: str, is_reused: bool) -> None:
+    engine = TransformersEngine(engine_spec(schedule=schedule, max_model_len=256, max_parallel_seq=4))
     first = generate(engine, 0, 0)
     engine.stats()
     second = generate(engine, 0, 0)

@@ -1,4 +1,4 @@
-"""What goes in is what the model was shown; what comes out is what it said."""
+"""Encoding gives the ids that the model is shown; decoding gives the text of its completion."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def tokenizer(model_dir: Path) -> Tokenizer:
     return Tokenizer(str(model_dir))
 
 
-def test_a_character_cut_into_tokens_comes_out_whole(tokenizer: Tokenizer) -> None:
+def test_character_split_into_tokens_is_decoded_whole(tokenizer: Tokenizer) -> None:
     text = "wähle ≤ 3 🎲 oder 日本"
     ids = tokenizer.encode(text).tolist()
     assert len(ids) == len(text.encode())
     assert tokenizer.text(ids) == text
-    assert tokenizer.text([*ids, 1]) == text, "the end token is no text"
+    assert tokenizer.text([*ids, 1]) == text, "the end token has no text"
 
 
-def test_a_prompt_that_has_its_first_token_gets_no_second_one(tmp_path: Path) -> None:
+def test_prompt_that_starts_with_bos_gets_no_second_one(tmp_path: Path) -> None:
     import tokenizers
 
     make_model(tmp_path)
@@ -38,7 +38,7 @@ def test_a_prompt_that_has_its_first_token_gets_no_second_one(tmp_path: Path) ->
     assert plain == with_bos and plain[0] == 0 and plain.count(0) == 1
 
 
-def test_a_stop_string_is_found_across_tokens_and_within_one(tokenizer: Tokenizer) -> None:
+def test_stop_string_is_found_across_and_within_tokens(tokenizer: Tokenizer) -> None:
     watch = tokenizer.watch(("never", "🎲]"))
     assert watch is not None
     ids = tokenizer.encode("wurf [🎲] und mehr").tolist()
@@ -51,7 +51,7 @@ def test_without_stop_strings_nothing_is_watched(tokenizer: Tokenizer) -> None:
     assert tokenizer.watch(()) is None and tokenizer.watch(("",)) is None
 
 
-def test_stop_string_that_is_a_special_token_is_looked_for_by_its_id_alone(tokenizer: Tokenizer) -> None:
+def test_special_token_as_stop_string_is_matched_by_id_only(tokenizer: Tokenizer) -> None:
     assert tokenizer.stop_strings(("<|end|>", "", "</answer>")) == ["</answer>"]
     (end,) = tokenizer.encode("<|end|>").tolist()
     assert tokenizer.stop_ids_with(("<|end|>", "</answer>")) == tokenizer.stop_ids | {end}
@@ -65,7 +65,7 @@ def test_every_end_token_of_the_model_counts(tmp_path: Path) -> None:
     assert Tokenizer(str(tmp_path)).stop_ids == {1, 7}
 
 
-def test_a_stop_string_is_found_after_bytes_that_make_no_character() -> None:
+def test_stop_string_is_found_after_invalid_bytes() -> None:
     watch = StopWatch(BYTE_TOKENS, ("b]",))
     ids = ids_of("a", "é".encode(), b"\x80", "[", "b", "]", "a")
     size = next(count for count, token in enumerate(ids, start=1) if watch.is_stopped_by(token))

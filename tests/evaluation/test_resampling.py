@@ -10,7 +10,7 @@ from handmade_adapters import write_run
 
 import runs
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.evaluator import plan_evaluation
+from unstable_lite.evaluation.plan import plan_evaluation
 from unstable_lite.evaluation.resampling import entropy, kept_observations, resample
 
 NIM = "Nim-v0-train"
@@ -18,8 +18,8 @@ NIM = "Nim-v0-train"
 
 def game(turns: list[tuple[int, str]], env_id: str = NIM, end: str = "natural") -> str:
     agents = [{"pid": 0, "model": "ckpt-1"}, {"pid": 1, "model": "fixed-scripted:random"}]
-    told = [[pid, observation, "text", "action", True, 0.0] for pid, observation in turns]
-    return json.dumps({"env_id": env_id, "agents": agents, "turns": told, "end": end}) + "\n"
+    saved = [[pid, observation, "text", "action", True, 0.0] for pid, observation in turns]
+    return json.dumps({"env_id": env_id, "agents": agents, "turns": saved, "end": end}) + "\n"
 
 
 @pytest.fixture
@@ -34,15 +34,15 @@ def run(tmp_path: Path) -> Path:
     return made
 
 
-def test_observations_are_those_that_the_engines_models_saw_each_once(run: Path) -> None:
+def test_observations_are_those_of_the_served_models_each_once(run: Path) -> None:
     assert sorted(kept_observations(run, NIM, 10)) == ["a", "b", "c"]
     assert kept_observations(run, NIM, 2) == kept_observations(run, NIM, 2)
     assert len(kept_observations(run, NIM, 2)) == 2
-    with pytest.raises(ConfigError, match="holds no observation of LiarsDice"):
+    with pytest.raises(ConfigError, match="LiarsDice"):
         kept_observations(run, "LiarsDice-v0-small", 2)
 
 
-def test_entropy_is_that_of_the_frequencies() -> None:
+def test_entropy_matches_the_frequencies() -> None:
     assert entropy([8]) == pytest.approx(0)
     assert entropy([1, 1, 1, 1]) == pytest.approx(math.log(4))
     assert entropy([2, 1, 1]) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4))
@@ -51,7 +51,7 @@ def test_entropy_is_that_of_the_frequencies() -> None:
 @pytest.mark.parametrize(
     ("replies", "expected"), [(["\\boxed{[1 1]}"], 0.0), (["\\boxed{[1 1]}", "\\boxed{[2 1]}"], 0.6)]
 )
-def test_every_model_is_asked_again_and_a_choice_that_is_open_has_entropy(
+def test_every_model_is_resampled_and_an_open_choice_has_entropy(
     run: Path, tmp_path: Path, replies: list[str], expected: float
 ) -> None:
     settings = ("engine.kind=scripted", f"engine.replies={json.dumps(replies)}", "engine.max_generation_len=32")
@@ -68,15 +68,13 @@ def test_every_model_is_asked_again_and_a_choice_that_is_open_has_entropy(
         assert float(row["low"]) <= float(row["action_entropy"]) <= float(row["high"])
 
 
-async def test_a_model_that_no_engine_serves_is_refused(run: Path) -> None:
+async def test_model_that_no_engine_serves_is_refused(run: Path) -> None:
     plan = plan_evaluation(["scripted:random"], output=run, config=run / "config.toml", opponents=["base"])
-    with pytest.raises(ConfigError, match="scripted:random: only the base and adapters"):
+    with pytest.raises(ConfigError, match="scripted:random"):
         await resample(plan, run, observations=1, samples=2, say=lambda _: None)
 
 
-def test_an_observation_that_cannot_be_answered_is_one_message_and_the_rows_before_it_stay(
-    run: Path, tmp_path: Path
-) -> None:
+def test_unanswerable_observation_is_one_message_and_keeps_rows(run: Path, tmp_path: Path) -> None:
     with (run / "games.jsonl").open("a") as file:
         file.write(game([(0, "too long " * 2000)], env_id="TicTacToe-v0-train"))
     arguments = ("--samples", "2", "--env", NIM, "--env", "TicTacToe-v0-train", "--output", tmp_path / "r.csv")
@@ -90,7 +88,7 @@ def test_an_observation_that_cannot_be_answered_is_one_message_and_the_rows_befo
         ]
 
 
-async def test_an_output_that_cannot_be_written_is_said_before_an_engine_starts(run: Path, tmp_path: Path) -> None:
+async def test_unwritable_output_is_refused_before_an_engine_starts(run: Path, tmp_path: Path) -> None:
     for output in (tmp_path / "nowhere" / "r.csv", tmp_path):
         plan = plan_evaluation(["base"], output=output, config=run / "config.toml", opponents=["base"])
         with pytest.raises(ConfigError, match=f"--output {output}: "):

@@ -1,4 +1,4 @@
-"""Exact answer probabilities, against the model computed by hand."""
+"""Exact answer probabilities, compared with the model computed by hand."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import runs
+from unstable_lite.adapters import writer
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError, EnvError, ModelError, UnsupportedEnvError
 from unstable_lite.evaluation import action_distribution
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.players.scripted import legal_actions
-from unstable_lite.learners import adapter_files
-from unstable_lite.learners.model import Policy
+from unstable_lite.learner.model import Policy
 from unstable_lite.models import resolve_model
 
 NIM = "Nim-v0-train"
@@ -48,13 +48,13 @@ def observations(num_turns: int = 2) -> list[str]:
 
 
 def write_adapter(directory: Path, scale: float, rank: int = 4) -> Path:
-    """A PEFT directory for builtin:tiny, whose B matrices are random numbers of this size."""
+    """Write a PEFT directory for builtin:tiny with random B matrices of size `scale`."""
     config = settings().model_copy(update={"lora": settings().lora.model_copy(update={"lora_rank": rank})})
     tensors, stored = Policy(config, "cpu").adapter_state()
     torch.manual_seed(1)
     scaled = {name: scale * torch.randn_like(t) if "lora_B" in name else t for name, t in tensors.items()}
     directory.mkdir(parents=True)
-    adapter_files.write(directory, scaled, stored)
+    writer.write(directory, scaled, stored)
     return directory
 
 
@@ -72,7 +72,7 @@ def by_hand(observation: str, action: str, temperature: float) -> float:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_probabilities_are_those_of_the_whole_answer_token_by_token(temperature: float) -> None:
+def test_probabilities_cover_the_whole_answer_token_by_token(temperature: float) -> None:
     shown = observations()
     found = action_distribution("base", NIM, shown, config=settings(temperature), device="cpu")
     for observation, distribution in zip(shown, found, strict=True):
@@ -83,7 +83,7 @@ def test_probabilities_are_those_of_the_whole_answer_token_by_token(temperature:
         assert distribution.probabilities.sum() + distribution.rest == pytest.approx(1)
 
 
-def test_an_adapter_is_scored_with_its_weights_and_needs_no_config(tmp_path: Path) -> None:
+def test_adapter_is_scored_with_its_weights_and_needs_no_config(tmp_path: Path) -> None:
     shown = observations(1)
     (base,) = action_distribution("base", NIM, shown, config=settings(), device="cpu")
     idle, busy = write_adapter(tmp_path / "idle", 0.0), write_adapter(tmp_path / "busy", 0.3)
@@ -94,24 +94,24 @@ def test_an_adapter_is_scored_with_its_weights_and_needs_no_config(tmp_path: Pat
     assert np.abs(other.probabilities - base.probabilities).max() > 0.02
 
 
-def test_what_cannot_be_scored_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_unscorable_input_is_refused_with_advice(tmp_path: Path) -> None:
     def ask(model: str | Path, env_id: str = NIM, text: str = "Current Pile:\n  pile 0: 2", **more: object) -> None:
         options = {"config": settings(), "device": "cpu"} | more
         action_distribution(model, env_id, [text], **options)  # type: ignore[arg-type]
 
     with pytest.raises(UnsupportedEnvError, match="Chopsticks"):
         ask("base", "Chopsticks-v0-train")
-    with pytest.raises(EnvError, match="no 'Current Pile:"):
+    with pytest.raises(EnvError, match="Current Pile"):
         ask("base", text="Once upon a time")
-    with pytest.raises(ConfigError, match="only the base and adapters"):
+    with pytest.raises(ConfigError, match="scripted:random"):
         ask("scripted:random")
-    with pytest.raises(ConfigError, match="which base model"):
+    with pytest.raises(ConfigError, match="base model"):
         ask("base", config=None)
     with pytest.raises(ConfigError, match="prompt_template 'tinny'"):
         ask("base", prompt_template="tinny")
-    with pytest.raises(ConfigError, match="does not read"):
+    with pytest.raises(ConfigError, match="shouted"):
         ask("base", config=settings(action_extraction_fn=f"{__name__}:shouted"))
-    with pytest.raises(ModelError, match="r is 8, this run's is 4"):
+    with pytest.raises(ModelError, match=r"\b8\b.*\b4\b"):
         ask(write_adapter(tmp_path / "wide", 0.1, rank=8))
 
 
@@ -139,7 +139,7 @@ def test_every_checkpoint_of_a_run_is_probed_at_the_same_positions(tmp_path: Pat
         assert float(row["action_entropy_low"]) < float(row["action_entropy"]) < float(row["action_entropy_high"])
 
 
-def test_an_evaluation_can_be_probed_for_the_models_that_can_be_scored(tmp_path: Path) -> None:
+def test_evaluation_probes_the_models_that_can_be_scored(tmp_path: Path) -> None:
     config = runs.write_small(tmp_path)
     where = ("--config", config, "--output", tmp_path / "out", "--games", "4", "--probe", "3")
     code, out, err = runs.run("eval", "base", "scripted:random", "--opponent", "scripted:blind-random", *where)
@@ -149,7 +149,7 @@ def test_an_evaluation_can_be_probed_for_the_models_that_can_be_scored(tmp_path:
         assert [row["model"] for row in csv.DictReader(file)] == ["random legal", "base"]
 
 
-def test_the_package_is_light_until_a_model_is_scored() -> None:
+def test_package_does_not_import_torch_until_a_model_is_scored() -> None:
     code = (
         "import sys, unstable_lite, unstable_lite.evaluation as e, unstable_lite.evaluation.probing; "
         "print('torch' in sys.modules); e.action_distribution; print('torch' in sys.modules)"

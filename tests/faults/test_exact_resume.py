@@ -1,8 +1,9 @@
-"""In mode `sync` a run follows from its seed alone, whether it is killed in between or not."""
+"""Check that a run with a sync schedule depends on its seed alone, even if it is killed and resumed."""
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import runs
 
 SYNC = (
-    'run.mode="sync"',
+    'run.schedule="sync"',
     "run.learning_steps=6",
     "run.checkpoint_every=3",
     "run.eval_every=2",
@@ -24,10 +25,10 @@ SYNC = (
     "league.opponent_lag=[1, 2]",
 )
 CLOCK_AND_MACHINE = ("(s)", "seconds", "_per_s", "inference/", "arena_bytes")
-"""Marks of metrics that are of the clock or the machine, not of the run."""
+"""Name parts of metrics that depend on the clock or the machine."""
 
 
-def figures_of(directory: Path) -> list[dict[str, Any]]:
+def deterministic_metrics(directory: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if not is_of_the_clock(name)} for line in lines]
 
@@ -39,13 +40,14 @@ def is_of_the_clock(name: str) -> bool:
 def state_of(checkpoint: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((checkpoint / "league.json").read_text())
     del state["tracker"]["seconds"]
-    del state["tracker"]["windows"]  # some are of times; metrics.jsonl has the means of the others
+    # Some windows hold times; metrics.jsonl has the means of the others.
+    del state["tracker"]["windows"]
     return state
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that nothing happened to."""
+    """Return the directory of an uninterrupted run."""
     tmp_path = tmp_path_factory.mktemp("whole")
     code, out, err = runs.run("run", runs.write_small(tmp_path), *SYNC)
     assert code == 0, out + err
@@ -67,7 +69,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "killed in the last evaluation",
     ],
 )
-def test_a_run_that_was_broken_off_equals_one_that_was_not_bit_for_bit(
+def test_interrupted_sync_run_equals_uninterrupted_one_bit_for_bit(
     whole: Path, tmp_path: Path, checkpoint_every: int, reached: str, signum: signal.Signals, resumed_from: int
 ) -> None:
     process = runs.start("run", runs.write_small(tmp_path), *SYNC, f"run.checkpoint_every={checkpoint_every}")
@@ -81,8 +83,8 @@ def test_a_run_that_was_broken_off_equals_one_that_was_not_bit_for_bit(
     broken = runs.run_directory(tmp_path)
     code, out, err = runs.run("run", "--resume", broken)
     assert code == 0, out + err
-    assert f"going on after update {resumed_from}" in out
-    assert figures_of(broken) == figures_of(whole)
+    assert re.search(rf"\bafter update {resumed_from}\b", out)
+    assert deterministic_metrics(broken) == deterministic_metrics(whole)
     for update in {3, 6} if checkpoint_every == 3 else {6}:
         ours, theirs = (directory / "checkpoints" / f"ckpt-{update}" for directory in (broken, whole))
         for file in ("adapter_model.safetensors", "learner.safetensors"):
@@ -91,6 +93,17 @@ def test_a_run_that_was_broken_off_equals_one_that_was_not_bit_for_bit(
     assert (broken / "eval.jsonl").read_text() == (whole / "eval.jsonl").read_text()
 
 
-def test_a_run_that_is_over_is_not_gone_on_with(whole: Path) -> None:
+def test_sleeping_engines_change_nothing_in_a_sync_run(whole: Path, tmp_path: Path) -> None:
+    code, out, err = runs.run("run", runs.write_small(tmp_path), *SYNC, "engine.when_shared=sleep")
+    assert code == 0, out + err
+    sleeper = runs.run_directory(tmp_path)
+    assert '"inference/asleep_s"' in (sleeper / "metrics.jsonl").read_text()
+    ours, theirs = (directory / "checkpoints" / "ckpt-6" for directory in (sleeper, whole))
+    for file in ("adapter_model.safetensors", "learner.safetensors"):
+        assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file
+    assert (sleeper / "eval.jsonl").read_text() == (whole / "eval.jsonl").read_text()
+
+
+def test_finished_run_is_not_resumed(whole: Path) -> None:
     code, _, err = runs.run("run", "--resume", whole)
-    assert (code, "has made its 6 updates" in err) == (1, True)
+    assert (code, "6 updates" in err) == (1, True)

@@ -1,6 +1,6 @@
-"""A disk that fills up: what is there stays whole, what cannot be written is told and left out, and a run goes on.
+"""A disk that fills up: existing files stay intact, lost records are reported, and the run continues.
 
-Where no small disk can be mounted a limit on the size of files takes its place: no room is no room.
+If no small disk can be mounted, a limit on the size of files replaces it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import runs
-from unstable_lite.checkpoints import find_damage, save_checkpoint
-from unstable_lite.config import TrackerConfig
+from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.errors import UnstableError
-from unstable_lite.trackers.jsonl import JsonlSink
-from unstable_lite.trackers.records import AppendFile, RecordLog, read_records, write_whole
-from unstable_lite.trackers.tensorboard import TensorBoardSink
-from unstable_lite.trackers.tracker import Tracker
+from unstable_lite.files import AppendFile, RecordLog, read_records, write_whole
+from unstable_lite.orchestrator.checkpoint import save_checkpoint
+from unstable_lite.tracking.jsonl import JsonlSink
+from unstable_lite.tracking.run_directory import find_damage
+from unstable_lite.tracking.tensorboard import TensorBoardSink
+from unstable_lite.tracking.tracker import Tracker
 
 
 @contextlib.contextmanager
 def file_limit(num_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond it."""
+    """Let no file of this process grow beyond `num_bytes`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -39,7 +40,7 @@ def file_limit(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_piece_without_room_leaves_nothing_behind_and_the_next_one_is_whole(tmp_path: Path) -> None:
+def test_failed_append_leaves_no_partial_record(tmp_path: Path) -> None:
     file = AppendFile(tmp_path / "file")
     file.write(b"first\n")
     with file_limit(9), pytest.raises(OSError, match=r"too large: '.*/file'"):
@@ -49,13 +50,13 @@ def test_a_piece_without_room_leaves_nothing_behind_and_the_next_one_is_whole(tm
     assert (tmp_path / "file").read_bytes() == b"first\nthird\n"
 
 
-def test_a_file_of_records_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_record_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with file_limit(50), pytest.raises(OSError, match=r"step\.jsonl\.gz"):
         write_whole(tmp_path / "step.jsonl.gz", [{"n": n} for n in range(10_000)])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_records_go_on_in_the_same_part_where_no_new_one_can_be_made(tmp_path: Path) -> None:
+def test_records_stay_in_current_part_if_no_new_part_can_be_created(tmp_path: Path) -> None:
     log = RecordLog(tmp_path / "games.jsonl", part_mb=0.0001)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
@@ -68,36 +69,36 @@ def test_records_go_on_in_the_same_part_where_no_new_one_can_be_made(tmp_path: P
     assert [record["n"] for record in read_records(tmp_path / "games.jsonl")] == [0, 1]
 
 
-def test_a_run_is_told_once_what_is_lost_and_once_that_it_is_over(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_run_reports_each_loss_of_records_once_and_its_end_once(tmp_path: Path) -> None:
+    reported: list[str] = []
     (tmp_path / "tensorboard").mkdir()
     sinks = [JsonlSink(tmp_path / "metrics.jsonl"), TensorBoardSink(tmp_path / "tensorboard")]
-    tracker = Tracker(tmp_path, sinks, TrackerConfig(), said.append)
-    figures = {f"learner/figure {n}": float(n) for n in range(20)}
-    tracker.log_update(1, figures)
+    tracker = Tracker(tmp_path, sinks, TrackerConfig(), reported.append)
+    metrics = {f"learner/metric {n}": float(n) for n in range(20)}
+    tracker.log_update(1, metrics)
     with file_limit(1000):
         for step in (2, 3):
-            tracker.log_update(step, figures)
-    assert [text.partition("cannot write ")[2].partition(":")[0] for text in said] == [
+            tracker.log_update(step, metrics)
+    assert [text.partition("cannot write ")[2].partition(":")[0] for text in reported] == [
         str(tmp_path / "metrics.jsonl"),
         str(next((tmp_path / "tensorboard").iterdir())),
     ]
     assert tracker.lost_records == 4
-    assert "learner/figure 19" in tracker.latest, "what is shown needs no disk"
+    assert "learner/metric 19" in tracker.latest, "the display needs no disk"
     for step in (4, 5):
-        tracker.log_update(step, figures)
-    assert len(said) == len(tracker.alarms) == 4
-    assert all(text.endswith("; 4 records were lost in all") for text in said[2:])
+        tracker.log_update(step, metrics)
+    assert len(reported) == len(tracker.alarms) == 4
+    assert all("4 records" in text for text in reported[2:])
     tracker.close()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 4, 5]
     assert lines[1]["run/lost_records"] == 4
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Tensors("learner/figure 7")] == [1, 4, 5]
+    assert [event.step for event in events.Tensors("learner/metric 7")] == [1, 4, 5]
 
 
-async def test_a_checkpoint_without_room_leaves_nothing_and_the_one_before_it(tmp_path: Path) -> None:
+async def test_checkpoint_without_room_leaves_the_previous_one_intact(tmp_path: Path) -> None:
     async def save_learner(directory: Path) -> None:
         (directory / "adapter_model.safetensors").write_bytes(b"x" * 500)
 
@@ -111,12 +112,12 @@ async def test_a_checkpoint_without_room_leaves_nothing_and_the_one_before_it(tm
     assert find_damage(before) is None
     assert find_damage(await save(2, {"text": "x" * 2000})) is None
     assert (tmp_path / "latest").resolve().name == "ckpt-2"
-    shutil.rmtree(tmp_path)  # somebody made room: what is there to save is saved all the same
+    shutil.rmtree(tmp_path)  # someone made room by deleting everything: saving still works
     assert find_damage(await save(3, {})) is None
 
 
 class SmallDisks:
-    """A mount namespace in which /dev/shm and an output directory have 60 and 200 MB."""
+    """A mount namespace whose /dev/shm has 60 MB and whose output directory has 200 MB."""
 
     def __init__(self, tmp_path: Path) -> None:
         self._directory = tmp_path / "outputs"
@@ -163,7 +164,7 @@ def small_disks(tmp_path: Path) -> Iterator[SmallDisks]:
 
 
 def fill(disk: Path) -> Path:
-    """To the last page."""
+    """Fill the disk to its last page and return the filler file."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -174,24 +175,22 @@ def fill(disk: Path) -> Path:
     return filler
 
 
-def test_a_place_that_cannot_be_written_to_is_refused_before_anything_starts(
-    small_disks: SmallDisks, tmp_path: Path
-) -> None:
+def test_unwritable_output_directory_is_refused_before_start(small_disks: SmallDisks, tmp_path: Path) -> None:
     small, run = runs.write_small(tmp_path), small_disks.outputs / "run"
     run.mkdir()
     (run / "config.toml").write_text(small.read_text())
     small_disks.make_read_only()
     for arguments, reason in (
-        (("run", small), f"{tmp_path / 'outputs'} is not a directory that can be written to"),
-        (("run", "--resume", tmp_path / "outputs" / "run"), f"{tmp_path / 'outputs'} is not a directory"),
+        (("run", small), f"{tmp_path / 'outputs'} "),
+        (("run", "--resume", tmp_path / "outputs" / "run"), f"{tmp_path / 'outputs'} "),
         (("run", "--resume", tmp_path / "outputs" / "run", f"run.output_dir={tmp_path}"), "Read-only file system"),
     ):
         assert small_disks.start(tmp_path / "out", *arguments).wait(120) == 1
-        said = (tmp_path / "out").read_text()
-        assert "\nerror: " in f"\n{said}", said
-        assert reason in said
-        assert "waiting for engine-0" not in said
-        assert "Traceback" not in said
+        reported = (tmp_path / "out").read_text()
+        assert "\nerror: " in f"\n{reported}", reported
+        assert reason in reported
+        assert "waiting for engine-0" not in reported
+        assert "Traceback" not in reported
 
 
 def checkpoints_in(disk: Path) -> list[int]:
@@ -200,7 +199,7 @@ def checkpoints_in(disk: Path) -> list[int]:
 
 
 def without_clock(directory: Path) -> dict[str, str]:
-    """The environment of a process whose wall clock is a day late and jumps a day back at every third look at it."""
+    """Return an environment in which the wall clock is a day late and jumps back a day at every third reading."""
     directory.mkdir()
     (directory / "sitecustomize.py").write_text(
         "import itertools, time\n"
@@ -212,27 +211,25 @@ def without_clock(directory: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_outlives_a_full_disk_and_full_shared_memory_one_at_a_time_and_is_gone_on_with_after_both(
-    small_disks: SmallDisks, tmp_path: Path
-) -> None:
+def test_run_survives_full_disk_then_full_shm_and_resumes_after_both(small_disks: SmallDisks, tmp_path: Path) -> None:
     out, outputs = tmp_path / "out", small_disks.outputs
     overrides = ("run.checkpoint_every=1", "run.eval_games=0", "run.num_eval_workers=0", "run.learning_steps=10000")
     process = small_disks.start(out, "run", runs.write_small(tmp_path), *overrides)
 
-    def has_said(text: str) -> bool:
+    def has_logged(text: str) -> bool:
         assert process.poll() is None, out.read_text()
         return text in out.read_text()
 
-    runs.wait_for(lambda: has_said("run directory") and len(checkpoints_in(outputs)) >= 2)
+    runs.wait_for(lambda: has_logged("run directory") and len(checkpoints_in(outputs)) >= 2)
     filler = fill(outputs)
-    runs.wait_for(lambda: has_said("a checkpoint could not be written, and the newest is ckpt-"))
-    runs.wait_for(lambda: has_said("metrics.jsonl: No space left on device. The run goes on"))
+    runs.wait_for(lambda: has_logged("the newest is ckpt-"))
+    runs.wait_for(lambda: has_logged("metrics.jsonl: No space left on device"))
     filler.unlink()
-    runs.wait_for(lambda: has_said("checkpoints are written again"))
-    runs.wait_for(lambda: has_said("metrics.jsonl; "))
+    runs.wait_for(lambda: has_logged("checkpoints are written again"))
+    runs.wait_for(lambda: has_logged("metrics.jsonl; "))
 
     fill(small_disks.shared_memory)
-    runs.wait_for(lambda: has_said("From now on adapters go through"))
+    runs.wait_for(lambda: has_logged("From now on adapters go through"))
     before = checkpoints_in(outputs)[-1]
     runs.wait_for(lambda: process.poll() is None and checkpoints_in(outputs)[-1] > before)
 
@@ -259,9 +256,9 @@ def test_a_run_outlives_a_full_disk_and_full_shared_memory_one_at_a_time_and_is_
     )
     assert process.wait(240) == 0, out.read_text()
     steps = [line["step"] for line in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())]
-    assert steps == sorted(set(steps)), "the clock decides nothing"
+    assert steps == sorted(set(steps)), "the order does not depend on the wall clock"
     assert steps[-1] == newest + 1
-    events = EventAccumulator(str(directory / "tensorboard"), {"tensors": 0})  # 0: all, not a sample of 10
+    events = EventAccumulator(str(directory / "tensorboard"), {"tensors": 0})  # 0 loads all events
     events.Reload()
     assert [event.step for event in events.Tensors("learner/loss")] == steps
     assert find_damage(directory / "checkpoints" / f"ckpt-{newest + 1}") is None

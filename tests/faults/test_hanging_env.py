@@ -1,4 +1,4 @@
-"""Envs with loops without end: TextArena's own, and one that hangs in the middle of a run."""
+"""Envs that loop forever: one of TextArena's, and one that hangs in the middle of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 
 import runs
 from unstable_lite.errors import EnvError
-from unstable_lite.games.environments import Environment, hang_guard
+from unstable_lite.games.environments import Environment
+from unstable_lite.games.hang_guard import hang_guard
 
 HANGS_SOMETIMES = """
 import sys
@@ -21,17 +22,17 @@ import textarena.envs.Nim.env as nim
 step, calls = nim.NimEnv.step, [0]
 
 
-def hang_now_and_then(self, action):
+def hang_sometimes(self, action):
     calls[0] += 1
     while calls[0] % 40 == 0:
         pass
     return step(self, action)
 
 
-nim.NimEnv.step = hang_now_and_then
+nim.NimEnv.step = hang_sometimes
 sys.argv = ["unstable-lite", *sys.argv[1:]]
 
-from unstable_lite.cli import main
+from unstable_lite.cli.app import main
 
 main()
 """
@@ -43,7 +44,7 @@ class NeverReturns:
             pass
 
 
-class TakesSoLong:
+class TakesGivenTime:
     def step(self, action: str) -> tuple[bool, dict[str, object]]:
         until = time.monotonic() + float(action)
         while time.monotonic() < until:
@@ -51,9 +52,9 @@ class TakesSoLong:
         return False, {}
 
 
-def test_a_loop_without_end_in_textarena_is_broken_off() -> None:
+def test_endless_loop_in_textarena_is_interrupted() -> None:
     chance = random.Random(0)
-    with hang_guard(0.4), pytest.raises(EnvError, match=r"PublicGoodsGame.*did not return within"):
+    with hang_guard(0.4), pytest.raises(EnvError, match="PublicGoodsGame"):
         for seed in range(100):
             environment = Environment("PublicGoodsGame-v0-train", 3, seed)
             for _ in range(200):
@@ -62,9 +63,9 @@ def test_a_loop_without_end_in_textarena_is_broken_off() -> None:
                     break
 
 
-def test_a_loop_without_end_is_broken_off_in_any_thread() -> None:
+def test_endless_loop_is_interrupted_in_any_thread() -> None:
     def play() -> None:
-        with hang_guard(0.2), pytest.raises(EnvError, match=r"Nim.*did not return within run.env_timeout_s = 0.2"):
+        with hang_guard(0.2), pytest.raises(EnvError, match=r"Nim.*run\.env_timeout_s = 0\.2"):
             environment = Environment("Nim-v0-train", 2, 0)
             environment._env = NeverReturns()
             environment.step("[0 1]")
@@ -74,14 +75,14 @@ def test_a_loop_without_end_is_broken_off_in_any_thread() -> None:
 
 
 @pytest.mark.parametrize("in_a_thread", [False, True])
-def test_what_breaks_a_call_off_falls_into_that_call_and_nowhere_else(in_a_thread: bool) -> None:
-    """Calls end at about the moment at which they would be broken off."""
+def test_interrupt_hits_only_the_call_that_timed_out(in_a_thread: bool) -> None:
+    """Calls end at about the moment at which they would be interrupted."""
     chance = random.Random(0)
 
     def play() -> set[bool]:
         ended = set()
         environment = Environment("Nim-v0-train", 2, 0)
-        environment._env = TakesSoLong()
+        environment._env = TakesGivenTime()
         with hang_guard(0.008):
             for _ in range(150):
                 try:
@@ -89,7 +90,7 @@ def test_what_breaks_a_call_off_falls_into_that_call_and_nowhere_else(in_a_threa
                     ended.add(True)
                 except EnvError:
                     ended.add(False)
-                sum(range(1000))  # what is on its way falls here, if anywhere
+                sum(range(1000))  # a pending interrupt would hit here
         return ended
 
     if in_a_thread:
@@ -99,16 +100,16 @@ def test_what_breaks_a_call_off_falls_into_that_call_and_nowhere_else(in_a_threa
         assert play() == {True, False}
 
 
-def test_slow_play_of_quick_calls_is_not_taken_for_a_hang() -> None:
+def test_many_short_calls_are_not_taken_for_a_hang() -> None:
     environment = Environment("Nim-v0-train", 2, 0)
     with hang_guard(0.1):
         until = time.monotonic() + 0.6
-        while time.monotonic() < until:  # nearly every look of the guard falls into a call
+        while time.monotonic() < until:  # nearly every check of the guard falls into a call
             for _ in range(1000):
                 environment.observe()
 
 
-def test_a_run_goes_on_without_the_games_that_hang(tmp_path: Path) -> None:
+def test_run_continues_without_the_games_that_hang(tmp_path: Path) -> None:
     script = tmp_path / "hangs.py"
     script.write_text(HANGS_SOMETIMES)
     small = runs.write_small(tmp_path)
@@ -118,5 +119,5 @@ def test_a_run_goes_on_without_the_games_that_hang(tmp_path: Path) -> None:
     )
     assert process.returncode == 0, process.stdout + process.stderr
     log = (runs.run_directory(tmp_path) / "logs" / "orchestrator.log").read_text()
-    assert "a call did not return within run.env_timeout_s = 0.3" in log
-    assert "hang_now_and_then" in log
+    assert "run.env_timeout_s = 0.3" in log
+    assert "hang_sometimes" in log

@@ -1,4 +1,4 @@
-"""Learners that are killed before, during and after an update. Real processes, real training of a tiny model."""
+"""Kill learners before, during and after an update: real processes, real training of a tiny model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,18 @@ import psutil
 import pytest
 import safetensors.torch
 import torch
+from msgspec import structs
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.config import Config
-from unstable_lite.learners import load_learner, worker
-from unstable_lite.learners.client import LearnerClient, train_items
-from unstable_lite.supervision import Supervisor
-from unstable_lite.transport.adapters import AdapterArena
-from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.learner import load_learner, worker
+from unstable_lite.learner.client import LearnerClient, train_items
+from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.transport.messages import LoadLearner, Update, Updated
 from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
-from unstable_lite.transport.sockets import Peer, Router
+from unstable_lite.transport.rpc import Router, WorkerChannel
+from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import Generation, Step
 
 VOCAB = 300
@@ -78,12 +79,12 @@ def batch(seed: int, num: int = 12) -> list[Step]:
 
 @dataclass
 class Learning:
-    """A learner process under supervision."""
+    """A supervised learner process."""
 
     client: LearnerClient
     process: WorkerProcess
     supervisor: Supervisor
-    arena: AdapterArena
+    arena: AdapterStore
     alarms: list[str] = field(default_factory=list)
 
     async def update(self, version: int) -> Updated:
@@ -97,7 +98,7 @@ class Learning:
         assert isinstance(self.process, WorkerGroup)
         os.kill(self.process.others[0].pid, signal.SIGKILL)
 
-    async def killed_when(self, condition: Callable[[], bool], kill: Callable[[], None] | None = None) -> None:
+    async def kill_when(self, condition: Callable[[], bool], kill: Callable[[], None] | None = None) -> None:
         while not condition():
             await asyncio.sleep(0.0005)
         (kill or self.kill)()
@@ -121,9 +122,11 @@ async def _learning(tmp_path: Path, config: Config, num_ranks: int) -> AsyncIter
     router = Router(tmp_path / "bus")
     client = LearnerClient(router, config.learner)
     ranks = []
-    for rank, peer in enumerate([client.peer, *(Peer(router, f"learner-{rank}") for rank in range(1, num_ranks))]):
+    for rank, channel in enumerate(
+        [client.channel, *(WorkerChannel(router, f"learner-{rank}") for rank in range(1, num_ranks))]
+    ):
         spec = WorkerSpec(
-            name=peer.name,
+            name=channel.name,
             endpoint=router.endpoint,
             device="cpu",
             threads=1,
@@ -131,14 +134,14 @@ async def _learning(tmp_path: Path, config: Config, num_ranks: int) -> AsyncIter
             rank=rank,
             num_ranks=num_ranks,
         )
-        log_path = tmp_path / f"{peer.name}.log"
-        ranks.append(WorkerProcess(peer, log_path, "unstable_lite.learners.worker", spec, {}))
+        log_path = tmp_path / f"{channel.name}.log"
+        ranks.append(WorkerProcess(channel, log_path, "unstable_lite.learner.worker", spec, {}))
     process = WorkerGroup(ranks, tmp_path) if num_ranks > 1 else ranks[0]
     await process.start()
     await process.ready(120)
     alarms: list[str] = []
     supervisor = Supervisor(process, config.run, 120, 120, client.restore, alarms.append)
-    arena = AdapterArena("learning", tmp_path, bytes_needed=1 << 60)
+    arena = AdapterStore("learning", tmp_path, bytes_needed=1 << 60)
     yield Learning(client, process, supervisor, arena, alarms)
     await process.stop()
     router.close()
@@ -149,23 +152,21 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(path / "adapter_model.safetensors")
 
 
-async def test_no_update_is_lost_and_none_done_twice_whenever_the_learner_is_killed(
-    learning: Learning, config: Config
-) -> None:
+async def test_every_update_is_made_once_whenever_the_learner_is_killed(learning: Learning, config: Config) -> None:
     async with asyncio.TaskGroup() as tasks:
         supervised = tasks.create_task(learning.supervisor.run())
         arena = learning.arena
         await learning.update(1)
         learning.kill()  # before an update
         steps = [(await learning.update(2)).metrics["step"]]
-        tasks.create_task(learning.killed_when(lambda: learning.client.peer.num_pending > 0))  # as it begins
+        tasks.create_task(learning.kill_when(lambda: learning.client.channel.num_pending > 0))  # at its start
         steps.append((await learning.update(3)).metrics["step"])
         partial = Path(f"{arena.learner_state(4)}.partial")
-        tasks.create_task(learning.killed_when(partial.exists))  # while its state is being written
+        tasks.create_task(learning.kill_when(partial.exists))  # while it writes its state
         steps.append((await learning.update(4)).metrics["step"])
-        tasks.create_task(learning.killed_when(arena.learner_state(5).exists))  # done, perhaps not yet told
+        tasks.create_task(learning.kill_when(arena.learner_state(5).exists))  # done, perhaps not yet reported
         steps.append((await learning.update(5)).metrics["step"])
-        learning.kill()  # after one
+        learning.kill()  # after an update
         steps.append((await learning.update(6)).metrics["step"])
         supervised.cancel()
     assert steps == [2, 3, 4, 5, 6]
@@ -180,15 +181,15 @@ async def test_no_update_is_lost_and_none_done_twice_whenever_the_learner_is_kil
         assert all(torch.equal(tensors[name], made[name]) for name in tensors), version
 
 
-async def test_the_death_of_one_rank_is_that_of_all_and_they_go_on_from_the_last_state(
+async def test_death_of_one_rank_restarts_all_from_the_last_state(
     learning_by_two: Learning, config: Config, tmp_path: Path
 ) -> None:
     learning = learning_by_two
     async with asyncio.TaskGroup() as tasks:
         supervised = tasks.create_task(learning.supervisor.run())
-        told, first = [await learning.update(1)], learning.process.pid
-        tasks.create_task(learning.killed_when(lambda: learning.client.peer.num_pending > 0, learning.kill_other_rank))
-        told.append(await learning.update(2))
+        reported, first = [await learning.update(1)], learning.process.pid
+        tasks.create_task(learning.kill_when(lambda: learning.client.channel.num_pending > 0, learning.kill_other_rank))
+        reported.append(await learning.update(2))
         supervised.cancel()
     assert learning.supervisor.restarts == 1
     assert learning.process.pid != first
@@ -199,20 +200,20 @@ async def test_the_death_of_one_rank_is_that_of_all_and_they_go_on_from_the_last
 
     torch.set_num_threads(1)
     undisturbed = load_learner(config, "cpu")
-    for version, updated in enumerate(told, start=1):
+    for version, updated in enumerate(reported, start=1):
         metrics = undisturbed.update(train_items(batch(version)), version).metrics
         assert updated.metrics["step"] == version
         for name in ("loss", "policy_grad_norm", "num_tokens", "logp_mean"):
             assert updated.metrics[name] == pytest.approx(metrics[name], rel=1e-3)
 
 
-async def test_the_state_of_one_version_is_kept_and_no_more(learning: Learning) -> None:
+async def test_only_the_newest_learner_state_is_kept(learning: Learning) -> None:
     for version in (1, 2, 3):
         await learning.update(version)
     assert [path.name for path in learning.arena.directory.glob("learner-*")] == ["learner-3"]
 
 
-def test_an_update_that_was_made_but_not_told_is_told_and_not_made_again(config: Config, tmp_path: Path) -> None:
+def test_unreported_update_is_reported_and_not_repeated(config: Config, tmp_path: Path) -> None:
     def update(version: int) -> Update:
         return Update(
             request_id=version,
@@ -223,14 +224,14 @@ def test_an_update_that_was_made_but_not_told_is_told_and_not_made_again(config:
         )
 
     first = worker._Worker(load_learner(config, "cpu"), config.learner)
-    told = first.answer(update(1))
+    reported = first.answer(update(1))
     second = worker._Worker(load_learner(config, "cpu"), config.learner)
     second.answer(LoadLearner(request_id=9, path=str(tmp_path / "state-1")))
     made = weights(tmp_path / "v1")
     (tmp_path / "v1" / "adapter_model.safetensors").rename(tmp_path / "aside")
     (tmp_path / "v1" / "adapter_config.json").unlink()
     (tmp_path / "v1").rmdir()
-    assert second.answer(update(1)) == replace(told, histograms=())
+    assert second.answer(update(1)) == structs.replace(reported, histograms=())
     assert all(torch.equal(tensor, weights(tmp_path / "v1")[name]) for name, tensor in made.items())
     after: Any = second.answer(update(2))
     assert after.metrics["step"] == 2

@@ -1,4 +1,4 @@
-"""A whole run whose workers are killed again and again."""
+"""A whole run whose workers are killed repeatedly."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import psutil
 import runs
 
 
-def test_a_run_outlives_its_engine_and_its_learner_and_makes_every_update_once(tmp_path: Path) -> None:
+def test_run_survives_worker_deaths_and_makes_every_update_once(tmp_path: Path) -> None:
     process = runs.start(
         "run", runs.write_small(tmp_path), "run.learning_steps=8", "run.restart_backoff_s=0.1", "run.num_eval_workers=0"
     )
-    for num_updates, package in ((1, "engines"), (2, "learners"), (4, "engines"), (5, "learners")):
+    for num_updates, name in ((1, "engines"), (2, "learner"), (4, "engines"), (5, "learner")):
         runs.wait_for(lambda: runs.num_updates(tmp_path) >= num_updates)  # noqa: B023
-        kill(process.pid, package)
+        kill(process.pid, f"{name}.worker")
     code, out, err = runs.finish(process)
     assert code == 0, out + err
     directory = runs.run_directory(tmp_path)
@@ -30,7 +30,7 @@ def test_a_run_outlives_its_engine_and_its_learner_and_makes_every_update_once(t
     assert runs.arenas_named(directory.name) == []
 
 
-def test_an_engine_that_comes_back_with_other_weights_ends_the_run(
+def test_engine_that_restarts_with_other_weights_ends_run(
     tmp_path: Path,
 ) -> None:
     process = runs.start(
@@ -42,19 +42,19 @@ def test_an_engine_that_comes_back_with_other_weights_ends_the_run(
         "learner.learning_rate=1e-2",
     )
     runs.wait_for(lambda: runs.num_updates(tmp_path) >= 2)
-    kill(process.pid, "engines")
+    kill(process.pid, "engines.worker")
     code, _, err = runs.finish(process)
     assert code == 1
-    # Found when it returns, or with more evidence at the next publish.
-    assert "canary: engine-0 does not " in err
+    # Found at its restart, or at the next weight sync with more evidence.
+    assert "canary: engine-0" in err
 
 
-def kill(orchestrator: int, package: str) -> None:
-    """The worker of that kind, once there is one."""
+def kill(orchestrator: int, module: str) -> None:
+    """Kill the worker of `module` once it exists."""
 
     def find() -> list[psutil.Process]:
         children = psutil.Process(orchestrator).children(recursive=True)
-        return [child for child in children if any(package in part for part in child.cmdline())]
+        return [child for child in children if any(module in part for part in child.cmdline())]
 
     runs.wait_for(find)
     find()[0].kill()

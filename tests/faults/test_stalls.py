@@ -1,4 +1,4 @@
-"""An event loop that does not come round: told, counted, survived; and ended where it never does."""
+"""A blocked event loop: reported, counted and survived; the process ends if the loop stays blocked."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import runs
-from unstable_lite.loop_watch import EXIT_STALLED, LoopWatch
+from unstable_lite.orchestrator.watchdog import EXIT_STALLED, LoopWatchdog
 
-STANDS_STILL = """
+BLOCKS = """
 import asyncio, re, sys
 from pathlib import Path
-from unstable_lite.loop_watch import LoopWatch
+from unstable_lite.orchestrator.watchdog import LoopWatchdog
 
 
 def loop_without_end():
@@ -37,14 +37,14 @@ def wait_for_a_line():
 
 
 async def main():
-    with LoopWatch(0.05, Path(sys.argv[1])):
+    with LoopWatchdog(0.05, Path(sys.argv[1])):
         await asyncio.sleep(0.1)
         globals()[sys.argv[2]]()
 
 
 asyncio.run(main())
 """
-LOOPS_WHERE_IT_IS_TOLD_TO = """
+LOOPS_WHILE_FILE_EXISTS = """
 import time
 from pathlib import Path
 
@@ -61,22 +61,21 @@ def block_for(seconds: float) -> None:
     time.sleep(seconds)
 
 
-async def test_a_loop_that_stood_still_says_where_and_is_counted(tmp_path: Path) -> None:
+async def test_blocked_loop_is_counted_and_located(tmp_path: Path) -> None:
     alarms: list[str] = []
-    with LoopWatch(0.3, tmp_path / "log") as watch:
-        watch.alarm = alarms.append
+    with LoopWatchdog(0.3, tmp_path / "log", alarms.append) as watch:
         await asyncio.sleep(0.1)
         block_for(1.0)
         await asyncio.sleep(0.1)
-        assert watch.figures()["run/loop_stalls"] == 1
+        assert watch.metrics()["run/loop_stalls"] == 1
         assert watch.longest_s >= 0.9
     (alarm,) = alarms
     assert re.search(r"in block_for \(.*test_stalls\.py, line \d+\), called in ", alarm)
     assert "in block_for" in (tmp_path / "log").read_text().partition("most recent call first")[2]
 
 
-async def test_a_busy_loop_that_comes_round_is_left_alone(tmp_path: Path) -> None:
-    with LoopWatch(0.5, tmp_path / "log") as watch:
+async def test_busy_loop_that_still_turns_is_left_alone(tmp_path: Path) -> None:
+    with LoopWatchdog(0.5, tmp_path / "log") as watch:
         for _ in range(10):
             block_for(0.1)
             await asyncio.sleep(0)
@@ -84,27 +83,27 @@ async def test_a_busy_loop_that_comes_round_is_left_alone(tmp_path: Path) -> Non
     assert (tmp_path / "log").read_text() == ""
 
 
-@pytest.mark.parametrize(("what", "code"), [("loop_without_end", EXIT_STALLED), ("keep_the_lock", -signal.SIGVTALRM)])
-def test_where_the_loop_never_comes_round_the_process_ends_and_leaves_its_stacks(
-    tmp_path: Path, what: str, code: int
-) -> None:
-    command = [sys.executable, "-c", STANDS_STILL, str(tmp_path / "log"), what]
+@pytest.mark.parametrize(
+    ("function", "code"), [("loop_without_end", EXIT_STALLED), ("keep_the_lock", -signal.SIGVTALRM)]
+)
+def test_loop_blocked_forever_ends_process_and_leaves_stacks(tmp_path: Path, function: str, code: int) -> None:
+    command = [sys.executable, "-c", BLOCKS, str(tmp_path / "log"), function]
     process = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert process.returncode == code
-    assert f"in {what}" in (tmp_path / "log").read_text()
+    assert f"in {function}" in (tmp_path / "log").read_text()
     if code == EXIT_STALLED:
-        assert re.search(rf"the event loop has stood still for 0\.\d s, in {what} ", process.stderr)
+        assert re.search(rf"for 0\.\d s, in {function} ", process.stderr)
         assert "unstable-lite run --resume" in process.stderr
 
 
-def test_a_process_that_was_stopped_for_long_is_not_taken_for_a_loop_that_is(tmp_path: Path) -> None:
-    script = STANDS_STILL.replace("0.05", "0.3")
+def test_suspended_process_is_not_taken_for_a_blocked_loop(tmp_path: Path) -> None:
+    script = BLOCKS.replace("0.05", "0.3")
     command = [sys.executable, "-c", script, str(tmp_path / "log"), "wait_for_a_line"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(0.2)  # until its watch has looked at the loop that stands still
+        time.sleep(0.2)  # until its watchdog has seen the blocked loop
         process.send_signal(signal.SIGSTOP)
         time.sleep(3.5)
         process.send_signal(signal.SIGCONT)
@@ -113,10 +112,8 @@ def test_a_process_that_was_stopped_for_long_is_not_taken_for_a_loop_that_is(tmp
         assert process.wait(60) == 0
 
 
-def test_a_run_whose_reward_transform_never_returns_ends_and_can_be_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "looping.py").write_text(LOOPS_WHERE_IT_IS_TOLD_TO)
+def test_run_with_endless_reward_transform_ends_and_can_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "looping.py").write_text(LOOPS_WHILE_FILE_EXISTS)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.chdir(tmp_path)
     process = runs.start(

@@ -1,4 +1,4 @@
-"""What a run is told through goes away, is full or knows few letters; the run goes on."""
+"""A run's output is closed, full or limited to few characters; the run continues."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import runs
-from unstable_lite.trackers.terminal import TerminalInterface
+from unstable_lite.dashboards.terminal import TerminalInterface
 
 QUICK = ("run.learning_steps=1", "run.eval_games=0", "run.num_eval_workers=0")
 
@@ -23,7 +23,7 @@ def saved(directory: Path) -> bool:
     return (runs.run_directory(directory) / "checkpoints" / "ckpt-1" / "manifest.json").is_file()
 
 
-def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path: Path) -> None:
+def test_run_whose_terminal_closes_saves_and_ends(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
 
     def in_terminal() -> None:
@@ -45,7 +45,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_ends(tmp_path: Path) -> None:
     assert runs.arenas_named(directory.name) == []
 
 
-def test_a_run_whose_reader_is_gone_goes_on_to_its_end_and_under_nohup_without_its_terminal(tmp_path: Path) -> None:
+def test_run_survives_closed_pipe_and_under_nohup_a_closed_terminal(tmp_path: Path) -> None:
     process = subprocess.Popen(
         ["nohup", *runs.command("run", runs.write_small(tmp_path), *QUICK)],
         stdout=subprocess.PIPE,
@@ -62,52 +62,52 @@ def test_a_run_whose_reader_is_gone_goes_on_to_its_end_and_under_nohup_without_i
     assert saved(tmp_path)
 
 
-def test_a_run_without_standard_streams_goes_on_to_its_end(tmp_path: Path) -> None:
+def test_run_without_standard_streams_finishes(tmp_path: Path) -> None:
     command = runs.command("run", runs.write_small(tmp_path), *QUICK)
     assert subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], timeout=240).returncode == 0
     assert saved(tmp_path)
 
 
-def test_a_game_that_nobody_can_play_is_told(tmp_path: Path) -> None:
+def test_game_without_a_human_to_play_is_refused(tmp_path: Path) -> None:
     command = runs.command("play", "scripted:random", "--config", runs.write_small(tmp_path), "--seat", "0")
     ended = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True, timeout=240)
     assert (ended.returncode, "Traceback" in ended.stderr) == (1, False)
-    assert "nobody is there to play" in ended.stderr
+    assert "input has ended" in ended.stderr
 
 
-def test_a_summary_that_cannot_be_written_is_told_with_where_the_run_is(tmp_path: Path) -> None:
+def test_unwritable_summary_is_reported_with_the_run_directory(tmp_path: Path) -> None:
     command = runs.command("run", runs.write_small(tmp_path), *QUICK)
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)
     assert ended.returncode == 1
-    assert "the run is over" in ended.stderr and str(runs.run_directory(tmp_path)) in ended.stderr
+    assert str(runs.run_directory(tmp_path)) in ended.stderr
     assert saved(tmp_path)
 
 
 @pytest.mark.parametrize("arguments", [("envs",), ("run", "--help")], ids=["envs", "help"])
-def test_what_an_old_encoding_lacks_becomes_a_question_mark(arguments: tuple[str, ...]) -> None:
+def test_characters_missing_in_an_old_encoding_become_question_marks(arguments: tuple[str, ...]) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ended = subprocess.run(runs.command(*arguments), env=environment, capture_output=True, timeout=240)
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert ended.stdout.isascii()
 
 
-def test_a_script_of_ones_own_may_print_in_an_old_encoding() -> None:
-    script = "from unstable_lite.trackers.terminal import TerminalInterface as T; T().say('mean |Δ log p|')"
+def test_custom_script_may_print_in_an_old_encoding() -> None:
+    script = "from unstable_lite.dashboards.terminal import TerminalInterface as T; T().say('mean |Δ log p|')"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.endswith("mean |? log p|\n")
 
 
-def test_a_terminal_that_is_closed_ends_no_run() -> None:
+def test_closing_the_terminal_ends_no_run() -> None:
     ours, theirs = pty.openpty()
     file = os.fdopen(theirs, "w")
     terminal = TerminalInterface(Console(file=file, force_terminal=True, highlight=False, markup=False))
     terminal.start(3)
     os.close(ours)
-    terminal.say("nobody sees this")
-    with terminal.doing(lambda: "nor this"):
+    terminal.say("not seen")
+    with terminal.doing(lambda: "not seen either"):
         terminal.show_update(1, 3, "")
     terminal.stop()
     assert terminal._live is None

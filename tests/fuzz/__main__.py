@@ -1,7 +1,7 @@
 """`python tests/fuzz codec|config [corpus directory] [-runs=N] [libFuzzer's other options]`.
 
-The corpus directory keeps what was found worth keeping; by default it is a new one that goes when it is over.
-Prints the input that failed and leaves it in a file `crash-…`.
+The corpus directory keeps interesting inputs; by default it is temporary.
+Prints a failing input and leaves it in a file `crash-…`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Any bytes as a frame, and as the waiting steps of a checkpoint: messages that are whole, or a ProtocolError.
+"""Decode any bytes as a frame and as the waiting steps of a checkpoint: valid messages or a ProtocolError.
 
     python tests/fuzz codec -runs=1000000        # coverage-guided, by atheris: pip install -e '.[fuzz]'
 
-`seeds` has a frame of each kind of message; `DICTIONARY` what a mutation may put in.
+`seeds` has a frame of each kind of message; `DICTIONARY` has the words that a mutation may insert.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import msgspec
 import numpy as np
 
-from unstable_lite.checkpoints import Chunk
 from unstable_lite.errors import ProtocolError
-from unstable_lite.transport.messages import Message, decode, encode, pack_all, unpack_all
-from unstable_lite.types import Logprobs, StepContext, TokenIds
+from unstable_lite.transport.codec import decode, encode, pack_all, unpack_all
+from unstable_lite.transport.messages import Message
+from unstable_lite.types import Logprobs, Step, StepContext, TokenIds
 
 KINDS = get_args(Message)
 DICTIONARY = [
@@ -24,8 +25,8 @@ DICTIONARY = [
     *(bytes([lead]) + length for lead in (0xC6, 0xC9, 0xDB, 0xDD, 0xDF) for length in (b"\xff" * 4, b"\0\0\0\x01")),
     *(bytes([lead]) + b"\xff" * 8 for lead in (0xCB, 0xCF, 0xD3)),
     b"\xcb\x7f\xf8" + bytes(6),
-    b"\x92\x02\x91",
-    b"\x92\x02\x90",
+    b"\x92\x08\x91",
+    b"\x92\x08\x90",
 ]
 
 
@@ -38,18 +39,18 @@ def one_input(data: bytes) -> None:
         frame = encode(messages)
         assert encode(decode(frame)) == frame
     try:
-        chunks = unpack_all(Chunk, data)
+        chunks = unpack_all(list[Step], data)
     except ProtocolError:
         pass
     else:
-        content = pack_all(Chunk, chunks)
-        assert pack_all(Chunk, unpack_all(Chunk, content)) == content
+        content = pack_all(chunks)
+        assert pack_all(unpack_all(list[Step], content)) == content
 
 
 def seeds() -> list[bytes]:
     messages = [_example(kind) for kind in KINDS]
-    chunk = _example(Chunk)
-    return [encode([message]) for message in messages] + [encode(messages), pack_all(Chunk, [chunk, chunk])]
+    chunk = [_example(Step)]
+    return [encode([message]) for message in messages] + [encode(messages), pack_all([chunk, chunk])]
 
 
 def _example(hint: Any) -> Any:
@@ -67,9 +68,10 @@ def _example(hint: Any) -> Any:
         return np.array([1, 2], np.int32)
     if hint == Logprobs:
         return np.array([-0.5, -1.0], np.float32)
-    if is_dataclass(hint):
+    if is_dataclass(hint) or (isinstance(hint, type) and issubclass(hint, msgspec.Struct)):
         hints = get_type_hints(hint)
-        return hint(**{field.name: _example(hints[field.name]) for field in fields(hint)})  # type: ignore[operator]
+        names = [field.name for field in fields(hint)] if is_dataclass(hint) else hint.__struct_fields__
+        return hint(**{name: _example(hints[name]) for name in names})  # type: ignore[operator]
     if get_origin(hint) is tuple:
         return (_example(get_args(hint)[0]),)
     if get_origin(hint) is dict:

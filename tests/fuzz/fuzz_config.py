@@ -1,9 +1,9 @@
-"""Any bytes as a config file: a config, problems that are said, or a ConfigError.
+"""Parse any bytes as a config file: a config, reported problems, or a ConfigError.
 
     python tests/fuzz config -runs=1000000        # coverage-guided, by atheris: pip install -e '.[fuzz]'
 
-A config without problems must come back the same from the TOML that a run directory keeps and from the JSON that
-workers get. `seeds` are the examples that ship; `DICTIONARY` has every key.
+A config without problems must survive the TOML of a run directory and the JSON for workers. `seeds` are the shipped
+examples; `DICTIONARY` has every key.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from unstable_lite.checkpoints import to_toml
-from unstable_lite.config import Config, Section, parse_config, parse_toml
+from unstable_lite.config import Config
+from unstable_lite.config.reading import parse_config, parse_toml
+from unstable_lite.config.section import Section
 from unstable_lite.errors import ConfigError
+from unstable_lite.tracking.run_directory import to_toml
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -51,7 +53,7 @@ def one_input(data: bytes) -> None:
 
 
 def _same(config: Config, plain: dict[str, Any]) -> bool:
-    """Told from what is written, where a date is text and nan is nan."""
+    """Compare what is written, in which a date is text and nan is nan."""
     return repr(config.model_dump(mode="json")) == repr(plain)
 
 

@@ -1,4 +1,4 @@
-"""`scripted:greedy` against the rules as TextArena plays them."""
+"""`scripted:greedy`, compared with the rules as TextArena plays them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ VARIANTS = {
     "SimpleTak-v0": 5,
     "SimpleTak-v0-large-train": 2,
 }
-"""Env id to the number of games in which every position is checked."""
+"""Number of games by env id in which every position is checked."""
 
 
 def winning_actions(env: Environment, mover: int, actions: list[str]) -> list[str]:
-    """Try each action as `mover` in a copy of the game, under the env's own rules."""
+    """Return the actions that win for `mover`, tried in copies of the game under the env's own rules."""
     winning = []
     for action in actions:
         trial: Any = copy.deepcopy(env._unwrapped)
@@ -40,7 +40,7 @@ def winning_actions(env: Environment, mover: int, actions: list[str]) -> list[st
 
 
 @pytest.mark.parametrize("env_id", VARIANTS)
-def test_greedy_takes_every_win_and_else_every_block_that_the_rules_have(env_id: str) -> None:
+def test_greedy_takes_every_win_or_else_every_block(env_id: str) -> None:
     rng, seen = random.Random(1), {"win": 0, "block": 0, "neither": 0}
     for seed in range(VARIANTS[env_id]):
         env = Environment(env_id, 2, seed)
@@ -72,14 +72,14 @@ def test_greedy_is_much_stronger_than_random_play(env_id: str, least: float) -> 
 
 
 @pytest.mark.parametrize("family", GREEDY_GAMES)
-def test_another_env_and_another_text_are_refused(family: str) -> None:
+def test_greedy_refuses_other_envs_and_other_text(family: str) -> None:
     with pytest.raises(UnsupportedEnvError, match="ConnectFour, TicTacToe, SimpleTak"):
         greedy_actions("Nim-v0-train", "piles")
     with pytest.raises(EnvError):
         GreedyPlayer(f"{family}-v0-train", 0).action("Once upon a time")
 
 
-def test_one_seed_makes_one_sequence_of_moves() -> None:
+def test_same_seed_makes_the_same_moves() -> None:
     _, observation = Environment("ConnectFour-v0-train", 2, 0).observe()
     draws = [
         [player.action(observation) for _ in range(30)] for player in (GreedyPlayer("ConnectFour-v0", 5) for _ in "ab")

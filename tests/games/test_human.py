@@ -1,4 +1,4 @@
-"""A person's input where it is no terminal."""
+"""Human input without a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 ASK = r"""
 from unstable_lite.errors import OpponentError
 from unstable_lite.games.players.human import HumanPlayer
-from unstable_lite.runtime import run_in_loop
+from unstable_lite.orchestrator.event_loop import run_in_loop
 
 async def play():
     player = HumanPlayer("E", 0)
@@ -32,4 +32,4 @@ def test_moves_come_from_a_file_a_pipe_or_nowhere(tmp_path: Path) -> None:
         assert (ended.returncode, ended.stderr) == (0, "")
         assert [line.removeprefix("> ") for line in ended.stdout.splitlines() if "[" in line] == moves
         assert "a board \\x9b2J\n" in ended.stdout
-        assert "the input has ended: nobody is there to play" in ended.stdout
+        assert "input has ended" in ended.stdout

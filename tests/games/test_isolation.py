@@ -1,4 +1,4 @@
-"""Envs in processes that can be killed: the same games, whatever happens to the processes."""
+"""Envs in processes that can be killed play the same games, even if their processes die."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from unstable_lite.errors import EnvError
-from unstable_lite.games import isolation
-from unstable_lite.games.environments import is_isolated
-from unstable_lite.games.isolation import Environments, GameEnvironment, make_in_process, opened_environments
+from unstable_lite.games import env_pool
+from unstable_lite.games.env_catalogue import is_isolated
+from unstable_lite.games.env_pool import EnvPool, GameEnvironment, make_in_process, opened_env_pool
 from unstable_lite.types import GameSpec
 
 LIMIT_S = 2.0
@@ -37,7 +37,7 @@ def game(env_id: str, num_players: int, seed: int, isolated: bool | None = True)
 
 
 async def play(environment: GameEnvironment, seed: int, pause_s: float = 0.0) -> list[object]:
-    """Everything that a player could see of a game of noise."""
+    """Play a game with noise and return everything that a player could see of it."""
     noise, seen = random.Random(seed), list[object]()
     turn: tuple[int, str] | None = environment.observe()
     for _ in range(40):
@@ -55,7 +55,7 @@ async def play(environment: GameEnvironment, seed: int, pause_s: float = 0.0) ->
 
 
 def own_children() -> list[psutil.Process]:
-    """Processes that envs live in; other tests' servers may be children of the same process."""
+    """Return the processes of envs; other tests' servers may also be children of this process."""
     return [child for child in psutil.Process().children() if child.pid not in _others]
 
 
@@ -63,18 +63,18 @@ _others: set[int] = set()
 
 
 @pytest.fixture
-async def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Environments]:
-    """Two processes, in which Nim knows five odd moves."""
+async def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EnvPool]:
+    """Yield a pool of two processes, in which Nim reacts to five odd moves."""
     _others.update(child.pid for child in psutil.Process().children())
-    monkeypatch.setattr(isolation, "MODULE", "odd_env_process")
-    monkeypatch.setattr(isolation, "MOST_PROCESSES", 2)
-    async with opened_environments(tmp_path, LIMIT_S) as opened:
+    monkeypatch.setattr(env_pool, "MODULE", "odd_env_process")
+    monkeypatch.setattr(env_pool, "MOST_PROCESSES", 2)
+    async with opened_env_pool(tmp_path, LIMIT_S) as opened:
         yield opened
     assert not own_children()
 
 
-async def test_a_game_that_asks_a_model_itself_is_given_that_key_and_no_other(
-    environments: Environments, monkeypatch: pytest.MonkeyPatch
+async def test_env_process_gets_only_the_key_of_the_model_that_it_uses(
+    environments: EnvPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OPENROUTER_API_KEY", "OPENAI_API_KEY", "WANDB_API_KEY"):
         monkeypatch.setenv(name, f"the {name}")
@@ -85,14 +85,14 @@ async def test_a_game_that_asks_a_model_itself_is_given_that_key_and_no_other(
     environment.drop()
 
 
-async def test_a_game_is_the_same_in_a_process_of_its_own(environments: Environments) -> None:
+async def test_game_is_the_same_in_a_separate_process(environments: EnvPool) -> None:
     for env_id, num_players in DRAWING:
         here = [await play(make_in_process(game(env_id, num_players, seed)), seed) for seed in range(6)]
         made = await asyncio.gather(*(environments.make(game(env_id, num_players, seed)) for seed in range(6)))
         assert await asyncio.gather(*(play(env, seed) for seed, env in enumerate(made))) == here
 
 
-async def test_an_env_of_numpys_numbers_is_the_same_in_a_process_of_its_own(environments: Environments) -> None:
+async def test_env_with_numpy_numbers_is_the_same_in_a_separate_process(environments: EnvPool) -> None:
     for moves in (["[0 3]", "[1 4]", "[2 5]"], ["[0 3]", "[7 7]"]):
         played = []
         for env in (make_in_process(game(NUMPY_ENV, 2, 0)), await environments.make(game(NUMPY_ENV, 2, 0))):
@@ -104,7 +104,7 @@ async def test_an_env_of_numpys_numbers_is_the_same_in_a_process_of_its_own(envi
         assert played[1][1][1][1]["invalid_move"] == (moves[-1] == "[7 7]")
 
 
-async def test_games_whose_process_dies_are_played_again_to_where_they_were(environments: Environments) -> None:
+async def test_games_of_a_dead_process_are_replayed(environments: EnvPool) -> None:
     env_id, num_players = DRAWING[1]
     here = [await play(make_in_process(game(env_id, num_players, seed)), seed) for seed in range(8)]
     made = await asyncio.gather(*(environments.make(game(env_id, num_players, seed)) for seed in range(8)))
@@ -114,19 +114,19 @@ async def test_games_whose_process_dies_are_played_again_to_where_they_were(envi
         for child in own_children():
             os.kill(child.pid, signal.SIGKILL)
     ended = await asyncio.gather(*playing, return_exceptions=True)
-    broken = [one for one in ended if isinstance(one, EnvError)]  # in whose call a process was killed
+    broken = [one for one in ended if isinstance(one, EnvError)]  # a process was killed during their call
     assert len(broken) <= 4
     assert all("was killed by SIGKILL" in str(error) for error in broken)
     assert all(one == same for one, same in zip(ended, here, strict=True) if one not in broken)
 
 
-async def test_a_game_that_took_longer_than_one_call_may_is_played_again_whole(environments: Environments) -> None:
+async def test_game_longer_than_the_call_limit_is_replayed_whole(environments: EnvPool) -> None:
     spec = game("Nim-v0-train", 2, 0)
     here, there = make_in_process(spec), await environments.make(spec)
     for _ in range(3):
         turn = await here.play("[0 1]")
         assert turn is not None
-        assert await there.play("[9 5]") == turn  # the same in a second
+        assert await there.play("[9 5]") == turn  # the same move, one second slower
     for child in own_children():
         os.kill(child.pid, signal.SIGKILL)
     turn = await here.play("[1 1]")
@@ -137,14 +137,14 @@ async def test_a_game_that_took_longer_than_one_call_may_is_played_again_whole(e
 @pytest.mark.parametrize(
     ("move", "says"),
     [
-        ("[9 1]", r"did not return within run.env_timeout_s = 2, and its process was killed"),
+        ("[9 1]", r"run\.env_timeout_s = 2\b.*killed"),
         ("[9 2]", r"Nim-v0-train: .*ValueError: nine piles"),
         ("[9 3]", r"Nim-v0-train: .*was killed by SIGKILL"),
         ("[9 4]", r"Nim-v0-train: .*ProtocolError"),
     ],
 )
-async def test_a_call_that_breaks_costs_its_own_game_and_no_other(
-    environments: Environments, move: str, says: str, tmp_path: Path
+async def test_failing_call_voids_only_its_own_game(
+    environments: EnvPool, move: str, says: str, tmp_path: Path
 ) -> None:
     specs = [game("Nim-v0-train", 2, seed) for seed in range(6)]
     made = await asyncio.gather(*(environments.make(spec) for spec in specs))
@@ -159,7 +159,7 @@ async def test_a_call_that_breaks_costs_its_own_game_and_no_other(
     assert [await environment.play("[0 9]") for index, environment in enumerate(made) if index != 2] == [None] * 5
 
 
-async def test_a_game_that_was_given_up_in_a_call_is_the_one_to_blame(environments: Environments) -> None:
+async def test_abandoned_call_is_the_one_blamed(environments: EnvPool) -> None:
     made = await asyncio.gather(*(environments.make(game("Nim-v0-train", 2, seed)) for seed in range(4)))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
@@ -168,7 +168,7 @@ async def test_a_game_that_was_given_up_in_a_call_is_the_one_to_blame(environmen
     assert all(await asyncio.gather(*(environment.play("[0 1]") for environment in made[1:])))
 
 
-async def test_envs_live_here_unless_they_are_known_to_loop_or_slow_to_reset(environments: Environments) -> None:
+async def test_envs_run_in_process_unless_they_may_loop_or_reset_slowly(environments: EnvPool) -> None:
     assert [is_isolated(env_id, 3) for env_id in ("PublicGoodsGame-v0-train", "LiarsDice-v0-train")] == [
         True,
         False,

@@ -1,4 +1,4 @@
-"""`scripted:optimal` against the rules as TextArena really plays them."""
+"""`scripted:optimal`, compared with the rules as TextArena plays them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def play(env_id: str, seed: int, optimal_pid: int) -> dict[int, float]:
 
 @pytest.mark.parametrize("env_id", ["TicTacToe-v0-train", "TicTacToe-v0"])
 @pytest.mark.parametrize("pid", [0, 1])
-def test_tictactoe_is_never_lost_and_mostly_won_against_random_play(env_id: str, pid: int) -> None:
+def test_optimal_tictactoe_never_loses_and_mostly_beats_random_play(env_id: str, pid: int) -> None:
     rewards = [play(env_id, seed, pid)[pid] for seed in range(60)]
     assert min(rewards) >= 0
     assert sum(rewards) > 40
@@ -51,11 +51,11 @@ def nim(*piles: int) -> str:
         ("Nim-v0-train", nim(3, 4, 5), "I resign", False),
         ("Nim-v0-train", nim(1, 1, 0), "[0 1]", None),  # every move loses
         ("Nim-v0-train", nim(1, 0, 0), "[0 1]", None),  # the only move
-        ("Nim-v0-train", "a game of another's with this name", "[0 1]", None),
+        ("Nim-v0-train", "another game with this name", "[0 1]", None),
         ("ConnectFour-v0-train", "no solver", "[col 3]", None),
     ],
 )
-def test_a_move_is_judged_where_some_legal_move_is_worse(
+def test_move_is_judged_only_if_some_legal_move_is_worse(
     env_id: str, observation: str, action: str, expected: bool | None
 ) -> None:
     assert is_optimal(env_id, observation, action) is expected
@@ -75,10 +75,10 @@ def has_line(board: str) -> bool:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_no_line_of_play_beats_it_at_tictactoe(is_first: bool) -> None:
+def test_no_line_of_play_beats_optimal_tictactoe(is_first: bool) -> None:
     @cache
     def worst(board: str, is_its_turn: bool) -> int:
-        """Of all that may follow: 1 it wins, 0 a draw, -1 it loses."""
+        """Return the worst result for it of all continuations: 1 it wins, 0 a draw, -1 it loses."""
         if has_line(board):
             return -1 if is_its_turn else 1
         if " " not in board:
@@ -92,15 +92,15 @@ def test_no_line_of_play_beats_it_at_tictactoe(is_first: bool) -> None:
     assert worst(" " * 9, is_first) == 0
 
 
-def test_tictactoe_takes_a_win_that_is_there() -> None:
+def test_tictactoe_takes_an_available_win() -> None:
     assert optimal_actions("TicTacToe-v0", drawn("OO XX    ")) == ["[2]"]
     assert optimal_actions("TicTacToe-v0", drawn("OO XX   O")) == ["[5]"]
 
 
 @pytest.mark.parametrize("env_id", ["Nim-v0-train", "Nim-v0", "Nim-v0-large-train"])
-def test_nim_is_won_from_every_start_that_can_be_won(env_id: str) -> None:
+def test_nim_is_won_from_every_winnable_start(env_id: str) -> None:
     _, observation = Environment(env_id, 2, 0).observe()
-    assert is_won(tuple(sorted(sizes_in(observation)))), "these starts are won by who begins"
+    assert is_won(tuple(sorted(sizes_in(observation)))), "the first player wins from these starts"
     assert all(play(env_id, seed, optimal_pid=0)[0] == 1 for seed in range(30))
 
 
@@ -110,7 +110,7 @@ def sizes_in(observation: str) -> list[int]:
 
 @cache
 def is_won(piles: tuple[int, ...]) -> bool:
-    """For who is to move, by trying everything."""
+    """Return whether the player to move wins, by trying everything."""
     return any(
         not is_won(tuple(sorted((*piles[:index], left, *piles[index + 1 :]))))
         for index, size in enumerate(piles)
@@ -118,7 +118,7 @@ def is_won(piles: tuple[int, ...]) -> bool:
     )
 
 
-def test_nim_leaves_a_lost_position_wherever_one_can_be_left() -> None:
+def test_nim_leaves_a_lost_position_if_possible() -> None:
     for piles in itertools.product(range(6), repeat=3):
         if not any(piles):
             continue
@@ -132,11 +132,11 @@ def test_nim_leaves_a_lost_position_wherever_one_can_be_left() -> None:
             assert is_won(tuple(sorted(piles))) == (not is_won(tuple(sorted(left))))
 
 
-# Kuhn poker: (card of who begins, card of the other, what was done) to what who begins wins
+# Kuhn poker: (first player's card, second player's card, actions) to the first player's payoff
 
 Payoffs = dict[tuple[int, int, tuple[str, ...]], float]
 Strategy = Callable[[int, tuple[str, ...]], dict[str, float]]
-"""(own card, what was done before) to the probability of each action."""
+"""Strategy: (own card, previous actions) to the probability of each action."""
 
 ENDS = [("check", "check"), ("check", "bet", "fold"), ("check", "bet", "call"), ("bet", "fold"), ("bet", "call")]
 DEALS = list(itertools.permutations(range(3), 2))
@@ -144,7 +144,7 @@ DEALS = list(itertools.permutations(range(3), 2))
 
 @pytest.fixture(scope="module")
 def payoffs() -> Payoffs:
-    """As the env pays them, for every deal and every course of a hand."""
+    """Return the env's payoffs for every deal and every course of a hand."""
     paid: Payoffs = {}
     for seed in itertools.count():
         for end in ENDS:
@@ -152,11 +152,11 @@ def payoffs() -> Payoffs:
             starter, _ = env.observe()
             state = env._env.state.game_state
             cards = (state["player_cards"][starter], state["player_cards"][1 - starter])
-            before = state["player_chips"][starter] + 1  # its ante is in the pot already
+            before = state["player_chips"][starter] + 1  # the ante is already in the pot
             for action in end:
                 env.step(f"[{action}]")
                 env.observe()
-            # The antes of the next hand are paid.
+            # The antes of the next hand are already paid.
             paid[*cards, end] = state["player_chips"][starter] + 1 - before
         if len(paid) == len(DEALS) * len(ENDS):
             return paid
@@ -164,13 +164,13 @@ def payoffs() -> Payoffs:
 
 
 def best_response(payoffs: Payoffs, strategy: Strategy, responder: int) -> float:
-    """What the best counter-play wins a hand, on average over the deals, knowing `strategy`; exact.
+    """Return the exact mean payoff per hand of the best response to `strategy`.
 
     responder: 0 begins, 1 does not.
     """
 
     def value(history: tuple[str, ...], weights: dict[tuple[int, int], float]) -> float:
-        """weights: of the deals that are possible for who holds one card, times how likely `strategy` comes here."""
+        """Return the responder's payoff; `weights` are the probabilities of the possible deals with this history."""
         if history in ENDS:
             sign = 1 if responder == 0 else -1
             return sum(weight * sign * payoffs[*deal, history] for deal, weight in weights.items())
@@ -191,7 +191,7 @@ def best_response(payoffs: Payoffs, strategy: Strategy, responder: int) -> float
 
 
 def scripted(card: int, history: tuple[str, ...]) -> dict[str, float]:
-    """What `scripted:optimal` does, asked as the env asks it."""
+    """Return the action probabilities of `scripted:optimal`, asked as the env asks it."""
     actions = ("fold", "call") if history[-1:] == ("bet",) else ("check", "bet")
     listed = ", ".join(f"'[{action}]'" for action in actions)
     best = optimal_actions(
@@ -201,7 +201,7 @@ def scripted(card: int, history: tuple[str, ...]) -> dict[str, float]:
 
 
 def kuhns(card: int, history: tuple[str, ...], alpha: float = 1 / 3) -> dict[str, float]:
-    """An equilibrium of Kuhn's own game, where a bet costs a chip."""
+    """Return an equilibrium strategy of Kuhn's own game, in which a bet costs a chip."""
     bets = {(): (alpha, 0.0, 3 * alpha), ("check",): (1 / 3, 0.0, 1.0)}
     calls = {("bet",): (0.0, 1 / 3, 1.0), ("check", "bet"): (0.0, alpha + 1 / 3, 1.0)}
     if history in bets:
@@ -209,7 +209,7 @@ def kuhns(card: int, history: tuple[str, ...], alpha: float = 1 / 3) -> dict[str
     return {"call": calls[history][card], "fold": 1 - calls[history][card]}
 
 
-def test_in_this_kuhn_poker_a_bet_costs_nothing_and_a_hand_is_worth_one(payoffs: Payoffs) -> None:
+def test_bet_costs_nothing_and_a_hand_is_worth_one_in_this_kuhn_poker(payoffs: Payoffs) -> None:
     for (first, second, end), paid in payoffs.items():
         folder = {("check", "bet", "fold"): 0, ("bet", "fold"): 1}.get(end)
         is_won = folder == 1 if folder is not None else first > second
@@ -217,15 +217,13 @@ def test_in_this_kuhn_poker_a_bet_costs_nothing_and_a_hand_is_worth_one(payoffs:
 
 
 @pytest.mark.parametrize("responder", [0, 1])
-def test_kuhn_poker_gives_nothing_away_to_the_best_counter_play_and_kuhns_own_strategy_would(
-    payoffs: Payoffs, responder: int
-) -> None:
+def test_optimal_kuhn_poker_is_unexploitable_unlike_kuhns_strategy(payoffs: Payoffs, responder: int) -> None:
     assert best_response(payoffs, scripted, responder) == pytest.approx(0, abs=1e-12)
     assert best_response(payoffs, kuhns, responder) > 0.1
 
 
-def test_the_exactness_of_the_best_response_on_kuhns_own_game() -> None:
-    """Its value is -1/18 for who begins (Kuhn, 1950)."""
+def test_best_response_is_exact_on_kuhns_own_game() -> None:
+    """The value of the game is -1/18 for the first player (Kuhn, 1950)."""
     stakes = {end: 2 if end[-1] == "call" else 1 for end in ENDS}
     folders = {("check", "bet", "fold"): 0, ("bet", "fold"): 1}
     original = {
@@ -237,12 +235,12 @@ def test_the_exactness_of_the_best_response_on_kuhns_own_game() -> None:
     assert best_response(original, kuhns, responder=1) == pytest.approx(1 / 18)
 
 
-def test_kuhn_poker_wins_against_random_play() -> None:
+def test_optimal_kuhn_poker_beats_random_play() -> None:
     rewards = [play("KuhnPoker-v0-train", seed, seed % 2)[seed % 2] for seed in range(200)]
     assert sum(rewards) > 60
 
 
-def test_another_env_and_another_text_are_refused() -> None:
+def test_optimal_refuses_other_envs_and_other_text() -> None:
     with pytest.raises(UnsupportedEnvError, match="TicTacToe, Nim, KuhnPoker"):
         optimal_actions("SimpleTak-v0-train", "a board")
     for family in OPTIMAL_ACTIONS:
@@ -250,7 +248,7 @@ def test_another_env_and_another_text_are_refused() -> None:
             OptimalPlayer(f"{family}-v0-train", 0).action("Once upon a time")
 
 
-def test_one_seed_one_sequence_and_all_best_actions_are_used() -> None:
+def test_same_seed_makes_the_same_moves_and_uses_all_best_actions() -> None:
     empty, before = drawn(" " * 9), random.getstate()
     draws = [[player.action(empty) for _ in range(60)] for player in (OptimalPlayer("TicTacToe-v0", 5) for _ in "ab")]
     assert draws[0] == draws[1]

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from unstable_lite.config import RunConfig
+from unstable_lite.config.training import RunConfig
 from unstable_lite.errors import ConfigError
+from unstable_lite.games.env_pool import make_in_process
 from unstable_lite.games.environments import Environment, outcomes_from_rewards
-from unstable_lite.games.game_runner import GameRunner
-from unstable_lite.games.isolation import make_in_process
+from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.policy import PolicyPlayer
 from unstable_lite.games.players.scripted import legal_actions
-from unstable_lite.games.run_game import new_record, run_game
-from unstable_lite.games.seats import Seats
 from unstable_lite.games.templates import TEMPLATES, format_prompt
+from unstable_lite.rollout.game_runner import GameRunner
+from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef
 
 POLICY = ModelRef(uid="ckpt-3", kind="checkpoint", adapter_version=3)
@@ -37,7 +37,7 @@ def generation(text: str, prompt: str = "", version: int = 3) -> Generation:
 
 
 async def first_legal_cell(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-    """Plays TicTacToe by taking the first free cell, in a box."""
+    """Play TicTacToe by taking the first free cell, in a box."""
     board = prompt.rsplit("Current Board", 1)[-1]
     cell = next(iter(re.findall(r"\[(\d)\]|\b(\d)\b", board)))
     return generation(f"I take it: \\boxed{{{cell[0] or cell[1]}}}", prompt, version)
@@ -66,7 +66,7 @@ def tictactoe(*models: ModelRef, max_turns: int = 50, seed: int = 4) -> GameSpec
 
 async def played(spec: GameSpec, generate=first_legal_cell) -> GameRecord:  # type: ignore[no-untyped-def]
     record = new_record(spec)
-    await run_game(record, make_in_process(spec), Seats(generate).players(spec), max_action_chars=2000)
+    await run_game(record, make_in_process(spec), PlayerFactory(generate).players(spec), max_action_chars=2000)
     return record
 
 
@@ -78,10 +78,10 @@ class Answers:
         return "[4]"
 
 
-async def test_an_opponent_that_answers_with_no_reply_is_the_end_and_no_fault_of_the_env() -> None:
+async def test_opponent_without_a_reply_ends_the_run_and_not_the_env() -> None:
     answers = ModelRef(uid="fixed-answers", kind="fixed", name=f"{__name__}:Answers")
-    runner = GameRunner(Seats(first_legal_cell), RunConfig())
-    with pytest.raises(ConfigError, match=r"Answers\.act must return a Reply; it returned '\[4\]'"):
+    runner = GameRunner(PlayerFactory(first_legal_cell), RunConfig())
+    with pytest.raises(ConfigError, match=r"Answers\.act .*Reply.*'\[4\]'"):
         await runner.play(tictactoe(answers, POLICY))
 
 
@@ -95,7 +95,7 @@ async def test_every_turn_is_kept_in_order_and_only_collected_seats_have_steps()
     assert record.trajectories[0].num_turns == len(record.turns)
 
 
-async def test_a_step_holds_the_formatted_prompt_and_the_very_tokens_that_were_sampled() -> None:
+async def test_step_holds_the_formatted_prompt_and_the_sampled_tokens() -> None:
     record = await played(tictactoe(POLICY, POLICY))
     for trajectory in record.trajectories:
         own_turns = [turn for turn in record.turns if turn.pid == trajectory.pid]
@@ -107,7 +107,7 @@ async def test_a_step_holds_the_formatted_prompt_and_the_very_tokens_that_were_s
             assert step.generation.adapter_version == 3
 
 
-async def test_steps_know_turn_opponents_and_how_the_game_ended() -> None:
+async def test_steps_know_turn_opponents_and_the_end_of_the_game() -> None:
     past = ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
     kinds = {}
     for opponent in (RANDOM, past, POLICY):
@@ -132,7 +132,7 @@ async def test_steps_know_turn_opponents_and_how_the_game_ended() -> None:
     assert kinds == {"fixed-scripted:random": "scripted", "ckpt-1": "checkpoint", "ckpt-3": "mirror"}
 
 
-async def test_context_marks_the_answer_that_was_cut_off_and_the_invalid_move() -> None:
+async def test_context_marks_truncated_answers_and_invalid_moves() -> None:
     turns = iter(["\\boxed{4}", "\\boxed{4}"])
 
     async def cut_off(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
@@ -147,13 +147,13 @@ async def test_context_marks_the_answer_that_was_cut_off_and_the_invalid_move() 
     assert first.context.end == second.context.end == "invalid"
 
 
-async def test_the_same_spec_and_actions_give_the_same_record() -> None:
+async def test_same_spec_and_actions_give_the_same_record() -> None:
     first, second = [await played(tictactoe(POLICY, RANDOM, seed=12)) for _ in range(2)]
     assert first.turns == second.turns
     assert first.rewards == second.rewards
 
 
-async def test_an_invalid_move_is_marked_on_the_last_step_of_its_player_alone() -> None:
+async def test_invalid_move_is_marked_only_on_its_players_last_step() -> None:
     async def illegal(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         return generation("no box here")
 
@@ -165,7 +165,7 @@ async def test_an_invalid_move_is_marked_on_the_last_step_of_its_player_alone() 
     assert step.format_feedback == {"correct_answer_format": False, "invalid_move": True}
 
 
-async def test_an_opponents_invalid_move_is_not_ours() -> None:
+async def test_opponents_invalid_move_is_not_ours() -> None:
     turns = iter([4, 99])
 
     async def second_is_illegal(
@@ -196,12 +196,12 @@ def several(env_id: str, num_players: int, seed: int = 4, max_turns: int = 60) -
 
 
 def marked(record: GameRecord) -> list[tuple[int, int]]:
-    """Player and turn of each step that is marked as invalid."""
+    """Return player and turn of each step that is marked as invalid."""
     steps = [(step, trajectory.pid) for trajectory in record.trajectories for step in trajectory.steps]
     return [(pid, step.step_info["turn"]) for step, pid in steps if step.format_feedback["invalid_move"]]
 
 
-async def test_an_invalid_move_that_puts_one_of_three_out_does_not_end_the_game() -> None:
+async def test_invalid_move_that_eliminates_one_of_three_does_not_end_the_game() -> None:
     asked = itertools.count()
 
     async def first_is_illegal(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
@@ -217,7 +217,7 @@ async def test_an_invalid_move_that_puts_one_of_three_out_does_not_end_the_game(
     assert marked(record) == [(offender, 0)]
 
 
-async def test_an_invalid_move_is_marked_where_it_was_made_though_its_player_plays_on() -> None:
+async def test_invalid_move_is_marked_even_if_its_player_continues() -> None:
     asked = itertools.count()
 
     async def every_fifth_is_illegal(
@@ -244,7 +244,7 @@ async def test_an_invalid_move_is_marked_where_it_was_made_though_its_player_pla
         ((0.3,), False, ["na"]),
     ],
 )
-def test_a_team_wins_together_and_elsewhere_a_tie_is_a_draw(
+def test_team_wins_together_and_other_ties_are_draws(
     rewards: tuple[float, ...], has_teams: bool, outcomes: list[str]
 ) -> None:
     assert list(outcomes_from_rewards(dict(enumerate(rewards)), has_teams).values()) == outcomes
@@ -254,11 +254,11 @@ def test_a_team_wins_together_and_elsewhere_a_tie_is_a_draw(
     ("env_id", "num_players", "has_teams"),
     [("SecretMafia-v0-train", 6, True), ("Nim-v0-train", 2, False), ("LiarsDice-v0-small-train", 3, False)],
 )
-def test_games_of_teams_are_told_from_others(env_id: str, num_players: int, has_teams: bool) -> None:
+def test_team_games_are_distinguished_from_others(env_id: str, num_players: int, has_teams: bool) -> None:
     assert Environment(env_id, num_players, 0).has_teams == has_teams
 
 
-async def test_a_game_at_its_turn_cap_is_truncated_and_pays_nobody() -> None:
+async def test_game_at_its_turn_cap_is_truncated_and_pays_no_player() -> None:
     record = await played(tictactoe(POLICY, POLICY, max_turns=3))
     assert record.end == "truncated"
     assert len(record.turns) == 3
@@ -266,7 +266,7 @@ async def test_a_game_at_its_turn_cap_is_truncated_and_pays_nobody() -> None:
     assert record.outcomes == {0: "draw", 1: "draw"}
 
 
-async def test_game_for_one_at_its_turn_cap_pays_the_envs_progress() -> None:
+async def test_single_player_game_at_its_turn_cap_pays_the_progress() -> None:
     async def guess_seven(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         return generation("\\boxed{[7]}")
 
@@ -281,7 +281,7 @@ async def test_game_for_one_at_its_turn_cap_pays_the_envs_progress() -> None:
     assert record.trajectories[0].final_reward == record.rewards[0]
 
 
-async def test_an_endless_answer_reaches_the_env_cut() -> None:
+async def test_endless_answer_is_cut_before_it_reaches_the_env() -> None:
     async def endless(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         return generation("[" + "9" * 10_000 + "]")
 
@@ -290,7 +290,7 @@ async def test_an_endless_answer_reaches_the_env_cut() -> None:
     assert len(record.turns[0].text) > 10_000
 
 
-async def test_a_game_that_breaks_stays_void_and_keeps_its_turns() -> None:
+async def test_failed_game_stays_void_and_keeps_its_turns() -> None:
     calls = 0
 
     async def breaks(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
@@ -303,7 +303,7 @@ async def test_a_game_that_breaks_stays_void_and_keeps_its_turns() -> None:
     spec = tictactoe(POLICY, POLICY)
     record = new_record(spec)
     with pytest.raises(RuntimeError):
-        await run_game(record, make_in_process(spec), Seats(breaks).players(spec), max_action_chars=2000)
+        await run_game(record, make_in_process(spec), PlayerFactory(breaks).players(spec), max_action_chars=2000)
     assert record.end == "void"
     assert len(record.turns) == 2
 
@@ -332,7 +332,7 @@ async def test_games_of_one_and_of_many_players_collect_every_seat(env_id: str, 
     assert sum(len(trajectory.steps) for trajectory in record.trajectories) == len(record.turns)
 
 
-def test_a_policy_player_needs_a_model_that_the_engines_serve() -> None:
+def test_policy_player_needs_a_model_that_the_engines_serve() -> None:
     with pytest.raises(AssertionError):
         PolicyPlayer(
             first_legal_cell,

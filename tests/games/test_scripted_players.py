@@ -1,4 +1,4 @@
-"""The random-legal player never breaks a rule and leaves no legal action out."""
+"""The random-legal player never breaks a rule and can play every legal action."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ VARIANTS = {
 
 
 Look = Callable[[Any, list[str], str], None]
-"""Sees (game state, legal actions, chosen action) of every turn."""
+"""Callback with (game state, legal actions, chosen action) of every turn."""
 
 
 def play(env_id: str, num_players: int, seed: int, look: Look) -> Any:
-    """One random game; what `env.close()` says."""
+    """Play a random game and return the result of `env.close()`."""
     rng = random.Random(seed)
     outer = random.getstate()  # TextArena seeds and draws from the global stream
     try:
@@ -62,7 +62,7 @@ def play(env_id: str, num_players: int, seed: int, look: Look) -> Any:
 
 
 def true_actions(family: str, state: Any) -> set[str] | None:
-    """The legal set from the env's own state, where it keeps one."""
+    """Return the legal set from the env's own state, or None if the env has none."""
     match family:
         case "TicTacToe" | "SimpleTak":
             cells = [cell for row in state["board"] for cell in row]
@@ -121,7 +121,7 @@ def test_all_legal_actions_are_equally_likely() -> None:
     assert all(900 < count < 1100 for count in counts.values()), counts
 
 
-def test_one_seed_one_sequence_and_the_global_stream_untouched() -> None:
+def test_same_seed_gives_same_actions_without_the_global_stream() -> None:
     observation = "Current Pile:\n  pile 0: 5\n  pile 1: 9"
     before = random.getstate()
     draws = [
@@ -132,7 +132,7 @@ def test_one_seed_one_sequence_and_the_global_stream_untouched() -> None:
     assert random.getstate() == before
 
 
-def test_a_bid_of_all_dice_leaves_only_a_higher_face_or_the_call() -> None:
+def test_bid_of_all_dice_leaves_only_a_higher_face_or_the_call() -> None:
     observation = (
         "\nNew round - Remaining dice: \tPlayer 0: 1; \tPlayer 1: 2"
         "\nYour current Dice are: 3, 4\n Player 0 bids 3 of face 5."
@@ -141,7 +141,7 @@ def test_a_bid_of_all_dice_leaves_only_a_higher_face_or_the_call() -> None:
     assert legal_actions("LiarsDice-v0", f"{observation}\n Player 1 bids 9 of face 6.") == ["[Call]"]
 
 
-def test_an_unknown_env_names_itself_and_what_is_supported() -> None:
+def test_unknown_env_is_named_with_the_supported_ones() -> None:
     with pytest.raises(UnsupportedEnvError) as caught:
         legal_actions("Chess-v0-train", "a board")
     assert "Chess-v0-train" in str(caught.value)
@@ -149,6 +149,6 @@ def test_an_unknown_env_names_itself_and_what_is_supported() -> None:
 
 
 @pytest.mark.parametrize("family", sorted(LEGAL_ACTIONS.keys() - {"IteratedRockPaperScissors"}))
-def test_a_text_of_another_env_is_an_error_not_a_guess(family: str) -> None:
+def test_text_of_another_env_is_an_error_not_a_guess(family: str) -> None:
     with pytest.raises(EnvError):
         random_legal_action(f"{family}-v0-train", "Once upon a time", random.Random(0))

@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI-compatible server, with the model that comes in the package, as an opponent in real games."""
+"""vLLM's own OpenAI-compatible server with the builtin model as an opponent in real games."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from unstable_lite.config import OpponentsConfig
-from unstable_lite.games.isolation import make_in_process
-from unstable_lite.games.run_game import new_record, run_game
-from unstable_lite.games.seats import Seats
+from unstable_lite.config.games import OpponentsConfig
+from unstable_lite.games.env_pool import make_in_process
+from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.models import BUILTIN
+from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.types import AgentSpec, GameSpec, ModelRef
 from vllm_serving import VLLMServer
 
@@ -27,7 +27,7 @@ def vllm_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.kill()
 
 
-async def test_a_model_behind_vllms_server_plays_real_games(vllm_url: str) -> None:
+async def test_model_behind_a_vllm_server_plays_real_games(vllm_url: str) -> None:
     async def no_engine(*_: object) -> None:
         raise AssertionError
 
@@ -44,7 +44,7 @@ async def test_a_model_behind_vllms_server_plays_real_games(vllm_url: str) -> No
     )
     config = OpponentsConfig(base_url=vllm_url, temperature=1.0, max_tokens=16, max_requests=100)
     texts: list[str] = []
-    async with Seats(no_engine, opponents=config) as seats:  # type: ignore[arg-type]
+    async with PlayerFactory(no_engine, opponents=config) as seats:  # type: ignore[arg-type]
         for seed in range(8):
             spec = GameSpec(
                 game_idx=seed,
@@ -59,8 +59,8 @@ async def test_a_model_behind_vllms_server_plays_real_games(vllm_url: str) -> No
             await run_game(record, make_in_process(spec), seats.players(spec), max_action_chars=100)
             assert record.end in ("natural", "invalid")
             texts += [turn.text for turn in record.turns if turn.pid == 0]
-        figures = seats.figures()
+        metrics = seats.metrics()
     assert any("\\boxed{" in text for text in texts), texts
-    assert figures["opponents/requests"] == len(texts)
-    assert figures["opponents/failures"] == 0
-    assert len(texts) < figures["opponents/tokens"] / 100, "prompts are more than a hundred tokens long"
+    assert metrics["opponents/requests"] == len(texts)
+    assert metrics["opponents/failures"] == 0
+    assert len(texts) < metrics["opponents/tokens"] / 100, "prompts are more than a hundred tokens long"

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unstable_lite.league.model_registry import ModelRegistry, Rating
-from unstable_lite.trackers.league_log import LeagueLog
+from unstable_lite.tracking.league_log import LeagueLog
 from unstable_lite.types import ModelRef
 
 PRIOR_SIGMA = 25 / 3
 
 
-def a_registry(*fixed):
+def make_registry(*fixed):
     registry = ModelRegistry()
     for name in fixed:
         registry.add_fixed(name)
@@ -30,14 +30,14 @@ def results_of(registry, uid):
     return meta.games, meta.wins, meta.draws, meta.losses
 
 
-def test_a_registry_starts_with_the_base_as_the_current_policy():
+def test_registry_starts_with_the_base_as_the_current_policy():
     registry = ModelRegistry()
     assert registry.get_current_ckpt() == "base"
     assert registry.current == ModelRef(uid="base", kind="checkpoint", adapter_version=0)
     assert registry.get("base").iteration == 0
 
 
-def test_the_checkpoint_added_last_is_current():
+def test_checkpoint_added_last_is_current():
     registry = ModelRegistry()
     registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
     assert registry.current == ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
@@ -52,8 +52,8 @@ def test_fixed_models_are_registered_once_under_their_name():
     assert registry.get_current_ckpt() == "base"
 
 
-def test_a_checkpoint_inherits_mu_and_twice_sigma():
-    registry = a_registry("x")
+def test_checkpoint_inherits_mu_and_twice_sigma():
+    registry = make_registry("x")
     for _ in range(30):
         registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 1.0, 1: -1.0}, "E")
         registry.update_ratings({0: "base", 1: "fixed-x"}, {0: -1.0, 1: 1.0}, "E")
@@ -62,22 +62,22 @@ def test_a_checkpoint_inherits_mu_and_twice_sigma():
     assert registry.get("ckpt-1").rating == Rating(base.mu, 2 * base.sigma)
 
 
-def test_a_checkpoint_that_inherits_nothing_starts_at_the_prior():
-    registry = a_registry("x")
+def test_checkpoint_without_inheritance_starts_at_the_prior():
+    registry = make_registry("x")
     registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 1.0, 1: -1.0}, "E")
     registry.add_checkpoint("ckpt-1", 1, 1, inherit=False)
     assert registry.get("ckpt-1").rating == Rating(25.0, PRIOR_SIGMA)
 
 
-def test_sigma_never_grows_past_the_prior():
+def test_sigma_never_exceeds_the_prior():
     registry = ModelRegistry()
     for n in range(1, 21):
         registry.add_checkpoint(f"ckpt-{n}", n, n)
     assert registry.get("ckpt-20").rating.sigma == PRIOR_SIGMA
 
 
-def test_a_win_raises_the_winner_and_lowers_the_loser():
-    registry = a_registry("x")
+def test_win_raises_the_winner_and_lowers_the_loser():
+    registry = make_registry("x")
     registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 0.2, 1: 0.1}, "E")
     assert registry.get("base").rating.mu > 25 > registry.get("fixed-x").rating.mu
     assert results_of(registry, "base") == (1, 1, 0, 0)
@@ -85,8 +85,8 @@ def test_a_win_raises_the_winner_and_lowers_the_loser():
 
 
 @pytest.mark.parametrize("score", [-1.0, 0.0, 1.0])
-def test_equal_scores_are_a_draw_whatever_their_sign(score):
-    registry = a_registry("x")
+def test_equal_scores_are_a_draw_for_any_sign(score):
+    registry = make_registry("x")
     registry.update_ratings({0: "base", 1: "fixed-x"}, {0: score, 1: score}, "E")
     assert registry.get("base").rating.mu == pytest.approx(25)
     assert registry.get("base").rating.sigma < PRIOR_SIGMA
@@ -98,7 +98,7 @@ ratings = st.builds(Rating, st.floats(-20, 70), st.floats(0.05, 9))
 
 @given(ratings, ratings, st.sampled_from([-1.0, 0.0, 1.0]))
 def test_two_models_are_rated_as_the_library_rates_them(one, other, score):
-    registry = a_registry("x")
+    registry = make_registry("x")
     registry.get("base").ratings["E"], registry.get("fixed-x").ratings["E"] = one, other
     library = trueskill.TrueSkill(beta=4.0)
     teams = [(library.create_rating(*rating),) for rating in (one, other)]
@@ -112,8 +112,8 @@ def test_two_models_are_rated_as_the_library_rates_them(one, other, score):
         assert rating.sigma == pytest.approx(by_library.sigma, abs=1e-6)
 
 
-def test_each_env_has_ratings_and_a_probability_of_draws_of_its_own():
-    registry = a_registry("x")
+def test_each_env_has_its_own_ratings_and_draw_probability():
+    registry = make_registry("x")
     for _ in range(40):
         registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 1.0, 1: -1.0}, "won")
         registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 0.0, 1: 0.0}, "drawn")
@@ -121,7 +121,7 @@ def test_each_env_has_ratings_and_a_probability_of_draws_of_its_own():
     ratings = registry.get("ckpt-1").ratings
     assert ratings["won"].mu > 30 > ratings["drawn"].mu == pytest.approx(25)
     assert registry.get("ckpt-1").rating.mu == pytest.approx((ratings["won"].mu + 25) / 2)
-    copy = a_registry("x")
+    copy = make_registry("x")
     copy.load_state_dict(json.loads(json.dumps(registry.state_dict())))
     for one in (registry, copy):
         one.update_ratings({0: "base", 1: "fixed-x"}, {0: 1.0, 1: -1.0}, "drawn")
@@ -129,8 +129,8 @@ def test_each_env_has_ratings_and_a_probability_of_draws_of_its_own():
 
 
 @pytest.mark.parametrize("others", [("fixed-x",), ("fixed-x", "fixed-y")], ids=["two", "three"])
-def test_an_anchor_stays_where_it_is_and_all_are_measured_from_it(others):
-    registry = a_registry("x", "y")
+def test_anchor_stays_fixed_and_others_are_rated_relative_to_it(others):
+    registry = make_registry("x", "y")
     registry.set_anchor("E", "fixed-x")
     rng = random.Random(0)
     for update in range(1, 30):
@@ -141,16 +141,16 @@ def test_an_anchor_stays_where_it_is_and_all_are_measured_from_it(others):
             registry.update_ratings(seats, {pid: scores[pid] for pid in seats}, "E")
     assert registry.get("fixed-x").ratings["E"] == Rating(25.0, 0.0)
     assert 29 < registry.get("ckpt-29").ratings["E"].mu < 37  # 9 of 10: a distance of 7.2 with beta = 4
-    copy = a_registry("x", "y")
+    copy = make_registry("x", "y")
     copy.set_anchor("E", "fixed-x")
     copy.load_state_dict(json.loads(json.dumps(registry.state_dict())))
     assert copy.state_dict() == registry.state_dict()
 
 
-def test_a_policy_of_constant_strength_seldom_seems_to_rise():
+def test_policy_of_constant_strength_seldom_seems_to_rise():
     risen = 0
     for seed in range(60):
-        rng, registry = random.Random(seed), a_registry("x")
+        rng, registry = random.Random(seed), make_registry("x")
         registry.set_anchor("E", "fixed-x")
         for update in range(21):
             if update:
@@ -175,7 +175,7 @@ def test_mirror_games_never_change_ratings(scores):
 
 
 @pytest.mark.parametrize("score", [0.0, 0.05, 1.0])
-def test_single_player_games_count_and_nothing_else(score):
+def test_single_player_games_only_count(score):
     registry = ModelRegistry()
     before = ratings_of(registry)
     registry.update_ratings({0: "base"}, {0: score}, "E")
@@ -184,8 +184,8 @@ def test_single_player_games_count_and_nothing_else(score):
     assert registry.match_counts == {}
 
 
-def test_among_several_only_the_best_wins_and_a_shared_best_is_a_draw():
-    registry = a_registry("x", "y")
+def test_several_players_have_one_winner_or_a_draw_of_the_best():
+    registry = make_registry("x", "y")
     registry.update_ratings({0: "base", 1: "fixed-x", 2: "fixed-y"}, {0: 1.0, 1: 0.0, 2: -1.0}, "E")
     ratings = ratings_of(registry)
     assert ratings["base"].mu > ratings["fixed-x"].mu > ratings["fixed-y"].mu
@@ -195,23 +195,23 @@ def test_among_several_only_the_best_wins_and_a_shared_best_is_a_draw():
     assert results_of(registry, "fixed-x") == (3, 0, 2, 1)
 
 
-def test_a_model_at_several_seats_is_placed_by_the_mean_rank_of_its_seats():
-    registry = a_registry("x")
+def test_model_at_several_seats_is_placed_by_its_mean_rank():
+    registry = make_registry("x")
     registry.update_ratings({0: "base", 1: "fixed-x", 2: "base"}, {0: 1.0, 1: 0.0, 2: -1.0}, "E")
     assert results_of(registry, "base") == results_of(registry, "fixed-x") == (1, 0, 1, 0)
     registry.update_ratings({0: "base", 1: "fixed-x", 2: "base"}, {0: 1.0, 1: -1.0, 2: 0.0}, "E")
     assert results_of(registry, "base") == (2, 1, 1, 0)
 
 
-def test_the_order_of_duplicate_seats_does_not_matter():
-    one, other = a_registry("x"), a_registry("x")
+def test_order_of_duplicate_seats_does_not_matter():
+    one, other = make_registry("x"), make_registry("x")
     one.update_ratings({0: "base", 1: "base", 2: "fixed-x"}, {0: 1.0, 1: -1.0, 2: 0.5}, "E")
     other.update_ratings({2: "fixed-x", 1: "base", 0: "base"}, {0: -1.0, 1: 1.0, 2: 0.5}, "E")
     assert ratings_of(one)["base"] == pytest.approx(ratings_of(other)["base"])
 
 
-def test_matches_are_counted_once_a_game_for_each_pair_by_sorted_uids():
-    registry = a_registry("x")
+def test_matches_are_counted_once_per_game_and_pair():
+    registry = make_registry("x")
     registry.update_ratings({0: "fixed-x", 1: "base"}, {0: 1.0, 1: 0.0}, "E")
     registry.update_ratings({0: "base", 1: "fixed-x", 2: "base"}, {0: 1.0, 1: 0.0, 2: 0.0}, "E")
     assert registry.match_counts == {("base", "fixed-x"): 2, ("base", "base"): 1}
@@ -219,7 +219,7 @@ def test_matches_are_counted_once_a_game_for_each_pair_by_sorted_uids():
 
 @pytest.mark.parametrize("scores", [(1.0, -1.0), (-1.0, 1.0), (0.0, 0.0)])
 @pytest.mark.parametrize("mu", [200.0, 1e4])
-def test_a_result_between_models_worlds_apart_does_not_end_the_run(scores, mu):
+def test_result_between_very_unequal_models_stays_finite(scores, mu):
     registry = ModelRegistry()
     registry.add_fixed("x", prior_mu=mu)
     registry.update_ratings({0: "base", 1: "fixed-x"}, dict(enumerate(scores)), "E")
@@ -227,7 +227,7 @@ def test_a_result_between_models_worlds_apart_does_not_end_the_run(scores, mu):
     assert all(math.isfinite(value) for rating in ratings_of(registry).values() for value in rating)
 
 
-def test_an_opponent_of_evaluations_alone_is_rated_and_never_offered():
+def test_evaluation_opponent_is_rated_and_never_offered():
     registry = ModelRegistry()
     registry.add_fixed("judge", active=False)
     assert registry.fixed() == []
@@ -236,19 +236,19 @@ def test_an_opponent_of_evaluations_alone_is_rated_and_never_offered():
     assert [meta.name for meta in registry.fixed()] == ["judge"]
 
 
-def test_an_inactive_checkpoint_is_not_offered():
+def test_inactive_checkpoint_is_not_offered():
     registry = ModelRegistry()
     registry.add_checkpoint("ckpt-1", 1, 1)
     registry.set_active("base", False)
     assert [meta.uid for meta in registry.checkpoints()] == ["ckpt-1"]
 
 
-def test_the_state_survives_json():
-    before = a_registry("x")
+def test_registry_state_survives_json():
+    before = make_registry("x")
     before.add_checkpoint("ckpt-1", 1, 1)
     before.set_active("base", False)
     before.update_ratings({0: "ckpt-1", 1: "fixed-x"}, {0: 1.0, 1: 0.0}, "E")
-    after = a_registry("x")
+    after = make_registry("x")
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     for registry in (before, after):
         registry.update_ratings({0: "fixed-x", 1: "ckpt-1"}, {0: 1.0, 1: 0.0}, "E")
@@ -259,16 +259,16 @@ def test_the_state_survives_json():
     assert after.state_dict() == before.state_dict()
 
 
-def test_fixed_models_are_those_of_now_and_keep_the_ratings_of_then(tmp_path):
-    before = a_registry("x", "y")
+def test_resumed_fixed_models_are_the_current_ones_with_old_ratings(tmp_path):
+    before = make_registry("x", "y")
     for _ in range(9):
         before.update_ratings({0: "fixed-x", 1: "fixed-y"}, {0: 1.0, 1: 0.0}, "E")
-    after = a_registry("y", "z")
+    after = make_registry("y", "z")
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert [meta.name for meta in after.fixed()] == ["y", "z"]
     assert not after.get("fixed-x").active
     assert after.get("fixed-y").rating == before.get("fixed-y").rating
-    again = a_registry("x", "y", "z")
+    again = make_registry("x", "y", "z")
     again.load_state_dict(json.loads(json.dumps(after.state_dict())))
     assert [meta.name for meta in again.fixed()] == ["x", "y", "z"]
     log = LeagueLog(tmp_path / "league.jsonl")
@@ -277,9 +277,9 @@ def test_fixed_models_are_those_of_now_and_keep_the_ratings_of_then(tmp_path):
     assert json.loads((tmp_path / "league.jsonl").read_text())["models"].keys() == after.get_all_models().keys()
 
 
-def test_a_model_more_and_two_more_that_met_take_few_bytes_of_a_checkpoint():
-    """A run has thousands of them: a checkpoint an update, and each meets a few others."""
-    registry, sizes = a_registry("x"), []
+def test_each_model_and_pair_adds_few_bytes_to_a_checkpoint():
+    """A run has thousands of models: one checkpoint per update, and each meets a few others."""
+    registry, sizes = make_registry("x"), []
     for update in range(1, 2001):
         if update % 1000 == 1:
             sizes.append(len(json.dumps(registry.state_dict(), separators=(",", ":"))))

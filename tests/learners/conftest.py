@@ -1,4 +1,4 @@
-"""A tiny random model, so that nothing here depends on the one that is shipped."""
+"""A tiny random model, so that these tests do not depend on the shipped one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from unstable_lite.config import Config
-from unstable_lite.learners import load_learner
+from unstable_lite.learner import load_learner
 from unstable_lite.types import TrainItem
 
 VOCAB = 300
@@ -24,7 +24,7 @@ MakeItems = Callable[..., list[TrainItem]]
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """The model is too small for two, and the machine may be busy."""
+    """Use one thread: the model is too small for two, and the machine may be busy."""
     torch.set_num_threads(1)
 
 
@@ -69,9 +69,9 @@ def make_config(model_path: Path) -> MakeConfig:
 @pytest.fixture
 def make_learner(make_config: MakeConfig) -> MakeLearner:
     def make(algorithm: str = "reinforce", *, has_signal: bool = True, **sections: dict[str, Any]) -> Any:
-        """`has_signal`: no B matrix and no value head is zero, so that every parameter has a gradient."""
+        """Make a learner; `has_signal` makes every B matrix and value head non-zero, so that each has a gradient."""
         learner = load_learner(make_config(algorithm, **sections), "cpu")
-        critic = getattr(learner, "critic", None)
+        critic = learner.training.critic
         if has_signal:
             generator = torch.Generator().manual_seed(1)
             parameters = learner.policy.parameters | (critic.parameters if critic else {})
@@ -86,7 +86,7 @@ def make_learner(make_config: MakeConfig) -> MakeLearner:
 @pytest.fixture(scope="session")
 def make_items() -> MakeItems:
     def make(num: int = 7, seed: int = 0, adapter_version: int = 0, turns: int = 1) -> list[TrainItem]:
-        """`turns`: of each trajectory, the last one aside."""
+        """Make steps of trajectories of `turns` turns; the last trajectory may be shorter."""
         rng = np.random.default_rng(seed)
         items = []
         for index in range(num):

@@ -1,4 +1,4 @@
-"""Returns, advantages and value figures, against sums written out."""
+"""Returns, advantages and value metrics, compared with explicit sums."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from unrolled import returns, z_scores
 from unstable_lite.errors import RequestError
-from unstable_lite.learners.advantages import (
+from unstable_lite.learner.advantages import (
     estimate_advantages,
     is_judged,
     policy_weights,
-    value_figures,
+    value_metrics,
     zero_share,
 )
 from unstable_lite.reward_transformations.spread import Spread
@@ -35,7 +35,7 @@ def step(reward: float, trajectory: int, context: StepContext | None = None) -> 
     )
 
 
-def a_context(end: GameEnd, opponents: int = 1, is_invalid: bool = False) -> StepContext:
+def make_context(end: GameEnd, opponents: int = 1, is_invalid: bool = False) -> StepContext:
     return StepContext(
         env_id="E",
         game_idx=0,
@@ -64,7 +64,7 @@ numbers = st.floats(-5, 5)
     gae_lambda=st.floats(0, 1),
     data=st.data(),
 )
-def test_advantages_are_the_discounted_sum_of_the_surprises_of_ones_own_trajectory(
+def test_advantages_equal_the_discounted_sum_of_td_errors(
     lengths: list[int], gamma: float, gae_lambda: float, data: st.DataObject
 ) -> None:
     items = [step(data.draw(numbers), trajectory) for trajectory, n in enumerate(lengths) for _ in range(n)]
@@ -75,32 +75,37 @@ def test_advantages_are_the_discounted_sum_of_the_surprises_of_ones_own_trajecto
     assert target_I == pytest.approx(np.add(expected, values), abs=1e-9)
 
 
-def test_with_gamma_and_lambda_1_the_target_is_what_was_earned_and_the_final_reward_counts_once() -> None:
+def test_gamma_and_lambda_1_make_the_target_the_final_return() -> None:
     items = [step(0.0, 7), step(0.0, 7), step(1.0, 7), step(-1.0, 3)]
     advantage_I, target_I = estimate_advantages(items, np.array([0.2, -0.5, 0.9, 0.4]), 1.0, 1.0)
     assert target_I == pytest.approx([1, 1, 1, -1])
     assert advantage_I == pytest.approx([0.8, 1.5, 0.1, -1.4])
 
 
-def test_with_lambda_0_only_the_next_value_counts() -> None:
+def test_lambda_0_uses_only_the_next_value() -> None:
     items = [step(0.5, 0), step(2.0, 0)]
     _, target_I = estimate_advantages(items, np.array([10.0, 3.0]), 0.9, 0.0)
     assert target_I == pytest.approx([0.5 + 0.9 * 3.0, 2.0])
 
 
-def test_value_of_last_prompt_stands_for_the_rest_of_a_truncated_game() -> None:
+def test_truncated_game_bootstraps_from_its_last_prompt() -> None:
     value_I = np.array([1.0, 2.0, 4.0, 8.0])
-    # The last own step is not judged, because nothing of what followed was seen.
+    # The player's last step is not judged, because nothing after it was observed.
     expected = [0.5 + 0.9 * 2 - 1 + 0.45 * (0.9 * 4 - 2), 0.9 * 4 - 2, 0.0, 7 - 8]
-    capped = [step(0.5, 0), step(0.0, 0), step(-3.0, 0, a_context("truncated")), step(7.0, 1, a_context("natural"))]
+    capped = [
+        step(0.5, 0),
+        step(0.0, 0),
+        step(-3.0, 0, make_context("truncated")),
+        step(7.0, 1, make_context("natural")),
+    ]
     advantage_I, target_I = estimate_advantages(capped, value_I, 0.9, 0.5)
     assert advantage_I == pytest.approx(expected)
     assert target_I == pytest.approx(np.add(expected, value_I))
 
 
 @pytest.mark.parametrize("is_normalized", [True, False])
-def test_last_step_of_a_truncated_game_has_no_advantage_and_no_part_in_the_others(is_normalized: bool) -> None:
-    capped = [step(0.0, 0), step(-3.0, 0, a_context("truncated")), step(1.0, 1), step(-1.0, 2)]
+def test_last_step_of_a_truncated_game_is_excluded(is_normalized: bool) -> None:
+    capped = [step(0.0, 0), step(-3.0, 0, make_context("truncated")), step(1.0, 1), step(-1.0, 2)]
     assert is_judged(capped).tolist() == [True, False, True, True]
     weight_I = policy_weights(capped, np.array([0.5, 0.0, 2.0, -1.0]), 1.0, is_normalized, Spread())
     others = [0.5, 2.0, -1.0]
@@ -111,13 +116,13 @@ def test_last_step_of_a_truncated_game_has_no_advantage_and_no_part_in_the_other
 @pytest.mark.parametrize(
     "context",
     [
-        a_context("natural"),
-        a_context("invalid", is_invalid=True),
-        a_context("truncated", opponents=0),  # it keeps the env's partial reward
-        a_context("truncated", is_invalid=True),  # the player was out before
+        make_context("natural"),
+        make_context("invalid", is_invalid=True),
+        make_context("truncated", opponents=0),  # keeps the env's partial reward
+        make_context("truncated", is_invalid=True),  # the player was already out
     ],
 )
-def test_other_ends_are_worth_their_reward(context: StepContext) -> None:
+def test_other_endings_are_worth_their_reward(context: StepContext) -> None:
     rewards, value_I = [0.1, 0.2, 0.7], np.array([0.3, -0.6, 0.9])
     advantage_I, target_I = estimate_advantages([step(reward, 0, context) for reward in rewards], value_I, 0.9, 0.7)
     last = 0.7 + 0.9 * 0.0 - 0.9 + 0.9 * 0.7 * 0.0
@@ -127,12 +132,12 @@ def test_other_ends_are_worth_their_reward(context: StepContext) -> None:
     assert target_I.tolist() == [first + 0.3, middle + -0.6, last + 0.9]
 
 
-def test_a_trajectory_in_two_places_is_refused() -> None:
-    with pytest.raises(RequestError, match="item 0: the steps of trajectory 1 do not stand next to each other"):
+def test_split_trajectory_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"item 0: .*trajectory 1"):
         estimate_advantages([step(0, 1), step(0, 2), step(0, 1)], np.zeros(3), 1.0, 1.0)
 
 
-def test_normalised_advantages_have_mean_0_and_deviation_1() -> None:
+def test_normalized_advantages_have_mean_0_and_deviation_1() -> None:
     given = np.array([1.0, 4.0, -2.0, 0.5])
     items = [step(reward, trajectory) for trajectory, reward in enumerate(given)]
     assert policy_weights(items, given, 1.0, True, Spread()) == pytest.approx(z_scores(given.tolist()))
@@ -140,7 +145,7 @@ def test_normalised_advantages_have_mean_0_and_deviation_1() -> None:
 
 
 @pytest.mark.parametrize("is_normalized", [True, False])
-def test_a_critics_error_is_no_advantage_if_all_returns_are_alike(is_normalized: bool) -> None:
+def test_critic_error_is_ignored_if_all_returns_are_equal(is_normalized: bool) -> None:
     items = [step(0.0, 0), step(1.0, 0), step(1.0, 1), step(0.0, 2), step(0.0, 2), step(1.0, 2)]
     error_I = np.array([0.01, -0.02, 0.03, 0.02, 0.01, -0.01])
     assert policy_weights(items, error_I, 1.0, is_normalized, Spread()).tolist() == [0.0] * 6
@@ -148,7 +153,7 @@ def test_a_critics_error_is_no_advantage_if_all_returns_are_alike(is_normalized:
     assert np.abs(policy_weights(lost, np.append(error_I, -1.9), 1.0, is_normalized, Spread())).min() > 0
 
 
-def test_a_batch_that_varies_far_less_than_usual_is_not_scaled_up() -> None:
+def test_unusually_uniform_batch_is_not_scaled_up() -> None:
     spread = Spread()
     usual = [step(reward, trajectory) for trajectory, reward in enumerate([1.0, -1.0] * 8)]
     for _ in range(20):
@@ -158,20 +163,20 @@ def test_a_batch_that_varies_far_less_than_usual_is_not_scaled_up() -> None:
     assert np.abs(policy_weights(calm, advantage_I, 1.0, True, spread)).max() == pytest.approx(0.005)
 
 
-def test_value_figures_count_what_they_say() -> None:
-    figures = value_figures(np.array([0.5, -0.5, 1.0, 2.0]), np.array([1.0, 1.0, 0.0, 3.0]))
-    assert figures["value_mae"] == pytest.approx((0.5 + 1.5 + 1.0 + 1.0) / 4)
-    assert (figures["value_dir_acc"], figures["value_dir_n"]) == (pytest.approx(2 / 3), 3)
-    assert (figures["value_mean"], figures["return_mean"], figures["num_steps"]) == (0.75, 1.25, 4)
+def test_value_metrics_match_their_definitions() -> None:
+    metrics = value_metrics(np.array([0.5, -0.5, 1.0, 2.0]), np.array([1.0, 1.0, 0.0, 3.0]))
+    assert metrics["value_mae"] == pytest.approx((0.5 + 1.5 + 1.0 + 1.0) / 4)
+    assert (metrics["value_dir_acc"], metrics["value_dir_n"]) == (pytest.approx(2 / 3), 3)
+    assert (metrics["value_mean"], metrics["return_mean"], metrics["num_steps"]) == (0.75, 1.25, 4)
     targets = np.array([1.0, 2.0, 4.0])
-    assert value_figures(targets, targets)["explained_variance"] == 1
-    assert value_figures(np.full(3, 9.0), targets)["explained_variance"] == pytest.approx(0)
-    nothing = value_figures(np.ones(2), np.zeros(2))
+    assert value_metrics(targets, targets)["explained_variance"] == 1
+    assert value_metrics(np.full(3, 9.0), targets)["explained_variance"] == pytest.approx(0)
+    nothing = value_metrics(np.ones(2), np.zeros(2))
     assert (nothing["explained_variance"], nothing["value_dir_acc"], nothing["value_dir_n"]) == (0, 0, 0)
-    assert all(math.isfinite(figure) for figure in nothing.values())
+    assert all(math.isfinite(value) for value in nothing.values())
 
 
-def test_steps_that_teach_nothing_are_counted_rounding_included() -> None:
+def test_zero_share_counts_zeros_up_to_rounding() -> None:
     assert zero_share([0.0, 1e-9, -1.0, 0.5]) == 0.5
     assert zero_share(np.zeros(3)) == 1
     assert zero_share([]) == 0

@@ -1,4 +1,4 @@
-"""Which tokens are trained, and how little is padded."""
+"""The tokens that are trained, and the amount of padding."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unstable_lite.errors import RequestError
-from unstable_lite.learners import batching
-from unstable_lite.learners.batching import check, fit, length, make_micro_batches, make_prompt_batches, pad
+from unstable_lite.learner import batching
+from unstable_lite.learner.batching import check, fit, length, make_micro_batches, make_prompt_batches, pad
 from unstable_lite.types import TrainItem
 
 
@@ -28,7 +28,7 @@ def item(num_prompt: int, num_completion: int, first_id: int = 1) -> TrainItem:
     )
 
 
-def test_every_completion_token_is_trained_from_the_position_before_it_and_nothing_else_is() -> None:
+def test_only_completion_tokens_are_trained_from_the_position_before() -> None:
     batch = pad([item(3, 2, first_id=10), item(1, 1, first_id=50)])
     assert batch.tokens_BT.tolist() == [[10, 11, 12, 13, 14], [50, 51, 0, 0, 0]]
     assert batch.target_N.tolist() == [13, 14, 51]
@@ -56,7 +56,7 @@ def test_nothing_is_dropped_without_a_limit() -> None:
     max_tokens=st.integers(1, 200),
     max_rows=st.none() | st.integers(1, 5),
 )
-def test_micro_batches_hold_every_item_once_and_keep_their_limits(
+def test_micro_batches_hold_every_item_once_within_their_limits(
     lengths: list[tuple[int, int]], max_tokens: int, max_rows: int | None
 ) -> None:
     items = [item(p, c, first_id=100 * i) for i, (p, c) in enumerate(lengths)]
@@ -70,7 +70,7 @@ def test_micro_batches_hold_every_item_once_and_keep_their_limits(
     assert sum(b.tokens_BT.numel() - b.num_padding for b in batches) == sum(map(length, items))
 
 
-def test_items_of_one_length_are_not_padded_at_all() -> None:
+def test_items_of_equal_length_are_not_padded() -> None:
     items = [item(5, 3), item(2, 2), item(5, 3), item(2, 2)]
     assert sum(batch.num_padding for batch in make_micro_batches(items, max_tokens=16, max_rows=None)) == 0
 
@@ -78,8 +78,8 @@ def test_items_of_one_length_are_not_padded_at_all() -> None:
 @pytest.mark.parametrize(
     ("num_items", "median_completion"), [(32, 200), (384, 8), (384, 200), (384, 1000)], ids=lambda n: f"{n}"
 )
-def test_less_than_5_percent_of_a_games_batch_is_padding(num_items: int, median_completion: int) -> None:
-    """Prompts grow turn by turn; answers vary as sampled ones do, most of them short and a few very long."""
+def test_less_than_5_percent_of_a_typical_batch_is_padding(num_items: int, median_completion: int) -> None:
+    """Prompts grow by the turn; answers vary as sampled ones do, most of them short and a few very long."""
     rng = np.random.default_rng(0)
     prompts = 150 + 40 * rng.integers(0, 12, num_items)
     completions = rng.lognormal(np.log(median_completion), 0.8, num_items).clip(1, 4096).astype(int)
@@ -96,8 +96,8 @@ def test_less_than_5_percent_of_a_games_batch_is_padding(num_items: int, median_
     max_tokens=st.integers(1, 900),
     max_rows=st.none() | st.integers(1, 4),
 )
-def test_no_other_cut_costs_less(lengths: list[int], max_tokens: int, max_rows: int | None) -> None:
-    """All ways to cut the sorted rows, one by one."""
+def test_micro_batch_cut_has_minimal_cost(lengths: list[int], max_tokens: int, max_rows: int | None) -> None:
+    """Compare with every way to cut the sorted rows."""
 
     def cost(groups: list[list[int]]) -> int:
         return sum(len(group) * max(group) + batching.BATCH_COST for group in groups)
@@ -119,12 +119,12 @@ def test_no_other_cut_costs_less(lengths: list[int], max_tokens: int, max_rows: 
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (replace(item(3, 2), logprobs=np.zeros(1, np.float32)), "item 1: 1 logprobs for 2 completion tokens"),
-        (item(3, 2, first_id=98), "item 1: token id 100 is outside the learner's vocabulary of 100"),
-        (item(3, 2, first_id=-1), "token id -1 is outside"),
-        (item(0, 2), "an empty prompt"),
+        (replace(item(3, 2), logprobs=np.zeros(1, np.float32)), "item 1: 1 logprobs"),
+        (item(3, 2, first_id=98), "item 1: token id 100"),
+        (item(3, 2, first_id=-1), "token id -1"),
+        (item(0, 2), "empty prompt"),
     ],
 )
-def test_what_no_engine_can_have_sampled_is_refused(broken: TrainItem, message: str) -> None:
+def test_items_that_no_engine_can_have_sampled_are_refused(broken: TrainItem, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         check([item(3, 2), broken], vocab_size=100)

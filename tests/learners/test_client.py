@@ -1,16 +1,18 @@
-"""From a buffer's batch to what the learner gets, and which buffer an algorithm gets its batches from."""
+"""The conversion of a buffer's batch for the learner, and the buffer of each algorithm."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from unstable_lite.buffers import EpisodeBuffer, StepBuffer
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
-from unstable_lite.learners.client import train_items
-from unstable_lite.plan import make_plan
-from unstable_lite.runtime import Run, make_buffer
+from unstable_lite.learner.client import train_items
+from unstable_lite.orchestrator.run import Run
+from unstable_lite.orchestrator.wiring import make_buffer
+from unstable_lite.planning.plan import make_plan
+from unstable_lite.rollout.episode_buffer import EpisodeBuffer
+from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.types import Generation, ModelRef, PlayerTrajectory, Step
 
 ENV = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
@@ -21,7 +23,7 @@ def plan_of(algorithm: str) -> Config:
 
 
 def trajectory(game_idx: int, num_steps: int, final_reward: float) -> PlayerTrajectory:
-    """Its tokens tell which game and which turn."""
+    """Return a trajectory whose tokens encode the game and the turn."""
     steps = [
         Step(
             pid=0,
@@ -47,7 +49,7 @@ def trajectory(game_idx: int, num_steps: int, final_reward: float) -> PlayerTraj
     )
 
 
-async def test_episodes_reach_the_learner_whole_in_turn_order_with_the_final_reward_on_the_last_step() -> None:
+async def test_episodes_reach_the_learner_whole_in_turn_order() -> None:
     buffer = EpisodeBuffer(100)
     for game_idx in range(1, 6):
         buffer.add_player_trajectory(trajectory(game_idx, game_idx, float(game_idx)))
@@ -65,7 +67,7 @@ async def test_episodes_reach_the_learner_whole_in_turn_order_with_the_final_rew
     assert turns == [turn for played in games.values() for turn in range(len(played))]
 
 
-async def test_a_step_that_comes_alone_is_a_trajectory_of_its_own() -> None:
+async def test_single_steps_are_separate_trajectories() -> None:
     buffer = StepBuffer(100)
     buffer.add_player_trajectory(trajectory(1, 4, 1.0))
     items = train_items(await buffer.get_batch(4, 1))
@@ -76,11 +78,11 @@ async def test_a_step_that_comes_alone_is_a_trajectory_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "kind"), [("reinforce", StepBuffer), ("a2c", EpisodeBuffer), ("ppo", EpisodeBuffer)]
 )
-def test_an_algorithm_gets_the_buffer_that_it_learns_from(algorithm: str, kind: type) -> None:
+def test_each_algorithm_gets_its_kind_of_buffer(algorithm: str, kind: type) -> None:
     assert type(make_buffer(plan_of(algorithm))) is kind
 
 
-def test_a_buffer_of_the_other_kind_is_refused() -> None:
+def test_buffer_of_the_wrong_kind_is_refused() -> None:
     for algorithm, buffer in (("a2c", StepBuffer(10)), ("reinforce", EpisodeBuffer(10))):
-        with pytest.raises(ConfigError, match=f"{algorithm} learns from .*, not from a {type(buffer).__name__}"):
+        with pytest.raises(ConfigError, match=f"{algorithm} .*{type(buffer).__name__}"):
             Run(make_plan(plan_of(algorithm)), buffer=buffer)

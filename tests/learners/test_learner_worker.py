@@ -14,17 +14,24 @@ import torch
 
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError, RequestError, WorkerDied
-from unstable_lite.learners import UpdateResult, load_learner, worker
-from unstable_lite.learners.reinforce import REINFORCELearner
-from unstable_lite.transport.child import WorkerSpec
-from unstable_lite.transport.messages import Failed, SaveLearner, Score, Scored, Update, Updated
+from unstable_lite.learner import UpdateResult, load_learner, worker
+from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
+from unstable_lite.transport.messages import (
+    Failed,
+    SaveLearner,
+    Score,
+    Scored,
+    Update,
+    Updated,
+)
 from unstable_lite.transport.processes import WorkerProcess
-from unstable_lite.transport.sockets import Peer, Router
+from unstable_lite.transport.rpc import Router, WorkerChannel
+from unstable_lite.transport.worker_main import WorkerSpec
 
 Start = Callable[[Config], Any]
 
 TIMEOUT_S = 120.0
-OF_WORDS: Any = {"mine": "three"}
+NON_NUMERIC: Any = {"mine": "three"}
 
 
 @pytest.fixture
@@ -38,7 +45,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
             name="learner", endpoint=router.endpoint, device="cpu", threads=1, config_json=config.model_dump_json()
         )
         log_path = tmp_path / "learner.log"
-        process = WorkerProcess(Peer(router, "learner"), log_path, "unstable_lite.learners.worker", spec, {})
+        process = WorkerProcess(WorkerChannel(router, "learner"), log_path, "unstable_lite.learner.worker", spec, {})
         await process.start()
         started.append(process)
         return process
@@ -53,21 +60,21 @@ def unfinished(directory: Path) -> list[Path]:
     return list(directory.glob(".*unfinished"))
 
 
-async def test_a_learner_updates_publishes_scores_saves_and_stops(
+async def test_learner_updates_writes_scores_saves_and_stops(
     start: Start, make_config: Callable[..., Config], make_items: Callable[..., Any], tmp_path: Path
 ) -> None:
     process = await start(make_config())
-    peer = process.peer
-    facts = await asyncio.wait_for(asyncio.shield(peer.ready), TIMEOUT_S)
-    assert facts["vocab_size"] == 300
-    assert facts["position_limit"] == 256
-    assert facts["lora_parameters"] * 4 == facts["adapter_bytes"]
-    assert (facts["dtype"], facts["device"], facts["threads"]) == ("float32", "cpu", 1)
+    channel = process.channel
+    info = await asyncio.wait_for(asyncio.shield(channel.ready), TIMEOUT_S)
+    assert info["vocab_size"] == 300
+    assert info["position_limit"] == 256
+    assert info["lora_parameters"] * 4 == info["adapter_bytes"]
+    assert (info["dtype"], info["device"], info["threads"]) == ("float32", "cpu", 1)
 
     for version in (1, 2):
         path = tmp_path / f"v{version}"
         items = tuple(make_items(seed=version))
-        updated = await peer.ask(
+        updated = await channel.ask(
             Update,
             TIMEOUT_S,
             items=items,
@@ -78,40 +85,40 @@ async def test_a_learner_updates_publishes_scores_saves_and_stops(
         assert updated.skipped is None
         assert updated.metrics["step"] == version
         size = sum(tensor.nbytes for tensor in safetensors.torch.load_file(path / "adapter_model.safetensors").values())
-        assert size == facts["adapter_bytes"]
+        assert size == info["adapter_bytes"]
         assert not unfinished(tmp_path)
 
     poisoned = tuple(make_items())
     object.__setattr__(poisoned[0], "reward", float("nan"))
-    skipped = await peer.ask(
+    skipped = await channel.ask(
         Update, TIMEOUT_S, items=poisoned, version=3, path=str(tmp_path / "v3"), state_path=str(tmp_path / "s3")
     )
     assert "not finite" in skipped.skipped
     assert not (tmp_path / "v3").exists()
 
     asked = tuple(make_items(3))
-    scored = await peer.ask(Score, TIMEOUT_S, items=asked)
-    with pytest.raises(RequestError, match=r"item 0: token id \d+ is outside"):
-        await peer.ask(Score, TIMEOUT_S, items=(replace(asked[0], prompt_ids=asked[0].prompt_ids + 300),))
-    with pytest.raises(RequestError, match=r"cannot write .*nowhere"):
-        await peer.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "nowhere"))
-    with pytest.raises(RequestError, match=r"cannot write .*gone was removed while the run was using it"):
-        await peer.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "gone" / "v1"))
+    scored = await channel.ask(Score, TIMEOUT_S, items=asked)
+    with pytest.raises(RequestError, match=r"item 0: token id \d+"):
+        await channel.ask(Score, TIMEOUT_S, items=(replace(asked[0], prompt_ids=asked[0].prompt_ids + 300),))
+    with pytest.raises(RequestError, match="nowhere"):
+        await channel.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "nowhere"))
+    with pytest.raises(RequestError, match="gone"):
+        await channel.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "gone" / "v1"))
 
     (tmp_path / "saved").mkdir()
-    await peer.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "saved"))
+    await channel.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "saved"))
     await process.stop()
     assert process._process.returncode == 0
 
     here = REINFORCELearner(make_config(), "cpu")
-    here.load(tmp_path / "saved")
-    assert (here.step, here.version, here.samples_seen) == (2, 2, 14)
+    here.training.load(tmp_path / "saved")
+    assert (here.training.step, here.training.version, here.training.samples_seen) == (2, 2, 14)
     for ours, theirs in zip(here.policy.score(asked), scored.logprobs, strict=True):
         assert ours.adapter == pytest.approx(theirs.adapter, abs=1e-5)
         assert ours.base == pytest.approx(theirs.base, abs=1e-5)
 
 
-def test_metrics_of_an_algorithm_of_ones_own_become_plain_numbers(
+def test_metrics_of_a_custom_algorithm_become_plain_numbers(
     make_learner: Callable[..., Any], make_items: Callable[..., Any], tmp_path: Path
 ) -> None:
     learner = make_learner()
@@ -120,7 +127,7 @@ def test_metrics_of_an_algorithm_of_ones_own_become_plain_numbers(
     update = Update(
         request_id=1, items=tuple(make_items()), version=2, path=str(tmp_path / "v2"), state_path=str(tmp_path / "s2")
     )
-    updated = worker._Worker(learner, learner._config).answer(update)
+    updated = worker._Worker(learner, learner.training.config).answer(update)
     assert isinstance(updated, Updated)
     assert (updated.metrics["mine"], updated.metrics["n"]) == (3.0, 2.0)
     assert {type(value) for value in updated.metrics.values()} == {float}
@@ -132,7 +139,7 @@ class WithOptions(REINFORCELearner):
         self.made_with = clip_high, name
 
 
-def test_an_algorithm_of_ones_own_is_made_with_its_options(make_config: Callable[..., Config]) -> None:
+def test_custom_algorithm_is_made_with_its_options(make_config: Callable[..., Config]) -> None:
     own = f"{__name__}:WithOptions"
 
     def made_with(**options: object) -> object:
@@ -144,7 +151,7 @@ def test_an_algorithm_of_ones_own_is_made_with_its_options(make_config: Callable
     assert made_with(clip_high=1, name="dapo") == (1, "dapo")
     for options, problem in (
         ({}, "clip_high"),
-        ({"clip_high": "high"}, "must be of type float"),
+        ({"clip_high": "high"}, "float"),
         ({"clip_high": 0.28, "clip_hihg": 0.3}, "clip_hihg"),
     ):
         with pytest.raises(ConfigError, match=f"algorithm '{own}': .*{problem}"):
@@ -154,11 +161,11 @@ def test_an_algorithm_of_ones_own_is_made_with_its_options(make_config: Callable
 @pytest.mark.parametrize(
     ("result", "says"),
     [
-        (None, "REINFORCELearner.update must return an UpdateResult; it returned None"),
-        (UpdateResult(metrics=OF_WORDS, skipped=None), "the metric 'mine' is 'three', which is no number"),
+        (None, "REINFORCELearner.update .*UpdateResult.* None"),
+        (UpdateResult(metrics=NON_NUMERIC, skipped=None), "'mine' is 'three'"),
     ],
 )
-def test_an_algorithm_that_does_not_say_what_it_did_is_told_by_name(
+def test_invalid_update_result_is_reported_with_the_algorithm(
     make_learner: Callable[..., Any], make_items: Callable[..., Any], tmp_path: Path, result: Any, says: str
 ) -> None:
     learner = make_learner()
@@ -167,10 +174,10 @@ def test_an_algorithm_that_does_not_say_what_it_did_is_told_by_name(
         request_id=1, items=tuple(make_items()), version=1, path=str(tmp_path / "v1"), state_path=str(tmp_path / "s1")
     )
     with pytest.raises(ConfigError, match=says):
-        worker._Worker(learner, learner._config).answer(update)
+        worker._Worker(learner, learner.training.config).answer(update)
 
 
-def test_what_is_too_much_to_score_at_once_is_scored_in_parts(
+def test_oversized_score_request_is_scored_in_parts(
     make_learner: Callable[..., Any], make_items: Callable[..., Any]
 ) -> None:
     learner = make_learner()
@@ -184,14 +191,14 @@ def test_what_is_too_much_to_score_at_once_is_scored_in_parts(
             torch.empty(1 << 60)
 
     learner.policy._base.model.layers[0].register_forward_pre_hook(allocate)
-    reply = worker._Worker(learner, learner._config).answer(Score(request_id=5, items=items))
+    reply = worker._Worker(learner, learner.training.config).answer(Score(request_id=5, items=items))
     assert isinstance(reply, Scored)
     assert max(sizes) > 60 >= sizes[-1]
-    for told, scored in zip(reply.logprobs, expected, strict=True):
-        assert told.adapter == pytest.approx(scored.adapter, abs=1e-5)
+    for answered, scored in zip(reply.logprobs, expected, strict=True):
+        assert answered.adapter == pytest.approx(scored.adapter, abs=1e-5)
 
 
-def test_out_of_memory_elsewhere_fails_the_request_with_what_to_do(
+def test_oom_elsewhere_fails_the_request_with_advice(
     make_learner: Callable[..., Any], make_items: Callable[..., Any]
 ) -> None:
     learner = make_learner()
@@ -200,19 +207,19 @@ def test_out_of_memory_elsewhere_fails_the_request_with_what_to_do(
         torch.empty(1 << 60)
 
     learner.policy._base.model.register_forward_pre_hook(allocate)
-    reply = worker._Worker(learner, learner._config).answer(Score(request_id=5, items=tuple(make_items(3))))
+    reply = worker._Worker(learner, learner.training.config).answer(Score(request_id=5, items=tuple(make_items(3))))
     assert isinstance(reply, Failed)
     assert reply.request_id == 5
-    assert "cpu is out of memory: lower learner.max_train_len" in reply.error
+    assert "learner.max_train_len" in reply.error
 
 
-async def test_an_adapter_that_cannot_be_published_ends_the_learner_with_the_reason(
+async def test_unwritable_adapter_ends_the_learner_with_the_reason(
     start: Start, make_config: Callable[..., Config], make_items: Callable[..., Any], tmp_path: Path
 ) -> None:
     process = await start(make_config())
-    await asyncio.wait_for(asyncio.shield(process.peer.ready), TIMEOUT_S)
+    await asyncio.wait_for(asyncio.shield(process.channel.ready), TIMEOUT_S)
     (tmp_path / "file").write_text("in the way")
-    update = process.peer.ask(
+    update = process.channel.ask(
         Update,
         TIMEOUT_S,
         items=tuple(make_items(2)),
@@ -220,15 +227,15 @@ async def test_an_adapter_that_cannot_be_published_ends_the_learner_with_the_rea
         path=str(tmp_path / "file" / "v1"),
         state_path=str(tmp_path / "s1"),
     )
-    with pytest.raises(WorkerDied, match=r"cannot write .*file/v1: Not a directory"):
+    with pytest.raises(WorkerDied, match=r"file/v1: Not a directory"):
         await process.watch()
     with pytest.raises(WorkerDied):
         await update
 
 
-async def test_a_model_that_is_not_there_crashes_the_learner_with_a_clear_message(
+async def test_missing_model_crashes_the_learner_with_a_clear_message(
     start: Start, make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     process = await start(make_config().model_copy(update={"model_name": str(tmp_path / "no-model")}))
-    with pytest.raises(WorkerDied, match=r"ModelError: model_name = .*no-model'?: no config\.json"):
+    with pytest.raises(WorkerDied, match=r"ModelError: .*no-model.*config\.json"):
         await process.watch()

@@ -5,33 +5,33 @@ import math
 import pytest
 import torch
 
-from unstable_lite.learners.losses import (
+from unstable_lite.learner.losses import (
     clipped_loss,
-    clipping_figures,
-    importance_figures,
+    clipping_metrics,
+    importance_metrics,
     importance_weights,
     kl_estimates,
-    kl_figures,
+    kl_metrics,
     kl_penalty,
-    mismatch_figures,
+    mismatch_metrics,
     policy_gradient_loss,
 )
 
 
-def test_importance_weights_are_the_ratio_up_to_the_cap_and_no_path_for_the_gradient() -> None:
+def test_importance_weights_are_capped_ratios_without_gradient() -> None:
     logp_N = torch.tensor([-1.0, -1.0, -3.0], requires_grad=True)
     weight_N = importance_weights(logp_N, torch.tensor([-1.0, -9.0, -2.0]), cap=2.0)
     assert weight_N.tolist() == pytest.approx([1.0, 2.0, 0.36787944])
     assert not weight_N.requires_grad
 
 
-def test_an_impossible_behaviour_probability_is_capped_and_nan_is_not_hidden() -> None:
+def test_zero_behaviour_probability_is_capped_and_nan_propagates() -> None:
     weight_N = importance_weights(torch.zeros(2), torch.tensor([-torch.inf, torch.nan]), cap=2.0)
     assert weight_N[0] == 2.0
     assert weight_N[1].isnan()
 
 
-def test_the_gradient_of_each_token_is_minus_weight_times_advantage_over_the_divisor() -> None:
+def test_token_gradient_is_weight_times_advantage_over_divisor() -> None:
     logp_N = torch.tensor([-1.0, -2.0], requires_grad=True)
     loss = policy_gradient_loss(logp_N, torch.tensor([0.5, 2.0]), torch.tensor([3.0, -1.0]), divisor=10)
     (gradient_N,) = torch.autograd.grad(loss, logp_N)
@@ -39,18 +39,18 @@ def test_the_gradient_of_each_token_is_minus_weight_times_advantage_over_the_div
     assert loss.item() == pytest.approx(-(0.5 * 3 * -1 + 2 * -1 * -2) / 10)
 
 
-def test_figures_count_what_they_say() -> None:
+def test_metrics_match_their_definitions() -> None:
     logp_N, behaviour_N = torch.tensor([0.0, -1.0, -2.0, -5.0]), torch.tensor([-3.0, -1.5, -2.0, -5.0])
-    figures = importance_figures(logp_N, behaviour_N, cap=2.0)
-    assert figures["importance_weight_clipped"] == 0.25
-    assert figures["importance_weight_mean"] == pytest.approx((2 + 1.6487213 + 1 + 1) / 4)
-    mismatch = mismatch_figures(logp_N[1:3], behaviour_N[1:3])
+    metrics = importance_metrics(logp_N, behaviour_N, cap=2.0)
+    assert metrics["importance_weight_clipped"] == 0.25
+    assert metrics["importance_weight_mean"] == pytest.approx((2 + 1.6487213 + 1 + 1) / 4)
+    mismatch = mismatch_metrics(logp_N[1:3], behaviour_N[1:3])
     assert mismatch == {"mismatch_mean": 0.25, "mismatch_max": 0.5, "mismatch_tokens": 2}
-    assert mismatch_figures(torch.empty(0), torch.empty(0)) == {"mismatch_tokens": 0}
+    assert mismatch_metrics(torch.empty(0), torch.empty(0)) == {"mismatch_tokens": 0}
 
 
-def test_over_all_tokens_the_kl_penalty_and_its_gradient_are_those_of_the_kl_itself() -> None:
-    """Each token as often as the policy samples it: the sum over the vocabulary is the expectation."""
+def test_kl_penalty_over_all_tokens_equals_the_kl_and_its_gradient() -> None:
+    """Weight each token by its probability, so that the sum over the vocabulary is the expectation."""
     torch.manual_seed(0)
     logits_V, base_V = torch.randn(20, dtype=torch.float64, requires_grad=True), torch.randn(20, dtype=torch.float64)
     logp_V, base_logp_V = logits_V.log_softmax(-1), base_V.log_softmax(-1)
@@ -64,34 +64,32 @@ def test_over_all_tokens_the_kl_penalty_and_its_gradient_are_those_of_the_kl_its
     assert (kl_estimates(logp_V, base_logp_V) >= 0).all()
 
 
-def test_k1_is_of_the_policy_whoever_sampled_the_tokens() -> None:
+def test_k1_estimates_the_policy_kl_under_any_sampler() -> None:
     torch.manual_seed(0)
     logp_V, reference_logp_V = torch.randn(2, 20, dtype=torch.float64).log_softmax(-1)
     uniform_V = torch.full_like(logp_V, -math.log(20))
     kl = (logp_V.exp() * (logp_V - reference_logp_V)).sum().item()
-    figures = kl_figures("kl", logp_V, reference_logp_V, uniform_V, cap=math.inf)
-    assert figures["kl_k1"] == pytest.approx(kl)
-    assert figures["kl"] == pytest.approx(kl_estimates(logp_V, reference_logp_V).mean().item())
-    assert figures["kl"] != pytest.approx(kl, rel=0.1)
+    metrics = kl_metrics("kl", logp_V, reference_logp_V, uniform_V, cap=math.inf)
+    assert metrics["kl_k1"] == pytest.approx(kl)
+    assert metrics["kl"] == pytest.approx(kl_estimates(logp_V, reference_logp_V).mean().item())
+    assert metrics["kl"] != pytest.approx(kl, rel=0.1)
     given_up, liked = torch.tensor([-12.0]), torch.tensor([-0.1])
-    figures = kl_figures("kl", given_up, liked, liked, cap=2.0)
-    assert abs(figures["kl_k1"]) < 1e-4 < 1e4 < figures["kl"]
-    assert kl_figures("kl", liked, given_up, given_up, cap=2.0)["kl_k1"] == pytest.approx(2 * 11.9)
+    metrics = kl_metrics("kl", given_up, liked, liked, cap=2.0)
+    assert abs(metrics["kl_k1"]) < 1e-4 < 1e4 < metrics["kl"]
+    assert kl_metrics("kl", liked, given_up, given_up, cap=2.0)["kl_k1"] == pytest.approx(2 * 11.9)
 
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "gain", "slope"),
     [
         (1.0, 2.0, 2.0, 2.0),
-        (1.5, 2.0, 2.4, 0.0),  # nothing to gain by going further
+        (1.5, 2.0, 2.4, 0.0),  # no gain beyond the range
         (0.5, 2.0, 1.0, 1.0),
         (0.5, -2.0, -1.6, 0.0),
         (1.5, -2.0, -3.0, -3.0),
     ],
 )
-def test_the_clipped_loss_gains_nothing_past_the_range_and_loses_without_limit(
-    ratio: float, advantage: float, gain: float, slope: float
-) -> None:
+def test_clipped_loss_bounds_gains_and_not_losses(ratio: float, advantage: float, gain: float, slope: float) -> None:
     old_logp_N = torch.tensor([-2.0], dtype=torch.float64)
     logp_N = (old_logp_N + torch.tensor(ratio, dtype=torch.float64).log()).requires_grad_()
     weight_N, advantage_N = torch.tensor([0.5]), torch.tensor([advantage])
@@ -101,9 +99,9 @@ def test_the_clipped_loss_gains_nothing_past_the_range_and_loses_without_limit(
     assert gradient_N.item() == pytest.approx(-0.5 * slope / 10)
 
 
-def test_clipping_figures_tell_how_far_the_policy_has_moved() -> None:
+def test_clipping_metrics_measure_the_move_of_the_policy() -> None:
     old_logp_N = torch.tensor([-1.0, -1.0, -1.0, -1.0])
-    figures = clipping_figures(old_logp_N + torch.tensor([0.0, 0.1, 0.3, -0.3]), old_logp_N, clip_range=0.2)
-    assert figures["clip_fraction"] == 0.5
+    metrics = clipping_metrics(old_logp_N + torch.tensor([0.0, 0.1, 0.3, -0.3]), old_logp_N, clip_range=0.2)
+    assert metrics["clip_fraction"] == 0.5
     expected = sum(math.exp(d) - 1 - d for d in (0.0, 0.1, 0.3, -0.3)) / 4
-    assert figures["approx_kl"] == pytest.approx(expected, abs=1e-6)
+    assert metrics["approx_kl"] == pytest.approx(expected, abs=1e-6)

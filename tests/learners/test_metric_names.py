@@ -1,4 +1,4 @@
-"""The learner's share of the metric names that users of the reference have on their dashboards."""
+"""The learner's metric names that the reference implementation also reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ A2C = (
 
 
 @pytest.mark.parametrize(("algorithm", "names"), [("reinforce", REINFORCE), ("a2c", A2C)])
-def test_an_update_reports_every_name_of_the_reference(
+def test_update_reports_every_metric_name_of_the_reference(
     make_learner: Callable[..., Any], make_items: Callable[..., Any], algorithm: str, names: str
 ) -> None:
     updated = make_learner(algorithm).update(make_items(4, turns=2), 1)

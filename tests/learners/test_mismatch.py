@@ -1,4 +1,4 @@
-"""Measure how far engines and learner disagree about each batch, on steps of the adapter that sampled them."""
+"""The measured disagreement of engines and learner on each batch, on steps of the adapter that sampled them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from unstable_lite.learners import LEARNERS, worker
+from unstable_lite.learner import LEARNERS, worker
 from unstable_lite.transport.messages import LoadLearner, SaveLearner, Update, Updated
 from unstable_lite.types import TrainItem
 
@@ -19,17 +19,17 @@ MakeItems = Callable[..., list[TrainItem]]
 
 
 class Trainer:
-    """A learner worker, and what an engine would sample from each of its versions."""
+    """A learner worker, and steps as an engine would sample them from its current version."""
 
     def __init__(self, learner: Any, place: Path, **settings: Any) -> None:
-        self.worker = worker._Worker(learner, learner._config, **settings)
+        self.worker = worker._Worker(learner, learner.training.config, **settings)
         self.learner = learner
         self._place = place
 
     def sampled(self, items: list[TrainItem], drift: float = 0.0) -> list[TrainItem]:
-        """Return `items` as an engine with the present adapter would have sampled them, with `drift` nats too much."""
+        """Return `items` as an engine with the current adapter would have sampled them, with `drift` nats too much."""
         scored = self.learner.policy.score(items)
-        version = self.learner.version
+        version = self.learner.training.version
         return [
             replace(item, logprobs=each.adapter + drift, adapter_version=version)
             for item, each in zip(items, scored, strict=True)
@@ -59,12 +59,12 @@ def test_stale_steps_are_measured_with_their_own_version(
         items += trainer.sampled(new)
         metrics = trainer.update(items, version)
         assert metrics["mismatch_tokens"] == num_tokens(items)
-        assert metrics["mismatch_max"] < 1e-4, "an exact engine"
+        assert metrics["mismatch_max"] < 1e-4, "the engine is exact"
     metrics = trainer.update([replace(item, adapter_version=3) for item in items], 4)
     assert metrics["mismatch_mean"] > 0.1, "these tokens are of versions 0, 1 and 2"
 
 
-def test_an_engine_that_drifts_is_seen_on_stale_steps(
+def test_engine_drift_is_measured_on_stale_steps(
     make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
 ) -> None:
     trainer = Trainer(make_learner(), tmp_path)
@@ -75,7 +75,7 @@ def test_an_engine_that_drifts_is_seen_on_stale_steps(
         assert metrics["mismatch_max"] == pytest.approx(0.25, abs=1e-4)
 
 
-def test_a_step_whose_version_is_not_held_is_left_out(
+def test_step_of_an_unavailable_version_is_left_out(
     make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
 ) -> None:
     trainer = Trainer(make_learner(), tmp_path, max_staleness=1)
@@ -84,14 +84,14 @@ def test_a_step_whose_version_is_not_held_is_left_out(
         assert trainer.update(first, version)["mismatch_tokens"] == num_tokens(first)
     metrics = trainer.update(first, 3)
     assert metrics["mismatch_tokens"] == 0
-    assert "mismatch_mean" not in metrics and "mismatch_max" not in metrics, "0 would be the best there can be"
-    assert len(trainer.worker._past) == 2
+    assert "mismatch_mean" not in metrics and "mismatch_max" not in metrics, "0 would mean a perfect match"
+    assert len(trainer.worker.past_adapters) == 2
 
 
-def test_64_steps_are_drawn_by_the_number_of_the_update_alone(make_learner: MakeLearner, make_items: MakeItems) -> None:
+def test_mismatch_sample_is_64_steps_chosen_by_update_number(make_learner: MakeLearner, make_items: MakeItems) -> None:
     learner = make_learner()
     items = make_items(200)
-    one, another = (worker._Worker(learner, learner._config) for _ in range(2))
+    one, another = (worker._Worker(learner, learner.training.config) for _ in range(2))
     assert one._mismatch(items, 1) == another._mismatch(items, 1)
     assert one._mismatch(items, 1) != one._mismatch(items, 2)
     first = items[0]
@@ -99,9 +99,9 @@ def test_64_steps_are_drawn_by_the_number_of_the_update_alone(make_learner: Make
     assert one._mismatch([one_token] * 200, 1)["mismatch_tokens"] == 64
 
 
-def test_measuring_changes_nothing_of_the_learner(make_learner: MakeLearner, make_items: MakeItems) -> None:
+def test_measuring_does_not_change_the_learner(make_learner: MakeLearner, make_items: MakeItems) -> None:
     learner = make_learner(lora={"lora_dropout": 0.3})
-    one = worker._Worker(learner, learner._config)
+    one = worker._Worker(learner, learner.training.config)
     for parameter in learner.policy.parameters.values():
         parameter.data += 0.1
     before = {name: value.detach().clone() for name, value in learner.policy.parameters.items()}
@@ -113,7 +113,7 @@ def test_measuring_changes_nothing_of_the_learner(make_learner: MakeLearner, mak
 
 
 @pytest.mark.parametrize("saves_past", [True, False])
-def test_after_a_resume_only_saved_versions_are_measured(
+def test_only_saved_versions_are_measured_after_a_resume(
     make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, saves_past: bool
 ) -> None:
     trainer = Trainer(make_learner(), tmp_path, saves_past=saves_past)

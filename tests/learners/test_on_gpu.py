@@ -1,4 +1,4 @@
-"""The learner on CUDA devices computes what it computes on the CPU."""
+"""The learner computes the same on CUDA devices as on the CPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import runs
-from unstable_lite.engines.choose import count_gpus
-from unstable_lite.learners import load_learner, worker
+from unstable_lite.engines.devices import count_gpus
+from unstable_lite.learner import load_learner, worker
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce", "a2c", "ppo", "grpo"])
-def test_an_update_on_a_gpu_is_that_on_the_cpu(make_config: Any, make_items: Any, algorithm: str) -> None:
+def test_update_on_a_gpu_equals_that_on_the_cpu(make_config: Any, make_items: Any, algorithm: str) -> None:
     config, after = make_config(algorithm, learner={"max_tokens_per_micro_batch": 64}), {}
     for device in ("cpu", "cuda:0"):
         learner, items = load_learner(config, device), make_items()
@@ -27,7 +27,7 @@ def test_an_update_on_a_gpu_is_that_on_the_cpu(make_config: Any, make_items: Any
         torch.testing.assert_close(after["cuda:0"][name], expected, atol=2e-4, rtol=0)
 
 
-def test_the_learner_takes_no_more_than_its_part(make_config: Any) -> None:
+def test_learner_takes_no_more_than_its_share_of_memory(make_config: Any) -> None:
     config, device = make_config(learner={"gpu_memory_utilization": 0.05}), torch.device("cuda:0")
     worker.make_worker(config, "cuda:0")
     try:

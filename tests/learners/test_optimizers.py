@@ -1,4 +1,4 @@
-"""An optimiser's state as tensors, and the way back after a step that should not have been."""
+"""An optimizer's state as tensors, and the rollback of a step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from unstable_lite.config import LearnerConfig
-from unstable_lite.learners.optimizers import Snapshot, load_state_tensors, make_optimizer, state_tensors
+from unstable_lite.config.training import LearnerConfig
+from unstable_lite.learner.optimizers import Snapshot, load_state_tensors, make_optimizer, state_tensors
 
 NAMES = [
     "adamw",
@@ -39,7 +39,7 @@ def is_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_state_goes_through_a_file_and_a_snapshot_takes_steps_back_bit_for_bit(name: str) -> None:
+def test_optimizer_state_survives_a_file_and_a_snapshot_bit_for_bit(name: str) -> None:
     config = LearnerConfig.model_validate({"optimizer": name})
     parameters = make_parameters()
     optimizer = make_optimizer(parameters, 1e-2, config)
@@ -59,7 +59,7 @@ def test_the_state_goes_through_a_file_and_a_snapshot_takes_steps_back_bit_for_b
     assert is_equal(step(parameters, optimizer, 3), after)
 
 
-def test_a_snapshot_of_a_fresh_optimiser_takes_its_moments_away_again() -> None:
+def test_snapshot_of_a_fresh_optimizer_removes_its_moments() -> None:
     parameters = make_parameters()
     optimizer = make_optimizer(parameters, 1e-2, LearnerConfig())
     before = Snapshot.take(optimizer)

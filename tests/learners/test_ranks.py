@@ -1,4 +1,4 @@
-"""Two ranks against one: the same update, whatever goes wrong on either. Real processes, gloo, float64."""
+"""Two ranks compared with one: the same update, even when either of them fails. Real processes, gloo, float64."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 import two_ranks
 from two_ranks import Job, Outcome
 from unrolled import is_equal, largest_difference
+from unstable_lite.adapters import writer
 from unstable_lite.config import Config
-from unstable_lite.learners import adapter_files
-from unstable_lite.learners.batching import Share, cut, length, make_micro_batches, make_prompt_batches
-from unstable_lite.learners.model import Policy
-from unstable_lite.memory import learner_memory, shape_of
+from unstable_lite.learner.batching import Share, cut, length, make_micro_batches, make_prompt_batches
+from unstable_lite.learner.model import Policy
+from unstable_lite.planning.memory import learner_memory, shape_of
 from unstable_lite.transport.messages import LoadLearner, Score, Update, Updated
 from unstable_lite.types import TrainItem
 
@@ -38,15 +38,15 @@ LEARNER: dict[str, Any] = {
     "gae_lambda": 0.7,
     "max_train_len": 18,
 }
-OF_THE_WORK = {"seconds", "tokens_per_s", "padding_share", "oom_retries", "max_tokens_per_micro_batch"}
-"""Metrics of how the update was computed, not of what it is."""
+EXECUTION_METRICS = {"seconds", "tokens_per_s", "padding_share", "oom_retries", "max_tokens_per_micro_batch"}
+"""Metrics of the execution of an update, not of its result."""
 
 
 @pytest.fixture(scope="module")
 def outcome(
     tmp_path_factory: pytest.TempPathFactory, make_config: MakeConfig, make_items: MakeItems
 ) -> Callable[..., Outcome]:
-    """Of a job, by its name and the number of ranks. All are done by the same two processes."""
+    """Return a function for the outcome of a job by name and number of ranks. The same two processes run all jobs."""
     directory = tmp_path_factory.mktemp("ranks")
 
     def update(version: int, items: Sequence[TrainItem]) -> Update:
@@ -96,13 +96,13 @@ def outcome(
         for name, is_sharded in (("whole", False), ("sharded", True)):
             settings = {"learner": LEARNER | {"shard_base": is_sharded}}
             score = Score(request_id=8, items=tuple(first))
-            one = Score(request_id=8, items=tuple(first[:1]))  # one rank has nothing to do
+            one = Score(request_id=8, items=tuple(first[:1]))  # one rank has no work
             add(f"{name} {algorithm}", algorithm, [score, *several, score, one], settings, is_double=False)
     start = directory / "start"
     policy = Policy(make_config("reinforce"), "cpu")
     for number, parameter in enumerate(policy.parameters.values()):
         torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
-    adapter_files.publish(start, *policy.adapter_state())
+    writer.write_adapter(start, *policy.adapter_state())
     initial = {"learner": LEARNER, "lora": {"initial_lora_path": str(start)}}
     add("initial", "reinforce", [update(1, first), update(2, second)], initial)
     for name, is_sharded in (("whole", False), ("sharded", True)):
@@ -123,13 +123,13 @@ def outcome(
     return partial(two_ranks.outcome, directory)
 
 
-def figures(updated: Updated) -> dict[str, float]:
-    return {name: value for name, value in updated.metrics.items() if name not in OF_THE_WORK}
+def result_metrics(updated: Updated) -> dict[str, float]:
+    return {name: value for name, value in updated.metrics.items() if name not in EXECUTION_METRICS}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_two_ranks_make_the_update_of_one(outcome: Callable[..., Outcome], algorithm: str) -> None:
-    """Of a batch, of one that is skipped because of one item, of one that leaves a rank without work."""
+def test_two_ranks_make_the_same_update_as_one(outcome: Callable[..., Outcome], algorithm: str) -> None:
+    """The updates are of a full batch, of one skipped for one bad item, and of one that leaves a rank without work."""
     one, two = outcome(algorithm, 1), outcome(algorithm, 2)
     assert two.error == ""
     assert largest_difference(one.tensors, two.tensors) < 1e-10
@@ -137,12 +137,12 @@ def test_two_ranks_make_the_update_of_one(outcome: Callable[..., Outcome], algor
     assert one.updates[0].metrics["dropped_too_long"] > 0
     assert one.updates[0].metrics["pct_truncated"] > 0
     for ours, theirs in zip(two.updates, one.updates, strict=True):
-        assert figures(ours) == pytest.approx(figures(theirs), rel=1e-6, abs=1e-9, nan_ok=True)
+        assert result_metrics(ours) == pytest.approx(result_metrics(theirs), rel=1e-6, abs=1e-9, nan_ok=True)
         for logprobs, expected in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert logprobs == pytest.approx(expected, abs=1e-6)
 
 
-def test_two_ranks_hold_the_policy_near_the_adapter_that_training_started_from(
+def test_two_ranks_apply_the_same_kl_to_the_initial_adapter(
     outcome: Callable[..., Outcome],
 ) -> None:
     one, two = outcome("initial", 1), outcome("initial", 2)
@@ -154,23 +154,19 @@ def test_two_ranks_hold_the_policy_near_the_adapter_that_training_started_from(
 
 
 @pytest.mark.parametrize("algorithm", ["a2c", "grpo", "initial"])
-def test_ranks_that_hold_half_of_the_base_each_make_the_update_of_those_that_hold_it_all(
-    outcome: Callable[..., Outcome], algorithm: str
-) -> None:
-    """To the last bit: the same shares, and an empty pass where the other rank has one micro-batch more."""
+def test_sharded_ranks_make_the_same_update_as_whole_ones(outcome: Callable[..., Outcome], algorithm: str) -> None:
+    """Equal to the last bit: the shares are equal, and a rank with one micro-batch less makes an empty pass."""
     for rank in (0, 1):
         whole, sharded = outcome(f"whole {algorithm}", 2, rank), outcome(f"sharded {algorithm}", 2, rank)
         assert sharded.error == ""
         assert is_equal(whole.tensors, sharded.tensors)
         for ours, theirs in zip(sharded.updates, whole.updates, strict=True):
-            assert figures(ours) == pytest.approx(figures(theirs), nan_ok=True)
+            assert result_metrics(ours) == pytest.approx(result_metrics(theirs), nan_ok=True)
         assert sharded.base_bytes <= 0.51 * whole.base_bytes
 
 
 @pytest.mark.parametrize("algorithm", ["a2c", "grpo"])
-def test_ranks_that_hold_half_of_the_base_each_score_as_one_that_holds_it_all(
-    outcome: Callable[..., Outcome], algorithm: str
-) -> None:
+def test_sharded_ranks_score_as_whole_ones(outcome: Callable[..., Outcome], algorithm: str) -> None:
     whole, sharded = outcome(f"whole {algorithm}", 2).scores, outcome(f"sharded {algorithm}", 2).scores
     assert [len(scored.logprobs) for scored in sharded] == [9, 9, 1]
     for ours, theirs in zip(sharded, whole, strict=True):
@@ -180,7 +176,7 @@ def test_ranks_that_hold_half_of_the_base_each_score_as_one_that_holds_it_all(
             assert logprobs.adapter != pytest.approx(logprobs.base, abs=1e-3)
 
 
-def test_what_a_rank_is_lent_of_the_base_is_what_is_computed(
+def test_memory_lent_to_a_sharded_rank_matches_the_computation(
     outcome: Callable[..., Outcome], make_config: MakeConfig
 ) -> None:
     config = make_config("a2c", learner={"shard_base": True})
@@ -196,14 +192,12 @@ def test_what_a_rank_is_lent_of_the_base_is_what_is_computed(
 @pytest.mark.parametrize(
     "name", [*ALGORITHMS, "starved ppo", "starved step", "dropout", "resumed", "sharded a2c", "seeds"]
 )
-def test_every_rank_holds_the_same_to_the_last_bit(outcome: Callable[..., Outcome], name: str) -> None:
+def test_all_ranks_hold_identical_tensors(outcome: Callable[..., Outcome], name: str) -> None:
     assert is_equal(outcome(name, 2, 0).tensors, outcome(name, 2, 1).tensors)
 
 
 @pytest.mark.parametrize("name", ["starved reinforce", "starved ppo", "starved step"])
-def test_where_one_rank_runs_out_of_memory_all_begin_anew_with_smaller_micro_batches(
-    outcome: Callable[..., Outcome], name: str
-) -> None:
+def test_oom_on_one_rank_restarts_all_with_smaller_micro_batches(outcome: Callable[..., Outcome], name: str) -> None:
     one, two = outcome(name, 1), outcome(name, 2)
     assert two.error == ""
     assert two.updates[-1].metrics["oom_retries"] >= 1
@@ -211,13 +205,13 @@ def test_where_one_rank_runs_out_of_memory_all_begin_anew_with_smaller_micro_bat
     assert largest_difference(one.tensors, two.tensors) < 1e-10
 
 
-def test_two_ranks_that_drop_out_go_on_from_a_state_bit_for_bit(outcome: Callable[..., Outcome]) -> None:
+def test_two_ranks_with_dropout_resume_bit_for_bit(outcome: Callable[..., Outcome]) -> None:
     for rank in (0, 1):
         assert is_equal(outcome("dropout", 2, rank).tensors, outcome("resumed", 2, rank).tensors)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_update_without_an_advantage_moves_no_rank(outcome: Callable[..., Outcome], rank: int) -> None:
+def test_update_without_an_advantage_changes_no_rank(outcome: Callable[..., Outcome], rank: int) -> None:
     before, after = outcome("signal", 2, rank), outcome("signal, then none", 2, rank)
     assert is_equal(before.tensors, after.tensors)
     if rank == 0:
@@ -227,13 +221,13 @@ def test_an_update_without_an_advantage_moves_no_rank(outcome: Callable[..., Out
 @pytest.mark.parametrize(
     ("name", "of_rank_0", "of_rank_1"),
     [
-        ("broken", "RankFailed: learner rank 1 is failing", "RuntimeError: shapes do not fit"),
-        ("strayed", "RankFailed: 1 of 2 learner ranks hold another adapter", "RankFailed"),
-        ("strayed critic", "RankFailed: 1 of 2 learner ranks hold another adapter or critic", "RankFailed"),
-        ("ignorant", "ConfigError: Alone does not call ranks.sum_gradients", "ConfigError"),
+        ("broken", "RankFailed", "RuntimeError: shapes do not fit"),
+        ("strayed", "RankFailed: 1 of 2", "RankFailed"),
+        ("strayed critic", "RankFailed: 1 of 2", "RankFailed"),
+        ("ignorant", "ConfigError: Alone", "ConfigError"),
     ],
 )
-def test_what_goes_wrong_on_one_rank_ends_both(
+def test_failure_on_one_rank_ends_both(
     outcome: Callable[..., Outcome], name: str, of_rank_0: str, of_rank_1: str
 ) -> None:
     assert outcome(name, 2, 0).error.startswith(of_rank_0)
@@ -241,9 +235,7 @@ def test_what_goes_wrong_on_one_rank_ends_both(
 
 
 @given(st.lists(st.integers(1, 500), max_size=60), st.integers(1, 8))
-def test_the_parts_of_a_batch_are_disjoint_whole_and_differ_by_one_sequence_at_most(
-    lengths: list[int], num_parts: int
-) -> None:
+def test_parts_of_a_batch_are_disjoint_complete_and_balanced(lengths: list[int], num_parts: int) -> None:
     parts = cut(lengths, num_parts)
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     tokens = [sum(lengths[row] for row in part) for part in parts]
@@ -251,7 +243,7 @@ def test_the_parts_of_a_batch_are_disjoint_whole_and_differ_by_one_sequence_at_m
 
 
 @pytest.mark.parametrize("num", [1, 9])
-def test_ranks_in_step_make_as_many_micro_batches_as_each_other(make_items: MakeItems, num: int) -> None:
+def test_ranks_in_step_make_equally_many_micro_batches(make_items: MakeItems, num: int) -> None:
     items = make_items(num)
     for make in (make_micro_batches, make_prompt_batches):
         shares = [Share(rank=rank, num_ranks=3, in_step=True) for rank in range(3)]

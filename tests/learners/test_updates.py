@@ -1,4 +1,4 @@
-"""Whole updates of A2C, PPO and GRPO against the same thing written out, and what all algorithms owe."""
+"""Whole updates of A2C, PPO and GRPO compared with their formulas, and the requirements of all algorithms."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from unrolled import (
     value_loss,
     z_scores,
 )
-from unstable_lite.learners import LEARNERS
-from unstable_lite.learners.batching import length
-from unstable_lite.learners.proximal import Proximal, proximal_policy
+from unstable_lite.learner import LEARNERS
+from unstable_lite.learner.batching import length
+from unstable_lite.learner.old_policy import OldPolicy, proximal_policy
 from unstable_lite.types import TrainItem
 
 MakeLearner = Callable[..., Any]
@@ -46,7 +46,7 @@ ALGORITHMS = ["reinforce", "a2c", "ppo", "grpo"]
 def apply(
     gradients: dict[str, torch.Tensor], parameters: dict[str, Any], optimizer: AdamW, largest_norm: float
 ) -> None:
-    """One optimiser step by hand, the norm limited as a formula has it."""
+    """Make an optimizer step by hand, with the norm limited as in the formula."""
     norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
     for name, parameter in parameters.items():
         parameter.grad = gradients[name] * min(1.0, largest_norm / (norm + 1e-6))
@@ -58,16 +58,14 @@ def adamw(parameters: dict[str, Any], learning_rate: float) -> AdamW:
 
 
 @pytest.mark.parametrize("normalize_adv", [True, False])
-def test_an_update_of_a2c_is_that_of_the_formulas_written_out(
-    make_learner: MakeLearner, make_items: MakeItems, normalize_adv: bool
-) -> None:
+def test_a2c_update_matches_the_formulas(make_learner: MakeLearner, make_items: MakeItems, normalize_adv: bool) -> None:
     settings = {"gamma": 0.9, "gae_lambda": 0.7, "critic_learning_rate": 2e-3, "normalize_adv": normalize_adv}
     settings |= {"max_tokens_per_micro_batch": 60, "gradient_clipping": 0.05}
     learner, twin = (make_learner("a2c", learner=settings) for _ in range(2))
     items = make_items(8, turns=3)
     for each in (learner, twin):
         double(each)
-    policy, critic = twin.policy.parameters, twin.critic.parameters
+    policy, critic = twin.policy.parameters, twin.training.critic.parameters
     optimizers = adamw(policy, 1e-3), adamw(critic, 2e-3)
     for version in (1, 2):
         assert learner.update(items, version).skipped is None
@@ -79,20 +77,18 @@ def test_an_update_of_a2c_is_that_of_the_formulas_written_out(
         apply(gradient(value_loss(twin, items, targets), critic), critic, optimizers[1], 0.05)
         apply(policy_gradient, policy, optimizers[0], 0.05)
     assert largest_difference(learner.policy.parameters, policy) < 1e-6
-    assert largest_difference(learner.critic.parameters, critic) < 1e-6
+    assert largest_difference(learner.training.critic.parameters, critic) < 1e-6
 
 
 @pytest.mark.parametrize("algorithm", CLIPPED)
-def test_the_clipped_gradient_is_that_of_the_formula_written_out(
-    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
-) -> None:
+def test_clipped_gradient_matches_the_formula(make_learner: MakeLearner, make_items: MakeItems, algorithm: str) -> None:
     learner = make_learner(algorithm, learner={"max_tokens_per_micro_batch": 60, "kl_coefficient": 0.5})
     double(learner)
     items, rng = make_items(9), np.random.default_rng(4)
-    now = proximal_policy(learner.policy, items, learner._config)
+    now = proximal_policy(learner.policy, items, learner.training.config)
     moved = [logp + torch.tensor(rng.normal(0, 0.3, len(logp))) for logp in now.logp]
-    clipped = learner.add_gradient(items, Proximal(moved, now.reference_logp, now.trained))
-    share = clipped.figures(0.2)["clip_fraction"]
+    clipped = learner.add_gradient(items, OldPolicy(moved, now.reference_logp, now.trained))
+    share = clipped.metrics(0.2)["clip_fraction"]
     assert 0.2 < share < 0.8
     rewards = [float(np.float32(item.reward)) for item in items]
     loss = clipped_loss(learner, items, rewards, moved, 0.2) + 0.5 * kl_to_base(learner, items)
@@ -102,7 +98,7 @@ def test_the_clipped_gradient_is_that_of_the_formula_written_out(
 
 
 @pytest.mark.parametrize("algorithm", CLIPPED)
-def test_an_update_in_several_steps_is_that_of_the_formulas_written_out(
+def test_update_in_several_steps_matches_the_formulas(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str
 ) -> None:
     settings = {"ppo_epochs": 3, "ppo_minibatches": 2, "clip_range": 0.1, "learning_rate": 3e-3}
@@ -124,7 +120,7 @@ def test_an_update_in_several_steps_is_that_of_the_formulas_written_out(
         advantages = returns(items, values, 0.9, 0.7)
         targets = [advantage + each for advantage, each in zip(advantages, values, strict=True)]
         weights = z_scores(advantages)
-        optimizers.append(adamw(twin.critic.parameters, 2e-3))
+        optimizers.append(adamw(twin.training.critic.parameters, 2e-3))
     weights = [float(np.float32(weight)) for weight in weights]
     twin.policy.model.set_adapter("default")
     old = [logprobs(twin, item).detach() for item in items]
@@ -138,14 +134,16 @@ def test_an_update_in_several_steps_is_that_of_the_formulas_written_out(
             apply(gradient(loss, twin.policy.parameters), twin.policy.parameters, optimizers[0], 0.2)
             if has_critic:
                 loss = value_loss(twin, batch, [targets[row] for row in rows])
-                apply(gradient(loss, twin.critic.parameters), twin.critic.parameters, optimizers[1], 0.2)
+                apply(
+                    gradient(loss, twin.training.critic.parameters), twin.training.critic.parameters, optimizers[1], 0.2
+                )
     assert largest_difference(learner.policy.parameters, twin.policy.parameters) < 1e-5
     if has_critic:
-        assert largest_difference(learner.critic.parameters, twin.critic.parameters) < 1e-5
+        assert largest_difference(learner.training.critic.parameters, twin.training.critic.parameters) < 1e-5
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce", "a2c"])
-def test_the_gradient_of_the_kl_to_the_base_is_that_of_the_score_function(
+def test_gradient_of_the_kl_to_the_base_is_that_of_the_score_function(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str
 ) -> None:
     learner = make_learner(algorithm, learner={"kl_coefficient": 0.5, "max_tokens_per_micro_batch": 60})
@@ -159,12 +157,12 @@ def test_the_gradient_of_the_kl_to_the_base_is_that_of_the_score_function(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_kl_to_the_base_costs_one_forward_and_none_when_it_is_off(
+def test_kl_to_the_base_costs_one_forward_pass_and_none_if_off(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str
 ) -> None:
     forwards = []
     for coefficient in (0.0, 0.1):
-        flags = {"gradient_checkpointing": False, "activation_checkpointing": False}
+        flags = {"activation_checkpointing": False}
         learner = make_learner(algorithm, learner=flags | {"kl_coefficient": coefficient})
         calls: list[int] = []
         learner.policy._base.model.layers[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
@@ -175,7 +173,7 @@ def test_kl_to_the_base_costs_one_forward_and_none_when_it_is_off(
 
 
 @pytest.mark.parametrize("algorithm", ["a2c", "ppo", "grpo"])
-def test_an_update_reports_every_metric_as_a_finite_number(
+def test_update_reports_every_metric_as_a_finite_number(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str
 ) -> None:
     metrics = make_learner(algorithm).update(make_items(6, turns=2), 1).metrics
@@ -191,29 +189,29 @@ def test_an_update_reports_every_metric_as_a_finite_number(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_an_update_tells_what_the_policy_thought_of_each_token_before_it(
+def test_update_returns_the_logprobs_before_its_steps(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str
 ) -> None:
     learner = make_learner(algorithm, learner={"max_train_len": 18, "max_tokens_per_micro_batch": 40})
     items = make_items(8, turns=2)
     before = [scored.adapter for scored in learner.policy.score(items)]
-    told = learner.update(items, 1).logprobs
+    reported = learner.update(items, 1).logprobs
     lengths = [len(item.completion_ids) if length(item) <= 18 else 0 for item in items]
-    assert [len(logprobs) for logprobs in told] == lengths
+    assert [len(logprobs) for logprobs in reported] == lengths
     assert 0 in lengths
-    for trained, whole in zip(told, before, strict=True):
+    for trained, whole in zip(reported, before, strict=True):
         assert trained == pytest.approx(whole[: len(trained)], abs=1e-4)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_n_updates_make_n_versions_however_many_steps_each_has(
+def test_n_updates_make_n_versions_regardless_of_their_steps(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str
 ) -> None:
     learner = make_learner(algorithm, learner={"ppo_epochs": 3, "ppo_minibatches": 2})
     for version in (1, 2, 3):
         result = learner.update(make_items(4, seed=version, turns=2), version)
         assert result.skipped is None
-        assert (learner.step, learner.version, result.metrics["step"]) == (version, version, version)
+        assert (learner.training.step, learner.training.version, result.metrics["step"]) == (version, version, version)
         assert result.metrics["samples_seen"] == 4 * version
 
 
@@ -222,13 +220,13 @@ def poisoned_by_reward(learner: Any, items: list[TrainItem]) -> list[TrainItem]:
 
 
 def poisoned_by_a_later_step(learner: Any, items: list[TrainItem]) -> list[TrainItem]:
-    """A learning rate that throws the policy out of the numbers: the first step's gradient is still finite."""
-    learner._config = learner._config.model_copy(update={"learning_rate": 1e30})
+    """Set a learning rate that makes the policy non-finite; the gradient of the first step is still finite."""
+    learner.training.config = learner.training.config.model_copy(update={"learning_rate": 1e30})
     return items
 
 
 def poisoned_in_the_critic(learner: Any, items: list[TrainItem]) -> list[TrainItem]:
-    learner._config = learner._config.model_copy(update={"critic_learning_rate": 1e30})
+    learner.training.config = learner.training.config.model_copy(update={"critic_learning_rate": 1e30})
     return items
 
 
@@ -244,7 +242,7 @@ def poisoned_in_the_critic(learner: Any, items: list[TrainItem]) -> list[TrainIt
     ],
 )
 @pytest.mark.parametrize("num_before", [0, 1])
-def test_a_non_finite_step_takes_the_whole_update_back(
+def test_non_finite_step_rolls_back_the_whole_update(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str, poison: Any, num_before: int
 ) -> None:
     settings = {"ppo_epochs": 3, "ppo_minibatches": 2}
@@ -259,8 +257,8 @@ def test_a_non_finite_step_takes_the_whole_update_back(
     assert result.skipped is not None
     assert "not finite" in result.skipped
     assert is_equal(before, snapshot(learner))
-    assert (learner.step, learner.version) == (num_before, num_before)
-    learner._config = clean._config
+    assert (learner.training.step, learner.training.version) == (num_before, num_before)
+    learner.training.config = clean.training.config
     for each in (learner, clean):
         torch.manual_seed(6)
         assert each.update(items, num_before + 1).skipped is None
@@ -268,44 +266,44 @@ def test_a_non_finite_step_takes_the_whole_update_back(
 
 
 @pytest.mark.parametrize("algorithm", CRITICS)
-def test_while_the_critic_warms_up_the_policy_stands_still_and_versions_go_on(
+def test_critic_warmup_freezes_the_policy_and_counts_versions(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str
 ) -> None:
     learner = make_learner(algorithm, learner={"critic_warmup_updates": 2})
     for version, is_warming_up in ((1, True), (2, True), (3, False)):
         before = snapshot(learner)
         assert learner.update(make_items(4, seed=version, turns=2), version).skipped is None
-        assert learner.version == version
+        assert learner.training.version == version
         after = snapshot(learner)
-        for parameters, stands_still in (
+        for parameters, is_frozen in (
             (learner.policy.parameters, is_warming_up),
-            (learner.critic.parameters, False),
+            (learner.training.critic.parameters, False),
         ):
-            assert all(torch.equal(before[name], after[name]) == stands_still for name in parameters)
+            assert all(torch.equal(before[name], after[name]) == is_frozen for name in parameters)
 
 
-def alike(items: list[TrainItem], reward: float) -> list[TrainItem]:
-    """Games of one turn that all begin, go and end alike: nothing to learn, whatever the baseline."""
+def identical(items: list[TrainItem], reward: float) -> list[TrainItem]:
+    """Return games of one turn with equal content: there is nothing to learn with any baseline."""
     return [replace(items[0], reward=reward, trajectory=index) for index in range(len(items))]
 
 
 @pytest.mark.parametrize("algorithm", LEARNERS)
 @pytest.mark.parametrize("num_before", [0, 2])
-def test_without_an_advantage_the_policy_and_its_moments_stay_bit_identical(
+def test_update_without_an_advantage_keeps_policy_and_moments(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str, num_before: int
 ) -> None:
-    """An optimiser with moments would move on, and so would weight decay."""
+    """An optimizer with moments would keep moving, and weight decay would act."""
     settings = {"ppo_epochs": 2, "ppo_minibatches": 2, "weight_decay": 0.1}
     learner, has_critic = make_learner(algorithm, learner=settings), LEARNERS[algorithm].has_critic
     for version in range(1, num_before + 1):
         learner.update(make_items(6, seed=version, turns=2), version)
     before = snapshot(learner)
-    # A critic leaves an advantage of 0 by centring; without one the reward itself is the advantage, up to rounding.
-    result = learner.update(alike(make_items(6), 1.0 if has_critic else 1e-9), num_before + 1)
+    # With a critic, centring leaves an advantage of 0; without one the reward is the advantage, up to rounding.
+    result = learner.update(identical(make_items(6), 1.0 if has_critic else 1e-9), num_before + 1)
     after = snapshot(learner)
     assert result.skipped is None
     assert result.metrics["zero_advantage"] == 1
-    assert learner.step == learner.version == num_before + 1, "the update makes a version all the same"
+    assert learner.training.step == learner.training.version == num_before + 1, "the update still makes a version"
     of_critic = {name for name in after if "critic" in name or "value_head" in name}
     assert is_equal(*({name: state[name] for name in state if name not in of_critic} for state in (before, after)))
     if has_critic:
@@ -318,13 +316,13 @@ def test_without_an_advantage_the_policy_and_its_moments_stay_bit_identical(
 
 
 @pytest.mark.parametrize("algorithm", LEARNERS)
-def test_kl_holds_the_policy_at_the_adapter_that_training_started_from(
+def test_kl_holds_the_policy_at_the_initial_adapter(
     make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
 ) -> None:
-    """Not at the base, towards which it would unlearn the checkpoint even without any reward."""
-    make_learner(algorithm).save(tmp_path)
+    """A pull towards the base would make it unlearn the checkpoint even without any reward."""
+    make_learner(algorithm).training.save(tmp_path)
     start = {"initial_lora_path": tmp_path}
-    items = alike(make_items(6), 0.0)
+    items = identical(make_items(6), 0.0)
     kl = {}
     for reference in ("initial", "base"):
         settings = {"kl_coefficient": 0.5, "kl_reference": reference}
@@ -341,20 +339,20 @@ def test_kl_holds_the_policy_at_the_adapter_that_training_started_from(
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce", "ppo"])
-def test_the_reference_stays_that_of_the_start_after_a_resume(
+def test_kl_reference_survives_a_resume(
     make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
 ) -> None:
     directories = {name: tmp_path / name for name in ("start", "saved")}
     for directory in directories.values():
         directory.mkdir()
-    make_learner(algorithm).save(directories["start"])
+    make_learner(algorithm).training.save(directories["start"])
     settings: dict[str, Any] = {"learner": {"kl_coefficient": 0.5}, "lora": {"initial_lora_path": directories["start"]}}
     learner, resumed = (make_learner(algorithm, has_signal=False, **settings) for _ in range(2))
     for version in (1, 2):
         learner.update(make_items(6, turns=2), version)
-    learner.save(directories["saved"])
+    learner.training.save(directories["saved"])
     torch.manual_seed(99)
-    resumed.load(directories["saved"])
+    resumed.training.load(directories["saved"])
     frozen = {n: p.clone() for n, p in learner.policy.model.named_parameters() if ".reference." in n}
     states = []
     for each in (learner, resumed):
@@ -371,34 +369,34 @@ def test_the_reference_stays_that_of_the_start_after_a_resume(
 def test_max_generation_len_does_not_change_an_update(
     make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
 ) -> None:
-    """To the last bit, as long as no answer is cut; nor does it after a resume."""
+    """Equal to the last bit, also after a resume, if no answer is cut."""
     states = []
     for limit in (16, 32_768):
         learner, resumed = (make_learner(algorithm, engine={"max_generation_len": limit}) for _ in range(2))
         assert learner.update(make_items(8, turns=2), 1).skipped is None
         (tmp_path / str(limit)).mkdir()
-        learner.save(tmp_path / str(limit))
-        resumed.load(tmp_path / str(limit))
+        learner.training.save(tmp_path / str(limit))
+        resumed.training.load(tmp_path / str(limit))
         resumed.update(make_items(5, seed=1), 2)
         states.append(snapshot(resumed))
     assert is_equal(*states)
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce", "ppo", "grpo"])
-def test_the_divisor_is_that_of_the_first_batch_that_was_trained_on(
+def test_divisor_is_that_of_the_first_trained_batch(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str
 ) -> None:
-    """Longer answers of later batches weigh as much a token; a skipped first batch leaves nothing behind."""
+    """Longer answers in later batches have the same weight per token; a skipped first batch does not count."""
     learner, first = make_learner(algorithm), make_items(6, turns=2)
     ones = [replace(item, completion_ids=item.completion_ids[:1], logprobs=item.logprobs[:1]) for item in make_items(4)]
     assert learner.update([replace(ones[0], reward=math.nan)], 1).skipped is not None
     assert learner.update(first, 1).skipped is None
     learner.update(ones, 2)
-    assert learner._completion_len == mean_length(first) != 1
+    assert learner.training.completion_len == mean_length(first) != 1
 
 
 @pytest.mark.parametrize("algorithm", LEARNERS)
-def test_an_update_tells_whether_the_gradient_was_clipped(
+def test_update_reports_if_the_gradient_was_clipped(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str
 ) -> None:
     for limit, share in ((1e-6, 1.0), (1e6, 0.0)):
@@ -407,39 +405,37 @@ def test_an_update_tells_whether_the_gradient_was_clipped(
 
 
 @pytest.mark.parametrize("algorithm", LEARNERS)
-def test_without_an_advantage_the_kl_term_still_acts(
-    make_learner: MakeLearner, make_items: MakeItems, algorithm: str
-) -> None:
+def test_kl_term_acts_without_an_advantage(make_learner: MakeLearner, make_items: MakeItems, algorithm: str) -> None:
     learner = make_learner(algorithm, learner={"kl_coefficient": 0.1})
     before = snapshot(learner)
-    metrics = learner.update(alike(make_items(6), 1.0 if LEARNERS[algorithm].has_critic else 0.0), 1).metrics
+    metrics = learner.update(identical(make_items(6), 1.0 if LEARNERS[algorithm].has_critic else 0.0), 1).metrics
     assert metrics["zero_advantage"] == 1
     after = snapshot(learner)
     assert not all(torch.equal(before[name], after[name]) for name in learner.policy.parameters)
 
 
 @pytest.mark.parametrize("algorithm", LEARNERS)
-def test_without_an_advantage_the_entropy_term_raises_the_entropy(
+def test_entropy_term_raises_the_entropy_without_an_advantage(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str
 ) -> None:
     learner = make_learner(algorithm, learner={"entropy_coefficient": 0.1, "learning_rate": 1e-4, "ppo_epochs": 1})
-    items = alike(make_items(6), 1.0 if LEARNERS[algorithm].has_critic else 0.0)
+    items = identical(make_items(6), 1.0 if LEARNERS[algorithm].has_critic else 0.0)
     first, second = (learner.update(items, version).metrics for version in (1, 2))
     assert first["zero_advantage"] == 1
     assert second["entropy"] > first["entropy"]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_linear_learning_rates_fall_to_nothing_by_the_end_of_the_run_after_a_resume_too(
+def test_linear_learning_rates_fall_to_zero_even_after_a_resume(
     make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
 ) -> None:
     settings = {"learning_rate": 8e-3, "critic_learning_rate": 4e-3, "learning_rate_schedule": "linear"}
     sections: dict[str, Any] = {"learner": settings, "run": {"learning_steps": 4}}
     learner = make_learner(algorithm, **sections)
     rates = [learner.update(make_items(6, turns=2), version).metrics for version in (1, 2)]
-    learner.save(tmp_path)
+    learner.training.save(tmp_path)
     resumed = make_learner(algorithm, has_signal=False, **sections)
-    resumed.load(tmp_path)
+    resumed.training.load(tmp_path)
     rates += [resumed.update(make_items(6, turns=2), version).metrics for version in (3, 4)]
     assert [metrics["lr"] for metrics in rates] == pytest.approx([8e-3, 6e-3, 4e-3, 2e-3])
     if algorithm in CRITICS:
@@ -451,7 +447,7 @@ def test_linear_learning_rates_fall_to_nothing_by_the_end_of_the_run_after_a_res
 
 @pytest.mark.parametrize("algorithm", ["a2c", "ppo", "grpo"])
 @pytest.mark.parametrize("num_before", [0, 2])
-def test_save_and_load_go_on_bit_for_bit(
+def test_saved_learner_resumes_bit_for_bit(
     make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str, num_before: int
 ) -> None:
     settings = {"ppo_epochs": 2, "ppo_minibatches": 2, "critic_warmup_updates": 1}
@@ -459,14 +455,14 @@ def test_save_and_load_go_on_bit_for_bit(
     for version in range(1, num_before + 1):
         learner.update(make_items(6, seed=version, turns=2), version)
     random_state = torch.get_rng_state()
-    learner.save(tmp_path)
+    learner.training.save(tmp_path)
     resumed = make_learner(algorithm, has_signal=False, learner=settings)
     results = []
     for each in (learner, resumed):
         torch.set_rng_state(random_state)
         if each is resumed:
             torch.manual_seed(99)
-            resumed.load(tmp_path)
+            resumed.training.load(tmp_path)
         for version in range(num_before + 1, num_before + 3):
             metrics = each.update(make_items(6, seed=version, turns=2), version).metrics
             results.append({**metrics, "seconds": 0, "tokens_per_s": 0})
@@ -475,10 +471,10 @@ def test_save_and_load_go_on_bit_for_bit(
 
 
 @pytest.mark.parametrize("algorithm", CRITICS)
-def test_a_step_too_long_to_train_on_still_passes_its_reward_back(
+def test_overlong_step_still_passes_its_reward_back(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str
 ) -> None:
-    """Its player won by it: the steps before must not be told that they led to nothing."""
+    """The player won by that step, so the earlier steps must get its reward."""
     learner = make_learner(algorithm, has_signal=False, learner={"max_train_len": 30, "normalize_adv": False})
     first, second, last = (replace(item, reward=0.0, trajectory=0) for item in make_items(3))
     won = replace(last, prompt_ids=np.arange(40, dtype=np.int32), reward=2.0)
@@ -507,7 +503,7 @@ def test_overlong_steps_are_dropped_whole(make_learner: MakeLearner, make_items:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_an_update_does_not_depend_on_how_the_batch_is_cut(
+def test_update_does_not_depend_on_micro_batches(
     make_learner: MakeLearner, make_items: MakeItems, algorithm: str
 ) -> None:
     states = []
@@ -519,11 +515,14 @@ def test_an_update_does_not_depend_on_how_the_batch_is_cut(
         torch.manual_seed(3)
         for version in (1, 2):
             learner.update(make_items(8, turns=2, seed=version), version)
-        states.append(learner.policy.parameters | (learner.critic.parameters if hasattr(learner, "critic") else {}))
+        states.append(
+            learner.policy.parameters
+            | (learner.training.critic.parameters if learner.training.critic is not None else {})
+        )
     assert largest_difference(states[0], states[1]) < 1e-6
     assert largest_difference(states[0], states[2]) < 1e-6
 
 
 def test_every_registered_algorithm_loads(make_learner: MakeLearner) -> None:
     for name, algorithm in LEARNERS.items():
-        assert hasattr(make_learner(name, has_signal=False), "critic") == algorithm.has_critic
+        assert (make_learner(name, has_signal=False).training.critic is not None) == algorithm.has_critic

@@ -1,6 +1,6 @@
-"""Learner ranks in processes of their own: `python two_ranks.py RANK NUM_RANKS DIRECTORY JOB …`; and in this one.
+"""Run learner ranks in separate processes or in this one: `python two_ranks.py RANK NUM_RANKS DIRECTORY JOB …`.
 
-A job is a config, the messages for rank 0 and what goes wrong; its outcome is what the rank holds afterwards.
+A job is a config, the messages for rank 0 and a fault; its outcome is what the rank holds afterwards.
 """
 
 from __future__ import annotations
@@ -10,25 +10,35 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from bench.allocations import peak_bytes
 from unrolled import double, snapshot
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
-from unstable_lite.learners import UpdateResult, load_learner, ranks, worker
-from unstable_lite.learners.reinforce import REINFORCELearner
-from unstable_lite.transport.messages import LoadLearner, Message, Score, Scored, Stop, Update, Updated, decode, encode
+from unstable_lite.learner import UpdateResult, distributed, load_learner, worker
+from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
+from unstable_lite.transport.codec import decode, encode
+from unstable_lite.transport.messages import (
+    LoadLearner,
+    Message,
+    Score,
+    Scored,
+    Stop,
+    Update,
+    Updated,
+)
 from unstable_lite.types import TrainItem
 
 TOO_MUCH = 1 << 60
-"""Bytes that no allocator has."""
+"""Number of bytes beyond any allocator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,27 +49,27 @@ class Job:
     """A rank without memory for passes over more than `starved_tokens` tokens."""
     starved_tokens: int = 0
     starved_step: int | None = None
-    """A rank whose first optimiser step runs out of memory when it is made."""
+    """A rank whose first optimizer step runs out of memory."""
     broken: int | None = None
     """A rank whose forward pass raises."""
     strayed: int | None = None
-    """A rank that begins with another adapter."""
+    """A rank that starts with another adapter."""
     strayed_critic: int | None = None
-    """A rank that begins with another critic."""
+    """A rank that starts with another critic."""
     has_seeds: bool = False
-    """Each rank draws what it begins with from a seed of its own."""
+    """Whether each rank draws its initial values from a different seed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     tensors: dict[str, Tensor]
     replies: list[Message]
-    """Of rank 0."""
+    """Replies of rank 0."""
     error: str
-    """What ended it, if anything did."""
+    """Error that ended the rank, or ''."""
     base_bytes: int
     pass_bytes: int
-    """What a pass over one item takes at its worst; 0 in a job that is double."""
+    """Peak bytes of a pass over one item; 0 in a float64 job."""
 
     @property
     def updates(self) -> list[Updated]:
@@ -71,11 +81,11 @@ class Outcome:
 
 
 class Alone(REINFORCELearner):
-    """Knows nothing of ranks."""
+    """A learner that ignores the other ranks."""
 
     def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
         self.add_gradient(items)
-        self._optimizer.step()
+        self.training.optimizer.step()
         return UpdateResult(metrics={}, skipped=None)
 
 
@@ -85,7 +95,7 @@ def write(directory: Path, name: str, job: Job, messages: Sequence[Message]) -> 
 
 
 def run(directory: Path, names: Sequence[str], num_ranks: int) -> None:
-    """All jobs, one after the other, on `num_ranks` ranks."""
+    """Run all jobs, one after the other, on `num_ranks` ranks."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     processes = [
         subprocess.Popen([sys.executable, __file__, str(rank), str(num_ranks), directory, *names], env=environment)
@@ -103,7 +113,7 @@ def perform(directory: Path, name: str, rank: int = 0) -> None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"seed": rank})})
     learner = load_learner(config, "cpu")
     generator = torch.Generator().manual_seed(1)
-    critic = getattr(learner, "critic", None)
+    critic = learner.training.critic
     for key, parameter in (learner.policy.parameters | (critic.parameters if critic else {})).items():
         if "lora_B" in key or "value_head" in key:
             parameter.data.normal_(0.0, 0.1, generator=generator)
@@ -119,27 +129,27 @@ def perform(directory: Path, name: str, rank: int = 0) -> None:
         else:
             for message in messages:
                 replies.append(one.answer(_placed(message)))
-            ranks.tell(Stop())
+            distributed.broadcast(Stop())
         if not job.is_double:
             item = next(message for message in messages if isinstance(message, Score)).items[:1]
             pass_bytes = peak_bytes(lambda: learner.policy.score(item))
     except (ConfigError, RuntimeError) as reason:
         error = f"{type(reason).__name__}: {reason}"
-    place = directory / f"{name}.{ranks.num_ranks()}.{rank}"
+    place = directory / f"{name}.{distributed.num_ranks()}.{rank}"
     safetensors.torch.save_file(snapshot(learner), place)
     Path(f"{place}.replies").write_bytes(encode(replies))
     Path(f"{place}.rest").write_text(f"{learner.policy.base_bytes} {pass_bytes} {error}")
 
 
 def _placed(message: Message) -> Message:
-    """Every number of ranks has files of its own."""
+    """Give each number of ranks separate files."""
     assert isinstance(message, (Update, LoadLearner, Score))
     paths = {
-        key: value.replace("RANKS", str(ranks.num_ranks()))
+        key: value.replace("RANKS", str(distributed.num_ranks()))
         for key in ("path", "state_path")
         if (value := getattr(message, key, None)) is not None
     }
-    return replace(message, **paths)
+    return structs.replace(message, **paths)
 
 
 def outcome(directory: Path, name: str, num_ranks: int, rank: int = 0) -> Outcome:
@@ -168,17 +178,17 @@ def _spoil(learner: Any, job: Job, rank: int) -> None:
     if job.strayed == rank:
         next(iter(learner.policy.parameters.values())).data += 1e-6
     if job.strayed_critic == rank:
-        next(iter(learner.critic.parameters.values())).data += 1e-6
+        next(iter(learner.training.critic.parameters.values())).data += 1e-6
     if job.starved == rank:
         learner.policy._base.model.layers[-1].register_forward_pre_hook(in_a_pass)
     if job.starved_step == rank:
-        learner._optimizer.register_step_post_hook(in_a_step)
+        learner.training.optimizer.register_step_post_hook(in_a_step)
 
 
 if __name__ == "__main__":
     own_rank, size, place = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    ranks.join(ranks.on_this_machine(place / "meeting", size), own_rank, size, "cpu", timeout_s=60)
+    distributed.join(distributed.on_this_machine(place / "meeting", size), own_rank, size, "cpu", timeout_s=60)
     for job_name in sys.argv[4:]:
         perform(place, job_name, own_rank)
-    ranks.leave()
+    distributed.leave()

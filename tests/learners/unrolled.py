@@ -1,6 +1,6 @@
-"""The algorithms once more, by their formulas: one sequence at a time, the model's own logits, plain autograd.
+"""The algorithms by their formulas: one sequence at a time, the model's own logits, plain autograd.
 
-Slow on purpose, and without a line in common with what it is compared to. In float64 if the learner is.
+Slow on purpose, and independent of the code under test. Computes in float64 if the learner does.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ TEMPERATURE, MAX_GENERATION_LEN, CAP = 0.7, 16, 2.0
 
 def double(learner: Any) -> None:
     learner.policy.model.double()
-    if hasattr(learner, "critic"):
-        learner.critic.head.double()
+    if learner.training.critic is not None:
+        learner.training.critic.head.double()
 
 
 def logprobs(learner: Any, item: TrainItem) -> Tensor:
-    """Of the completion's tokens, under whatever adapter is in place."""
+    """Return the log-probabilities of the completion's tokens under the active adapter."""
     num_prompt = len(item.prompt_ids)
     tokens = torch.tensor(np.concatenate([item.prompt_ids, item.completion_ids]))[None].long()
     logits_TV = learner.policy.model(input_ids=tokens).logits[0] / TEMPERATURE
@@ -34,17 +34,17 @@ def logprobs(learner: Any, item: TrainItem) -> Tensor:
 
 
 def value(learner: Any, item: TrainItem) -> Tensor:
-    """What the critic says of the prompt; leaves its adapter in place."""
+    """Return the critic's value of the prompt; leaves the critic's adapter active."""
     learner.policy.model.set_adapter("critic")
     tokens = torch.tensor(item.prompt_ids)[None].long()
     hidden_D = learner.policy.model(input_ids=tokens, output_hidden_states=True).hidden_states[-1][0, -1]
-    return (learner.critic.head.weight[0] * hidden_D).sum() + learner.critic.head.bias[0]
+    return (learner.training.critic.head.weight[0] * hidden_D).sum() + learner.training.critic.head.bias[0]
 
 
 def policy_loss(
     learner: Any, items: Sequence[TrainItem], advantages: Sequence[float], length: float = MAX_GENERATION_LEN
 ) -> Tensor:
-    """`length`: what a step is divided by; before the first update that is the longest completion there can be."""
+    """Return the policy-gradient loss; `length` divides each step, by default by the largest length of a completion."""
     learner.policy.model.set_adapter("default")
     total = torch.zeros((), dtype=torch.float64)
     for item, advantage in zip(items, advantages, strict=True):
@@ -76,7 +76,7 @@ def clipped_loss(
 
 
 def kl_to_base(learner: Any, items: Sequence[TrainItem]) -> Tensor:
-    """A scalar whose gradient is that of KL(policy ‖ base) at the sampled prefixes, by the score function."""
+    """Return a scalar whose gradient is that of KL(policy ‖ base) at the sampled prefixes, by the score function."""
     learner.policy.model.set_adapter("default")
     total = torch.zeros((), dtype=torch.float64)
     for item in items:
@@ -95,21 +95,21 @@ def value_loss(learner: Any, items: Sequence[TrainItem], targets: Sequence[float
 
 
 def returns(items: Sequence[TrainItem], values: Sequence[float], gamma: float, gae_lambda: float) -> list[float]:
-    """GAE advantages by the definition: the discounted sum of all surprises still to come in the trajectory."""
+    """Return the GAE advantages by definition: the discounted sum of all later TD errors in the trajectory."""
     advantages = []
     for i, item in enumerate(items):
         rest = [j for j in range(i, len(items)) if items[j].trajectory == item.trajectory]
         total = 0.0
         for j in rest:
             following = values[j + 1] if j + 1 in rest else 0.0
-            surprise = items[j].reward + gamma * following - values[j]
-            total += (gamma * gae_lambda) ** (j - i) * surprise
+            td_error = items[j].reward + gamma * following - values[j]
+            total += (gamma * gae_lambda) ** (j - i) * td_error
         advantages.append(total)
     return advantages
 
 
 def mean_length(items: Sequence[TrainItem]) -> float:
-    """Tokens of a completion."""
+    """Return the mean number of tokens in a completion."""
     return sum(len(item.completion_ids) for item in items) / len(items)
 
 
@@ -120,12 +120,12 @@ def z_scores(numbers: Sequence[float]) -> list[float]:
 
 
 def gradient(loss: Tensor, parameters: dict[str, Any]) -> dict[str, Tensor]:
-    """To be asked for while the adapter that the loss is of is still in place."""
+    """Return the gradients by name; call it while the adapter of the loss is active."""
     return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 
 def grads_of(parameters: dict[str, Any]) -> dict[str, Tensor]:
-    """What an `add_gradient` has left."""
+    """Return copies of the gradients that an `add_gradient` has left."""
     return {name: parameter.grad.clone() for name, parameter in parameters.items()}
 
 
@@ -135,10 +135,10 @@ def largest_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> fl
 
 
 def snapshot(learner: Any) -> dict[str, Tensor]:
-    """Everything an update may change: parameters and optimiser states, of policy and critic."""
-    parts = [(learner.policy.parameters, learner._optimizer)]
-    if hasattr(learner, "critic"):
-        parts.append((learner.critic.parameters, learner._critic_optimizer))
+    """Return everything that an update may change: parameters and optimizer states of policy and critic."""
+    parts = [(learner.policy.parameters, learner.training.optimizer)]
+    if learner.training.critic is not None:
+        parts.append((learner.training.critic.parameters, learner.training.critic_optimizer))
     state = {}
     for parameters, optimizer in parts:
         for name, parameter in parameters.items():

@@ -1,9 +1,9 @@
-"""A game that is small enough to solve by hand: does the algorithm find the policy, and the critic its values?
+"""A game small enough to solve by hand, to test that the policy and the critic converge to known values.
 
-Two states, told apart by their first token alone. In the first, odd tokens lead to the second, even ones end the game
-with nothing; in the second, one even token ends it with 1, all others with nothing. So the first turn pays only by what
-comes after it, what is right in one state is wrong in the other, and with a discount of 0.9 a turn the best values are
-0.9 and 1.
+The game has two states, which only their first token distinguishes. In the first, odd tokens lead to the second and
+even ones end the game with 0; in the second, one even token ends it with 1, all others with 0. So the first turn only
+pays through the second, the right action in one state is wrong in the other, and with a discount of 0.9 per turn the
+optimal values are 0.9 and 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from unstable_lite.config import Config
-from unstable_lite.learners import load_learner
+from unstable_lite.learner import load_learner
 from unstable_lite.types import TrainItem
 
 VOCAB, WIN = 8, 6
@@ -44,7 +44,6 @@ def make_learner(directory: Path, algorithm: str, **settings: Any) -> Any:
                 "critic_learning_rate": 1e-2,
                 "gamma": GAMMA,
                 "gradient_clipping": 10.0,
-                "gradient_checkpointing": False,
                 "activation_checkpointing": False,
                 **settings,
             },
@@ -56,7 +55,7 @@ def make_learner(directory: Path, algorithm: str, **settings: Any) -> Any:
 
 
 def distributions(learner: Any) -> np.ndarray:
-    """`2V`: what the policy does in each state."""
+    """Return the policy's probability of each token in each state, of shape `2V`."""
     with torch.no_grad(), learner.policy.evaluating():
         logits_2V = learner.policy.model(input_ids=torch.tensor(np.stack(PROMPTS))).logits[:, -1]
     return logits_2V.double().softmax(-1).numpy()
@@ -86,7 +85,7 @@ def play(probability_2V: np.ndarray, num_games: int, rng: np.random.Generator, v
 
 
 def true_values(probability_2V: np.ndarray) -> list[float]:
-    """What the policy really earns from each state."""
+    """Return the expected return of the policy from each state."""
     second = probability_2V[1, WIN]
     return [GAMMA * probability_2V[0, 1::2].sum() * second, second]
 
@@ -110,4 +109,4 @@ def test_policy_and_critic_converge_to_the_known_values(
     values = true_values(distributions(learner))
     assert values == pytest.approx([GAMMA, 1.0], abs=0.05)
     states = play(np.eye(VOCAB)[[1, WIN]] + 1e-300, 1, rng, 0)
-    assert learner.critic.estimate(states) == pytest.approx(values, abs=0.1)
+    assert learner.training.critic.estimate(states) == pytest.approx(values, abs=0.1)

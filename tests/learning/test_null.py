@@ -1,6 +1,6 @@
-"""Runs in which there is nothing to learn: from rewards through transforms, buffer and the real learner.
+"""Runs with nothing to learn, from the rewards through transforms and buffer to the real learner.
 
-A game has one turn of each of two seats, told apart by the first token of the prompt; an action is one token.
+A game has one turn for each of two seats, which the first token of the prompt distinguishes; an action is one token.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import pytest
 import torch
 from learning.test_control import PROMPTS, VOCAB, distributions, make_learner
 
-from unstable_lite.algorithms import resolve_defaults
 from unstable_lite.config import Config
-from unstable_lite.learners.client import train_items
-from unstable_lite.runtime import make_buffer
+from unstable_lite.learner.client import train_items
+from unstable_lite.orchestrator.wiring import make_buffer
+from unstable_lite.planning.algorithm_defaults import resolve_defaults
 from unstable_lite.types import (
     AgentSpec,
     GameRecord,
@@ -35,11 +35,11 @@ ALGORITHMS = ["reinforce", "a2c", "ppo", "grpo", "rloo"]
 ENV, GROUP_SIZE, GAMES = "Nim-v0-train", 8, 64
 MODEL = ModelRef(uid="current", kind="checkpoint", adapter_version=0)
 Reward = Callable[[int, int, random.Random], float]
-"""From a seat and its token to the final reward."""
+"""Final reward as a function of a seat and its token."""
 
 
 class NullRun:
-    """A learner and the buffer that the same config makes."""
+    """A learner and the buffer for the same config."""
 
     def __init__(self, directory: Path, algorithm: str, reward: Reward, seed: int = 0, **settings: Any) -> None:
         self.learner = make_learner(directory, algorithm, gamma=1.0, **settings)
@@ -148,7 +148,9 @@ def even_token_wins(pid: int, token: int, rng: random.Random) -> float:
 def policy_state(learner: Any) -> list[torch.Tensor]:
     """Return copies of the policy's parameters and of AdamW's state."""
     parameters = list(learner.policy.parameters.values())
-    moments = [torch.as_tensor(value) for p in parameters for value in learner._optimizer.state.get(p, {}).values()]
+    moments = [
+        torch.as_tensor(value) for p in parameters for value in learner.training.optimizer.state.get(p, {}).values()
+    ]
     return [tensor.detach().clone() for tensor in [*parameters, *moments]]
 
 
@@ -157,26 +159,30 @@ def kl(to_2V: np.ndarray, start_2V: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-async def test_nothing_moves_if_all_results_of_a_seat_are_alike(tmp_path: Path, algorithm: str) -> None:
-    """The updates before make momentum that must not carry on."""
+async def test_nothing_changes_if_all_results_of_a_seat_are_equal(tmp_path: Path, algorithm: str) -> None:
+    """Earlier updates make momentum, which must not continue."""
     run = NullRun(tmp_path, algorithm, even_token_wins)
     for _ in range(2):
         await run.update()
     run._reward = first_seat_wins
-    await run.update()  # some result may still differ from the newest one before
+    await run.update()  # some result may still differ from the previous one
     before = policy_state(run.learner)
-    critic = [p.detach().clone() for p in run.learner.critic.parameters.values()] if algorithm in ("a2c", "ppo") else []
+    critic = (
+        [p.detach().clone() for p in run.learner.training.critic.parameters.values()]
+        if algorithm in ("a2c", "ppo")
+        else []
+    )
     for _ in range(3):
         assert (await run.update())["zero_advantage"] == 1
     after = policy_state(run.learner)
     assert len(before) == len(after) > len(run.learner.policy.parameters)
     assert all(map(torch.equal, before, after))
     if critic:
-        assert not all(map(torch.equal, critic, run.learner.critic.parameters.values()))
+        assert not all(map(torch.equal, critic, run.learner.training.critic.parameters.values()))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-async def test_kl_penalty_still_acts_if_all_results_are_alike(tmp_path: Path, algorithm: str) -> None:
+async def test_kl_penalty_still_acts_if_all_results_are_equal(tmp_path: Path, algorithm: str) -> None:
     run = NullRun(tmp_path, algorithm, even_token_wins, kl_coefficient=0.1)
     for _ in range(5):
         await run.update()
@@ -188,13 +194,13 @@ async def test_kl_penalty_still_acts_if_all_results_are_alike(tmp_path: Path, al
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-async def test_random_rewards_move_the_policy_little_and_nowhere_in_particular(
+async def test_random_rewards_move_the_policy_little_and_without_direction(
     tmp_path_factory: pytest.TempPathFactory, algorithm: str
 ) -> None:
-    """The learning rate is one at which true rewards do not yet end at their largest KL, ln 2, within the updates.
+    """True rewards at this learning rate do not reach their largest KL, ln 2, within the updates.
 
-    `grpo` and `ppo` make four steps of one update. At the others' learning rate true rewards end at ln 2, and random
-    ones at .48 and .83 of that; at a quarter of it, or with one step, at .04 to .09, as with the others.
+    `grpo` and `ppo` make four steps per update. At the learning rate of the others, true rewards reach ln 2 and random
+    ones .48 and .83 of that; at a quarter of it, or with one step, they reach .04 to .09, as with the others.
     """
     learning_rate = 7.5e-4 if algorithm in ("grpo", "ppo") else 3e-3
 

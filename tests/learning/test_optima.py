@@ -5,24 +5,25 @@ policy is a language model that reads a state as a prompt of two tokens and answ
 has its own random base model, LoRA and games. The value of a policy is computed exactly, not sampled.
 
 A policy passes if its value is within BOUND of the optimum. BOUND is about a quarter of the smallest distance between
-the optimum and the best policy that has not learnt what a game is about:
+the optimum and the best policy that has not learnt the point of a game:
 
-- `bandit` shows that actions depend on the state: each of two states has its own right token. A policy that does not
-  read the state is at least 0.5 from the optimum. For algorithms with a group baseline, games from the second state pay
-  SHIFT less. That falls away if the games of a group have the same start, and hides everything else if they do not.
-- `control` shows that the first turn is credited with the result of the second. Token 4 leads to a good state, all
-  others to a bad one, and what is right in these two states leads to the bad one. So a policy whose first turn only
-  imitates its second ends at 0.4, which is 0.6 from the optimum. A policy with the right first turn and a random second
-  is 0.37 from it. The good state pays more than the bad one whatever the second token is. Otherwise a policy that
-  learnt the bad state first would be at a local optimum, and even the exact gradient would leave it there.
-- `chain` shows that a discount is applied: an even token ends the game at once with 0.8, an odd one leads through two
-  more turns to 1.0, which a discount of 0.7 a turn makes 0.49. A policy that ignores the discount, or that is paid for
-  the number of its turns, is 0.31 from the optimum. Only algorithms with a critic discount (`learner.gamma`). For the
-  others the game itself pays 0.49.
+- `bandit` requires actions that depend on the state: each of two states has a different right token. A policy that
+  ignores the state is at least 0.5 from the optimum. For algorithms with a group baseline, games from the second state
+  pay SHIFT less. The baseline removes SHIFT if the games of a group have the same start; otherwise SHIFT hides
+  everything else.
+- `control` requires that the first turn is credited with the result of the second. Token 4 leads to a good state, all
+  others to a bad one, and the tokens that are right in these two states lead to the bad one. So a policy whose first
+  turn only imitates its second ends at 0.4, which is 0.6 from the optimum. A policy with the right first turn and a
+  random second one is 0.37 from it. The good state pays more than the bad one for every second token. Otherwise a
+  policy that learnt the bad state first would be at a local optimum, and even the exact gradient would leave it there.
+- `chain` requires that a discount is applied: an even token ends the game at once with 0.8, an odd one leads through
+  two more turns to 1.0, which a discount of 0.7 per turn makes 0.49. A policy that ignores the discount, or that is
+  paid for the number of its turns, is 0.31 from the optimum. Only algorithms with a critic discount (`learner.gamma`).
+  For the others the game itself pays 0.49.
 
-The last two tests break one thing at a time and expect BOUND to be missed. They cannot show that
-`losses.importance_weights` divides the right way round: the inverse weights leave the sign of every gradient as it is,
-and games up to three updates old still end within BOUND. tests/learners/test_losses.py checks the weights' values.
+The last two tests introduce one fault at a time and expect a distance over BOUND. They cannot show that
+`losses.importance_weights` divides the right way round: inverse weights do not change the sign of any gradient, and
+games up to three updates old still end within BOUND. tests/learners/test_losses.py checks the weights' values.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from unstable_lite.algorithms import resolve_defaults
 from unstable_lite.config import Config
-from unstable_lite.learners import LEARNERS, load_learner, losses
-from unstable_lite.learners.client import train_items
-from unstable_lite.runtime import make_buffer
+from unstable_lite.learner import LEARNERS, load_learner, losses
+from unstable_lite.learner.client import train_items
+from unstable_lite.orchestrator.wiring import make_buffer
+from unstable_lite.planning.algorithm_defaults import resolve_defaults
 from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, PlayerTrajectory, Step, TrainItem
 
 ENV, VOCAB, BOUND = "Nim-v0-train", 8, 0.075
@@ -52,26 +53,26 @@ SEEDS = range(5)
 BATCH, GROUP = 96, 8
 SHIFT = 30.0
 PROMPTS = np.array([[1, 7], [2, 7], [3, 7]], np.int32)
-"""One for each state."""
+"""Prompts of the states."""
 MODEL = ModelRef(uid="current", kind="checkpoint", adapter_version=0)
 AGENT = AgentSpec(pid=0, model=MODEL, collect_data=True, prompt_template="default", action_extraction_fn="default")
 
 Probabilities = npt.NDArray[np.float64]
-"""`SV`: of each token in each state."""
+"""Probability of each token in each state, of shape `SV`."""
 
 
 @dataclass(frozen=True)
 class Game:
     num_starts: int
-    """Number of states in which a game may start, which are the first ones."""
+    """Number of possible start states, which are the first ones."""
     num_states: int
     turn: Callable[[int, int], int | float]
-    """From a state and a token to the next state (int), or to the reward of a game that ends (float)."""
+    """Next state (int), or reward of a game that ends (float), as a function of a state and a token."""
     optimum: float
     num_updates: int
-    """Number of updates that teach it. Algorithms that make several steps an update (`is_clipped`) get half of it."""
+    """Number of updates that suffice; algorithms with several steps per update (`is_clipped`) get half as many."""
     discount: float = 1.0
-    """Factor by which every turn before the last one makes the reward smaller."""
+    """Factor on the reward for every turn before the last one."""
 
     def value(self, probability_SV: Probabilities) -> float:
         """Return the expected discounted reward; a state only leads to states with a higher number."""
@@ -110,7 +111,7 @@ GAMES = {
 
 @pytest.fixture(scope="module")
 def base_models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Return a base model for each seed, of 17,000 weights. Every token has a probability of at least 0.02."""
+    """Return a base model of 17,000 weights for each seed. Every token has a probability of at least 0.02."""
     torch.set_num_threads(1)  # the model is too small for two
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Qwen3Config(
@@ -157,7 +158,7 @@ def distributions(learner: Any) -> Probabilities:
 def play(
     game: Game, probability_SV: Probabilities, start: int, version: int, rng: np.random.Generator
 ) -> tuple[list[Step], float]:
-    """Return the turns of a game, and its reward without discount."""
+    """Return the turns of a game and its undiscounted reward."""
     steps: list[Step] = []
     where: int | float = start
     while isinstance(where, int):
@@ -198,10 +199,10 @@ def distance(
     gamma: float | None = None,
     rewards: dict[str, Any] | None = None,
 ) -> float:
-    """Train, and return how far the value of the policy is from the optimum.
+    """Train, and return the distance of the policy's value from the optimum.
 
-    The last four arguments break something: the games of a group start in different states, the learner's items are
-    changed, its discount is not the game's, the reward transforms are not the algorithm's.
+    Each of the last four arguments introduces a fault: the games of a group start in different states, the learner's
+    items are changed, its discount is not the game's, or the reward transforms are not the algorithm's.
     """
     game, kind = GAMES[name], LEARNERS[algorithm]
     gamma = game.discount if gamma is None else gamma
@@ -231,7 +232,7 @@ def test_optimum_is_the_value_of_the_best_policy() -> None:
         assert max(game.value(np.eye(VOCAB)[list(tokens)]) for tokens in policies) == pytest.approx(game.optimum)
 
 
-def test_bound_is_a_quarter_of_the_smallest_distance_of_a_policy_that_learnt_nothing() -> None:
+def test_bound_is_a_quarter_of_the_smallest_distance_without_learning() -> None:
     token_V, by_chance = np.eye(VOCAB), np.full(VOCAB, 1 / VOCAB)
     ignorant = [
         *(("bandit", [token_V[token], token_V[token]]) for token in range(VOCAB)),
@@ -251,7 +252,7 @@ def test_every_seed_comes_within_the_bound_of_the_optimum(base_models: list[Path
 
 
 def last_turn_only(items: Sequence[TrainItem]) -> list[TrainItem]:
-    """Make the first turns of `control` trajectories of their own, without a reward."""
+    """Make the first turns of `control` separate trajectories without a reward."""
     return [
         replace(item, trajectory=-1 - row, reward=0.0) if item.prompt_ids[0] == 1 else item
         for row, item in enumerate(items)
@@ -267,7 +268,7 @@ BREAKS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "bonus for each turn": ("chain", ["a2c", "ppo"], {"rewards": BONUS}),
     "role average with a discount": ("chain", ["a2c", "ppo"], {"rewards": ROLE_AVERAGE}),
 }
-"""Game that shows a break, algorithms that can have it, and arguments of `distance` that cause it."""
+"""Game that shows a fault, algorithms that can have it, and arguments of `distance` that cause it."""
 
 
 @pytest.mark.parametrize(

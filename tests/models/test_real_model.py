@@ -1,4 +1,4 @@
-"""A real pretrained model, given as a GGUF file, starts and trains without an alarm of the canary."""
+"""A real pretrained model, given as a GGUF file, starts and trains without a canary alarm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ start_timeout_s = 600
 dtype = "DTYPE"
 batch_size = 4
 learning_rate = 1e-4
-gradient_checkpointing = false
 activation_checkpointing = false
 [lora]
 lora_rank = 8
@@ -63,7 +62,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The model is converted once for all tests of this module."""
+    """Share a cache, so that the model is converted once for all tests of this module."""
     directory = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(directory))

@@ -1,4 +1,4 @@
-"""The embedded model: small, loads anywhere, loses no text, and knows the rules of its games."""
+"""The embedded model is small, loads anywhere, encodes any text and knows the rules of its games."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples import make_tiny_model as make
 from unstable_lite.config import Config
 from unstable_lite.evaluation.probing import probe, random_positions
 from unstable_lite.evaluation.scoring import action_distribution
@@ -21,7 +22,6 @@ from unstable_lite.games.players.greedy import greedy_actions
 from unstable_lite.games.players.optimal import optimal_actions
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.models import resolve_model
-from unstable_lite.models.tiny import make
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 WEIGHTS = Path(resolve_model("builtin:tiny"))
@@ -35,7 +35,7 @@ FAMILIES = {
     "IteratedRockPaperScissors-v0-train": 50,
     "PigDice-v0-train": 48,
 }
-"""Env to the number of tokens that a mean prompt of a random game stays under."""
+"""Largest mean number of tokens of a prompt in random games, by env id."""
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +48,16 @@ def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(WEIGHTS, dtype=torch.float32)
 
 
-TOKENIZER = AutoTokenizer.from_pretrained(WEIGHTS)  # hypothesis wants no fixture
+TOKENIZER = AutoTokenizer.from_pretrained(WEIGHTS)  # hypothesis cannot use a fixture
 
 
-def test_it_is_a_stock_qwen3_of_one_to_two_million_parameters(model: Any) -> None:
+def test_model_is_a_stock_qwen3_of_one_to_two_million_parameters(model: Any) -> None:
     assert type(model).__name__ == "Qwen3ForCausalLM"
     assert 1_000_000 <= sum(p.numel() for p in model.parameters()) <= 2_000_000
     assert model.config.head_dim in (32, 64)
 
 
-def test_the_files_are_complete_and_small() -> None:
+def test_model_files_are_complete_and_small() -> None:
     names = {path.name for path in WEIGHTS.iterdir()}
     assert names >= {
         "config.json",
@@ -79,19 +79,19 @@ def test_generation_stops_at_the_end_of_a_turn(model: Any, tokenizer: Any) -> No
 
 @settings(deadline=None, max_examples=300)
 @given(st.text())
-def test_any_text_comes_back_exactly(text: str) -> None:
+def test_any_text_survives_encoding(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     assert TOKENIZER.decode(ids) == text
 
 
-def test_whole_transcripts_come_back_exactly(tokenizer: Any) -> None:
+def test_whole_transcripts_survive_encoding(tokenizer: Any) -> None:
     for env_id in FAMILIES:
         for observation, action in random_turns(env_id.removesuffix("-train"), games=2):
             text = f"{make.tiny_prompt(observation)}\\boxed{{{action}}}<|im_end|>"
             assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-def test_the_chat_template_is_the_template_named_tiny(tokenizer: Any) -> None:
+def test_chat_template_equals_the_template_named_tiny(tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "Your move."}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == make.tiny_prompt("Your move.")
@@ -99,7 +99,7 @@ def test_the_chat_template_is_the_template_named_tiny(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(("env_id", "most"), FAMILIES.items())
-def test_a_turn_costs_few_tokens(tokenizer: Any, env_id: str, most: int) -> None:
+def test_turn_costs_few_tokens(tokenizer: Any, env_id: str, most: int) -> None:
     turns = random_turns(env_id, games=20)
     prompt_lens = [len(tokenizer.encode(make.tiny_prompt(o))) for o, _ in turns]
     answer_lens = [len(tokenizer.encode(f"\\boxed{{{a}}}<|im_end|>")) for _, a in turns]
@@ -107,7 +107,7 @@ def test_a_turn_costs_few_tokens(tokenizer: Any, env_id: str, most: int) -> None
     assert max(answer_lens) <= 6
 
 
-def test_its_moves_are_legal(model: Any, tokenizer: Any) -> None:
+def test_moves_of_the_model_are_legal(model: Any, tokenizer: Any) -> None:
     torch.manual_seed(0)
     share_legal = {}
     for env_id in FAMILIES:
@@ -123,7 +123,7 @@ def test_its_moves_are_legal(model: Any, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("env_id", ["Nim-v0-train", "TicTacToe-v0-train", "ConnectFour-v0-train", "LiarsDice-v0-train"])
-def test_the_player_of_its_games_prefers_strong_moves_a_little(env_id: str) -> None:
+def test_teacher_slightly_prefers_strong_moves(env_id: str) -> None:
     share = make.STRONG_SHARES.get(env_id.partition("-v0")[0], 0.0)
     read = {"ConnectFour": greedy_actions, "LiarsDice": lambda *_: []}.get(env_id.partition("-v0")[0], optimal_actions)
     are_unequal = set()
@@ -140,7 +140,7 @@ def test_the_player_of_its_games_prefers_strong_moves_a_little(env_id: str) -> N
     assert (True in are_unequal) == (share > 0)
 
 
-def test_a_turn_is_trained_on_the_whole_distribution_given_the_tokens_before() -> None:
+def test_turn_is_trained_on_the_whole_next_token_distribution() -> None:
     turn = make.EncodedTurn([1], [(5, 7), (5, 8), (6, 7)], (0.5, 0.3, 0.2), chosen=1)
     first, second = turn.next_tokens()
     assert first == pytest.approx({5: 0.8, 6: 0.2})
@@ -148,8 +148,8 @@ def test_a_turn_is_trained_on_the_whole_distribution_given_the_tokens_before() -
 
 
 @pytest.mark.parametrize(("env_id", "least"), [("Nim-v0-train", 0.25), ("TicTacToe-v0-train", 0.35)])
-def test_the_base_plays_a_little_better_than_at_random(env_id: str, least: float) -> None:
-    """Its probability of a best move, where some legal move is worse: random play has .20 in Nim, .33 in TicTacToe."""
+def test_base_plays_slightly_better_than_random(env_id: str, least: float) -> None:
+    """Mean probability of a best move if some legal move is worse; random play has .20 in Nim and .33 in TicTacToe."""
     env = EvalEnvSpec(env_id=env_id, num_players=2, prompt_template="tiny", observation="board")
     observations = sorted({position.observation for position in random_positions(env, games=30)})
     config = Config(model_name="builtin:tiny", train_envs=(TrainEnvSpec(env_id=env_id, num_players=2, num_actors=1),))
@@ -160,7 +160,7 @@ def test_the_base_plays_a_little_better_than_at_random(env_id: str, least: float
     assert least < optimal.value < least + 0.2
 
 
-def test_the_recipe_runs_and_its_tokenizer_is_a_function_of_the_seed(tmp_path: Path) -> None:
+def test_recipe_runs_and_its_tokenizer_depends_only_on_the_seed(tmp_path: Path) -> None:
     for run, seed in (("a", 3), ("b", 3), ("c", 4)):
         make.make(tmp_path / run, games=50, steps=5, seed=seed)
     tokenizers = [(tmp_path / run / "tokenizer.json").read_bytes() for run in "abc"]
@@ -173,7 +173,7 @@ def test_the_recipe_runs_and_its_tokenizer_is_a_function_of_the_seed(tmp_path: P
 
 
 def random_turns(env_id: str, games: int) -> list[tuple[str, str]]:
-    """(observation, action) of random-legal games."""
+    """Return (observation, action) pairs of random-legal games."""
     rng = random.Random(0)
     turns = []
     for _ in range(games):
@@ -188,7 +188,7 @@ def random_turns(env_id: str, games: int) -> list[tuple[str, str]]:
 
 
 def answer(model: Any, tokenizer: Any, observation: str) -> str:
-    """Sampled at temperature 1, stop token included."""
+    """Return an answer sampled at temperature 1, with its stop token."""
     ids = tokenizer(make.tiny_prompt(observation), return_tensors="pt")["input_ids"]
     output = model.generate(
         ids,

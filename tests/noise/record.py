@@ -1,4 +1,4 @@
-"""Record what the embedded engine and the learner differ by in bfloat16, on a real pretrained model.
+"""Record the differences of the embedded engine and the learner in bfloat16, on a real pretrained model.
 
     python tests/noise/record.py MODEL_DIRECTORY
 
@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 
 from unstable_lite.config import Config
-from unstable_lite.engines.transformers import TransformersEngine
+from unstable_lite.engines.embedded.engine import TransformersEngine
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.templates import format_prompt, templates_for
-from unstable_lite.learners import load_learner
-from unstable_lite.learners.client import train_items
-from unstable_lite.transport.child import WorkerSpec
+from unstable_lite.learner import load_learner
+from unstable_lite.learner.client import train_items
 from unstable_lite.transport.messages import Generate
+from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import Step
 
 FILE = Path(__file__).with_name("smollm2_bfloat16.npz")
 ENVS = ("KuhnPoker-v0-train", "Nim-v0-train", "TicTacToe-v0-train", "ConnectFour-v0-train")
 SEEDS = 2
 COMPLETIONS = 8
-"""Of each prompt."""
+"""Completions for each prompt."""
 TOKENS = 32
 
 
@@ -44,7 +44,7 @@ def main(model: str) -> None:
     )
     spec = WorkerSpec(name="engine-0", endpoint="", device="cpu", threads=2, config_json=config.model_dump_json())
     engine, learner = TransformersEngine(spec), load_learner(config, "cpu")
-    templates = templates_for(config, engine.facts["prompts"])
+    templates = templates_for(config, engine.info["prompts"])
     number = 0
     for env_id in ENVS:
         for seed in range(SEEDS):

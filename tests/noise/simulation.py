@@ -1,8 +1,8 @@
-"""Publishes and returns, simulated from recorded rounding noise and judged by the code that judges a run's.
+"""Publishes and returns, simulated from recorded rounding noise and checked by the code that checks a run's.
 
     python tests/noise/simulation.py
 
-prints the table of docs/curves.md: how many tokens it takes to catch wrong weights.
+This prints the table of docs/curves.md: the number of tokens needed to detect wrong weights.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from pathlib import Path
 
 import numpy as np
 
-from unstable_lite.canary import Check, Evidence, Floats, Noise
+from unstable_lite.adapters.canary import Check, Evidence, Floats, Noise
 
 RECORDED = Path(__file__).with_name("smollm2_bfloat16.npz")
 TOLERANCE = 0.2
 TOKENS = 16
-"""Of one completion of a canary."""
+"""Tokens of one completion of a canary."""
 SCORED, SAMPLED = 2, 12
-"""Completions of the first two rounds, as publisher.py has them for completions of TOKENS tokens."""
+"""Completions of the first two rounds, as in adapter_sync.py for completions of TOKENS tokens."""
 
 
 def recorded() -> list[Floats]:
-    """Return one array for each completion, its tokens in order: engine's log p less the learner's, and the latter."""
+    """Return an array per completion: for each token, the engine's log p minus the learner's, and the learner's."""
     with np.load(RECORDED) as file:
         learner = file["transformers/learner"].astype(np.float64)
         pairs = np.stack([file["transformers/engine"] - learner, learner], axis=1)
@@ -31,7 +31,7 @@ def recorded() -> list[Floats]:
 
 
 class World:
-    """Completions with the recorded noise, drawn whole, and adapters that change log p by as much as is asked for."""
+    """Whole completions with the recorded noise, and adapters that change log p by a given amount."""
 
     def __init__(self, scale: float = 1.0, seed: int = 0) -> None:
         self.rng = np.random.default_rng(seed)
@@ -39,7 +39,7 @@ class World:
         self._prompt, self._number = np.zeros(1, np.int32), 0
 
     def rounding(self) -> tuple[Floats, Floats]:
-        """Return what rounding does to the tokens of a completion, and their log p by the learner."""
+        """Return the rounding noise of a completion's tokens, and their log p by the learner."""
         one = self._noise[self.rng.integers(len(self._noise))]
         start = self.rng.integers(max(1, len(one) - TOKENS + 1))
         noise, learner = one[start : start + TOKENS].T
@@ -62,8 +62,8 @@ class World:
         check = self.start()
         return Noise(np.concatenate(check.differences), np.concatenate(check.learner), TOLERANCE)
 
-    def publish(self, noise: Noise, evidence: Evidence, effect: float) -> Check:
-        """Check an engine that is right about an adapter whose mean effect on log p is `effect`."""
+    def add(self, noise: Noise, evidence: Evidence, effect: float) -> Check:
+        """Check a right engine on an adapter whose mean effect on log p is `effect`."""
         check = Check(evidence, noise, TOLERANCE, SCORED, SAMPLED)
         while wanted := check.num_wanted():
             while check.num_completions < wanted:
@@ -72,14 +72,14 @@ class World:
         return check
 
     def come_back(self, noise: Noise, evidence: Evidence, effect: float) -> Check:
-        """Check an engine that is right about an adapter that comes back: rounding parts some completions early."""
+        """Check a right engine on a returning adapter: rounding makes some completions diverge early."""
         check = Check(evidence, noise, TOLERANCE, SCORED, SAMPLED)
         while wanted := min(check.num_wanted(), SAMPLED):
             if check.num_completions == wanted:
                 break
             while check.num_completions < wanted:
                 rounding, learner = self.rounding()
-                # The samplers part with about the probability by which the two distributions differ.
+                # The samplers diverge with about the probability by which the two distributions differ.
                 parts = np.nonzero(self.rng.random(len(rounding)) < np.abs(rounding) / 2)[0]
                 then = np.full(len(rounding), self._number, np.int32)
                 now = then.copy()
@@ -90,10 +90,10 @@ class World:
         return check
 
     def tokens_to_catch(self, noise: Noise, kind: str, mean: float, most: int = 1 << 15) -> float:
-        """Return after how many tokens a wrong engine is called wrong; infinity if `most` do not suffice.
+        """Return the number of tokens after which a wrong engine is detected; infinity if `most` do not suffice.
 
-        `kind`: "base" (the base answers, and is `mean` away from the adapter), "twice" (the adapter counts twice), or
-        "other" (a difference of that size which has nothing to do with the adapter's effect).
+        `kind`: "base" (the base answers, and is `mean` away from the adapter), "twice" (the adapter is scaled twice as
+        much), or "other" (a difference of that size that is unrelated to the adapter's effect).
         """
         evidence, num_tokens = Evidence(), 0
         while not evidence.is_wrong and num_tokens < most:

@@ -1,4 +1,4 @@
-"""The tiny model that is shipped, on the CPU."""
+"""The shipped tiny model on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MakeConfig = Callable[..., Config]
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """The model is too small for two, and the machine may be busy."""
+    """Use one thread: the model is too small for two, and the machine may be busy."""
     torch.set_num_threads(1)
 
 
@@ -26,8 +26,7 @@ def make_config() -> MakeConfig:
             {
                 "engine": {"temperature": 1.0, "max_generation_len": 16, "max_model_len": 512, "kind": "transformers"}
                 | sections.get("engine", {}),
-                "learner": {"dtype": "float32", "activation_checkpointing": False, "gradient_checkpointing": False}
-                | sections.get("learner", {}),
+                "learner": {"dtype": "float32", "activation_checkpointing": False} | sections.get("learner", {}),
                 "lora": {"lora_rank": 8, "lora_alpha": 16} | sections.get("lora", {}),
                 "sft": {"players": ("scripted:random",), "learning_rate": 3e-3} | sections.get("sft", {}),
                 "train_envs": [

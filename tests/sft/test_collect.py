@@ -1,4 +1,4 @@
-"""Real games between scripted players, until there are enough turns to imitate."""
+"""Real games between scripted players until there are enough turns to imitate."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openai_server import said, serving
-from unstable_lite.config import Config, OpponentsConfig
+from openai_server import chat_reply, serving
+from unstable_lite.config import Config
+from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.errors import EnvError, OpponentError, RequestError
-from unstable_lite.games.seats import Seats
+from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.sft.collect import Collected, adapter_versions, collect_pairs
 from unstable_lite.sft.pairs import Pair, read_pairs, write_line
 from unstable_lite.types import Generation
@@ -34,14 +35,14 @@ def config(workers: int = 8, **sft: Any) -> Config:
 
 async def collect(given: Config, generate: Any = None) -> tuple[list[Pair], Collected]:
     pairs: list[Pair] = []
-    async with Seats(generate, opponents=given.opponents) as seats:
+    async with PlayerFactory(generate, opponents=given.opponents) as seats:
         collected = await collect_pairs(given, seats, pairs.append, lambda _: None)
     assert collected.pairs == len(pairs)
     return pairs, collected
 
 
 async def box_it(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
-    """Answers after a while that depends on the prompt, so that games end in another order than they began."""
+    """Answer after a delay that depends on the prompt, so that games end in another order than they began."""
     await asyncio.sleep(len(prompt) % 7 / 1000)
     text = "\\boxed{[1 1]}" if "Nim" in prompt else f"\\boxed{{{prompt.split('[')[-1][:2]}]}}"
     return Generation(
@@ -54,7 +55,7 @@ async def box_it(prompt: str, version: int, stop: tuple[str, ...], seed: int | N
     )
 
 
-async def test_games_are_played_until_there_are_exactly_so_many_pairs_of_winners() -> None:
+async def test_games_are_played_until_there_are_enough_pairs_of_winners() -> None:
     pairs, collected = await collect(config())
     assert len(pairs) == 40
     assert {pair.outcome for pair in pairs} == {"win"}
@@ -63,7 +64,7 @@ async def test_games_are_played_until_there_are_exactly_so_many_pairs_of_winners
     assert collected.games < 40
 
 
-async def test_the_pairs_are_the_same_at_any_concurrency_and_others_with_another_seed() -> None:
+async def test_pairs_depend_on_the_seed_and_not_on_concurrency() -> None:
     given = config(players=("base", "scripted:random"), filter=(), workers=1)
     at_once = given.model_copy(update={"run": given.run.model_copy(update={"num_collection_workers": 16})})
     reseeded = given.model_copy(update={"run": given.run.model_copy(update={"seed": 1})})
@@ -74,7 +75,7 @@ async def test_the_pairs_are_the_same_at_any_concurrency_and_others_with_another
     assert one != other
 
 
-async def test_players_take_turns_at_the_seats_within_each_env() -> None:
+async def test_players_alternate_seats_within_each_env() -> None:
     pairs, _ = await collect(config(players=("base", "scripted:random"), filter=(), pairs=60), box_it)
     first = Counter((pair.env_id, pair.player) for pair in pairs if pair.turn == 0)
     for env_id in ("TicTacToe-v0-train", "Nim-v0-train"):
@@ -88,7 +89,7 @@ async def test_no_more_than_max_games_are_played() -> None:
     assert 0 < len(pairs) < 30
 
 
-async def test_a_game_that_breaks_gives_no_pair_and_if_all_do_the_last_reason_is_told() -> None:
+async def test_failed_game_gives_no_pair_and_the_last_reason_is_reported() -> None:
     calls = 0
 
     async def break_once(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
@@ -102,7 +103,7 @@ async def test_a_game_that_breaks_gives_no_pair_and_if_all_do_the_last_reason_is
     assert collected.void_games == 1
 
     class Broken:
-        """As an engine that is on strike, or an endpoint."""
+        """An engine or endpoint that refuses every request."""
 
         def __init__(self, error: type[RequestError]) -> None:
             self._error = error
@@ -110,14 +111,14 @@ async def test_a_game_that_breaks_gives_no_pair_and_if_all_do_the_last_reason_is
         async def __call__(
             self, prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None
         ) -> Generation:
-            raise self._error("on strike")
+            raise self._error("refused")
 
     for error in (RequestError, OpponentError):
-        with pytest.raises(EnvError, match=r"broke.*on strike"):
+        with pytest.raises(EnvError, match="refused"):
             await collect(config(players=("base",)), Broken(error))
 
 
-async def test_a_model_that_at_times_says_nothing_leaves_pairs_that_can_be_read(tmp_path: Path) -> None:
+async def test_model_with_empty_answers_leaves_readable_pairs(tmp_path: Path) -> None:
     async def say_nothing_at_times(
         prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None
     ) -> Generation:
@@ -132,7 +133,7 @@ async def test_a_model_that_at_times_says_nothing_leaves_pairs_that_can_be_read(
     assert {pair.player for pair in pairs} == {"base", "scripted:random"}
 
 
-async def test_an_answer_that_was_cut_off_is_never_imitated_whoever_gave_it() -> None:
+async def test_truncated_answer_is_never_imitated() -> None:
     async def cut_off_at_times(prompt: str, version: int, stop: tuple[str, ...], seed: int | None = None) -> Generation:
         generation = await box_it(prompt, version, stop)
         if len(prompt) % 2:
@@ -141,7 +142,7 @@ async def test_an_answer_that_was_cut_off_is_never_imitated_whoever_gave_it() ->
 
     with serving() as server:
         reasons = itertools.cycle(["stop", "length", "eos", "content_filter"])
-        server.answer = lambda _body: said(f"\\boxed{{[1 1]}} {(reason := next(reasons))}", finish_reason=reason)
+        server.answer = lambda _body: chat_reply(f"\\boxed{{[1 1]}} {(reason := next(reasons))}", finish_reason=reason)
         given = config(players=("base", "vendor/model"), filter=())
         given = given.model_copy(update={"opponents": OpponentsConfig(base_url=server.url, max_retries=0)})
         pairs, collected = await collect(given, cut_off_at_times)

@@ -1,4 +1,4 @@
-"""What is trained on, and that it is learnt: the real model, the real engine."""
+"""The training data of fine-tuning and its result, with the real model and the real engine."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 import torch
 import transformers
 
+from examples.make_tiny_model import END
+from unstable_lite.adapters import writer
 from unstable_lite.config import Config
-from unstable_lite.engines.engine import Engine, load_engine
+from unstable_lite.engines.base import Engine, load_engine
 from unstable_lite.errors import RequestError
-from unstable_lite.games.seats import Seats
+from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import TEMPLATES, format_prompt, templates_for
-from unstable_lite.learners import adapter_files
 from unstable_lite.models import resolve_model
-from unstable_lite.models.tiny.make import END
 from unstable_lite.sft.collect import collect_pairs
 from unstable_lite.sft.fine_tuning import FineTuner
 from unstable_lite.sft.pairs import Pair
-from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import Generate
+from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import Generation
 
 MakeConfig = Callable[..., Config]
@@ -34,10 +34,10 @@ STOP_ID = 2
 
 @pytest.fixture(scope="module")
 def pairs(make_config: MakeConfig) -> list[Pair]:
-    """Turns of random players in TicTacToe."""
+    """Return turns of random players in TicTacToe."""
     found: list[Pair] = []
     config = make_config(sft={"pairs": 60, "filter": ()})
-    asyncio.run(collect_pairs(config, Seats(no_engine), found.append, lambda _: None))
+    asyncio.run(collect_pairs(config, PlayerFactory(no_engine), found.append, lambda _: None))
     return found
 
 
@@ -74,26 +74,24 @@ def generate(engine: Engine, prompts: list[str], version: int = 0, temperature: 
     return [finished[number] for number in range(len(prompts))]
 
 
-def test_prompts_have_the_engines_ids_and_answers_those_that_it_samples(
-    make_config: MakeConfig, pairs: list[Pair]
-) -> None:
+def test_prompts_and_answers_have_the_ids_of_the_engine(make_config: MakeConfig, pairs: list[Pair]) -> None:
     config = make_config()
     sampled = generate(start_engine(config), [prompt_of(pair) for pair in pairs])
     whole = [(pair, done) for pair, done in zip(pairs, sampled, strict=True) if done.finish_reason == "stop"]
     assert len(whole) > 40
-    said = [replace(pair, completion=done.text) for pair, done in whole if done.text]
-    items = FineTuner(config, "cpu").tokenise(said).items
+    answered = [replace(pair, completion=done.text) for pair, done in whole if done.text]
+    items = FineTuner(config, "cpu").tokenise(answered).items
     for item, (_, done) in zip(items, ((p, d) for p, d in whole if d.text), strict=True):
         assert item.prompt_ids.tolist() == done.prompt_ids.tolist()
         assert item.completion_ids.tolist() == done.completion_ids.tolist()
         assert item.completion_ids[-1] == STOP_ID
 
 
-def test_a_chat_template_is_laid_out_as_the_engine_lays_it_out(make_config: MakeConfig, pairs: list[Pair]) -> None:
+def test_chat_template_matches_that_of_the_engine(make_config: MakeConfig, pairs: list[Pair]) -> None:
     config = make_config(template="chat", engine={"max_model_len": 1024})
     engine = start_engine(config)
-    template = templates_for(config, engine.facts["prompts"])["chat"]
-    # Spelt out by an opponent, a special token must not become one: on neither side.
+    template = templates_for(config, engine.info["prompts"])["chat"]
+    # A special token spelt out by an opponent must not become one on either side.
     seen = replace(pairs[0], observation=f"{pairs[0].observation} <|im_end|>")
     (done,) = generate(engine, [template.prompt(seen.observation, 2)])
     (item,) = FineTuner(config, "cpu").tokenise([seen]).items
@@ -101,7 +99,7 @@ def test_a_chat_template_is_laid_out_as_the_engine_lays_it_out(make_config: Make
     assert item.completion_ids[-1] == STOP_ID
 
 
-def test_the_loss_is_the_stock_models_on_completion_and_stop_token_alone(
+def test_loss_covers_only_completion_and_stop_token_as_in_the_stock_model(
     make_config: MakeConfig, pairs: list[Pair]
 ) -> None:
     tuner = FineTuner(make_config(learner={"max_tokens_per_micro_batch": 1024}), "cpu")
@@ -125,10 +123,10 @@ def test_the_loss_is_the_stock_models_on_completion_and_stop_token_alone(
     assert agreement.loss == pytest.approx(total / num_tokens, abs=1e-4)
     assert agreement.accuracy == num_right / 9
     loss = tuner._update(items, num_tokens, 1)
-    assert loss == pytest.approx(total / num_tokens, abs=1e-4), "what is trained on is what is measured"
+    assert loss == pytest.approx(total / num_tokens, abs=1e-4), "the training loss equals the measured loss"
 
 
-def test_a_handful_of_pairs_is_learnt_by_heart_stop_token_included(
+def test_few_pairs_are_memorised_with_their_stop_token(
     make_config: MakeConfig, pairs: list[Pair], tmp_path: Path
 ) -> None:
     by_prompt = {pair.observation: pair for pair in pairs}
@@ -141,7 +139,7 @@ def test_a_handful_of_pairs_is_learnt_by_heart_stop_token_included(
     after = tuner.agreement(items)
     assert before.accuracy == 0 and after.accuracy == 1
     assert after.loss < losses[0] / 2
-    adapter_files.write(tmp_path, *tuner.policy.adapter_state())
+    writer.write(tmp_path, *tuner.policy.adapter_state())
     engine = start_engine(config)
     engine.load_adapter(1, tmp_path)
     answers = generate(engine, [prompt_of(pair) for pair in few], version=1, temperature=1e-3)
@@ -150,7 +148,7 @@ def test_a_handful_of_pairs_is_learnt_by_heart_stop_token_included(
     assert {done.completion_ids[-1] for done in answers} == {STOP_ID}
 
 
-def test_the_same_seed_makes_the_same_adapter(make_config: MakeConfig, pairs: list[Pair]) -> None:
+def test_same_seed_makes_the_same_adapter(make_config: MakeConfig, pairs: list[Pair]) -> None:
     def train(seed: int) -> list[torch.Tensor]:
         config = make_config(sft={"epochs": 1, "batch_size": 6})
         tuner = FineTuner(config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})}), "cpu")
@@ -173,11 +171,11 @@ def test_no_prompt_is_both_trained_on_and_held_out(make_config: MakeConfig, pair
     one_prompt = [item for item in items if np.array_equal(item.prompt_ids, items[0].prompt_ids)]
     assert tuner.split(one_prompt) == (one_prompt, [])
     other = next(item for item in items if not np.array_equal(item.prompt_ids, items[0].prompt_ids))
-    for number in range(4, 10):  # most begin alike, wherever the shuffle puts them
+    for number in range(4, 10):  # most have the same prompt, in any shuffled position
         assert tuner.split([one_prompt[0]] * number + [other]) == ([one_prompt[0]] * number, [other])
 
 
-def test_pairs_that_a_run_could_not_use_are_left_out_and_counted(make_config: MakeConfig, pairs: list[Pair]) -> None:
+def test_unusable_pairs_are_left_out_and_counted(make_config: MakeConfig, pairs: list[Pair]) -> None:
     tuner = FineTuner(make_config(), "cpu")
     tokenised = tuner.tokenise(
         [
@@ -194,13 +192,11 @@ def test_pairs_that_a_run_could_not_use_are_left_out_and_counted(make_config: Ma
         "answer longer than max_generation_len": 1,
         "a stop token within the answer": 1,
         "longer than max_model_len or max_train_len": 1,
-        "an action that action_extraction_fn reads otherwise": 1,
+        "an action that action_extraction_fn reads differently": 1,
     }
 
 
-def test_a_loss_that_is_not_finite_ends_the_training_with_the_reason(
-    make_config: MakeConfig, pairs: list[Pair]
-) -> None:
+def test_non_finite_loss_ends_the_training_with_the_reason(make_config: MakeConfig, pairs: list[Pair]) -> None:
     tuner = FineTuner(make_config(sft={"learning_rate": 1e30, "batch_size": 6}), "cpu")
-    with pytest.raises(RequestError, match=r"update \d+ is not finite .*lower sft.learning_rate"):
+    with pytest.raises(RequestError, match=r"update \d+ .*sft\.learning_rate"):
         tuner.train(tuner.tokenise(pairs).items, lambda *_: None)

@@ -1,4 +1,4 @@
-"""Which turns are worth imitating, and the file that they lie in."""
+"""The turns that are worth imitating, and the file that holds them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from unstable_lite.config import SftConfig
+from unstable_lite.config.training import SftConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.templates import TEMPLATES, Template, extract_boxed
 from unstable_lite.sft.pairs import Pair, env_of, pairs_of_game, read_pairs, write_line, written_answer
@@ -29,7 +29,7 @@ ENVS = (
 
 
 def game(*players: str, wins: int | None = 0, invalid: tuple[int, ...] = (), badly_formed: int = -1) -> GameRecord:
-    """Six turns, the players in turn; `badly_formed`: the turn that is not in the form asked for."""
+    """Return a game of six turns, the players alternating; turn `badly_formed` does not have the requested form."""
     agents = tuple(
         AgentSpec(
             pid=pid,
@@ -97,13 +97,13 @@ def kept(record: GameRecord, **sft: Any) -> tuple[list[int], dict[str, int]]:
         ),
     ],
 )
-def test_the_filter_keeps_what_it_says_and_counts_the_rest(
+def test_filter_keeps_matching_turns_and_counts_the_rest(
     record: GameRecord, sft: dict[str, Any], turns: list[int], left_out: dict[str, int]
 ) -> None:
     assert kept(record, **sft) == (turns, left_out)
 
 
-def test_alone_any_reward_above_0_is_a_win() -> None:
+def test_any_reward_above_0_wins_a_single_player_game() -> None:
     lost = game("a", wins=None)
     lost.outcomes = {0: "na"}
     assert kept(lost) == ([], {"not the winner's": 6})
@@ -111,7 +111,7 @@ def test_alone_any_reward_above_0_is_a_win() -> None:
     assert kept(lost)[0] == [0, 1, 2, 3, 4, 5]
 
 
-def test_what_a_model_said_stays_as_it_said_it_and_a_scripted_player_says_but_its_action() -> None:
+def test_model_text_is_kept_and_a_scripted_player_writes_only_its_action() -> None:
     record = game("scripted:random", "google/gemini")
     record.turns = [
         replace(turn, text=turn.action if turn.pid == 0 else f"said {number}")
@@ -119,21 +119,21 @@ def test_what_a_model_said_stays_as_it_said_it_and_a_scripted_player_says_but_it
     ]
     record.turns[3] = replace(record.turns[3], text="[3]")
     pairs, _ = pairs_of_game(record, SftConfig(filter=()))
-    assert pairs[3].completion == "[3]", "a model that leaves out the form has left it out"
+    assert pairs[3].completion == "[3]", "a model's missing form is not added"
     assert (pairs[0].observation, pairs[0].action, pairs[0].completion) == ("o0", "[0]", "")
     assert (pairs[1].observation, pairs[1].action, pairs[1].completion) == ("o1", "[1]", "said 1")
     assert (pairs[0].player, pairs[0].outcome, pairs[0].game, pairs[0].turn) == ("scripted:random", "win", 7, 0)
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=lambda template: template.name)
-def test_in_every_template_the_answer_is_read_as_the_action(template: Template) -> None:
+def test_answer_in_every_template_is_read_as_the_action(template: Template) -> None:
     for action in ("[4]", "[col 3]", "[Bid: 2, 5]", "[A] [B]"):
         answer = written_answer(template.prompt("o", 2), action)
         assert extract_boxed(answer) == (action, True)
         assert ("</think>" in answer) == template.text.endswith("<think>")
 
 
-def test_pairs_survive_the_file_and_may_come_with_less_or_more(tmp_path: Path) -> None:
+def test_pairs_survive_the_file_and_tolerate_missing_or_extra_keys(tmp_path: Path) -> None:
     pairs, _ = pairs_of_game(game("scripted:random", "b"), SftConfig(filter=()))
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(map(write_line, pairs)))
@@ -144,19 +144,19 @@ def test_pairs_survive_the_file_and_may_come_with_less_or_more(tmp_path: Path) -
     assert read_pairs(path) == [Pair(observation="o", action="[1]"), Pair(prompt="p", completion="c")]
 
 
-def test_a_pair_is_one_line_whatever_separators_a_text_holds(tmp_path: Path) -> None:
+def test_pair_is_one_line_with_any_separators_in_its_text(tmp_path: Path) -> None:
     pair = Pair(observation="a\u2028b\x85c\u2029d\x1e\x0be\r\nf\rg", completion="h\u2028i")
     path = tmp_path / "pairs.jsonl"
     path.write_text(write_line(pair), encoding="utf-8")
     assert read_pairs(path) == [pair]
 
 
-def test_a_pair_is_of_the_env_that_it_names_or_of_the_first() -> None:
+def test_pair_belongs_to_its_named_env_or_to_the_first() -> None:
     assert env_of(Pair(env_id="TicTacToe-v0-train"), ENVS) == ENVS[1]
     assert env_of(Pair(env_id="Chess-v0"), ENVS) == env_of(Pair(), ENVS) == ENVS[0]
 
 
-def test_bad_lines_are_refused_with_their_numbers_all_at_once(tmp_path: Path) -> None:
+def test_bad_lines_are_refused_together_with_their_numbers(tmp_path: Path) -> None:
     path = tmp_path / "given.jsonl"
     path.write_text(
         '{"prompt": "p", "completion": "c"}\n'
@@ -173,18 +173,18 @@ def test_bad_lines_are_refused_with_their_numbers_all_at_once(tmp_path: Path) ->
         caught.value.problems,
         [
             (2, "not JSON"),
-            (3, "there is neither an 'action' nor a 'completion'"),
-            (4, "there is neither an 'observation' nor a 'prompt'"),
-            (5, "a JSON object is expected, not list"),
-            (6, "'prompt' must be text"),
-            (7, "'turn' must be a whole number"),
+            (3, "'action'"),
+            (4, "'observation'"),
+            (5, "list"),
+            (6, "'prompt'"),
+            (7, "'turn'"),
         ],
         strict=True,
     ):
         assert f"{path}:{number}: " in problem and says in problem
     path.write_text("{\n" * 30)
-    with pytest.raises(ConfigError, match="20 more lines"):
+    with pytest.raises(ConfigError, match="20 more"):
         read_pairs(path)
     path.write_text("\n")
-    with pytest.raises(ConfigError, match="there is no pair"):
+    with pytest.raises(ConfigError, match="no pair"):
         read_pairs(path)

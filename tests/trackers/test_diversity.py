@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from unstable_lite.trackers.diversity import Diversity, digests
+from unstable_lite.tracking.diversity import Diversity, digests
 
 Trajectory = tuple[list[str], list[str]]
 
@@ -16,19 +16,19 @@ def entropy(things: list[object]) -> float:
 
 
 def expected(trajectories: list[Trajectory]) -> dict[str, float]:
-    """All of it from the start, the plain way."""
+    """Compute all metrics from the start, the plain way."""
     actions: list[object] = [a for _, acts in trajectories for a in acts]
     states: list[object] = [s for states, _ in trajectories for s in states]
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for n in (1, 2, 3, 4):
         grams = [tuple(acts[i : i + n]) for _, acts in trajectories for i in range(len(acts) - n + 1)]
         if grams:
-            figures[f"Pct. Unique Action {n}-gram"] = len(set(grams)) / len(grams)
+            metrics[f"Pct. Unique Action {n}-gram"] = len(set(grams)) / len(grams)
     by_turn: dict[int, list[object]] = {}
     for _, acts in trajectories:
         for turn, action in enumerate(acts):
             by_turn.setdefault(turn, []).append(action)
-    return figures | {
+    return metrics | {
         "Unique Actions": len(set(actions)),
         "Unique States": len(set(states)),
         "Unique Trajectories": len({tuple(acts) for _, acts in trajectories}),
@@ -42,7 +42,7 @@ def expected(trajectories: list[Trajectory]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("num_games", [1, 19, 20, 21, 90])
-def test_figures_are_those_of_the_newest_trajectories_alone(num_games: int) -> None:
+def test_metrics_cover_only_the_newest_trajectories(num_games: int) -> None:
     rng = random.Random(num_games)
     diversity = Diversity(window=20)
     trajectories: list[Trajectory] = []
@@ -53,21 +53,21 @@ def test_figures_are_those_of_the_newest_trajectories_alone(num_games: int) -> N
     assert diversity.metrics() == pytest.approx(expected(trajectories[-20:]))
 
 
-def test_a_policy_that_always_does_the_same_has_no_entropy() -> None:
+def test_policy_that_always_acts_the_same_has_no_entropy() -> None:
     diversity = Diversity(window=512)
     for _ in range(5):
         diversity.append(digests(["s1", "s2"]), digests(["a", "b"]))
-    figures = diversity.metrics()
-    assert figures["Action Entropy (per turn)"] == pytest.approx(0)
-    assert figures["Unique Trajectories"] == 1
-    assert figures["Pct. Unique Action 2-gram"] == 1 / 5
-    assert "Pct. Unique Action 3-gram" not in figures
+    metrics = diversity.metrics()
+    assert metrics["Action Entropy (per turn)"] == pytest.approx(0)
+    assert metrics["Unique Trajectories"] == 1
+    assert metrics["Pct. Unique Action 2-gram"] == 1 / 5
+    assert "Pct. Unique Action 3-gram" not in metrics
 
 
 def test_long_games_fill_the_window_earlier() -> None:
     diversity = Diversity(window=512, max_turns=100)
     for game in range(30):
         diversity.append(digests([str(game)] * 9), digests([str(game)] * 9))
-    figures = diversity.metrics()
-    assert figures["n"] == figures["Unique Actions"] == 11
-    assert figures["n (turns)"] == 99
+    metrics = diversity.metrics()
+    assert metrics["n"] == metrics["Unique Actions"] == 11
+    assert metrics["n (turns)"] == 99

@@ -1,4 +1,4 @@
-"""CSV files of games whose words, names and numbers somebody else chose. Of whole runs: test_run.py."""
+"""CSV export of games with foreign words, names and numbers. Whole runs: test_run.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from unstable_lite.trackers.export import export_csv
-from unstable_lite.trackers.records import write_whole
+from unstable_lite.dashboards.export import export_csv
+from unstable_lite.files import write_whole
 
 FORMULAS = ("=cmd|' /C calc'!A0", "+1", "-1+2", "@SUM(1)", "\t=1", "\r=1", "\n=1")
 
@@ -59,14 +59,14 @@ def test_no_name_leads_out_of_the_directory(tmp_path: Path, name: str) -> None:
     assert all(len(rows_of(path)) == 1 for path in written)
 
 
-def test_usual_names_stay_as_they_are(tmp_path: Path) -> None:
+def test_usual_names_stay_unchanged(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", game("mine:Nim-v0-train", game_idx=7), game(model="ckpt-1", kind="train"))
     export_csv(run, tmp_path / "csv")
     assert [path.name for path in (tmp_path / "csv" / "eval_data").iterdir()] == ["mine:Nim-v0-train-7.csv"]
     assert [path.name for path in (tmp_path / "csv" / "collection").iterdir()] == ["ckpt-1.csv"]
 
 
-def test_formulas_of_an_opponent_are_text_if_that_is_asked_for(tmp_path: Path) -> None:
+def test_opponent_formulas_become_text_on_request(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", *(game(turns=[[1, word, word, word, True]], game_idx=0) for word in FORMULAS))
     (run / "train_data").mkdir()
     step = {"pid": 0, "obs": "=1", "act": "@x", "reward": -1.0, "env_id": "E", "step_info": {}}

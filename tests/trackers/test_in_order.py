@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from test_tracker import game, make_tracker
 
-from unstable_lite.trackers.in_order import PATIENCE, InOrder
-from unstable_lite.trackers.tracker import Tracker
+from unstable_lite.tracking.in_order import PATIENCE, InOrder
+from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import GameRecord
 
 SLOTS = 64
@@ -22,11 +22,11 @@ def test_games_are_released_in_the_order_in_which_they_began() -> None:
     assert order.end(7, "third") == []
     assert order.end(3, "second") == []
     assert order.end(2, "first") == ["first", "second", "third"]
-    assert order.end(5, "a stranger") == ["a stranger"]
+    assert order.end(5, "unknown") == ["unknown"]
     assert order.end(9, "fourth") == ["fourth"]
 
 
-def test_a_game_that_hangs_holds_up_a_bounded_number_of_others_and_counts_when_it_ends() -> None:
+def test_hanging_game_delays_few_others_and_counts_when_it_ends() -> None:
     order: InOrder[int] = InOrder()
     order.begin(0)
     released: list[int] = []
@@ -41,9 +41,9 @@ def test_a_game_that_hangs_holds_up_a_bounded_number_of_others_and_counts_when_i
 
 
 def curve(tracker: Tracker, num_looks: int, pause_at: int) -> list[tuple[int, float, float]]:
-    """Return (n, mean length, share ended by an own invalid move) of a policy that never changes, look by look.
+    """Return (n, mean length, share ended by an own invalid move) of a policy that never changes, for each look.
 
-    Half of its games are ended by an invalid first move, the others have 20 moves. There is a look after 16 games each.
+    Half of its games end with an invalid first move, the others have 20 moves. There is a look after every 16 games.
     At look number `pause_at` all games end before others begin.
     """
     rng, in_flight, number = random.Random(0), list[tuple[float, int, GameRecord]](), 0
@@ -52,7 +52,7 @@ def curve(tracker: Tracker, num_looks: int, pause_at: int) -> list[tuple[int, fl
         nonlocal number
         is_invalid = rng.random() < 0.5
         record = game(end="invalid" if is_invalid else "natural", invalid_pids=(0,) if is_invalid else ())
-        record.spec = msgspec.structs.replace(record.spec, game_idx=3 * number)  # evaluation games have numbers, too
+        record.spec = msgspec.structs.replace(record.spec, game_idx=3 * number)  # evaluation games are numbered, too
         record.turns = record.turns[:1] * (1 if is_invalid else 20)
         tracker.begin_game(record.spec)
         heapq.heappush(in_flight, (now + len(record.turns) + rng.random(), number, record))
@@ -74,7 +74,7 @@ def curve(tracker: Tracker, num_looks: int, pause_at: int) -> list[tuple[int, fl
     return looks
 
 
-def test_curves_of_a_policy_that_never_changes_are_flat(tmp_path: Path) -> None:
+def test_curves_of_an_unchanging_policy_are_flat(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
     looks = curve(tracker, 80, pause_at=40)
     tracker.close()

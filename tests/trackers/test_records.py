@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unstable_lite.errors import UnstableError
-from unstable_lite.trackers.records import RecordLog, keep_records, read_part, read_records, to_line, write_whole
+from unstable_lite.files import RecordLog, keep_records, read_part, read_records, to_line, write_whole
 
 
 def numbers(path: Path) -> list[int]:
@@ -22,7 +22,7 @@ def write(path: Path, first: int, last: int, part_mb: float = 64) -> None:
     log.close()
 
 
-def test_full_parts_are_compressed_and_everything_is_read_back_in_order(tmp_path: Path) -> None:
+def test_full_parts_are_compressed_and_read_back_in_order(tmp_path: Path) -> None:
     path = tmp_path / "games.jsonl"
     write(path, 0, 100, part_mb=0.002)
     parts = sorted(file.name for file in tmp_path.iterdir())
@@ -33,7 +33,7 @@ def test_full_parts_are_compressed_and_everything_is_read_back_in_order(tmp_path
     assert numbers(path) == list(range(100))
 
 
-def test_a_log_that_is_opened_again_goes_on_after_what_is_there(tmp_path: Path) -> None:
+def test_reopened_log_appends_after_existing_records(tmp_path: Path) -> None:
     path = tmp_path / "games.jsonl"
     write(path, 0, 50, part_mb=0.002)
     write(path, 50, 100, part_mb=0.002)
@@ -48,7 +48,7 @@ def test_each_record_is_on_disk_when_write_returns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unfinished", ['{"n": 2, "te', '{"n": 2}', "x" * 200_000])
-def test_a_crash_costs_the_unfinished_line_and_no_other(tmp_path: Path, unfinished: str) -> None:
+def test_crash_costs_only_the_unfinished_line(tmp_path: Path, unfinished: str) -> None:
     path = tmp_path / "games.jsonl"
     write(path, 0, 2)
     with path.open("a") as file:
@@ -58,14 +58,14 @@ def test_a_crash_costs_the_unfinished_line_and_no_other(tmp_path: Path, unfinish
     assert numbers(path) == [0, 1, 2, 3]
 
 
-def test_a_log_that_holds_nothing_but_an_unfinished_line_starts_anew(tmp_path: Path) -> None:
+def test_log_with_only_an_unfinished_line_starts_empty(tmp_path: Path) -> None:
     path = tmp_path / "games.jsonl"
     path.write_text('{"n"')
     write(path, 0, 2)
     assert numbers(path) == [0, 1]
 
 
-def test_a_part_that_a_crash_left_both_plain_and_compressed_is_read_once(tmp_path: Path) -> None:
+def test_part_left_both_plain_and_compressed_is_read_once(tmp_path: Path) -> None:
     path = tmp_path / "games.jsonl"
     write(path, 0, 3)
     path.rename(tmp_path / "games-000001.jsonl")
@@ -75,7 +75,7 @@ def test_a_part_that_a_crash_left_both_plain_and_compressed_is_read_once(tmp_pat
     assert numbers(path) == [0, 1, 2]
 
 
-def test_a_broken_line_in_the_middle_is_an_error_that_says_where(tmp_path: Path) -> None:
+def test_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path = tmp_path / "games.jsonl"
     path.write_text('{"n": 0}\nnot json\n{"n": 1}\n')
     with pytest.raises(UnstableError, match=r"games\.jsonl, line 2"):
@@ -83,7 +83,7 @@ def test_a_broken_line_in_the_middle_is_an_error_that_says_where(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("text", "written"), [("all well", "all well"), ("half \ud83d a pair", "half ? a pair")])
-def test_what_json_does_not_know_is_written_all_the_same(tmp_path: Path, text: str, written: str) -> None:
+def test_values_unknown_to_json_are_written_anyway(tmp_path: Path, text: str, written: str) -> None:
     path = tmp_path / "step.jsonl.gz"
     notes = {"a": np.float32(0.5), "b": {1: np.int64(2), 2: np.float64(3)}, "c": {4}, "d": range(2), "e": 1 << 70}
     write_whole(path, [notes | {"text": text}])
@@ -93,7 +93,7 @@ def test_what_json_does_not_know_is_written_all_the_same(tmp_path: Path, text: s
     assert json.loads(gzip.decompress(path.read_bytes()))
 
 
-def test_a_number_that_is_not_finite_is_null() -> None:
+def test_non_finite_number_is_written_as_null() -> None:
     assert to_line({"x": float("nan"), "y": float("-inf")}) == b'{"x":null,"y":null}\n'
 
 
@@ -104,11 +104,9 @@ def test_a_number_that_is_not_finite_is_null() -> None:
         ([0, 1, 2, 5, 6, 7, 8, 9, 10, 11, 3], [3]),
         ([0, 1, 5, 6, 7, 8, 2, 9, 10, 11, 3], [3]),
     ],
-    ids=["a new part was just begun", "the newest part is kept whole", "so are records behind others"],
+    ids=["a new part was just begun", "the newest part stays whole", "records behind others stay whole"],
 )
-def test_what_is_not_to_be_kept_goes_from_every_part_that_has_any(
-    tmp_path: Path, order: list[int], last_part: list[int]
-) -> None:
+def test_keep_records_removes_records_from_every_part(tmp_path: Path, order: list[int], last_part: list[int]) -> None:
     path = tmp_path / "games.jsonl"
     part = order[: len(order) - len(last_part)]
     log = RecordLog(path, part_mb=sum(len(to_line({"n": n})) for n in part[: len(part) // 2]) / 1e6)
@@ -121,7 +119,7 @@ def test_what_is_not_to_be_kept_goes_from_every_part_that_has_any(
     assert numbers(path) == [n for n in order if n < 5]
 
 
-def test_parts_that_can_hold_nothing_else_are_not_read(tmp_path: Path) -> None:
+def test_parts_that_hold_only_kept_records_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "games.jsonl"
     write(path, 0, 100, part_mb=0.002)
     (tmp_path / "games-000001.jsonl.gz").write_bytes(b"takes long to read")
@@ -130,23 +128,23 @@ def test_parts_that_can_hold_nothing_else_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept_bytes", [0.5, 0.99])
-def test_a_compressed_part_that_ends_too_early_is_named(tmp_path: Path, kept_bytes: float) -> None:
+def test_truncated_compressed_part_is_named(tmp_path: Path, kept_bytes: float) -> None:
     path = tmp_path / "games-000001.jsonl.gz"
     write_whole(path, [{"n": n} for n in range(1000)])
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * kept_bytes)])
-    with pytest.raises(UnstableError, match=r"games-000001.jsonl.gz is damaged .*move it away"):
+    with pytest.raises(UnstableError, match=r"games-000001\.jsonl\.gz is damaged"):
         list(read_part(path))
 
 
-def test_a_line_that_is_json_but_no_record_is_named(tmp_path: Path) -> None:
+def test_json_line_that_is_not_a_record_is_named(tmp_path: Path) -> None:
     path = tmp_path / "games.jsonl"
     path.write_text('{"n": 1}\n[1, 2]\n')
-    with pytest.raises(UnstableError, match=r"games.jsonl, line 2 is no JSON table; remove it"):
+    with pytest.raises(UnstableError, match=r"games\.jsonl, line 2"):
         list(read_part(path))
 
 
-def test_a_file_that_is_removed_below_a_run_costs_what_was_in_it_and_no_more(tmp_path: Path) -> None:
+def test_deleting_a_log_under_a_run_costs_only_its_records(tmp_path: Path) -> None:
     path = tmp_path / "run" / "games.jsonl"
     path.parent.mkdir()
     log = RecordLog(path)

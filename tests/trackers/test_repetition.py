@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unstable_lite.trackers.repetition import repetition
+from unstable_lite.tracking.repetition import repetition
 from unstable_lite.types import Generation, Step
 
 
@@ -24,18 +24,18 @@ def step(ids: Sequence[int]) -> Step:
 
 
 @given(st.lists(st.lists(st.integers(0, 2) | st.integers(2**31 - 3, 2**31 - 1), max_size=12), max_size=6))
-def test_repeated_4grams_are_those_that_the_same_completion_had_before(completions: list[list[int]]) -> None:
+def test_repeated_4grams_are_those_seen_earlier_in_the_completion(completions: list[list[int]]) -> None:
     repeated = total = 0
     for ids in completions:
         grams = [tuple(ids[start : start + 4]) for start in range(len(ids) - 3)]
         total += len(grams)
         repeated += sum(gram in grams[:index] for index, gram in enumerate(grams))
-    figures = repetition(map(step, completions))
-    assert figures["num_4grams"] == total
-    assert figures["repeated_4grams"] == pytest.approx(repeated / max(total, 1))
+    metrics = repetition(map(step, completions))
+    assert metrics["num_4grams"] == total
+    assert metrics["repeated_4grams"] == pytest.approx(repeated / max(total, 1))
 
 
-def test_identical_completions_are_those_of_the_commonest_one() -> None:
-    figures = repetition(map(step, [[1, 2], [1, 2], [1], [2, 1], [1, 2], [258]]))
-    assert (figures["identical_completions"], figures["num_completions"]) == (0.5, 6)
+def test_identical_completions_are_counted_for_the_commonest_one() -> None:
+    metrics = repetition(map(step, [[1, 2], [1, 2], [1], [2, 1], [1, 2], [258]]))
+    assert (metrics["identical_completions"], metrics["num_completions"]) == (0.5, 6)
     assert repetition([])["identical_completions"] == 0

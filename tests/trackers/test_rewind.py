@@ -7,13 +7,13 @@ from msgspec.structs import replace
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_tracker import game
 
-from unstable_lite.config import TrackerConfig
+from unstable_lite.config.tracking import TrackerConfig
+from unstable_lite.files import read_part
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.trackers.jsonl import JsonlSink
-from unstable_lite.trackers.records import read_part
-from unstable_lite.trackers.rewind import rewind
-from unstable_lite.trackers.tensorboard import TensorBoardSink
-from unstable_lite.trackers.tracker import Tracker
+from unstable_lite.tracking.jsonl import JsonlSink
+from unstable_lite.tracking.rewind import rewind
+from unstable_lite.tracking.tensorboard import TensorBoardSink
+from unstable_lite.tracking.tracker import Tracker
 
 WON = "evaluation-E (scripted:random)/concurrent checkpoint Win Rate"
 
@@ -26,7 +26,7 @@ def start(directory: Path) -> Tracker:
     return tracker
 
 
-def test_an_evaluation_beside_training_that_goes_on_after_a_resume_is_told_once(tmp_path: Path) -> None:
+def test_concurrent_evaluation_across_a_resume_is_recorded_once(tmp_path: Path) -> None:
     tracker = start(tmp_path)
     assert tracker.registry is not None
     over = tracker.registry.current
@@ -48,7 +48,7 @@ def test_an_evaluation_beside_training_that_goes_on_after_a_resume_is_told_once(
         update=1,
         num_games=14,
         in_flight=(),
-        is_told_again=lambda line: (line["model"], line["env_id"], line["opponent"]) in unfinished,
+        is_repeated=lambda line: (line["model"], line["env_id"], line["opponent"]) in unfinished,
     )
     resumed = start(tmp_path)
     assert resumed.registry is not None
@@ -67,7 +67,7 @@ def test_an_evaluation_beside_training_that_goes_on_after_a_resume_is_told_once(
     assert [event.step for event in events.Tensors("learner/loss")] == [1]
 
 
-def test_a_game_that_ended_after_the_checkpoint_stays_only_if_an_evaluation_tells_of_it(tmp_path: Path) -> None:
+def test_later_games_stay_only_if_an_evaluation_includes_them(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").mkdir()
     tracker = Tracker(tmp_path, [], TrackerConfig())
     for number, label in [(0, None), (2, None), (1, None), (3, "after update 1"), (4, None)]:
@@ -75,5 +75,5 @@ def test_a_game_that_ended_after_the_checkpoint_stays_only_if_an_evaluation_tell
         record.spec = replace(record.spec, game_idx=number)
         tracker.add_record(record)
     tracker.close()
-    rewind(tmp_path, update=1, num_games=4, in_flight={1, 3}, is_told_again=lambda line: False)
+    rewind(tmp_path, update=1, num_games=4, in_flight={1, 3}, is_repeated=lambda line: False)
     assert [record["game_idx"] for record in read_part(tmp_path / "games.jsonl")] == [0, 2, 3]

@@ -1,4 +1,4 @@
-"""What TensorBoard is given beside numbers; that a real run's numbers come there is in test_run.py."""
+"""TensorBoard's texts, histograms, charts and run table. test_run.py checks the numbers of a real run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.util.tensor_util import make_ndarray
 
-from unstable_lite.config import Config, EngineConfig, LeagueConfig, LearnerConfig, RunConfig
-from unstable_lite.learners import UpdateResult
-from unstable_lite.learners.histograms import BUCKETS, histograms_of
-from unstable_lite.trackers.rewind import rewind
-from unstable_lite.trackers.tensorboard import TensorBoardSink, as_code, layout
+from unstable_lite.config import Config
+from unstable_lite.config.games import LeagueConfig
+from unstable_lite.config.training import EngineConfig, LearnerConfig, RunConfig
+from unstable_lite.learner import UpdateResult
+from unstable_lite.learner.histograms import BUCKETS, histograms_of
+from unstable_lite.tracking.rewind import rewind
+from unstable_lite.tracking.tensorboard import TensorBoardSink, as_code, layout
 from unstable_lite.types import EvalEnvSpec, Histogram, TrainEnvSpec, TrainItem
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of the html5lib that TensorBoard brings along
+    warnings.simplefilter("ignore", DeprecationWarning)  # from the html5lib that TensorBoard bundles
     from tensorboard import plugin_util
 
 HOSTILE = (
@@ -56,7 +58,7 @@ def events(directory: Path) -> EventAccumulator:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_what_a_model_wrote_is_code_on_the_page_and_never_markup(text: str) -> None:
+def test_model_text_is_shown_as_code_and_never_as_markup(text: str) -> None:
     shown = plugin_util.markdowns_to_safe_html([as_code(f"a game\n\n{text}\nthe end")], "".join)
     inside = re.fullmatch(r"<pre><code>(.*)</code></pre>", shown, re.S)
     assert inside, shown
@@ -66,7 +68,7 @@ def test_what_a_model_wrote_is_code_on_the_page_and_never_markup(text: str) -> N
     assert html.unescape(inside[1]).rstrip().endswith("the end")
 
 
-def test_texts_and_histograms_come_to_their_pages_and_go_with_a_rewind(tmp_path: Path) -> None:
+def test_texts_and_histograms_are_logged_and_rewound(tmp_path: Path) -> None:
     directory = tmp_path / "tensorboard"
     directory.mkdir()
     sink = TensorBoardSink(directory)
@@ -76,7 +78,7 @@ def test_texts_and_histograms_come_to_their_pages_and_go_with_a_rewind(tmp_path:
         sink.log_histograms(step, [Histogram(name="learner/advantage", edges=(-1.0, 0.0, 1.0), counts=(step, 2))])
         sink.log_texts(step, {"games/Nim-v0-train": f"game {step}"})
     sink.close()
-    rewind(tmp_path, update=2, num_games=0, in_flight=(), is_told_again=lambda line: False)
+    rewind(tmp_path, update=2, num_games=0, in_flight=(), is_repeated=lambda line: False)
     sink = TensorBoardSink(directory)
     sink.log_texts(2, {"run/config": "seed = 7"})
     sink.close()
@@ -98,7 +100,7 @@ def test_texts_and_histograms_come_to_their_pages_and_go_with_a_rewind(tmp_path:
     ]
 
 
-def test_a_run_is_a_row_of_its_main_keys_with_what_it_won(tmp_path: Path) -> None:
+def test_run_table_lists_main_keys_and_evaluation_results(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
     sink.lay_out(CONFIG)
     sink.close()
@@ -120,7 +122,7 @@ def test_a_run_is_a_row_of_its_main_keys_with_what_it_won(tmp_path: Path) -> Non
     ]
 
 
-def test_charts_that_belong_together_find_the_names_that_a_run_logs(tmp_path: Path) -> None:
+def test_charts_match_the_metric_names_that_a_run_logs(tmp_path: Path) -> None:
     charts = {chart.title: chart for part in layout(CONFIG).category for chart in part.chart}
     logged = ["learner/loss", "learner/policy_loss", "learner/lossy", "learner/staleness_mean", "learner/staleness_max"]
     logged += ["learner/mismatch_mean", "learner/mismatch_max", "learner/mismatch_tokens", "canary/mismatch"]
@@ -131,7 +133,7 @@ def test_charts_that_belong_together_find_the_names_that_a_run_logs(tmp_path: Pa
     assert found["loss"] == ["learner/loss", "learner/policy_loss"]
     assert found["staleness (updates)"] == ["learner/staleness_mean", "learner/staleness_max"]
     assert len(found["mismatch: |Δ log p| of engine and learner"]) == 3
-    assert not any("Blackjack" in title for title in charts)  # nobody wins there
+    assert not any("Blackjack" in title for title in charts)  # an env without a winner
     sink = TensorBoardSink(tmp_path)
     sink.log(1, {WON: 0.5, f"{WON} low": 0.25, f"{WON} high": 0.75, WON.replace("checkpoint ", ""): 0.625})
     sink.close()
@@ -139,7 +141,7 @@ def test_charts_that_belong_together_find_the_names_that_a_run_logs(tmp_path: Pa
     tags = [won.value, won.lower, won.upper]
     seen = events(tmp_path)
     assert [float(make_ndarray(seen.Tensors(tag)[0].tensor_proto)) for tag in tags] == [0.5, 0.25, 0.75]
-    assert not any("(" in tag for tag in tags)  # TensorBoard draws no line for such a tag
+    assert not any("(" in tag for tag in tags)  # TensorBoard draws no line for a tag with parentheses
     assert len(seen.Tags()["tensors"]) == 4 + 3
 
 
@@ -154,10 +156,10 @@ def item(length: int, logprob: float, reward: float) -> TrainItem:
     )
 
 
-def test_histograms_count_each_trained_step_and_token_once_and_weights_as_the_loss_had_them() -> None:
+def test_histograms_count_each_trained_step_and_token_once() -> None:
     items = [item(3, -1.0, -1.0), item(5, -1.0, 2.0), item(4, -1.0, 9.0)]
     logprobs = (np.full(3, -1.0, np.float32), np.full(2, 5.0, np.float32), np.empty(0, np.float32))
-    result = UpdateResult(metrics={}, skipped=None, logprobs=logprobs)  # the second was cut, the third left out
+    result = UpdateResult(metrics={}, skipped=None, logprobs=logprobs)  # the second was cut, the third excluded
     found = {one.name: one for one in histograms_of(items, result, importance_weight_cap=2.0)}
     assert all(len(one.edges) == BUCKETS + 1 and len(one.counts) == BUCKETS for one in found.values())
     assert (found["advantage"].edges[0], found["advantage"].edges[-1]) == (-1.0, 2.0)
@@ -168,16 +170,16 @@ def test_histograms_count_each_trained_step_and_token_once_and_weights_as_the_lo
 
 
 @pytest.mark.parametrize("cap", [1.0, 2.0, 3.0, 5.0, 10.0])
-def test_tokens_whose_weight_was_cut_are_counted_at_the_cap_whatever_it_is(cap: float) -> None:
+def test_capped_weights_are_counted_at_the_cap(cap: float) -> None:
     result = UpdateResult(metrics={}, skipped=None, logprobs=(np.full(7, 200.0, np.float32),))
     found = {one.name: one for one in histograms_of([item(7, -1.0, 1.0)], result, importance_weight_cap=cap)}
     assert found["importance_weight"].counts[-1] == 7
 
 
-def test_a_critics_advantages_are_told_in_place_of_rewards_and_what_is_no_number_is_left_out() -> None:
+def test_critic_advantages_replace_rewards_and_nan_is_left_out() -> None:
     items = [item(3, -1.0, 7.0), item(3, -1.0, 7.0)]
     result = UpdateResult(metrics={}, skipped=None, advantages=(0.5, float("nan")))
     found = {one.name: one for one in histograms_of(items, result, importance_weight_cap=2.0)}
-    assert found.keys() == {"advantage", "completion_tokens"}  # a learner of one's own need not tell more
+    assert found.keys() == {"advantage", "completion_tokens"}  # a custom learner need not report more
     assert sum(found["advantage"].counts) == 1
     assert found["advantage"].edges[0] <= 0.5 <= found["advantage"].edges[-1]

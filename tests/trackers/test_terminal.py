@@ -1,4 +1,4 @@
-"""What a run says while it goes on: live lines on a terminal, dated lines elsewhere. Whole runs: test_run.py."""
+"""A run's output while it runs: live lines on a terminal, dated lines elsewhere. Whole runs: test_run.py."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from unstable_lite import cli
-from unstable_lite.runtime import Summary
-from unstable_lite.trackers.terminal import TerminalInterface, VisibleConsole, as_line
-from unstable_lite.trackers.tracker import Tally
+from unstable_lite.cli import summaries
+from unstable_lite.dashboards.terminal import TerminalInterface, VisibleConsole, as_line
+from unstable_lite.orchestrator.summary import Summary
+from unstable_lite.tracking.evaluations import Tally
 
 
 def console(is_terminal: bool) -> Console:
@@ -28,7 +28,7 @@ def written(terminal: TerminalInterface) -> str:
 
 
 def screen(terminal: TerminalInterface) -> str:
-    """What a person sees in the end."""
+    """Return the final screen as a person sees it."""
     shown = pyte.Screen(90, 24)
     pyte.Stream(shown).feed(written(terminal).replace("\n", "\r\n"))
     return "\n".join(line.rstrip() for line in shown.display if line.strip())
@@ -40,20 +40,20 @@ def refresh(terminal: TerminalInterface) -> str:
     return screen(terminal)
 
 
-def test_the_live_line_tells_of_this_moment_and_goes_when_counting_ends() -> None:
+def test_live_line_shows_current_values_and_disappears_at_the_end() -> None:
     terminal, games, waiting = TerminalInterface(console(True)), [5], [12]
-    terminal.start(20, lambda: (waiting[0], 48), completed=3, figures=lambda: f"games {games[0]}")
+    terminal.start(20, lambda: (waiting[0], 48), completed=3, status=lambda: f"games {games[0]}")
     assert all(fact in refresh(terminal) for fact in ("3/20", "12/48 steps", "games 5"))
     games[0], waiting[0] = 7, 99
-    terminal.show_update(4, 20, "of the update")
+    terminal.show_update(4, 20, "final")
     assert all(fact in refresh(terminal) for fact in ("4/20", "99/48 steps", "games 7"))
-    assert "of the update" not in written(terminal)  # no plain line beside the live one
+    assert "final" not in written(terminal)  # no plain line in addition to the live one
     terminal.say("a line that stays")
     terminal.stop()
     assert re.fullmatch(r"\d\d:\d\d:\d\d a line that stays", screen(terminal))
 
 
-def test_figures_of_the_last_update_are_shown_where_nobody_knows_newer_ones() -> None:
+def test_last_update_metrics_are_shown_if_no_newer_ones_exist() -> None:
     terminal = TerminalInterface(console(True), unit="pair")
     terminal.start(20)
     terminal.show_update(4, 20, "left out 3")
@@ -61,7 +61,7 @@ def test_figures_of_the_last_update_are_shown_where_nobody_knows_newer_ones() ->
     terminal.stop()
 
 
-def test_what_takes_a_while_is_shown_with_how_far_it_is_as_long_as_it_takes() -> None:
+def test_long_task_shows_its_progress_until_it_ends() -> None:
     terminal, done = TerminalInterface(console(True)), [1]
     with terminal.doing(lambda: f"evaluation [before]: {done[0]} of 9 games"):
         assert "evaluation [before]: 1 of 9 games  (0 s)" in refresh(terminal)
@@ -76,29 +76,29 @@ def test_what_takes_a_while_is_shown_with_how_far_it_is_as_long_as_it_takes() ->
     assert screen(terminal) == ""
 
 
-def test_elsewhere_there_are_dated_lines_and_quietly_there_is_nothing() -> None:
+def test_other_outputs_get_dated_lines_and_quiet_gets_none() -> None:
     for is_terminal, quiet in ((False, False), (False, True), (True, True)):
         terminal = TerminalInterface(console(is_terminal), quiet=quiet)
-        terminal.start(20, lambda: (1, 2), figures=lambda: "now")
+        terminal.start(20, lambda: (1, 2), status=lambda: "now")
         with terminal.doing(lambda: "something"):
             terminal.say("said")
             terminal.show_update(1, 20, "games 9")
-            terminal.show_update(2, 20, "games 10")  # too soon after the other
+            terminal.show_update(2, 20, "games 10")  # too soon after the previous one
             terminal.show_update(20, 20, "games 11")
         terminal.stop()
         lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in written(terminal).splitlines()]
         assert lines == ([] if quiet else ["said", "update 1/20  games 9", "update 20/20  games 11"])
 
 
-def test_brackets_in_a_text_are_text_wherever_it_is_shown(
+def test_brackets_are_shown_literally_everywhere(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    said = "alarm after update 3: [/__w/gloo/pair.cc:553] Connection closed by [type=missing]"
+    message = "alarm after update 3: [/__w/gloo/pair.cc:553] Connection closed by [type=missing]"
     model, opponent = "/exp[lr=1]/ckpt-2", "vendor/model[/INST]"
     terminal = TerminalInterface()
-    terminal.say(said)
-    assert said in capsys.readouterr().out
+    terminal.say(message)
+    assert message in capsys.readouterr().out
     tally = Tally()
     tally.add("win", 1.0, own_invalid=False)
     evaluation = tally.evaluation("after [all]", model, 3, "E", opponent)
@@ -112,17 +112,19 @@ def test_brackets_in_a_text_are_text_wherever_it_is_shown(
         seconds=1.0,
         training_seconds=1.0,
         evaluations=(evaluation,),
-        alarms=(said,),
+        alarms=(message,),
         checkpoint=None,
         collapsed=(evaluation.describe(),),
         stopped_by=None,
     )
-    cli._print_summary(summary)
+    summaries.print_summary(summary)
     shown = capsys.readouterr().out
-    assert all(text in shown for text in (said, model, opponent, "after [all]", "/runs/[red]", evaluation.describe()))
+    assert all(
+        text in shown for text in (message, model, opponent, "after [all]", "/runs/[red]", evaluation.describe())
+    )
 
 
-def test_what_went_wrong_is_red_and_the_rest_is_not() -> None:
+def test_only_problems_are_red() -> None:
     reds = {
         text: [str(span.style) for span in as_line(text).spans] for text in ("an alarm", "alarm: x", "collapsed: y")
     }
@@ -130,7 +132,7 @@ def test_what_went_wrong_is_red_and_the_rest_is_not() -> None:
     (span,) = as_line("games 3  alarms 2, on: kl").spans
     assert "games 3  alarms 2, on: kl"[span.start : span.end].strip() == "alarms 2, on: kl"
     terminal = TerminalInterface(console(True))
-    terminal.start(20, figures=lambda: "points 5% against model[/INST]  alarms 2")
+    terminal.start(20, status=lambda: "points 5% against model[/INST]  alarms 2")
     assert "points 5% against model[/INST]  alarms 2" in refresh(terminal)
     terminal.stop()
 
@@ -150,14 +152,14 @@ def test_no_text_controls_the_terminal() -> None:
     assert VISIBLE_ATTACK in shown
     assert not set(shown) & set("\x1b\x9b\x7f")
     table = [line for line in shown.splitlines() if line.startswith(("┏", "┃", "│", "└"))]
-    assert {len(line) for line in table[:5]} == {len(table[0])}, "the table's edge is where it belongs"
+    assert {len(line) for line in table[:5]} == {len(table[0])}, "the table's edge is straight"
 
 
-def test_live_lines_show_control_characters_and_still_move() -> None:
+def test_live_lines_show_control_characters_and_still_update() -> None:
     terminal = TerminalInterface(console(True))
-    terminal.start(20, figures=lambda: ATTACK)
+    terminal.start(20, status=lambda: ATTACK)
     assert VISIBLE_ATTACK in refresh(terminal)
     terminal.say(f"paused: {ATTACK}")
     terminal.stop()
-    assert screen(terminal).endswith(f"paused: {VISIBLE_ATTACK}"), "the live lines are gone"
+    assert screen(terminal).endswith(f"paused: {VISIBLE_ATTACK}"), "the live lines were erased"
     assert "\x1b]0;" not in written(terminal)

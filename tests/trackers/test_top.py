@@ -1,4 +1,4 @@
-"""The dashboard and what it reads; how it looks on at a real run is in test_run.py."""
+"""The dashboard and the files it reads. test_run.py has it watch a real run."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ import pyte
 import pytest
 from rich.console import Console
 
+from unstable_lite.dashboards.run_view import Pace, RunView
+from unstable_lite.dashboards.top import MachineLoad, draw, sparkline
 from unstable_lite.errors import UnstableError
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.trackers.league_log import LeagueLog
-from unstable_lite.trackers.run_view import Pace, RunView, newest_run
-from unstable_lite.trackers.top import MachineLoad, draw, sparkline
-from unstable_lite.workers import environment
+from unstable_lite.orchestrator.workers import environment
+from unstable_lite.tracking.league_log import LeagueLog
+from unstable_lite.tracking.run_directory import newest_run
 
 UPDATES = 12
 CONFIG = """
@@ -44,7 +45,7 @@ env_id = "TicTacToe-v0-train"
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Of a run of twelve updates, whose n-th checkpoint met the base n times; written by what writes it in a run."""
+    """Return the directory of a run of twelve updates whose n-th checkpoint met the base n times."""
     (tmp_path / "config.toml").write_text(CONFIG)
     registry, league = ModelRegistry(), LeagueLog(tmp_path / "league.jsonl")
     with (tmp_path / "metrics.jsonl").open("w") as metrics, (tmp_path / "eval.jsonl").open("w") as evaluations:
@@ -102,11 +103,11 @@ def directory(tmp_path: Path) -> Path:
                         "name": "engine-0",
                         "pid": os.getpid(),
                         "device": "cpu",
-                        "is_up": True,
+                        "state": "ready",
                         "waited_for": 3,
                         "stats": {"tokens_per_s": 99.0, "running": 3, "queued": 1},
                     },
-                    {"name": "learner", "pid": 2**22, "device": 0, "is_up": False, "waited_for": 0, "stats": None},
+                    {"name": "learner", "pid": 2**22, "device": 0, "state": "dead", "waited_for": 0, "stats": None},
                 ],
             }
         )
@@ -121,7 +122,7 @@ def frame(view: RunView, width: int, height: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 32), (140, 45), (220, 70)])
-def test_a_frame_fills_the_terminal_and_tells_what_matters(directory: Path, width: int, height: int) -> None:
+def test_frame_fills_the_terminal_and_shows_the_key_facts(directory: Path, width: int, height: int) -> None:
     view = RunView(directory)
     view.refresh()
     lines = frame(view, width, height)
@@ -144,7 +145,7 @@ def test_a_frame_fills_the_terminal_and_tells_what_matters(directory: Path, widt
     ):
         assert fact in text, fact
     assert "engine-0 (cpu)" in text and "99 tok/s" in text
-    assert "learner (GPU 0)" in text and "is not up" in text
+    assert "learner (GPU 0)" in text and "is dead" in text
     assert "a [bold]hostile[/bold] alarm" in text
     assert ("30 + 4 games in flight (train + eval), buffer 17/96, batch 48, void 2" in text) == (height >= 30)
     assert ("greatest" in text) == (height >= 32)
@@ -152,9 +153,9 @@ def test_a_frame_fills_the_terminal_and_tells_what_matters(directory: Path, widt
     assert ("games between them" in text) == (height >= 45)
 
 
-def test_every_rank_of_the_learner_is_shown_with_its_own_load(directory: Path) -> None:
+def test_every_rank_of_the_learner_shows_its_own_load(directory: Path) -> None:
     live = json.loads((directory / "live.json").read_text())
-    rank = {"is_up": True, "waited_for": 1, "stats": None}
+    rank = {"state": "ready", "waited_for": 1, "stats": None}
     live["workers"][1:] = [
         rank | {"name": "learner", "pid": os.getpid(), "device": "cpu"},
         rank | {"name": "learner-1", "pid": os.getppid(), "device": "cpu"},
@@ -169,17 +170,17 @@ def test_every_rank_of_the_learner_is_shown_with_its_own_load(directory: Path) -
     assert re.search(r"learner-2 \(elsewhere\) +learns", text)
 
 
-def test_an_engine_that_sleeps_for_the_learner_is_said_to(directory: Path) -> None:
+def test_sleeping_engine_is_shown_as_asleep(directory: Path) -> None:
     live = json.loads((directory / "live.json").read_text())
-    live["workers"][0]["is_asleep"] = True
+    live["workers"][0]["state"] = "asleep"
     (directory / "live.json").write_text(json.dumps(live))
     view = RunView(directory)
     view.refresh()
     text = "\n".join(frame(view, 140, 45))
-    assert "sleeps while the learner learns" in text and "99 tok/s" not in text
+    assert "sleeps" in text and "99 tok/s" not in text
 
 
-def test_a_run_whose_process_is_there_and_tells_nothing_is_said_to_be_silent(directory: Path) -> None:
+def test_run_that_stops_writing_is_shown_as_silent(directory: Path) -> None:
     live = json.loads((directory / "live.json").read_text())
     (directory / "live.json").write_text(json.dumps(live | {"time": time.time() - 60}))
     view = RunView(directory)
@@ -187,7 +188,7 @@ def test_a_run_whose_process_is_there_and_tells_nothing_is_said_to_be_silent(dir
     assert "silent for 6" in frame(view, 80, 24)[1]
 
 
-def test_a_pace_is_that_of_the_newest_updates_whatever_the_clock_says_and_however_long_it_was_stopped(
+def test_pace_is_that_of_the_newest_updates_regardless_of_the_clock(
     directory: Path,
 ) -> None:
     path = directory / "metrics.jsonl"
@@ -208,7 +209,7 @@ def test_a_pace_is_that_of_the_newest_updates_whatever_the_clock_says_and_howeve
     view.refresh()
     assert view.pace() == Pace(seconds_per_update=3.0, games_per_s=2.0)
     view.at = 1
-    assert view.pace() is None  # one update has none
+    assert view.pace() is None  # a single update has no pace
     with path.open("a") as file:
         file.write(json.dumps({**lines[-1], "step": 43, "run/seconds": 1.0}) + "\n")
     view.at = None
@@ -217,7 +218,7 @@ def test_a_pace_is_that_of_the_newest_updates_whatever_the_clock_says_and_howeve
 
 
 class NoMeter:
-    """NVML of a machine with two GPUs, the second of which has no power meter."""
+    """The NVML of a machine with two GPUs, the second of which has no power meter."""
 
     class NVMLError(Exception):
         pass
@@ -239,11 +240,11 @@ class NoMeter:
         return SimpleNamespace(used=3 << 30, total=80 << 30)
 
 
-def test_a_gpu_shows_power_and_memory_as_far_as_it_tells_them() -> None:
+def test_gpu_shows_the_power_and_memory_that_it_reports() -> None:
     load = MachineLoad()
     load._nvml = NoMeter()
-    told = [load.of({"device": device, "pid": 2**22}) for device in (0, 1, 2)]
-    assert told == ["346 W  3.0/80 GiB", "3.0/80 GiB", ""]
+    shown = [load.of({"device": device, "pid": 2**22}) for device in (0, 1, 2)]
+    assert shown == ["346 W  3.0/80 GiB", "3.0/80 GiB", ""]
     assert load.of({"device": "cpu", "pid": 2**22}) == ""
     assert "% CPU" in load.of({"device": "cpu", "pid": os.getpid()})
     load._nvml = None
@@ -251,34 +252,32 @@ def test_a_gpu_shows_power_and_memory_as_far_as_it_tells_them() -> None:
 
 
 @pytest.mark.parametrize("visible", ["1,0", "1, 0", "GPU-b,GPU-a"])
-def test_a_gpu_is_the_one_that_the_run_was_shown_under_its_number(
-    visible: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_of_the_run_is_matched_through_its_visible_devices(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     given = [environment(device, threads=1)["CUDA_VISIBLE_DEVICES"] for device in (0, 1)]
     load = MachineLoad()
     load._nvml = NoMeter()
-    told = [load.of({"device": device, "gpu": gpu, "pid": 2**22}) for device, gpu in enumerate(given)]
-    assert told == ["3.0/80 GiB", "346 W  3.0/80 GiB"]
+    shown = [load.of({"device": device, "gpu": gpu, "pid": 2**22}) for device, gpu in enumerate(given)]
+    assert shown == ["3.0/80 GiB", "346 W  3.0/80 GiB"]
 
 
-def test_a_busy_process_is_seen_to_be_busy_at_the_first_look() -> None:
+def test_busy_process_shows_load_at_the_first_look() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
-        told = MachineLoad().of({"device": "cpu", "pid": process.pid})
+        shown = MachineLoad().of({"device": "cpu", "pid": process.pid})
         process.kill()
-    assert int(told.split(" % CPU")[0]) > 0
+    assert int(shown.split(" % CPU")[0]) > 0
 
 
-def test_who_looks_back_at_a_run_that_goes_on_is_not_told_that_it_does_not(directory: Path) -> None:
+def test_looking_back_at_a_running_run_does_not_show_it_as_stopped(directory: Path) -> None:
     view = RunView(directory)
     view.refresh()
     view.at = 3
     text = "\n".join(frame(view, 100, 32))
-    assert "what they did then is not kept" in text
+    assert "not recorded" in text
     assert "not running" not in text
 
 
-def test_the_league_is_as_it_was_at_the_update_that_is_looked_at(directory: Path) -> None:
+def test_replay_shows_the_league_as_of_that_update(directory: Path) -> None:
     view = RunView(directory)
     view.refresh()
     assert view.matches()["ckpt-12", "base"] == view.matches()["base", "ckpt-12"] == 12
@@ -294,13 +293,13 @@ def test_the_league_is_as_it_was_at_the_update_that_is_looked_at(directory: Path
     assert "replay" in frame(view, 100, 32)[1]
 
 
-def test_only_what_changed_is_written_again(directory: Path) -> None:
+def test_league_log_holds_only_changed_models(directory: Path) -> None:
     last = json.loads((directory / "league.jsonl").read_text().splitlines()[-1])
     assert set(last["models"]) == {"base", "ckpt-11", "ckpt-12"}  # ckpt-11 is no longer the current one
     assert last["matches"] == [["base", "ckpt-12", 12]]
 
 
-def test_a_file_that_is_written_anew_is_read_anew_and_half_a_line_is_waited_for(directory: Path) -> None:
+def test_rewritten_file_is_read_again_and_a_partial_line_waits(directory: Path) -> None:
     view = RunView(directory)
     view.refresh()
     path = directory / "metrics.jsonl"
@@ -314,19 +313,19 @@ def test_a_file_that_is_written_anew_is_read_anew_and_half_a_line_is_waited_for(
     view.refresh()
     assert view.num_updates == UPDATES + 1
     (directory / "new").write_text("".join(lines[:5]))
-    (directory / "new").rename(path)  # as a resumed run does it
+    (directory / "new").rename(path)  # as a resumed run does
     view.refresh()
     assert view.num_updates == 5
 
 
-def test_a_line_that_is_no_json_is_named(directory: Path) -> None:
+def test_line_that_is_not_json_is_named(directory: Path) -> None:
     with (directory / "eval.jsonl").open("ab") as file:
         file.write(b"\xff\xfe\n")
-    with pytest.raises(UnstableError, match=r"eval.jsonl: the line that begins .* is no JSON .* remove it"):
+    with pytest.raises(UnstableError, match=r"eval\.jsonl.* JSON"):
         RunView(directory).refresh()
 
 
-def test_a_run_that_has_not_begun_or_is_gone_is_drawn_too(directory: Path) -> None:
+def test_run_that_has_not_begun_or_lost_its_files_is_drawn(directory: Path) -> None:
     for name in ("metrics.jsonl", "league.jsonl", "eval.jsonl", "live.json"):
         (directory / name).unlink()
         view = RunView(directory)
@@ -336,21 +335,21 @@ def test_a_run_that_has_not_begun_or_is_gone_is_drawn_too(directory: Path) -> No
     assert "not running" in frame(view, 80, 24)[1]
 
 
-def test_what_is_no_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnstableError, match="is no run directory"):
+def test_directory_that_is_not_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnstableError, match="run directory"):
         RunView(tmp_path)
-    with pytest.raises(UnstableError, match="there is no run in"):
+    with pytest.raises(UnstableError, match="no run"):
         newest_run(tmp_path)
 
 
-def test_a_sparkline_goes_from_the_least_to_the_greatest_and_leaves_out_what_is_no_number() -> None:
+def test_sparkline_scales_to_the_range_and_skips_nan() -> None:
     assert sparkline([0.0, 1.0, float("nan"), 2.0], 10) == "▁▅█"
     assert sparkline([3.0] * 5, 3) == "▁▁▁"
     assert sparkline([], 10) == ""
 
 
 class Terminal:
-    """`top` in a terminal of its own, as a person sees it."""
+    """A `top` process in its own terminal, as a person sees it."""
 
     def __init__(self, directory: Path, width: int, height: int, *arguments: str) -> None:
         self.screen = pyte.Screen(width, height)
@@ -402,7 +401,7 @@ def terminal(directory: Path) -> Iterator[Terminal]:
     terminal.close()
 
 
-def test_a_person_looks_on_goes_back_and_forth_resizes_and_leaves(terminal: Terminal) -> None:
+def test_user_can_watch_step_back_and_forth_resize_and_quit(terminal: Terminal) -> None:
     terminal.wait_for(lambda text: "running" in text and "update 12/20" in text)
     terminal.press("\x1b[D")
     terminal.wait_for(lambda text: "replay" in text and "update 11/20" in text)
@@ -411,14 +410,14 @@ def test_a_person_looks_on_goes_back_and_forth_resizes_and_leaves(terminal: Term
     terminal.press("\x1b[C")
     terminal.wait_for(lambda text: "update 11/20" in text)
     terminal.resize(70, 20)
-    terminal.wait_for(lambda text: "80 × 24 characters are needed, 70 × 20 are there" in text)
+    terminal.wait_for(lambda text: "80 × 24" in text and "70 × 20" in text)
     terminal.resize(80, 24)
     terminal.wait_for(lambda text: "update 11/20" in text and "workers" in text)
     terminal.press("q")
     assert terminal.process.wait(30) == 0
 
 
-def test_a_replay_goes_through_all_updates(directory: Path) -> None:
+def test_replay_steps_through_all_updates(directory: Path) -> None:
     terminal = Terminal(directory, 100, 32, "--replay")
     terminal.wait_for(lambda text: "replay" in text and any(f"update {n}/20" in text for n in range(5)))
     terminal.wait_for(lambda text: "update 12/20" in text)

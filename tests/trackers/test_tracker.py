@@ -16,23 +16,15 @@ import pytest
 from msgspec.structs import replace as replace_struct
 from rich.console import Console
 
-from unstable_lite.config import TrackerConfig
+from unstable_lite.config.tracking import TrackerConfig
+from unstable_lite.dashboards.terminal import evaluation_tables
+from unstable_lite.files import read_part, read_records
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.trackers.records import read_part, read_records
-from unstable_lite.trackers.terminal import evaluation_tables
-from unstable_lite.trackers.tracker import (
-    WINDOW,
-    Evaluation,
-    Tally,
-    Tracker,
-    mean_interval,
-    paired_difference,
-    points_interval,
-    summarise_evaluation,
-    wilson_interval,
-    with_points,
-)
-from unstable_lite.trackers.transcripts import transcript
+from unstable_lite.tracking.evaluations import Evaluation, Tally, summarise_evaluation, with_points
+from unstable_lite.tracking.intervals import mean_interval, paired_difference, points_interval, wilson_interval
+from unstable_lite.tracking.tracker import Tracker
+from unstable_lite.tracking.transcripts import transcript
+from unstable_lite.tracking.windows import WINDOW
 from unstable_lite.types import (
     AgentSpec,
     GameEnd,
@@ -51,8 +43,8 @@ BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
 
 
-class Kept:
-    """A sink that keeps what it is given."""
+class RecordingSink:
+    """A sink that records everything it is given."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
@@ -83,7 +75,7 @@ def game(
     invalid_pids: tuple[int, ...] = (),
     label: str | None = None,
 ) -> GameRecord:
-    """Two turns: seat 0 of `model`, seat 1 of a fixed opponent."""
+    """Return a game of two turns: `model` at seat 0, a fixed opponent at seat 1."""
     agents = tuple(
         AgentSpec(pid=pid, model=m, collect_data=c, prompt_template="tiny", action_extraction_fn="default")
         for pid, m, c in ((0, model, kind == "train"), (1, RANDOM, False))
@@ -122,8 +114,8 @@ def game(
     )
 
 
-class Shown(Kept):
-    """One that can show more than numbers."""
+class RecordingRichSink(RecordingSink):
+    """A sink that can also show histograms and texts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,14 +129,14 @@ class Shown(Kept):
         self.texts += [(step, name, text) for name, text in texts.items()]
 
 
-def make_tracker(directory: Path, sink: Kept | None = None, **config: Any) -> Tracker:
+def make_tracker(directory: Path, sink: RecordingSink | None = None, **config: Any) -> Tracker:
     tracker = Tracker(directory, [sink] if sink else [], TrackerConfig(**config))
     tracker.registry = ModelRegistry()
     return tracker
 
 
-def test_every_mean_is_of_as_many_entries_as_its_n_says(tmp_path: Path) -> None:
-    sink = Kept()
+def test_every_mean_covers_as_many_entries_as_its_n_says(tmp_path: Path) -> None:
+    sink = RecordingSink()
     tracker = make_tracker(tmp_path, sink)
     tracker.add_record(game())
     tracker.add_record(game(rewards=(-1.0, 1.0), end="invalid", invalid_pids=(0,)))
@@ -154,8 +146,8 @@ def test_every_mean_is_of_as_many_entries_as_its_n_says(tmp_path: Path) -> None:
     tracker.add_record(game(end="invalid", invalid_pids=(1,)))
     tracker.add_record(game(end="void"))
     tracker.log_update(1, {})
-    figures = {name.removeprefix("collection-E/"): x for name, x in sink.lines[-1][1].items() if "collection-E" in name}
-    assert figures == {
+    metrics = {name.removeprefix("collection-E/"): x for name, x in sink.lines[-1][1].items() if "collection-E" in name}
+    assert metrics == {
         "reward": 0.25,
         "Points": 0.625,
         "Win Rate": 0.5,
@@ -187,23 +179,23 @@ def test_every_mean_is_of_as_many_entries_as_its_n_says(tmp_path: Path) -> None:
     tracker.close()
 
 
-def test_an_evaluation_without_a_result_tells_no_rates(tmp_path: Path) -> None:
-    sink = Kept()
+def test_evaluation_without_results_reports_no_rates(tmp_path: Path) -> None:
+    sink = RecordingSink()
     tracker = make_tracker(tmp_path, sink)
     policy = tracker.registry.current if tracker.registry else None
     assert policy is not None
     void = summarise_evaluation("before", 0, policy, "E", "scripted:random", [game(kind="eval", end="void")] * 3)
     tracker.add_evaluation(void)
-    ((_, figures),) = sink.lines
-    assert figures == {"evaluation-E (scripted:random)/checkpoint n": 0}
-    assert "all of its 3 games are void" in void.describe()
+    ((_, metrics),) = sink.lines
+    assert metrics == {"evaluation-E (scripted:random)/checkpoint n": 0}
+    assert "3 games" in void.describe() and "void" in void.describe()
     (table,) = evaluation_tables([void, replace(void, label="after", n=1, wins=1, mean_reward=1.0)])
     assert [list(column.cells) for column in table.columns[3:5]] == [["–", "100.0%"], ["–", "20.7 – 100.0%"]]
     tracker.close()
 
 
 def nim_game(number: int, pid: int, *actions: str) -> GameRecord:
-    """The base at seat `pid` against the base as an opponent, with the piles 3, 4, 5 at each of its turns."""
+    """Return a game of the base at seat `pid` against the base as an opponent; each turn shows the piles 3, 4, 5."""
     opponent = ModelRef(uid="base", kind="checkpoint", adapter_version=0, name="base")
     record = game(kind="eval")
     agents = tuple(replace_struct(a, model=BASE if a.pid == pid else opponent) for a in record.spec.agent_specs)
@@ -214,14 +206,14 @@ def nim_game(number: int, pid: int, *actions: str) -> GameRecord:
     return replace(record, spec=spec, turns=turns)
 
 
-def test_best_moves_of_the_evaluated_model_are_counted_where_others_were_worse(tmp_path: Path) -> None:
-    sink = Kept()
+def test_best_moves_are_counted_where_worse_ones_existed(tmp_path: Path) -> None:
+    sink = RecordingSink()
     tracker = make_tracker(tmp_path, sink)
     records = [nim_game(0, 0, "[0 2]", "[0 2]", "[0 2]"), nim_game(1, 1, "[0 1]", "[9 9]"), nim_game(2, 0)]
     evaluation = summarise_evaluation("before", 0, BASE, "Nim-v0-train", "base", records)
-    assert (evaluation.n, evaluation.wins, evaluation.losses) == (3, 2, 1), "of one seat of each game"
+    assert (evaluation.n, evaluation.wins, evaluation.losses) == (3, 2, 1), "counts one seat of each game"
     assert (evaluation.choices, evaluation.optimal) == (5, 3)
-    # What the games have more than 0.6 of their choices: 3 - 1.8, 0 - 1.2 and 0. The squares are 2.88 in all.
+    # Each game's excess over 0.6 of its choices: 3 - 1.8, 0 - 1.2 and 0. The squares sum to 2.88.
     many = summarise_evaluation("before", 0, BASE, "Nim-v0-train", "base", records * 100)
     half = 1.96 * math.sqrt(288 * 300 / 299) / 500
     assert many.optimal_interval == pytest.approx((0.6 - half, 0.6 + half), abs=1e-3)
@@ -240,8 +232,8 @@ def test_best_moves_of_the_evaluated_model_are_counted_where_others_were_worse(t
     assert restored.evaluation("a", "b", 0, "E", "x") == tally.evaluation("a", "b", 0, "E", "x")
 
 
-def test_who_can_show_more_than_numbers_gets_histograms_and_now_and_then_a_game(tmp_path: Path) -> None:
-    sink = Shown()
+def test_rich_sinks_get_histograms_and_sometimes_a_game(tmp_path: Path) -> None:
+    sink = RecordingRichSink()
     tracker = make_tracker(tmp_path, sink, transcript_every=2)
     spread = [Histogram(name="advantage", edges=(0.0, 1.0), counts=(3,))]
     tracker.add_record(game(kind="eval"))
@@ -260,16 +252,16 @@ def test_who_can_show_more_than_numbers_gets_histograms_and_now_and_then_a_game(
     tracker.close()
 
 
-def test_a_transcript_is_bounded_whatever_was_said(tmp_path: Path) -> None:
+def test_transcript_length_is_bounded(tmp_path: Path) -> None:
     record = game()
     shouted = dataclasses.replace(record.turns[0], text="a" * 100_000 + "\ud800end", observation="b" * 100_000)
     record.turns = [shouted] * 1000
     text = transcript(record)
     assert len(text) < 300_000
-    assert "(… 96004 characters …)" in text and "a?end\n" in text and "(and 960 turns more)" in text
+    assert "(… 96004 characters …)" in text and "a?end\n" in text and "(and 960 more turns)" in text
 
 
-def test_means_run_over_the_newest_window_while_step_counts_on(tmp_path: Path) -> None:
+def test_means_cover_the_newest_window_while_step_keeps_counting(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path, keep_games="none")
     for _ in range(WINDOW):
         tracker.add_record(game(rewards=(-1.0, 1.0)))
@@ -282,7 +274,7 @@ def test_means_run_over_the_newest_window_while_step_counts_on(tmp_path: Path) -
     tracker.close()
 
 
-def test_a_game_in_which_the_model_had_no_turn_counts_and_has_no_means_over_turns(tmp_path: Path) -> None:
+def test_game_without_a_turn_of_the_model_has_no_turn_means(tmp_path: Path) -> None:
     tracker, evaluated, trained = make_tracker(tmp_path), game(kind="eval"), game()
     tracker.add_record(dataclasses.replace(evaluated, turns=evaluated.turns[1:]))
     trajectories = [dataclasses.replace(trained.trajectories[0], steps=[])]
@@ -299,7 +291,7 @@ def test_a_game_in_which_the_model_had_no_turn_counts_and_has_no_means_over_turn
     tracker.close()
 
 
-def test_evaluations_whose_figures_are_no_numbers_are_so_after_a_resume_too(tmp_path: Path) -> None:
+def test_nan_evaluations_survive_a_resume(tmp_path: Path) -> None:
     one_game, none = Tally(), Tally()
     one_game.add("na", 0.5, own_invalid=False)
     none.add_record(game(kind="eval", end="void"), 0)
@@ -319,7 +311,7 @@ def shown(tracker: Tracker) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_the_seconds_of_a_run_go_on_where_its_checkpoint_was(tmp_path: Path) -> None:
+def test_run_seconds_continue_from_the_checkpoint(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
     state = tracker.state_dict()
     tracker.close()
@@ -330,7 +322,7 @@ def test_the_seconds_of_a_run_go_on_where_its_checkpoint_was(tmp_path: Path) -> 
     resumed.close()
 
 
-def test_evaluation_games_without_a_quota_are_told_by_checkpoint_once_it_plays_no_more(tmp_path: Path) -> None:
+def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
     assert tracker.registry is not None
     new = tracker.registry.add_checkpoint("ckpt-5", adapter_version=5, iteration=5)
@@ -338,14 +330,16 @@ def test_evaluation_games_without_a_quota_are_told_by_checkpoint_once_it_plays_n
         tracker.add_record(game(kind="eval", rewards=rewards))
     tracker.add_record(game(kind="eval", end="void"))
     tracker.add_record(game(new, kind="eval", rewards=(-1.0, 1.0), end="invalid", invalid_pids=(0,)))
-    tracker.add_record(game(kind="eval", label="before"))  # its quota is told of apart
+    tracker.add_record(game(kind="eval", label="before"))  # the quota is recorded separately
     tracker.end_evaluations(still_playing={"base", "ckpt-5"})
     assert (tmp_path / "eval.jsonl").read_text() == ""
     tracker.end_evaluations(still_playing={"ckpt-5"})
     tracker.close()
     base, later = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
-    told = {key: base[key] for key in ("label", "model", "step", "n", "wins", "draws", "losses", "void", "mean_reward")}
-    assert told == {
+    recorded = {
+        key: base[key] for key in ("label", "model", "step", "n", "wins", "draws", "losses", "void", "mean_reward")
+    }
+    assert recorded == {
         "label": "concurrent",
         "model": "base",
         "step": 0,
@@ -362,7 +356,7 @@ def test_evaluation_games_without_a_quota_are_told_by_checkpoint_once_it_plays_n
     assert tracker.evaluations == []
 
 
-def test_the_interval_of_points_covers_the_true_mean_as_often_as_it_says() -> None:
+def test_points_interval_has_its_nominal_coverage() -> None:
     assert points_interval(7, 0, 13) == wilson_interval(7, 20)
     assert points_interval(0, 0, 0) == (0.0, 1.0)
     low, high = points_interval(0, 400, 0)
@@ -378,7 +372,7 @@ def test_the_interval_of_points_covers_the_true_mean_as_often_as_it_says() -> No
         assert 0.93 < covered / 2000 < 0.98, (win, draw)
 
 
-def test_points_count_draws_half_and_are_read_from_lines_of_earlier_versions() -> None:
+def test_points_count_draws_half_and_are_read_from_older_versions() -> None:
     tally = Tally()
     for outcome in ("win", "draw", "draw", "loss", "loss"):
         tally.add(outcome, 0.0, own_invalid=False)
@@ -390,7 +384,7 @@ def test_points_count_draws_half_and_are_read_from_lines_of_earlier_versions() -
     assert with_points(old | {"win_rate": None})["points"] is None
 
 
-def test_two_evaluations_of_the_same_seeds_are_compared_in_pairs() -> None:
+def test_evaluations_on_the_same_seeds_are_compared_in_pairs() -> None:
     def played(seed: int, outcomes: str, label: str) -> Evaluation:
         records = []
         for number, outcome in enumerate(outcomes):
@@ -404,7 +398,7 @@ def test_two_evaluations_of_the_same_seeds_are_compared_in_pairs() -> None:
     before, after = played(0, "wdllwwlv", "before"), played(100, "wwlwwwdv", "after")
     assert before.scores == ((1, 0.5), (0, 0), (1, 1), (0, None))
     gain = paired_difference(before.scores, after.scores)
-    gained = [0.25, 0.5, 0.0, 0.5]  # by seed, the mean over its seats
+    gained = [0.25, 0.5, 0.0, 0.5]  # per seed, averaged over its seats
     assert gain is not None
     assert gain.mean == pytest.approx(0.3125)
     half = 3.182 * np.std(gained, ddof=1) / 2
@@ -422,7 +416,7 @@ def test_two_evaluations_of_the_same_seeds_are_compared_in_pairs() -> None:
     assert tuple(map(tuple, known)) == before.scores
 
 
-def test_pairs_tell_more_of_games_that_the_seed_decides() -> None:
+def test_pairing_is_sharper_for_games_decided_by_the_seed() -> None:
     rng = np.random.default_rng(0)
     cards = rng.random(200)
     before, after = ([[float(card < p)] for card in cards] for p in (0.5, 0.6))
@@ -431,13 +425,13 @@ def test_pairs_tell_more_of_games_that_the_seed_decides() -> None:
     assert 0 < gain.low < 0.1 < gain.high < 0.2
     won = [sum(x == [1.0] for x in of) for of in (before, after)]
     (_, high), (low, _) = (points_interval(wins, 0, 200 - wins) for wins in won)
-    assert low < high  # unpaired, nobody could tell
+    assert low < high  # unpaired intervals overlap
     same = paired_difference(after, after)
     assert same is not None
     assert same.low < 0 == same.mean < same.high
 
 
-def test_games_that_nobody_can_win_have_a_reward_and_no_win_rate() -> None:
+def test_games_without_winners_have_a_reward_and_no_win_rate() -> None:
     tally = Tally()
     for reward in (0.25, 0.75):
         tally.add("na", reward, own_invalid=False)
@@ -458,7 +452,7 @@ def test_games_that_nobody_can_win_have_a_reward_and_no_win_rate() -> None:
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
-def test_rewards_that_are_all_alike_show_no_interval(reward: float) -> None:
+def test_identical_rewards_show_no_interval(reward: float) -> None:
     tally = Tally()
     for _ in range(20):
         tally.add("na", reward, own_invalid=False)
@@ -473,7 +467,7 @@ def test_rewards_that_are_all_alike_show_no_interval(reward: float) -> None:
     assert list(table.columns[4].cells) == ["–"]
 
 
-def test_the_interval_that_judges_rewards_does_not_vanish() -> None:
+def test_reward_interval_used_for_verdicts_never_vanishes() -> None:
     rare = wilson_interval(0, 20)[1]
     assert mean_interval(1.0, 0.0, 20) == pytest.approx((1 - 2 * rare, 1))
     assert mean_interval(0.0, 0.0, 20) == pytest.approx((-rare, rare))
@@ -481,7 +475,7 @@ def test_the_interval_that_judges_rewards_does_not_vanish() -> None:
     assert mean_interval(0.5, 0.2, 100) == pytest.approx((0.5 - 0.0392, 0.5 + 0.0392))
 
 
-async def test_what_an_update_trained_on_is_kept_one_file_an_update(tmp_path: Path) -> None:
+async def test_train_data_of_each_update_is_one_file(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
     (step,) = game().trajectories[0].steps
     await tracker.add_train_data(1, 4, [step, step])
@@ -507,7 +501,7 @@ async def test_what_an_update_trained_on_is_kept_one_file_an_update(tmp_path: Pa
     }
 
 
-async def test_train_data_that_cannot_be_written_is_told_and_the_next_is_written(tmp_path: Path) -> None:
+async def test_failed_write_of_train_data_is_reported_and_the_next_succeeds(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
     (tmp_path / "train_data").rmdir()
     await tracker.add_train_data(1, 0, [])
@@ -528,7 +522,7 @@ async def test_train_data_can_be_switched_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep_tokens", [False, True])
-def test_tokens_and_their_log_probabilities_are_kept_where_asked_for(tmp_path: Path, keep_tokens: bool) -> None:
+def test_tokens_and_logprobs_are_kept_if_configured(tmp_path: Path, keep_tokens: bool) -> None:
     tracker = make_tracker(tmp_path, keep_tokens=keep_tokens)
     tracker.add_record(game())
     tracker.close()
@@ -543,7 +537,7 @@ def test_tokens_and_their_log_probabilities_are_kept_where_asked_for(tmp_path: P
     assert opponent[6] is None
 
 
-def test_the_interface_is_told_ratings_matches_speed_and_diversity(tmp_path: Path) -> None:
+def test_interface_info_has_ratings_matches_speed_and_diversity(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
     assert tracker.get_interface_info()["Game Length"] is None
     assert tracker.registry is not None

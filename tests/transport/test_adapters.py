@@ -10,22 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from unstable_lite.transport import adapters
-from unstable_lite.transport.adapters import AdapterArena, reap_stale_arenas
-from unstable_lite.transport.sockets import make_socket_directory
+from unstable_lite.adapters import store
+from unstable_lite.adapters.store import AdapterStore, reap_stale_arenas
+from unstable_lite.transport.rpc import make_socket_directory
 
 
 @pytest.fixture
 def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of our own in place of /dev/shm, so that tests do not meet other runs."""
+    """Replace /dev/shm by a private directory, so that tests do not see other runs."""
     directory = tmp_path / "shm"
     directory.mkdir()
-    monkeypatch.setattr(adapters, "SHARED_MEMORY", directory)
+    monkeypatch.setattr(store, "SHARED_MEMORY", directory)
     return directory
 
 
-def test_an_arena_is_private_and_gone_after_close(shared_memory: Path, tmp_path: Path) -> None:
-    arena = AdapterArena("run", fallback=tmp_path, bytes_needed=1)
+def test_arena_is_private_and_removed_on_close(shared_memory: Path, tmp_path: Path) -> None:
+    arena = AdapterStore("run", fallback=tmp_path, bytes_needed=1)
     assert arena.directory.parent == shared_memory
     assert arena.directory.stat().st_mode & 0o777 == 0o700
     assert arena.remark is None
@@ -34,68 +34,37 @@ def test_an_arena_is_private_and_gone_after_close(shared_memory: Path, tmp_path:
     assert list(shared_memory.iterdir()) == []
 
 
-def test_a_version_is_unreferenced_exactly_when_its_last_holder_lets_go(shared_memory: Path, tmp_path: Path) -> None:
-    arena = AdapterArena("run", fallback=tmp_path, bytes_needed=1)
-    for _ in range(3):
-        arena.retain(5)
-    arena.release(5)
-    arena.release(5)
-    assert arena.unreferenced.empty()
-    assert arena.references(5)
-    arena.release(5)
-    assert arena.unreferenced.get_nowait() == 5
-    assert not arena.references(5)
-    arena.close()
-
-
-def test_the_base_is_never_let_go(shared_memory: Path, tmp_path: Path) -> None:
-    arena = AdapterArena("run", fallback=tmp_path, bytes_needed=1)
-    arena.retain(0)
-    arena.release(0)
-    assert arena.unreferenced.empty()
-    arena.close()
-
-
-def test_releasing_what_nobody_holds_is_our_bug_and_says_so(shared_memory: Path, tmp_path: Path) -> None:
-    arena = AdapterArena("run", fallback=tmp_path, bytes_needed=1)
-    with pytest.raises(AssertionError, match="version 3"):
-        arena.release(3)
-    arena.close()
-
-
-def test_without_enough_shared_memory_the_run_directory_is_used_and_said(shared_memory: Path, tmp_path: Path) -> None:
-    arena = AdapterArena("run", fallback=tmp_path, bytes_needed=1 << 60)
+def test_run_directory_is_used_if_shared_memory_is_too_small(shared_memory: Path, tmp_path: Path) -> None:
+    arena = AdapterStore("run", fallback=tmp_path, bytes_needed=1 << 60)
     assert arena.directory.parent == tmp_path
     assert arena.remark is not None
     assert str(tmp_path) in arena.remark
     arena.close()
 
 
-def test_without_shared_memory_the_run_directory_is_used_and_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapters, "SHARED_MEMORY", tmp_path / "absent")
-    arena = AdapterArena("run", fallback=tmp_path, bytes_needed=1)
+def test_run_directory_is_used_if_there_is_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "SHARED_MEMORY", tmp_path / "absent")
+    arena = AdapterStore("run", fallback=tmp_path, bytes_needed=1)
     assert arena.directory.parent == tmp_path
     assert arena.remark is not None
     arena.close()
 
 
-def test_a_living_runs_arena_is_not_reaped(shared_memory: Path, tmp_path: Path) -> None:
-    arena = AdapterArena("alive", fallback=tmp_path, bytes_needed=1)
+def test_arena_of_a_live_run_is_not_reaped(shared_memory: Path, tmp_path: Path) -> None:
+    arena = AdapterStore("alive", fallback=tmp_path, bytes_needed=1)
     assert reap_stale_arenas(shared_memory) == []
     assert arena.directory.is_dir()
     arena.close()
 
 
-def test_the_arena_of_a_killed_process_is_reaped_at_the_next_start(shared_memory: Path, tmp_path: Path) -> None:
+def test_arena_of_a_killed_process_is_reaped_at_the_next_start(shared_memory: Path, tmp_path: Path) -> None:
     holder = subprocess.Popen(
         [
             sys.executable,
             "-c",
-            "import sys, time; from pathlib import Path; from unstable_lite.transport import adapters;"
+            "import sys, time; from pathlib import Path; from unstable_lite.adapters import store as adapters;"
             "adapters.SHARED_MEMORY = Path(sys.argv[1]);"
-            "arena = adapters.AdapterArena('dead', Path(sys.argv[1]), 1); arena.path(1).mkdir();"
+            "arena = adapters.AdapterStore('dead', Path(sys.argv[1]), 1); arena.path(1).mkdir();"
             "print('up', flush=True); time.sleep(60)",
             str(shared_memory),
         ],
@@ -111,7 +80,7 @@ def test_the_arena_of_a_killed_process_is_reaped_at_the_next_start(shared_memory
     assert list(shared_memory.iterdir()) == []
 
 
-def test_the_directory_of_a_runs_sockets_is_taken_for_no_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_directory_is_not_taken_for_an_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # as with TMPDIR=/dev/shm
     sockets = make_socket_directory()
     assert sockets.parent == tmp_path
@@ -119,23 +88,21 @@ def test_the_directory_of_a_runs_sockets_is_taken_for_no_arena(tmp_path: Path, m
     assert sockets.is_dir()
 
 
-async def test_two_runs_of_one_name_have_an_arena_each(tmp_path: Path) -> None:
-    arenas = [AdapterArena("same", tmp_path, bytes_needed=1 << 60) for _ in range(3)]
+async def test_runs_of_one_name_get_separate_arenas(tmp_path: Path) -> None:
+    arenas = [AdapterStore("same", tmp_path, bytes_needed=1 << 60) for _ in range(3)]
     assert [arena.directory.name for arena in arenas] == [f"unstable_lite-same{end}" for end in ("", "-2", "-3")]
-    assert reap_stale_arenas(tmp_path) == [], "all of them are alive"
+    assert reap_stale_arenas(tmp_path) == [], "all of them are in use"
     for arena in arenas:
         arena.close()
 
 
-def test_an_arena_that_falls_back_finds_what_was_written_before_and_writes_elsewhere(
-    shared_memory: Path, tmp_path: Path
-) -> None:
-    arena = AdapterArena("run", fallback=tmp_path, bytes_needed=1)
+def test_fallback_arena_keeps_old_files_and_writes_elsewhere(shared_memory: Path, tmp_path: Path) -> None:
+    arena = AdapterStore("run", fallback=tmp_path, bytes_needed=1)
     arena.path(1).mkdir()
     (arena.path(1) / "file").write_bytes(b"12345")
     arena.learner_state(1).mkdir()
     assert arena.fall_back()
-    assert not arena.fall_back(), "there is nowhere else"
+    assert not arena.fall_back(), "there is no further fallback"
     assert arena.path(1).parent.parent == arena.learner_state(1).parent.parent == shared_memory
     assert arena.path(2).parent.parent == arena.learner_state(2).parent.parent == tmp_path
     arena.path(2).mkdir()
@@ -202,17 +169,17 @@ def test_arena_of_another_user_is_left_alone(shared_memory: Path, name: str) -> 
     os.utime(theirs, (0, 0))
     os.chown(theirs, NOBODY, NOBODY)
     assert reap_stale_arenas(shared_memory) == []
-    assert list(theirs.iterdir()) == [], "no lock was made in it"
+    assert list(theirs.iterdir()) == [], "no lock was created in it"
 
 
 @needs_root
 @pytest.mark.parametrize("taken_by", ["directory", "file", "link"])
-def test_name_that_another_user_took_gets_a_number(tmp_path: Path, taken_by: str) -> None:
-    # Root may rename over anything, also in a sticky directory: the arena is made by an ordinary user.
+def test_name_taken_by_another_user_gets_a_number(tmp_path: Path, taken_by: str) -> None:
+    # Root may rename over anything, even in a sticky directory, so an ordinary user makes the arena.
     as_nobody = (
-        "import os, sys; from pathlib import Path; from unstable_lite.transport import adapters;"
+        "import os, sys; from pathlib import Path; from unstable_lite.adapters import store as adapters;"
         f"adapters.SHARED_MEMORY = Path('.'); os.chdir(sys.argv[1]); os.setgroups([]); os.setuid({NOBODY});"
-        "arena = adapters.AdapterArena('run', Path('.'), 1); print(arena.directory); arena.close()"
+        "arena = adapters.AdapterStore('run', Path('.'), 1); print(arena.directory); arena.close()"
     )
     sticky = tmp_path / "sticky"
     sticky.mkdir()
@@ -230,7 +197,7 @@ def test_name_that_another_user_took_gets_a_number(tmp_path: Path, taken_by: str
 
 
 def test_nameless_arena_is_reaped_after_a_while(shared_memory: Path) -> None:
-    """A run makes its arena under another name first, and may be killed then."""
+    """A run creates its arena under another name first and may be killed at that point."""
     nameless = shared_memory / ".unstable_lite-x"
     nameless.mkdir()
     (nameless / "lock").touch()
@@ -240,6 +207,6 @@ def test_nameless_arena_is_reaped_after_a_while(shared_memory: Path) -> None:
 
 
 def test_arena_that_lost_its_lock_is_reaped(shared_memory: Path) -> None:
-    """Its run was killed while it removed the arena, the lock first."""
+    """The run was killed while it removed the arena, the lock first."""
     (shared_memory / "unstable_lite-x" / "v1").mkdir(parents=True)
     assert reap_stale_arenas(shared_memory) == [shared_memory / "unstable_lite-x"]

@@ -1,4 +1,4 @@
-"""Many adapters in one batch: rows stand grouped by adapter version, and each linear layer serves every group.
+"""Many adapters in one batch: rows are grouped by adapter version, and each linear layer serves every group.
 
 Owns reading PEFT directories and the arithmetic of LoRA. Knows no requests and no cache.
 """
@@ -18,13 +18,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
+from unstable_lite.adapters.peft_files import WEIGHTS, check_adapter, digest_of, lora_scale
 from unstable_lite.errors import AdapterError, ModelError
-from unstable_lite.outside_files import WEIGHTS, check_adapter, digest_of, lora_scale
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Neighbouring tokens of one adapter version."""
+    """Adjacent tokens of one adapter version."""
 
     start: int
     stop: int
@@ -32,14 +32,14 @@ class Group:
 
 
 class Groups:
-    """The groups of the forward pass that runs now; shared by all layers."""
+    """Groups of the current forward pass; shared by all layers."""
 
     def __init__(self) -> None:
         self.current: list[Group] = []
 
 
 class LoraLinear(nn.Module):
-    """A linear layer with a low-rank pair for each adapter version that has one: W x + (x a) b."""
+    """Linear layer with a low-rank pair for each adapter version that has one: W x + (x a) b."""
 
     def __init__(self, base: Any, groups: Groups) -> None:
         super().__init__()
@@ -52,9 +52,9 @@ class LoraLinear(nn.Module):
         x_NI, out_NO = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
         if len(x_NI) != self._groups.current[-1].stop:
             raise ModelError(
-                f"an adapted layer is given {len(x_NI)} of {self._groups.current[-1].stop} tokens, as experts are: "
-                "which adapter each of them is of cannot be told. Leave such layers out of lora.target_modules, or "
-                "take engine.kind = 'vllm'"
+                f"an adapted layer receives {len(x_NI)} of {self._groups.current[-1].stop} tokens, as experts do, so "
+                "that their adapters are unknown. Leave such layers out of lora.target_modules, or use "
+                "engine.kind = 'vllm'"
             )
         for group in self._groups.current:
             if (pair := self._pairs.get(group.version)) is not None:
@@ -71,7 +71,7 @@ class LoraLinear(nn.Module):
         )
 
     def pair(self, version: int) -> tuple[Tensor, ...]:
-        """Return the pair of an adapter version; nothing if that version does not change this layer."""
+        """Return the pair of an adapter version; empty if that version does not change this layer."""
         return self._pairs.get(version, ())
 
     def unload(self, version: int) -> None:
@@ -82,7 +82,7 @@ class LoraLinear(nn.Module):
 
 
 def neighbours(versions: Sequence[int], stop_R: npt.NDArray[np.int64]) -> list[Group]:
-    """Row i of a pass ends before token `stop_R[i]` and is of `versions[i]`; equal ones are neighbours."""
+    """Return the groups of a pass whose row i ends before token `stop_R[i]`; equal `versions` are adjacent."""
     groups: list[Group] = []
     start = 0
     for index, version in enumerate(versions):
@@ -94,7 +94,7 @@ def neighbours(versions: Sequence[int], stop_R: npt.NDArray[np.int64]) -> list[G
 
 
 class LoraModel:
-    """A stock model, with pairs beside those of its linear layers that adapters change."""
+    """Stock model with low-rank pairs beside the linear layers that adapters change."""
 
     def __init__(self, model: Any) -> None:
         self._groups = Groups()
@@ -102,7 +102,7 @@ class LoraModel:
         self._layers: dict[str, LoraLinear] = {}
 
     def __call__(self, id_N: Tensor, position_N: Tensor, groups: list[Group], last_B: Tensor) -> Tensor:
-        """The logits after tokens `last_B` of a pass of N, B × V."""
+        """Return the logits after tokens `last_B` of a pass of N, B × V."""
         self._groups.current = groups
         output = self._model(
             input_ids=id_N[None], position_ids=position_N[None], use_cache=False, logits_to_keep=last_B
@@ -111,9 +111,9 @@ class LoraModel:
         return logits_BV
 
     def load(self, version: int, directory: Path, max_rank: int) -> str:
-        """Load an adapter and return the digest of what was read.
+        """Load an adapter and return its digest.
 
-        Raises AdapterError for what is no LoRA adapter of this base; the model is then as before.
+        Raises AdapterError unless it is a LoRA adapter of this base; the model is then as before.
         """
         pairs, scale, digest = read_adapter(directory, max_rank)
         check_fits(self._model, pairs, directory)
@@ -134,7 +134,7 @@ class LoraModel:
             layer.unload(version)
 
     def move(self, device: torch.device) -> None:
-        """Model and adapters, all to `device`."""
+        """Move model and adapters to `device`."""
         self._model.to(device)
         for layer in self._layers.values():
             layer.move_adapters(device)
@@ -151,7 +151,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 
 
 def read_adapter(directory: Path, max_rank: int) -> tuple[dict[str, tuple[Tensor, Tensor]], float, str]:
-    """Return the pairs (A, B) of a PEFT directory by module name, their scale, and the digest of what was read.
+    """Return the pairs (A, B) of a PEFT directory by module name, their scale, and the adapter's digest.
 
     Raises AdapterError.
     """
@@ -171,7 +171,7 @@ def read_adapter(directory: Path, max_rank: int) -> tuple[dict[str, tuple[Tensor
 
 
 def check_fits(model: Any, pairs: Mapping[str, tuple[Tensor, Tensor]], directory: Path) -> None:
-    """Raises AdapterError if a pair belongs to no linear layer of `model`, or is not of its shape."""
+    """Raise AdapterError if a pair has no linear layer in `model`, or another shape."""
     for name, (a_RI, b_OR) in pairs.items():
         try:
             layer: Any = model.get_submodule(name)
@@ -179,17 +179,17 @@ def check_fits(model: Any, pairs: Mapping[str, tuple[Tensor, Tensor]], directory
             raise AdapterError(f"{directory}: adapts {name}, which the base does not have") from None
         layer = layer.base if isinstance(layer, LoraLinear) else layer
         if not (isinstance(layer, nn.Linear) or _is_conv1d(layer)) or layer is model.get_output_embeddings():
-            raise AdapterError(f"{directory}: adapts {name}; only the linear layers under the model's head can be")
+            raise AdapterError(f"{directory}: adapts {name}; only linear layers below the model's head can be adapted")
         fan_in, fan_out = layer.weight.shape if _is_conv1d(layer) else reversed(layer.weight.shape)
         if a_RI.shape[1] != fan_in or b_OR.shape[0] != fan_out or a_RI.shape[0] != b_OR.shape[1]:
             raise AdapterError(
-                f"{directory} does not fit the base: {name} goes from {fan_in} to {fan_out}, "
+                f"{directory} does not fit the base: {name} has {fan_in} inputs and {fan_out} outputs, "
                 f"lora_A is {tuple(a_RI.shape)}, lora_B {tuple(b_OR.shape)}"
             )
 
 
 def bare_model(path: str, trust_remote_code: bool) -> Any:
-    """The model's modules without weights, to check adapters against. Raises ModelError if transformers has none."""
+    """Return the model without weights, to check adapters. Raises ModelError if transformers does not support it."""
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):

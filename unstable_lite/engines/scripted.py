@@ -1,6 +1,6 @@
-"""An engine without a model: replies from a list, at once. For tests and benches.
+"""Engine without a model that replies from a list at once, for tests and benches.
 
-Takes the same requests, keeps the same book of adapters and raises the same errors as an engine with a model. A token
+Accepts the same requests, tracks adapters alike and raises the same errors as an engine with a model. A token
 is a byte of UTF-8; 256 ends a completion.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from unstable_lite.engines.adapters import AdapterVersions
-from unstable_lite.engines.requests import Throughput, check_length
+from unstable_lite.adapters.peft_files import adapter_digest
+from unstable_lite.engines.adapter_slots import AdapterVersions
+from unstable_lite.engines.request_checks import Throughput, check_length
 from unstable_lite.errors import AdapterError
-from unstable_lite.outside_files import adapter_digest
-from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
+from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import Generation
 
 STOP_ID = 256
@@ -33,7 +33,7 @@ class ScriptedEngine:
         self._rng = random.Random(f"{config.run.seed} {spec.name}")
         self._finished: list[Generated] = []
         self._throughput = Throughput()
-        self.facts: dict[str, Any] = {
+        self.info: dict[str, Any] = {
             "kind": "scripted",
             "model": None,
             "device": spec.device,
@@ -70,16 +70,13 @@ class ScriptedEngine:
     def has_unfinished(self) -> bool:
         return bool(self._finished)
 
-    def forget_requests(self) -> None:
-        self._finished.clear()
-
     def load_adapter(self, version: int, path: Path) -> str:
         self._adapters.check_new(version)
         if not (path / "adapter_config.json").is_file():
             raise AdapterError(f"adapter version {version}: no adapter_config.json in {path}")
         try:
             digest = adapter_digest(path)
-        except AdapterError:  # it needs no weights, so it takes files without any
+        except AdapterError:  # the engine needs no weights, so it accepts files without any
             digest = ""
         return self._adapters.add(version, digest)
 
@@ -90,7 +87,7 @@ class ScriptedEngine:
         self._adapters.remove(version)
 
     def sleep(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing, because the engine has nothing to release."""
 
     def wake_up(self) -> None: ...
 

@@ -1,7 +1,7 @@
-"""vLLM as it comes: `LLMEngine.add_request` and `step`, adapters by `LoRARequest`. Nothing of it is patched.
+"""Engine on vLLM, unpatched: `LLMEngine.add_request` and `step`, adapters by `LoRARequest`.
 
-Owns vLLM's settings and the translation of requests. Tokenises by the code that all engines share: token ids go in and
-come out.
+Owns vLLM's settings and the translation of requests. Tokenises with the code that all engines share: token ids go in
+and come out.
 """
 
 from __future__ import annotations
@@ -15,43 +15,50 @@ import numpy as np
 import torch
 import transformers
 
-from unstable_lite.config import EngineConfig
-from unstable_lite.engines.adapters import BASE, AdapterVersions
-from unstable_lite.engines.choose import gpu_memory_bytes
+from unstable_lite.config.training import EngineConfig
+from unstable_lite.engines.adapter_slots import BASE, AdapterVersions
+from unstable_lite.engines.devices import gpu_memory_bytes
 from unstable_lite.engines.lora import bare_model, check_fits, read_adapter
-from unstable_lite.engines.requests import Throughput, check_length
+from unstable_lite.engines.request_checks import Throughput, check_length
 from unstable_lite.engines.sampling import GREEDY_BELOW
 from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import AdapterError, ModelError, RequestError
 from unstable_lite.games.templates import chats_in_use
 from unstable_lite.models import resolve_model
 from unstable_lite.models.positions import longest_sequence
-from unstable_lite.transport.child import WorkerSpec
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
+from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import Generation, TokenIds
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM allocates for; an adapter of a rank between takes the next."""
+"""Ranks that vLLM allocates memory for; an adapter of another rank takes the next larger one."""
 
 _WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False}
-"""vLLM 0.32 on the CPU dies of a request with a seed whose prompt is cut ("CPU Generator does not use offset")."""
+"""vLLM 0.32 on the CPU crashes if it reads the prompt of a seeded request in parts ("CPU Generator does not use
+offset")."""
 
 LARGE_GPU_BYTES = 70 << 30
-"""vLLM's `LLM` reads more prompt tokens a step on a GPU of this size or more."""
+"""Size of a GPU from which on vLLM's `LLM` reads more prompt tokens per step."""
 
 GRAPH_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 1024, 64), *range(1024, 2049, 256)]
 """Numbers of tokens in a step for which CUDA graphs are captured. vLLM stops at twice `max_num_seqs`, so a step that
 holds a new prompt would launch every LoRA kernel from Python."""
 
 
+_REMEDIES = (
+    "(if the model is the reason, use another one or engine.kind = 'transformers'; if memory is, lower "
+    "engine.max_model_len, engine.max_parallel_seq or engine.max_loras)"
+)
+
+
 class VLLMEngine:
     def __init__(self, spec: WorkerSpec) -> None:
         config = spec.config
         _prepare_environment(config.engine, spec)
-        # The environment is read when vLLM is imported.
+        # vLLM reads the environment when it is imported.
         import vllm
         from vllm.lora.request import LoRARequest
 
@@ -67,17 +74,14 @@ class VLLMEngine:
         try:
             self._engine = vllm.LLMEngine.from_engine_args(arguments)
         except (ValueError, RuntimeError, OSError, NotImplementedError, KeyError, ImportError) as error:
-            raise ModelError(
-                f"vLLM {vllm.__version__} cannot serve {config.model_name} with LoRA on {spec.device}: {error}\n"
-                "(where the model is the reason, take another or engine.kind = 'transformers'; where memory is, lower "
-                "engine.max_model_len, engine.max_parallel_seq or engine.max_loras)"
-            ) from error
+            subject = f"vLLM {vllm.__version__} cannot serve {config.model_name} with LoRA on {spec.device}"
+            raise ModelError(f"{subject}: {error}\n{_REMEDIES}") from error
         self._adapters = AdapterVersions(config.engine.max_loras)
         self._paths: dict[int, str] = {}
         self._requests: dict[str, tuple[Generate, TokenIds]] = {}
         self._throughput = Throughput()
         model_config = self._engine.model_config
-        self.facts: dict[str, Any] = {
+        self.info: dict[str, Any] = {
             "kind": "vllm",
             "model": config.model_name,
             "device": spec.device,
@@ -106,7 +110,7 @@ class VLLMEngine:
             stop=stop,
             stop_token_ids=sorted(self._tokenizer.stop_ids_with(request.stop)),
             logprobs=0,
-            # Without it vLLM makes a dict and an object for each token.
+            # Otherwise vLLM makes a dict and an object for each token.
             flat_logprobs=True,
             detokenize=bool(stop),
             output_kind=self._output_kind,
@@ -127,15 +131,9 @@ class VLLMEngine:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
-    def forget_requests(self) -> None:
-        self._engine.abort_request(list(self._requests))
-        for request, _ in self._requests.values():
-            self._adapters.release(request.adapter_version)
-        self._requests.clear()
-
     def load_adapter(self, version: int, path: Path) -> str:
         self._adapters.check_new(version)
-        # vLLM takes more than it computes rightly: an adapter of unknown modules or of another base may pass.
+        # vLLM also accepts adapters that it computes wrongly, with unknown modules or for another base.
         pairs, _, digest = read_adapter(path, self._max_rank)
         check_fits(self._bare_model, pairs, path)
         self._paths[version] = str(path)
@@ -144,7 +142,7 @@ class VLLMEngine:
         except (ValueError, RuntimeError, OSError, KeyError, AssertionError) as error:
             raise AdapterError(f"adapter version {version}: vLLM cannot load {path}: {error}") from error
         if not is_loaded or version not in self._engine.list_loras():
-            raise AdapterError(f"adapter version {version}: vLLM did not load {path}, and does not say why")
+            raise AdapterError(f"adapter version {version}: vLLM did not load {path} and gave no reason")
         return self._adapters.add(version, digest)
 
     def confirm_adapter(self, version: int) -> str:
@@ -157,10 +155,10 @@ class VLLMEngine:
         del self._paths[version]
 
     def sleep(self) -> None:
-        """Level 1: weights and adapters go to host memory, keys and values are dropped."""
-        # Some versions leave it to the caller to forget prefixes whose keys are gone.
+        """Move weights and adapters to host memory and drop keys and values (level 1)."""
+        # Some versions do not themselves drop prefixes whose keys are gone.
         if not self._engine.reset_prefix_cache():
-            raise ModelError("vLLM did not give up its prefix cache: it holds blocks of a request that is unfinished")
+            raise ModelError("vLLM did not drop its prefix cache, because it holds blocks of an unfinished request")
         self._engine.sleep(1)
 
     def wake_up(self) -> None:
@@ -172,7 +170,7 @@ class VLLMEngine:
         return self._throughput.report(queued=unfinished - running, running=running)
 
     def _adapter(self, version: int) -> Any:
-        """Name, id and path, all three of them never used for another version: they are the prefix cache's key."""
+        """Return name, id and path, none of which another version ever uses: they are the prefix cache's key."""
         if version == BASE:
             return None
         return self._lora_request(lora_name=f"v{version}", lora_int_id=version, lora_path=self._paths[version])
@@ -187,7 +185,7 @@ class VLLMEngine:
         generation = Generation(
             prompt_ids=prompt_ids,
             completion_ids=np.array(completion_ids, np.int32),
-            # One entry a position: `logprobs=0` asks for the sampled token's alone.
+            # One entry per position, because `logprobs=0` requests the sampled token's only.
             logprobs=np.array(completion.logprobs.logprobs, np.float32),
             text=completion.text if is_stop_string else self._tokenizer.text(completion_ids),
             finish_reason=completion.finish_reason,
@@ -203,7 +201,7 @@ def engine_arguments(spec: WorkerSpec, path: str, max_model_len: int) -> dict[st
     if is_cpu:
         of_device = _WHOLE_PROMPTS | {"max_num_batched_tokens": max(4096, max_model_len)}
     else:
-        # `from_engine_args` alone takes 2,048, an eighth of what `LLM` takes on a large GPU.
+        # `from_engine_args` alone uses 2,048, an eighth of the value of `LLM` on a large GPU.
         tokens_per_step = 16_384 if (gpu_memory_bytes(0) or 0) >= LARGE_GPU_BYTES else 8_192
         of_device = {"max_num_batched_tokens": max(tokens_per_step, max_model_len)}
     is_eager = is_cpu if engine.enforce_eager is None else engine.enforce_eager
@@ -218,17 +216,17 @@ def engine_arguments(spec: WorkerSpec, path: str, max_model_len: int) -> dict[st
         "max_model_len": max_model_len,
         "max_num_seqs": engine.max_parallel_seq,
         "enable_lora": True,
-        # On the CPU vLLM 0.32 computes rows without an adapter with slot -1, the last one: it must stay empty.
+        # On the CPU vLLM 0.32 computes rows without an adapter with slot -1, the last one, so that one must stay empty.
         "max_loras": engine.max_loras + is_cpu,
         # One more than can be loaded, so that vLLM never evicts a version that is in use.
         "max_cpu_loras": engine.max_loras + 1,
         "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= config.lora.lora_rank),
-        # Otherwise vLLM computes LoRA on every module that it can, the output layer included.
+        # Otherwise vLLM computes LoRA on every supported module, the output layer included.
         "lora_target_modules": list(config.lora.target_modules),
         "enforce_eager": is_eager,
         "gpu_memory_utilization": engine.gpu_share,
-        "enable_sleep_mode": config.run.mode == "sleep",
-        "enable_prefix_caching": config.run.mode != "sync",
+        "enable_sleep_mode": config.engine.when_shared == "sleep",
+        "enable_prefix_caching": config.run.schedule != "sync",
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         **of_device,
@@ -236,19 +234,19 @@ def engine_arguments(spec: WorkerSpec, path: str, max_model_len: int) -> dict[st
 
 
 def _prepare_environment(config: EngineConfig, spec: WorkerSpec) -> None:
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # this worker already is the engine's process
-    # It never serves processed log-probabilities, and looking for it may compile kernels for minutes.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # this worker is the engine's process already
+    # This sampler never returns processed log-probabilities, and its check may compile kernels for minutes.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if spec.device == "cpu":
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(config.kv_cache_gb))
-        # vLLM would bind itself to every core, the learner's too. It also forbids to set the threads later.
+        # vLLM would bind itself to every core, also the learner's, and it forbids to set the threads later.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         torch.set_num_threads(spec.threads)
 
 
 def _seed(run_seed: int, spec: WorkerSpec) -> int:
-    """Workers of one run must not draw alike."""
-    sequence = np.random.SeedSequence(None if spec.goes_on else [run_seed, *spec.name.encode()])
+    """Return a seed of this worker, because the workers of a run must not draw the same samples."""
+    sequence = np.random.SeedSequence(None if spec.is_restart else [run_seed, *spec.name.encode()])
     return int(sequence.generate_state(1)[0] >> 1)

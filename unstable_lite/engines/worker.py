@@ -1,7 +1,7 @@
-"""The engine process: `python -m unstable_lite.transport unstable_lite.engines.worker`.
+"""Engine process: `python -m unstable_lite.transport unstable_lite.engines.worker`.
 
-Owns the loop: take what has arrived, step the engine, send what finished. Knows no library: the engine's own module,
-loaded here by its kind, is the only one that does.
+Owns the loop: receive messages, step the engine, send replies. Knows no library; only the engine's own module, loaded
+here by its kind, does.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from unstable_lite.engines.engine import Engine, SleepingEngine, load_engine
+from unstable_lite.engines.base import Engine, SleepingEngine, load_engine
 from unstable_lite.errors import MEMORY_ADVICE, AdapterError, ModelError, RequestError, is_out_of_memory
-from unstable_lite.transport.child import WorkerSocket, WorkerSpec
 from unstable_lite.transport.messages import (
     AdapterDigest,
     ConfirmAdapter,
@@ -28,41 +27,42 @@ from unstable_lite.transport.messages import (
     UnloadAdapter,
     WakeUp,
 )
+from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec
 
 log = logging.getLogger(__name__)
 
 STATS_EVERY_S = 1.0
 SLOW_STEP_S = 5.0
-"""A longer step is told in the worker's log (reference: `actor.py`)."""
+"""Time above which a step is reported in the worker's log (reference: `actor.py`)."""
 
 
 class Socket(Protocol):
     def receive(self, wait_s: float) -> list[Message]:
-        """Everything that has arrived, after waiting up to `wait_s` for something to arrive."""
+        """Return all messages that have arrived, after waiting up to `wait_s` for one."""
 
     def send(self, *messages: Message) -> None: ...
 
 
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     engine = load_engine(spec)
-    if spec.config.run.mode == "sleep" and not isinstance(engine, SleepingEngine):
+    if spec.config.engine.when_shared == "sleep" and not isinstance(engine, SleepingEngine):
         raise ModelError(
-            f"run.mode = 'sleep': {type(engine).__name__} has no sleep() and wake_up(); see engines/engine.py"
+            f"engine.when_shared = 'sleep': {type(engine).__name__} has no sleep() and wake_up(); see engines/base.py"
         )
     try:
-        socket.send(Ready(facts=engine.facts))
+        socket.send(Ready(info=engine.info))
         serve(engine, socket)
     finally:
-        # Only an engine that holds something outside of its process has it.
+        # Only engines with resources outside of their process have it.
         getattr(engine, "close", lambda: None)()
 
 
 def serve(engine: Engine, socket: Socket) -> None:
-    """Until `Stop`."""
+    """Serve until `Stop`."""
     stats_due = time.monotonic() + STATS_EVERY_S
 
     def step() -> list[Message]:
-        """And now and then how busy the engine is: who says nothing for long is taken for stuck."""
+        """Step the engine; return its replies, and statistics once a second: a silent worker counts as hung."""
         nonlocal stats_due
         started = time.monotonic()
         replies: list[Message] = [*engine.step()]
@@ -80,7 +80,7 @@ def serve(engine: Engine, socket: Socket) -> None:
             if isinstance(message, Stop):
                 return
             if isinstance(message, LoadAdapter):
-                if has_loaded and engine.has_unfinished():  # nobody waits for more than one load and a step
+                if has_loaded and engine.has_unfinished():  # no request waits for more than one load and a step
                     replies += step()
                 has_loaded = True
             if isinstance(message, Sleep):
@@ -94,7 +94,7 @@ def serve(engine: Engine, socket: Socket) -> None:
 
 
 def _take(engine: Engine, message: Message) -> list[Message]:
-    """Hand one request to the engine; the reply, if it is there already."""
+    """Pass one message to the engine; return the replies that exist already."""
     assert isinstance(message, (Generate, LoadAdapter, ConfirmAdapter, UnloadAdapter, Sleep, WakeUp)), message
     start = time.monotonic()
     try:
@@ -129,6 +129,6 @@ def _digest_reply(engine: Engine, request_id: int, digest: object, seconds: floa
         return AdapterDigest(request_id=request_id, seconds=seconds, digest=digest)
     error = (
         f"{type(engine).__name__} returned {digest!r:.99} where the digest of an adapter is expected; see load_adapter "
-        "and confirm_adapter in engines/engine.py"
+        "and confirm_adapter in engines/base.py"
     )
     return Failed(request_id=request_id, error=error)

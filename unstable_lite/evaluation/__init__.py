@@ -1,4 +1,4 @@
-"""Evaluation without a learner: models × opponents × envs, and tournaments, of what training left on disk."""
+"""Evaluation of checkpoints on disk without a learner: models × opponents × envs, and tournaments."""
 
 from __future__ import annotations
 

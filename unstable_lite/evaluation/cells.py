@@ -1,8 +1,7 @@
-"""Which games an evaluation consists of: cells (a model, its opponent, an env), and the games of each.
+"""The games of an evaluation: cells (a model, its opponent, an env), and the games of each.
 
-Pure: knows no engines, no files. Game number k of an env has the same seed and the same seat whoever plays it, and each
-seed is played from every seat, so that every model meets the same games. What is sampled in them is the engines' own
-chance.
+Pure: knows no engines, no files. Game number k of an env has the same seed and the same seat for every model, and each
+seed is played from every seat, so that every model plays the same games. The sampling itself is not seeded here.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from unstable_lite.rng import derive_seed
 from unstable_lite.types import AgentSpec, EvalEnvSpec, GameSpec, ModelRef
 
 JOINT = " | "
-"""Between the parts of a cell's key."""
+"""Separator of the parts of a cell's key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellKey:
-    """What a cell's key says, for cells that are known by their results alone."""
+    """Contents of a cell's key, for cells known only from their results."""
 
     model_key: str
     opponent_key: str
     num_players: int
     prompt_template: str
     other_settings: str
-    """What else of the env is not left at its default."""
+    """All other env settings that differ from their defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +37,12 @@ class Cell:
 
     model: EvaluatedModel
     opponent: EvaluatedModel | None
-    """None where there is one seat."""
+    """None if the env has one seat."""
     env: EvalEnvSpec
 
     @property
     def key(self) -> str:
-        """The same for the same question, whatever the models are called; what an env leaves at its default is out."""
+        """Identity of the cell: independent of the models' names, without env settings left at their defaults."""
         played_how = [
             f"{field.name}={getattr(self.env, field.name)}"
             for field in fields(self.env)
@@ -61,13 +60,13 @@ class Cell:
 
     @property
     def adapters(self) -> set[str]:
-        """Keys of the adapters that must be loaded to play it."""
+        """Keys of the adapters that must be loaded to play the cell."""
         seated = (self.model, self.opponent)
         return {model.key for model in seated if model is not None and model.path is not None}
 
 
 def read_key(key: str) -> CellKey:
-    """The reverse of `Cell.key`."""
+    """Parse a `Cell.key`."""
     models, _, env = key.partition(f"{JOINT}env_id=")
     model_key, _, opponent_key = models.partition(JOINT)
     settings = dict(setting.partition("=")[::2] for setting in env.split(JOINT)[1:])
@@ -85,7 +84,7 @@ def make_cells(
     opponents: Callable[[EvalEnvSpec], Sequence[EvaluatedModel]],
     envs: Sequence[EvalEnvSpec],
 ) -> list[Cell]:
-    """Every model against every opponent of every env; against nobody where there is one seat."""
+    """Pair every model with every opponent of every env; an env of one seat has no opponent."""
     return [
         Cell(model=model, opponent=opponent, env=env)
         for env in envs
@@ -95,12 +94,12 @@ def make_cells(
 
 
 def make_tournament(models: Sequence[EvaluatedModel], envs: Sequence[EvalEnvSpec]) -> list[Cell]:
-    """Every pair of models in every env; with more than two seats both ways round, for one of them sits alone.
+    """Pair all models in every env, in both orders if an env has more than two seats, because one model plays alone.
 
-    Raises ConfigError for fewer than two models and for an env of one seat.
+    Raises ConfigError if there are fewer than two models or an env has one seat.
     """
     if len(models) < 2:
-        raise ConfigError(f"a tournament needs two models or more, and these are {len(models)}")
+        raise ConfigError(f"a tournament needs two models or more, got {len(models)}")
     if alone := [env.env_id for env in envs if env.num_players == 1]:
         raise ConfigError(f"a tournament needs opponents, and {', '.join(alone)} has one player")
     return [
@@ -113,7 +112,7 @@ def make_tournament(models: Sequence[EvaluatedModel], envs: Sequence[EvalEnvSpec
 
 
 def in_rounds(cells: Iterable[Cell], slots: int) -> list[list[Cell]]:
-    """Cut where one more cell would need more than `slots` adapters at once; the order stays.
+    """Split cells, in order, into rounds that each need at most `slots` adapters.
 
     Raises ConfigError if one cell alone needs more.
     """
@@ -133,12 +132,12 @@ def in_rounds(cells: Iterable[Cell], slots: int) -> list[list[Cell]]:
 
 
 def seat_of(cell: Cell, number: int) -> int:
-    """Where `cell.model` sits in game `number`: the seats go round."""
+    """Return the seat of `cell.model` in game `number`; the seats rotate."""
     return number % cell.env.num_players
 
 
 def game_spec(cell: Cell, number: int, seed: int, ref: Callable[[EvaluatedModel], ModelRef]) -> GameSpec:
-    """Game `number` of a cell. `ref`: how a model is seated now."""
+    """Return game `number` of a cell. `ref`: returns the current reference to a model."""
     env, seat = cell.env, seat_of(cell, number)
     seated = [cell.model if pid == seat else cell.opponent or BASE_MODEL for pid in range(env.num_players)]
     return GameSpec(

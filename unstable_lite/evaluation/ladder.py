@@ -1,9 +1,9 @@
-"""TrueSkill over all games of a tournament, whatever the order in which they were played.
+"""TrueSkill over all games of a tournament, independent of the order in which they were played.
 
-TrueSkill takes games one after the other, and what it says depends on their order. Here the games of a tournament are
+TrueSkill rates games one after the other, and its result depends on their order. Here the games of a tournament are
 rated in many random orders, each from the prior, and μ and σ are the means over the orders. The orders are drawn by a
 fixed seed from the games in a canonical order: the same results give the same ladder. Rating the games several times in
-a row instead would count each of them several times, and σ would promise more than the games hold.
+a row instead would count each of them several times, and σ would be too small.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from unstable_lite.league.model_registry import ModelMeta, ModelRegistry
 MOST_ORDERS = 20
 LEAST_ORDERS = 4
 RATED_GAMES = 20_000
-"""About so many games are rated, in as many orders as that allows."""
+"""Approximate number of ratings over all orders; it decides the number of orders."""
 
 
 @dataclass(frozen=True, slots=True)
 class RatedGame:
-    """`model` alone at a seat, and how it fared against `opponent`."""
+    """Outcome for `model`, which plays one seat, against `opponent`."""
 
     env_id: str
     model: str
@@ -32,7 +32,7 @@ class RatedGame:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class LadderEntry:
     """One model's place on the ladder."""
 
     model: str
@@ -44,8 +44,8 @@ class Placed:
     losses: int
 
 
-def make_ladder(games: Sequence[RatedGame], beta: float) -> list[Placed]:
-    """The strongest first, by μ. A game of one against several counts as one between the two models."""
+def make_ladder(games: Sequence[RatedGame], beta: float) -> list[LadderEntry]:
+    """Return the models by descending μ. A game of one against several counts as one between the two models."""
     canonical = sorted(games, key=lambda game: (game.env_id, game.model, game.opponent, game.outcome))
     rng = random.Random(0)
     num_orders = max(LEAST_ORDERS, min(MOST_ORDERS, RATED_GAMES // max(len(games), 1)))
@@ -67,9 +67,9 @@ def _rate(games: Sequence[RatedGame], beta: float) -> dict[str, ModelMeta]:
     return {name: registry.get(uid) for name, uid in uids.items()}
 
 
-def _placed(name: str, metas: Sequence[ModelMeta]) -> Placed:
+def _placed(name: str, metas: Sequence[ModelMeta]) -> LadderEntry:
     counts = metas[0]  # the same in every order
-    return Placed(
+    return LadderEntry(
         model=name,
         mu=fmean(meta.rating.mu for meta in metas),
         sigma=fmean(meta.rating.sigma for meta in metas),

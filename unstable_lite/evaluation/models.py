@@ -1,56 +1,57 @@
-"""The models that an evaluation names: the base, adapters on disk, runs with their checkpoints, fixed opponents.
+"""Models of an evaluation: the base, adapters on disk, runs with their checkpoints, fixed opponents.
 
-Owns what can be told of an adapter by its files alone. Loads no weights: that is the engines' business.
+Owns the facts about an adapter that its files alone show. Loads no weights; the engines do.
 """
 
 from __future__ import annotations
 
 import hashlib
-import mmap
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from safetensors import deserialize
 
+from unstable_lite.adapters.peft_files import CONFIG, PICKLES, WEIGHTS, check_adapter, read_json
 from unstable_lite.config import Config
 from unstable_lite.errors import AdapterError, ConfigError
-from unstable_lite.games.seats import is_remote
+from unstable_lite.games.players.factory import is_remote
 from unstable_lite.models import resolve_model
-from unstable_lite.outside_files import CONFIG, FLOAT_BYTES, PICKLES, WEIGHTS, Entry, check_adapter, read_json
-from unstable_lite.trackers.run_view import by_update, update_of
+from unstable_lite.tracking.run_directory import by_update, update_of
 from unstable_lite.types import BASE, ModelRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedModel:
     name: str
-    """What tables show."""
+    """Name in tables."""
     key: str
-    """What results are kept under: `base`, a fixed opponent's name, or the digest of an adapter's files."""
+    """Key of results: `base`, a fixed opponent's name, or the digest of an adapter's files."""
     path: Path | None = None
-    """Of an adapter's PEFT directory."""
+    """PEFT directory of an adapter."""
     is_fixed: bool = False
     is_zero: bool = False
-    """An adapter whose B matrices are all zero: it is the base."""
+    """Whether all B matrices of the adapter are zero, so that it equals the base."""
     step: int = 0
-    """Of a checkpoint: the updates it had seen."""
+    """Number of updates of a checkpoint."""
 
 
 BASE_MODEL = EvaluatedModel(name=BASE, key=BASE)
 
 
 def find_models(words: Iterable[str]) -> list[EvaluatedModel]:
-    """What each word names: `base`, a run directory (all of its checkpoints), a PEFT directory, a fixed opponent.
+    """Return the models of each word: `base`, a run directory (all of its checkpoints), a PEFT directory, an opponent.
 
-    The same weights under two names count once. Raises ConfigError with every word that names nothing.
+    The same weights under two names count once. Raises ConfigError with every word that names no model.
     """
     return _with_distinct_names(_found(words))
 
 
 def find_sides(words: Iterable[str], others: Iterable[str]) -> tuple[list[EvaluatedModel], list[EvaluatedModel]]:
-    """`find_models` of both, in which different models have different names, on whichever side they are."""
+    """Call `find_models` for both sides, and give different models different names across both."""
     sides = _found(words), _found(others)
     distinct = {model.key: model for side in reversed(sides) for model in side}
     named = {model.key: model for model in _with_distinct_names(list(distinct.values()))}
@@ -75,7 +76,7 @@ def _found(words: Iterable[str]) -> list[EvaluatedModel]:
 
 
 def find_run(words: Iterable[str]) -> Path | None:
-    """The first run directory that is named, by itself or by a checkpoint inside it."""
+    """Return the first run directory that a word names, itself or by a checkpoint in it."""
     for word in words:
         path = Path(word).expanduser().resolve()
         for directory in (path, *path.parents[:2]):
@@ -85,10 +86,10 @@ def find_run(words: Iterable[str]) -> Path | None:
 
 
 def check_base(models: Sequence[EvaluatedModel], config: Config) -> int:
-    """The largest rank of the adapters. Raises ConfigError for one that says that it is of another base.
+    """Return the largest rank of the adapters. Raises ConfigError for one that names another base.
 
-    Only names are compared, and only where both are a hub's: a local directory may hold anything. Weights that do not
-    fit the base's shapes are refused by the engines.
+    Only names of a hub are compared, because a local directory may contain any model. Engines refuse weights that do
+    not fit the base's shapes.
     """
     rank, problems = 1, []
     for model in models:
@@ -108,7 +109,7 @@ def check_base(models: Sequence[EvaluatedModel], config: Config) -> int:
 def _find(word: str) -> list[EvaluatedModel]:
     if word == BASE:
         return [BASE_MODEL]
-    if not is_remote(ModelRef(uid=word, kind="fixed", name=word)):  # scripted, or a class of one's own
+    if not is_remote(ModelRef(uid=word, kind="fixed", name=word)):  # scripted, or a custom class
         return [opponent(word)]
     path = Path(word).expanduser()
     if path.is_dir():
@@ -129,42 +130,40 @@ def _find(word: str) -> list[EvaluatedModel]:
 
 
 def opponent(name: str) -> EvaluatedModel:
-    """Return what a config's `fixed_opponent` names: the base, a scripted player, or a model behind an endpoint."""
+    """Return the model of a config's `fixed_opponent`: the base, a scripted player, or a model behind an endpoint."""
     if name == BASE:
         return BASE_MODEL
     return EvaluatedModel(name=name, key=name, is_fixed=True)
 
 
 def _adapter(path: Path) -> EvaluatedModel:
-    """Raises AdapterError unless both files are there and are what they should be."""
+    """Read an adapter. Raises AdapterError unless both files exist and are valid."""
     path = path.resolve()
-    stored, header = check_adapter(path)
+    stored, _ = check_adapter(path)
     try:
         with (path / WEIGHTS).open("rb") as file:
             digest = hashlib.file_digest(file, "blake2b").hexdigest()[:16]
-        is_zero = _is_zero(path / WEIGHTS, header)
+        is_zero = _is_zero(path / WEIGHTS)
     except OSError as error:
-        raise AdapterError(f"{path} is no adapter that can be read: {error}") from error
-    # The same matrices under another scale are another model.
+        raise AdapterError(f"{path} is not a readable adapter: {error}") from error
+    # The same matrices with another scale are another model.
     key = f"{digest}-{stored.get('r')}-{stored.get('lora_alpha')}" + "-rslora" * bool(stored.get("use_rslora"))
     return EvaluatedModel(name=path.name, key=key, path=path, is_zero=is_zero, step=update_of(path) or 0)
 
 
-def _is_zero(weights: Path, header: Mapping[str, Entry]) -> bool:
-    """Whether every B matrix in a safetensors file is zero, told from its bytes, whatever their type."""
-    with weights.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        for name, entry in header.items():
-            if ".lora_B." in name:
-                numbers = np.frombuffer(bytearray(content[entry.start : entry.stop]), np.uint8)
-                numbers = numbers.reshape(-1, FLOAT_BYTES[entry.dtype])
-                numbers[:, -1] &= 0x7F  # the sign, in the last byte; there is a negative zero
-                if numbers.any():
-                    return False
+def _is_zero(weights: Path) -> bool:
+    """Return whether every B matrix of an adapter is zero, given the bytes of its file, of any type."""
+    for name, tensor in deserialize(weights.read_bytes()):  # type: ignore[no-untyped-call]
+        if ".lora_B." in name:
+            items_NB = np.frombuffer(bytearray(tensor["data"]), np.uint8).reshape(math.prod(tensor["shape"]), -1)
+            items_NB[:, -1] &= 0x7F  # the sign is in the last byte, and zero may be negative
+            if items_NB.any():
+                return False
     return True
 
 
 def _with_distinct_names(models: list[EvaluatedModel]) -> list[EvaluatedModel]:
-    """`ckpt-3`; where another run's has the same name, `<run>/ckpt-3`; where that is not enough, the whole path."""
+    """Name models `ckpt-3`, or `<run>/ckpt-3` if two runs have one, or by the whole path if that is ambiguous."""
     for rename in (_with_run, lambda path: str(path)):
         names = Counter(model.name for model in models)
         models = [

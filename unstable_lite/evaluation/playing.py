@@ -1,4 +1,4 @@
-"""One game to look at, or to play in: every turn is shown as it is made, and nothing is kept."""
+"""One game to watch or to play in: every turn is shown when it is made, and nothing is stored."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from rich.console import Console
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import game_spec
-from unstable_lite.evaluation.evaluator import AdapterSlots, EvaluationPlan, adapters_of, opened, plan_evaluation
+from unstable_lite.evaluation.evaluator import opened
+from unstable_lite.evaluation.loaded_adapters import AdapterSlots
 from unstable_lite.evaluation.models import find_models, find_run
-from unstable_lite.games.isolation import Environments, opened_environments
+from unstable_lite.evaluation.plan import EvaluationPlan, adapters_of, plan_evaluation
+from unstable_lite.games.env_pool import EnvPool, opened_env_pool
+from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.player import Player
-from unstable_lite.games.run_game import new_record, run_game
-from unstable_lite.games.seats import Seats
-from unstable_lite.runtime import cancelled_by_signals
-from unstable_lite.trust import run_config
+from unstable_lite.orchestrator.event_loop import cancelled_by_signals
+from unstable_lite.orchestrator.workers import while_alive
+from unstable_lite.planning.trust import run_config
+from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.types import GameRecord, Reply
-from unstable_lite.workers import while_alive
 
 HUMAN = "unstable_lite.games.players.human:HumanPlayer"
 
 
 class _Shown:
-    """A player whose answers are shown; and what it sees, where nobody at the terminal plays."""
+    """Player whose answers are shown, and its observations too if no person plays at the terminal."""
 
     def __init__(self, player: Player, name: str, console: Console, shows_observation: bool) -> None:
         self._player = player
@@ -58,7 +60,7 @@ def plan_game(
     Raises ConfigError.
     """
     if len(models) > 2:
-        raise ConfigError(f"a game is between two, and these are {len(models)}: {', '.join(models)}")
+        raise ConfigError(f"a game takes at most two models, got {len(models)}: {', '.join(models)}")
     if config is None and (run := find_run(models)) is not None:
         config = run_config(run, overrides, trusts_config)
     game = plan_evaluation(
@@ -74,13 +76,14 @@ def plan_game(
 
 
 def _newest_of(word: str) -> str:
-    """A run plays with its last checkpoint."""
+    """Return the path of a run's newest checkpoint; any other word unchanged."""
     return str(find_models([word])[-1].path) if (Path(word) / "checkpoints").is_dir() else word
 
 
 async def play(evaluation: EvaluationPlan, seat: int | None, console: Console) -> GameRecord:
-    """The one game of `evaluation`, its model at `seat`. Raises ConfigError for a seat that is none, before anything
-    starts, and what breaks a game.
+    """Play the one game of `evaluation`, with its model at `seat`.
+
+    Raises ConfigError before anything starts if the env has no such seat, and any error that breaks a game.
     """
     (cell,) = evaluation.cells
     if seat is not None and seat >= cell.env.num_players:
@@ -91,7 +94,7 @@ async def play(evaluation: EvaluationPlan, seat: int | None, console: Console) -
             console.print(text, style="dim")
 
         async with (
-            opened_environments(Path(directory), evaluation.plan.config.run.env_timeout_s) as environments,
+            opened_env_pool(Path(directory), evaluation.plan.config.run.env_timeout_s) as environments,
             opened(evaluation, Path(directory), say) as (workers, seats, slots),
         ):
             playing = _play(evaluation, seat, slots, seats, environments, console)
@@ -102,13 +105,13 @@ async def _play(
     evaluation: EvaluationPlan,
     seat: int | None,
     slots: AdapterSlots,
-    seats: Seats,
-    environments: Environments,
+    seats: PlayerFactory,
+    environments: EnvPool,
     console: Console,
 ) -> GameRecord:
     config, (cell,) = evaluation.plan.config, evaluation.cells
     await slots.hold({model.key: model for model in adapters_of(cell)})
-    # Each game another one: chance is the point of a game that nobody counts.
+    # Draw a new game each time: this game is not part of any result, so it need not be reproducible.
     number = random.randrange(1 << 20) * cell.env.num_players
     number += random.randrange(cell.env.num_players) if seat is None else seat
     spec = game_spec(cell, number, config.run.seed, slots.ref)

@@ -1,4 +1,4 @@
-"""What a model does at given positions: how much of its choice is optimal, and how much depends on the position.
+"""Metrics of a model's choices at given positions: share of optimal moves, entropy, dependence on the position.
 
 Owns the positions, which are those of seeded games of random legal players, and the metrics made from exact answer
 probabilities, with intervals from a bootstrap over games. Loads no model: `evaluation.scoring` has the probabilities.
@@ -17,12 +17,13 @@ import numpy.typing as npt
 from rich.table import Table
 
 from unstable_lite.evaluation.results import write_csv
-from unstable_lite.games.environments import Environment, env_family
+from unstable_lite.games.env_catalogue import env_family
+from unstable_lite.games.environments import Environment
 from unstable_lite.games.players.greedy import GREEDY_GAMES, greedy_actions
 from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS, optimal_actions
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.rng import derive_seed
-from unstable_lite.trackers.tracker import Z_95
+from unstable_lite.tracking.intervals import Z_95
 from unstable_lite.types import EvalEnvSpec
 
 Floats = npt.NDArray[np.float64]
@@ -31,24 +32,24 @@ METRICS = ("optimal", "greedy", "rest", "action_entropy", "state_dependence")
 BOOTSTRAP = 200
 MOST_NEWTON_STEPS = 40
 CONVERGED = 1e-7
-"""Nats by which one more step improves the fit, at most."""
+"""Improvement in nats below which the fit ends."""
 LONGEST_STEP = 3.0
-"""Of a log-weight in one step."""
+"""Largest change of a log-weight in one step."""
 RIDGE = 1e-6
-"""Curvature that is added, for weights that no position decides."""
+"""Curvature that is added for weights that no position determines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ActionDistribution:
-    """The probability of every legal action at one position. `A`: the legal actions."""
+    """Probability of every legal action at one position. `A`: the legal actions."""
 
     actions: tuple[str, ...]
     probabilities: Floats
-    """`A`; their sum is less than 1 by `rest`."""
+    """Probabilities of the actions; their sum is 1 - `rest`."""
 
     @property
     def rest(self) -> float:
-        """Probability of every other answer: illegal moves, and legal ones that are written otherwise."""
+        """Probability of all other answers: illegal moves, and legal ones in another notation."""
         return max(0.0, 1.0 - float(self.probabilities.sum()))
 
 
@@ -56,19 +57,19 @@ class ActionDistribution:
 class Position:
     game: int
     turn: int
-    """Moves of all players before it."""
+    """Number of moves of all players before it."""
     observation: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A metric with its 95 % interval, from a bootstrap over games."""
+    """Metric with its 95 % interval, from a bootstrap over games."""
 
     value: float
     low: float
     high: float
     n: int
-    """Positions that it is a mean of."""
+    """Number of positions."""
 
     def __str__(self) -> str:
         return f"{self.value:.3f} ({self.low:.3f} – {self.high:.3f})"
@@ -76,18 +77,18 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """One model at all positions of one env. Shares are between 0 and 1, entropies in nats."""
+    """Metrics of one model at all positions of one env. Shares are between 0 and 1, entropies in nats."""
 
     model: str
     env_id: str
     positions: int
     games: int
     optimal: Estimate | None
-    """Probability of an optimal move, where some legal move is worse; None for a game without a solver."""
+    """Probability of an optimal move, at positions with a worse legal move; None for a game without a solver."""
     greedy: Estimate | None
-    """Probability of a win, or else a block, where there is one; None for a game without `scripted:greedy`."""
+    """Probability of a winning move, or else a block, at positions with one; None without `scripted:greedy`."""
     rest: Estimate
-    """Probability of an answer that is no legal move, or is written in another way."""
+    """Probability of an answer that is not a legal move, or is in another notation."""
     action_entropy: Estimate
     """Entropy over the legal moves."""
     state_dependence: Estimate
@@ -95,7 +96,7 @@ class Probe:
 
 
 def random_positions(env: EvalEnvSpec, games: int, seed: int = 0) -> list[Position]:
-    """Return every position of so many seeded games between random legal players, as the player to move sees it.
+    """Return every position of seeded games between random legal players, as the player to move sees it.
 
     Raises UnsupportedEnvError for an env family whose legal moves cannot be read.
     """
@@ -113,7 +114,7 @@ def random_positions(env: EvalEnvSpec, games: int, seed: int = 0) -> list[Positi
 
 
 def uniform_distribution(env_id: str, observation: str) -> ActionDistribution:
-    """Return what `scripted:random` does."""
+    """Return the distribution of `scripted:random`."""
     actions = legal_actions(env_id, observation)
     return ActionDistribution(actions=tuple(actions), probabilities=np.full(len(actions), 1 / len(actions)))
 
@@ -144,29 +145,29 @@ def probe(
     )
 
 
-def mean_estimate(figures: Sequence[float], games: Sequence[int]) -> Estimate:
-    """Return the mean of the figures that are numbers. `games`: which game each is from."""
-    figure_N = np.array(figures)
-    counts_N = np.isfinite(figure_N)
+def mean_estimate(numbers: Sequence[float], games: Sequence[int]) -> Estimate:
+    """Return the mean of the values that are not NaN. `games`: the game of each value."""
+    number_N = np.array(numbers)
+    counts_N = np.isfinite(number_N)
     if not counts_N.any():
         return Estimate(value=math.nan, low=math.nan, high=math.nan, n=0)
     weight_BN = _bootstrap_weights(games) * counts_N
     weight_BN = weight_BN[weight_BN.sum(1) > 0]
-    mean_B = weight_BN @ np.where(counts_N, figure_N, 0.0) / weight_BN.sum(1)
-    return _around(float(figure_N[counts_N].mean()), mean_B, int(counts_N.sum()))
+    mean_B = weight_BN @ np.where(counts_N, number_N, 0.0) / weight_BN.sum(1)
+    return _around(float(number_N[counts_N].mean()), mean_B, int(counts_N.sum()))
 
 
 def state_dependence(
     distributions: Sequence[ActionDistribution], turns: Sequence[int], games: Sequence[int]
 ) -> Estimate:
-    """Return how many nats of the choice among legal moves depend on more of the position than the legal moves.
+    """Return the dependence of the choice among legal moves on the rest of the position, in nats.
 
-    It is the mean KL divergence from the policy to the nearest one that does not look: for each turn one fixed weight
+    It is the mean KL divergence from the policy to the nearest blind one: for each turn one fixed weight
     for every action, shared out among the legal ones. So it is 0 for random legal play, for a constant action and for
     a fixed list of preferences, and where every action is legal it is the mutual information I(action; state | turn).
 
-    The nearest policy is fitted to the positions at hand, which makes the plain figure too low; what the bootstrap
-    over games shows of that is added. `turns`, `games`: of each distribution.
+    The nearest policy is fitted to these positions, which biases the plain value downwards; the bias that the bootstrap
+    over games shows is added. `turns`, `games`: turn and game of each distribution.
     """
     turn_N = np.array(turns)
     weight_BN = np.vstack([np.ones(len(turn_N)), _bootstrap_weights(games)])
@@ -179,17 +180,23 @@ def state_dependence(
     return _around(2 * value - float(resampled_B.mean()), resampled_B, len(turn_N))
 
 
-def _nats_to_blind(distributions: Sequence[ActionDistribution], weight_BN: Floats) -> Floats:
-    """Return, for each row of position weights, the weighted sum of the divergences from the best blind policy.
-
-    `N` positions of one turn, `A` actions. Minimises a convex function of log-weights by Newton's method.
-    """
+def _by_action(distributions: Sequence[ActionDistribution]) -> tuple[Floats, Floats]:
+    """Return the probabilities of all actions, and a mask: 0 for legal actions, -inf for others; each N × A."""
     actions = sorted({action for of in distributions for action in of.actions})
     column_of = {action: column for column, action in enumerate(actions)}
     p_NA, offset_NA = np.zeros((len(distributions), len(actions))), np.full((len(distributions), len(actions)), -np.inf)
     for row, of in enumerate(distributions):
         columns = [column_of[action] for action in of.actions]
         p_NA[row, columns], offset_NA[row, columns] = _normalised(of), 0.0
+    return p_NA, offset_NA
+
+
+def _nats_to_blind(distributions: Sequence[ActionDistribution], weight_BN: Floats) -> Floats:
+    """Return, for each row of position weights, the weighted sum of the divergences from the best blind policy.
+
+    `N` positions of one turn, `A` actions. Minimises a convex function of log-weights by Newton's method.
+    """
+    p_NA, offset_NA = _by_action(distributions)
     entropy_N = np.array([_entropy(_normalised(of)) for of in distributions])
 
     def evaluate(logit_BA: Floats) -> tuple[Floats, Floats]:
@@ -201,12 +208,12 @@ def _nats_to_blind(distributions: Sequence[ActionDistribution], weight_BN: Float
         cross_BN = (top_BN1 + np.log(total_BN1))[..., 0] - logit_BA @ p_NA.T
         return (weight_BN * cross_BN).sum(1), q_BNA / total_BN1
 
-    logit_BA, scale_B = np.zeros((len(weight_BN), len(actions))), np.ones(len(weight_BN))
+    logit_BA, scale_B = np.zeros((len(weight_BN), p_NA.shape[1])), np.ones(len(weight_BN))
     loss_B, q_BNA = evaluate(logit_BA)
     for _ in range(MOST_NEWTON_STEPS):
         slope_BA = np.einsum("bn,bna->ba", weight_BN, q_BNA - p_NA)
         curvature_BAA = -np.einsum("bn,bna,bnc->bac", weight_BN, q_BNA, q_BNA, optimize=True)
-        diagonal = np.arange(len(actions))
+        diagonal = np.arange(p_NA.shape[1])
         curvature_BAA[:, diagonal, diagonal] += np.einsum("bn,bna->ba", weight_BN, q_BNA) + RIDGE
         step_BA = -np.linalg.solve(curvature_BAA, slope_BA[..., None])[..., 0]
         step_BA *= np.minimum(1.0, LONGEST_STEP / np.maximum(np.abs(step_BA).max(1, keepdims=True), 1e-12))
@@ -224,7 +231,7 @@ def _nats_to_blind(distributions: Sequence[ActionDistribution], weight_BN: Float
 
 
 def _bootstrap_weights(games: Sequence[int]) -> Floats:
-    """Return how often each position is drawn, in each of BOOTSTRAP drawings of as many whole games."""
+    """Return the count of each position in each of BOOTSTRAP samples of as many whole games."""
     names, game_N = np.unique(games, return_inverse=True)
     share = np.full(len(names), 1 / len(names))
     drawn_BG = np.random.default_rng(0).multinomial(len(names), share, size=BOOTSTRAP)
@@ -237,7 +244,7 @@ def _around(value: float, resampled_B: Floats, n: int) -> Estimate:
 
 
 def _share(good: Sequence[str], of: ActionDistribution) -> float:
-    """Return the probability of the good actions; not a number where all legal actions are good."""
+    """Return the probability of the good actions; NaN if all legal actions are good."""
     if len(good) == len(of.actions):
         return math.nan
     return float(sum(p for action, p in zip(of.actions, of.probabilities, strict=True) if action in good))
@@ -264,7 +271,7 @@ def write_probes(path: Path, probes: Sequence[Probe]) -> None:
         for name, value in ((field.name, getattr(of, field.name)) for field in fields(Probe)):
             if name in METRICS:
                 parts = asdict(value) if value is not None else dict.fromkeys(("value", "low", "high", "n"))
-                row |= {name: parts.pop("value")} | {f"{name}_{part}": figure for part, figure in parts.items()}
+                row |= {name: parts.pop("value")} | {f"{name}_{part}": number for part, number in parts.items()}
             else:
                 row[name] = value
         rows.append(row)

@@ -1,8 +1,8 @@
-"""How open a model's choice is: several actions for each of the same observations.
+"""Diversity of a model's choices: several actions for each of the same observations.
 
-The diversity of games as they were played mixes two things: that the games differ, and that the model does. Here every
-model answers the same observations, kept from a run's games, `samples` times each. The entropy of so many samples is at
-most ln(samples), and on average below the policy's own: compare it at one number of samples only.
+The diversity of played games mixes that of the games with that of the model. Here every model answers the same
+observations from a run's games `samples` times each. The entropy of that many samples is at most ln(samples), and on
+average below the policy's entropy, so compare only results with the same number of samples.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from rich.table import Table
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell, game_spec, in_rounds, seat_of
-from unstable_lite.evaluation.evaluator import AdapterSlots, EvaluationPlan, adapters_of, opened
+from unstable_lite.evaluation.evaluator import opened
+from unstable_lite.evaluation.loaded_adapters import AdapterSlots
+from unstable_lite.evaluation.plan import EvaluationPlan, adapters_of
 from unstable_lite.evaluation.results import write_csv
+from unstable_lite.files import read_records
+from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.player import Player
-from unstable_lite.games.seats import Seats
-from unstable_lite.runtime import first_reason
-from unstable_lite.trackers.records import read_records
-from unstable_lite.trackers.tracker import Z_95
+from unstable_lite.orchestrator.event_loop import first_reason
+from unstable_lite.orchestrator.workers import while_alive
+from unstable_lite.tracking.intervals import Z_95
 from unstable_lite.types import Reply
-from unstable_lite.workers import while_alive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resampled:
-    """One model in one env; means over the observations."""
+    """Results of one model in one env; means over the observations."""
 
     model: str
     env_id: str
     n: int
-    """Observations."""
+    """Number of observations."""
     samples: int
-    """For each of them."""
+    """Number of answers to each."""
     action_entropy: float
-    """In nats."""
+    """Mean entropy of the actions, in nats."""
     low: float
     high: float
     """95 % interval of the mean entropy, by the normal approximation."""
@@ -51,9 +53,9 @@ class Resampled:
 
 
 def kept_observations(run: Path, env_id: str, most: int) -> list[str]:
-    """At most so many distinct observations of `env_id` that models of the engines saw in the games of `run`.
+    """Return distinct observations of `env_id` that models on engines saw in the games of `run`.
 
-    Drawn at random from all of them, always the same ones. Raises ConfigError if there are none.
+    They are a random sample with a fixed seed. Raises ConfigError if there are none.
     """
     seen: set[str] = set()
     for game in read_records(run / "games.jsonl"):
@@ -68,10 +70,10 @@ def kept_observations(run: Path, env_id: str, most: int) -> list[str]:
 async def resample(
     evaluation: EvaluationPlan, run: Path, observations: int, samples: int, say: Callable[[str], None]
 ) -> list[Resampled]:
-    """Every model of the plan, in every env of it; the table of those that are through is in the plan's output.
+    """Return the results of all models of the plan in all its envs; write the table of finished ones to its output.
 
     Raises ConfigError for a model that no engine serves and for an output that cannot be written, RequestError for an
-    observation that cannot be answered, and what `evaluate` raises.
+    observation that cannot be answered, and the errors of `evaluate`.
     """
     if fixed := sorted({cell.model.name for cell in evaluation.cells if cell.model.is_fixed}):
         raise ConfigError(f"{', '.join(fixed)}: only the base and adapters can be sampled again")
@@ -91,7 +93,7 @@ async def resample(
 
 
 async def _resample_all(
-    evaluation: EvaluationPlan, kept: dict[str, list[str]], samples: int, seats: Seats, slots: AdapterSlots
+    evaluation: EvaluationPlan, kept: dict[str, list[str]], samples: int, seats: PlayerFactory, slots: AdapterSlots
 ) -> list[Resampled]:
     rows: list[Resampled] = []
     for round_ in in_rounds(evaluation.cells, evaluation.plan.config.engine.max_loras):
@@ -105,7 +107,7 @@ async def _resample_all(
 
 
 async def _ask(player: Player, observations: Sequence[str], samples: int, concurrency: int) -> list[list[Reply]]:
-    """`samples` answers to each observation."""
+    """Return `samples` answers to each observation."""
     answers: list[list[Reply]] = [[] for _ in observations]
     questions: Iterator[int] = iter([index for index in range(len(observations)) for _ in range(samples)])
 
@@ -138,17 +140,17 @@ def _summarise(cell: Cell, answers: Sequence[Sequence[Reply]]) -> Resampled:
 
 
 def entropy(counts: Sequence[int]) -> float:
-    """Of frequencies, in nats."""
+    """Return the entropy of frequencies, in nats."""
     total = sum(counts)
     return math.log(total) - sum(count * math.log(count) for count in counts) / total
 
 
 def resampled_table(rows: Sequence[Resampled]) -> Table:
-    """For a terminal."""
+    """Return the table for a terminal."""
     table = Table("env", "model")
     for name in ("observations", "action entropy", "95 % interval", "distinct", "format ok"):
         table.add_column(name, justify="right")
     for row in rows:
-        figures = (f"{row.action_entropy:.3f}", f"{row.low:.3f} – {row.high:.3f}", f"{row.distinct_actions:.2f}")
-        table.add_row(row.env_id, row.model, str(row.n), *figures, f"{row.correct_answer_format:.1%}")
+        numbers = (f"{row.action_entropy:.3f}", f"{row.low:.3f} – {row.high:.3f}", f"{row.distinct_actions:.2f}")
+        table.add_row(row.env_id, row.model, str(row.n), *numbers, f"{row.correct_answer_format:.1%}")
     return table

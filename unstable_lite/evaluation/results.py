@@ -1,8 +1,7 @@
-"""What an evaluation keeps and shows: a line for each game in results.jsonl, and every table made from those lines.
+"""Results of an evaluation: a line for each game in results.jsonl, and all tables made from those lines.
 
-Counts are shown, never stored: the lines are the truth, so an evaluation that was cut short goes on where it stopped,
-and one with more games or more models adds to what is there. Who asks is answered about the cells that were asked for;
-table.csv and table.md hold every cell that there is a line of.
+Counts are computed, never stored. So an interrupted evaluation continues, and one with more games or more models adds
+to the same directory. A call returns the cells of its arguments; table.csv and table.md contain every cell with a line.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from rich.table import Table
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell, read_key, seat_of
-from unstable_lite.evaluation.ladder import Placed
-from unstable_lite.trackers.records import RecordLog, read_records
-from unstable_lite.trackers.tracker import Evaluation, Tally, paired_difference, score
+from unstable_lite.evaluation.ladder import LadderEntry
+from unstable_lite.files import RecordLog, read_records
+from unstable_lite.tracking.evaluations import Evaluation, Tally, score
+from unstable_lite.tracking.intervals import paired_difference
 from unstable_lite.types import GameRecord
 
 COLUMNS = (
@@ -64,15 +64,15 @@ REFERENCE_COLUMNS = (
     "num_turns",
 )
 PLAYED_HOW = {"players": "num_players", "template": "prompt_template", "settings": "other_settings"}
-"""Columns of a terminal's table where its rows differ in them."""
+"""Columns of a terminal's table, shown if its rows differ in them."""
 SAME_GAMES = ("opponent", "env_id", *PLAYED_HOW.values())
-"""Evaluations that agree in these played the same seeds from the same seats."""
+"""Fields in which evaluations with the same seeds and seats agree."""
 LADDER_COLUMNS = ("rank", "model", "mu", "sigma", "games", "wins", "draws", "losses")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellEvaluation(Evaluation):
-    """With how the env was played: cells of the same models and env may differ in that alone."""
+    """Evaluation with the settings of its env, because cells of the same models and env may differ in them."""
 
     num_players: int
     prompt_template: str
@@ -80,7 +80,7 @@ class CellEvaluation(Evaluation):
 
 
 class Results:
-    """The games that an output directory holds, by cell and number."""
+    """Games in an output directory, by cell and number."""
 
     def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
         """Open a new directory, or one that was made under the same settings. Raises ConfigError for any other."""
@@ -92,12 +92,12 @@ class Results:
             self._keep(row)
 
     def missing(self, cell: Cell, games: int) -> list[int]:
-        """Numbers of the cell's first `games` games that are not there; void ones are played again."""
+        """Return the numbers of the cell's first `games` games that are missing; void ones are played again."""
         rows = self._rows.get(cell.key, {})
         return [number for number in range(games) if number not in rows or rows[number]["end"] == "void"]
 
     def add(self, cell: Cell, record: GameRecord) -> None:
-        """On disk when this returns."""
+        """Add a game; it is on disk when this returns."""
         number = record.spec.game_idx
         pid, is_void = seat_of(cell, number), record.end == "void"
         others = [reward for other, reward in record.rewards.items() if other != pid]
@@ -123,7 +123,7 @@ class Results:
         self._keep(row)
 
     def rows(self, cell: Cell, games: int) -> list[dict[str, Any]]:
-        """Of the cell's first `games` games, in the order of their numbers."""
+        """Return the lines of the cell's first `games` games, in the order of their numbers."""
         rows = self._rows.get(cell.key, {})
         return [rows[number] for number in sorted(rows) if number < games]
 
@@ -132,7 +132,7 @@ class Results:
         return _evaluation(cell.key, rows, model.name, cell.opponent_name, cell.env.env_id, model.step)
 
     def all_evaluations(self, cells: Sequence[Cell]) -> list[CellEvaluation]:
-        """Of every game that is there: `cells` first, then the others as they came."""
+        """Return the results of all games: of `cells` first, then of the others in the order of their lines."""
         names, evaluations = self._names(cells), []
         for key in dict.fromkeys([cell.key for cell in cells if cell.key in self._rows] + [*self._rows]):
             rows, of = [*self._rows[key].values()], read_key(key)
@@ -147,7 +147,7 @@ class Results:
         self._rows.setdefault(row["cell"], {})[row["game"]] = row
 
     def _names(self, cells: Sequence[Cell]) -> dict[str, str]:
-        """Of models, by key: in `cells`, or else in the lines; with the key where two have one name."""
+        """Return the names of models by key, from `cells` or else from the lines; with the key if two have one name."""
         names: dict[str, str] = {}
         for key, rows in self._rows.items():
             of, newest = read_key(key), [*rows.values()][-1]
@@ -182,7 +182,7 @@ def _claim(directory: Path, settings: Mapping[str, Any]) -> None:
     path = directory / "settings.json"
     if not path.exists():
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise ConfigError(f"{directory} is there, not empty, and no evaluation's; name another with --output")
+            raise ConfigError(f"{directory} is not empty and not an evaluation's; name another directory with --output")
         directory.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(settings, indent=2) + "\n")
         return
@@ -199,17 +199,19 @@ def _claim(directory: Path, settings: Mapping[str, Any]) -> None:
     ]
     if changed:
         raise ConfigError(
-            f"{directory} holds an evaluation under other settings, and the two must not be mixed: "
+            f"{directory} holds an evaluation with other settings, which cannot be mixed with this one: "
             f"{'; '.join(changed)}. Name another directory with --output"
         )
 
 
 def write_tables(results: Results, cells: Sequence[Cell], games: int) -> list[CellEvaluation]:
-    """table.csv and table.md, of everything that is there; the reference evaluator's eval_results.csv, which names no
-    models, and what is returned, of the first `games` games of `cells`.
+    """Write all tables; return the results of the first `games` games of `cells`.
+
+    table.csv and table.md contain all games; eval_results.csv, in the format of the reference's evaluator, which names
+    no models, only those of `cells`.
     """
     evaluations = results.all_evaluations(cells)
-    rows = [_figures(evaluation, _first(evaluation, evaluations)) for evaluation in evaluations]
+    rows = [_row(evaluation, _first(evaluation, evaluations)) for evaluation in evaluations]
     write_csv(results.directory / "table.csv", COLUMNS, rows)
     write_markdown(results.directory / "table.md", COLUMNS, rows)
     played = [(cell, row) for cell in cells for row in results.rows(cell, games) if row["end"] != "void"]
@@ -231,10 +233,10 @@ def write_tables(results: Results, cells: Sequence[Cell], games: int) -> list[Ce
     return [results.evaluation(cell, games) for cell in cells]
 
 
-def write_ladder(directory: Path, placed: Sequence[Placed], evaluations: Sequence[Evaluation]) -> None:
-    """ladder.csv and ladder.md; matches.csv: the share of points that the row's model took from the column's.
+def write_ladder(directory: Path, placed: Sequence[LadderEntry], evaluations: Sequence[Evaluation]) -> None:
+    """Write ladder.csv, ladder.md, and matches.csv with the row model's share of points against the column's.
 
-    A win is a point, a draw half of one; empty where the two did not meet.
+    A win is a point, a draw half of one. A cell is empty if the two did not meet.
     """
     rows = [
         {"rank": rank, **{column: getattr(model, column) for column in LADDER_COLUMNS[1:]}}
@@ -266,7 +268,7 @@ def write_markdown(path: Path, columns: Sequence[str], rows: Iterable[Mapping[st
 
 
 def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
-    """For a terminal: one for each env and opponent."""
+    """Return tables for a terminal, one for each env and opponent."""
     tables = []
     for env_id, opponent in dict.fromkeys((e.env_id, e.opponent) for e in evaluations):
         shown = [e for e in evaluations if (e.env_id, e.opponent) == (env_id, opponent)]
@@ -295,8 +297,8 @@ def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
     return tables
 
 
-def ladder_table(placed: Sequence[Placed]) -> Table:
-    """For a terminal."""
+def ladder_table(placed: Sequence[LadderEntry]) -> Table:
+    """Return the ladder as a table for a terminal."""
     table = Table("", "model", title="TrueSkill", title_justify="left")
     for name in ("μ", "σ", "games", "won", "drawn", "lost"):
         table.add_column(name, justify="right")
@@ -307,11 +309,11 @@ def ladder_table(placed: Sequence[Placed]) -> Table:
 
 
 def _first(e: CellEvaluation, evaluations: Sequence[CellEvaluation]) -> CellEvaluation:
-    """Return the first evaluation that played the same games as `e`, which `e` is compared with."""
+    """Return the first evaluation of the same games as `e`, with which `e` is compared."""
     return next(other for other in evaluations if all(getattr(other, name) == getattr(e, name) for name in SAME_GAMES))
 
 
-def _figures(e: CellEvaluation, first: CellEvaluation) -> dict[str, Any]:
+def _row(e: CellEvaluation, first: CellEvaluation) -> dict[str, Any]:
     low, high = e.interval
     points_low, points_high = e.points_interval
     reward_low, reward_high = e.reward_interval
@@ -348,7 +350,7 @@ def _figures(e: CellEvaluation, first: CellEvaluation) -> dict[str, Any]:
 
 
 def _points(evaluations: Sequence[Evaluation]) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], int]]:
-    """By (model, other): points that the model took, and games."""
+    """Return the model's points, and the number of games, by (model, other)."""
     points: dict[tuple[str, str], float] = {}
     games: dict[tuple[str, str], int] = {}
     for e in evaluations:

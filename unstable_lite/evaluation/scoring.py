@@ -1,4 +1,4 @@
-"""The exact probability of each legal answer, by scoring it with the learner's model instead of sampling.
+"""Exact probability of each legal answer, scored with the learner's model instead of sampled.
 
 Owns a model in this process, so it is the one module of this package that loads torch. An answer is the action inside
 `\\boxed{}` and the token that ends the turn. Everything else that a model may write (an illegal move, words before the
@@ -15,7 +15,10 @@ import numpy as np
 import torch
 import transformers
 
-from unstable_lite.config import Config, EngineConfig, LoraConfig, read_config
+from unstable_lite.adapters.peft_files import CONFIG, read_json
+from unstable_lite.config import Config
+from unstable_lite.config.reading import read_config
+from unstable_lite.config.training import EngineConfig, LoraConfig
 from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell
@@ -23,16 +26,15 @@ from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel, find_mod
 from unstable_lite.evaluation.probing import ActionDistribution, Probe, probe, random_positions, uniform_distribution
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.games.templates import Template, chats_in_use, find_extraction, templates_for
-from unstable_lite.learners.batching import WHOLE
-from unstable_lite.learners.model import Policy
+from unstable_lite.learner.batching import WHOLE
+from unstable_lite.learner.model import Policy
 from unstable_lite.models import resolve_model
-from unstable_lite.outside_files import CONFIG, read_json
-from unstable_lite.trust import run_config
+from unstable_lite.planning.trust import run_config
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec, TrainItem
 
 OPENED_THOUGHT = "<think>"
 MUCH = 0.5
-"""Probability of unlisted answers above which the listed ones say little."""
+"""Probability of unlisted answers above which the listed ones are not representative."""
 
 
 def action_distribution(
@@ -50,7 +52,7 @@ def action_distribution(
     model: `base`, an adapter's directory (a checkpoint, for example), or a run (its newest checkpoint).
     config: names base model, templates and temperature; default: that of the run that `model` is in, else the base that
     the adapter names, at temperature 1. `prompt_template`: default: the config's for `env_id`, else `default`.
-    device: default: CUDA if there is any, else the CPU.
+    device: default: CUDA if available, else the CPU.
 
     Raises ConfigError for a model, config or template that cannot be used, UnsupportedEnvError for an env family whose
     legal answers cannot be listed, EnvError for an observation of another env.
@@ -75,7 +77,7 @@ def probe_models(
 ) -> list[Probe]:
     """Probe the base and the adapters of `cells` in each env, at the same positions, after a random legal player.
 
-    Raises what `action_distribution` raises.
+    Raises the errors of `action_distribution`.
     """
     asked = dict.fromkeys(
         (replace(cell.env, fixed_opponent=""), cell.model) for cell in cells if not cell.model.is_fixed
@@ -101,12 +103,12 @@ def probe_models(
 
 
 class AnswerScorer:
-    """One base model and, at a time, one adapter on it."""
+    """Base model with one adapter at a time."""
 
     def __init__(self, config: Config, envs: Sequence[EvalEnvSpec], device: str | None = None) -> None:
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        # Rounding to bfloat16 moves a token's log-probability by about 0.05; on a CPU nothing is saved by it here.
+        # Rounding to bfloat16 changes a token's log-probability by about 0.05, and saves no time on a CPU here.
         learner = {"dtype": "float32"} if device == "cpu" else {}
         config = config.model_copy(
             update={
@@ -123,15 +125,15 @@ class AnswerScorer:
     def use(self, model: EvaluatedModel) -> None:
         """Score with `model` from now on. Raises ModelError for an adapter of another shape than the config's."""
         if model.is_fixed:
-            raise ConfigError(f"{model.name} is no model that can be scored: only the base and adapters are")
+            raise ConfigError(f"{model.name} cannot be scored; only the base and adapters can")
         if model.path is not None:
             self._policy.load_adapter(model.path)
         self._model = model
 
     def distributions(self, env: EvalEnvSpec, observations: Sequence[str]) -> list[ActionDistribution]:
-        """Return one distribution for each observation; see `action_distribution` for what is raised."""
+        """Return one distribution for each observation; see `action_distribution` for the errors."""
         if env.prompt_template not in self._templates:
-            raise ConfigError(f"prompt_template {env.prompt_template!r} is none of {', '.join(self._templates)}")
+            raise ConfigError(f"prompt_template {env.prompt_template!r} is not one of {', '.join(self._templates)}")
         template, extract = self._templates[env.prompt_template], find_extraction(env.action_extraction_fn)
         actions_of = [legal_actions(env.env_id, observation) for observation in observations]
         items: list[TrainItem] = []
@@ -176,7 +178,7 @@ class AnswerScorer:
 
 
 def _answer(prompt: str, action: str) -> str:
-    """Write `action` as the templates ask for it; a thought that the prompt has opened is left empty."""
+    """Return `action` in the notation of the templates; a thought that the prompt has opened stays empty."""
     thought = "\n</think>\n\n" if prompt.rstrip().endswith(OPENED_THOUGHT) else ""
     return f"{thought}\\boxed{{{action}}}"
 

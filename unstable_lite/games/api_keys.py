@@ -1,4 +1,4 @@
-"""Where an OpenAI-compatible endpoint is, and where its key comes from: the environment, and nowhere else."""
+"""URL and key of an OpenAI-compatible endpoint. Keys come from the environment only."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 from urllib.parse import urlsplit
 
 SERVER_KEY = "VLLM_API_KEY"
-"""Of vLLM servers that are engines; the variable that their own `--api-key` reads. Only where they ask for a key."""
+"""Variable with the key of vLLM servers that are engines, if they ask for one; vLLM's own `--api-key` reads it."""
 RECEIVER_KEY = "ADAPTER_RECEIVER_API_KEY"
-"""Of the side-cars that take adapters for them."""
+"""Variable with the key of the sidecars that receive adapters for these servers."""
 OPENROUTER_URL = "https://openrouter.ai/api/v1"
 
 
@@ -17,27 +17,29 @@ def endpoint_url(configured: str | None) -> str:
 
 
 def key_variable(url: str) -> str:
-    """OpenRouter's key goes to OpenRouter alone."""
+    """Return the variable that holds the endpoint's key. OpenRouter's key is sent only to OpenRouter."""
     host = urlsplit(url).hostname or ""
     return "OPENROUTER_API_KEY" if f".{host}".endswith(".openrouter.ai") else "OPENAI_API_KEY"
 
 
 def api_key(url: str) -> str | None:
-    """The key for this endpoint; a server on this machine may do without one."""
+    """Return the endpoint's key, or None; for a local server without a key, "none"."""
     key = os.environ.get(key_variable(url))
     is_local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
     return key or ("none" if is_local else None)
 
 
 def url_problem(url: str, example: str = OPENROUTER_URL, variable: str | None = None) -> str | None:
-    """What is wrong is not repeated: it may be a key that stands in the wrong place."""
-    not_one = f"not the URL of an endpoint, such as {example!r}"
+    """Return the problem with a URL, or None. The text never quotes the URL, which may contain a misplaced key."""
+    not_a_url = f"not the URL of an endpoint, such as {example!r}"
     try:
         parts = urlsplit(url)
     except ValueError:
-        return not_one
+        return not_a_url
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        return not_one
+        return not_a_url
     if "@" in parts.netloc or parts.query or parts.fragment:
-        return f"a URL holds no key, name or password; set the environment variable {variable or key_variable(url)}"
+        return (
+            f"a URL must not hold a key, name or password; set the environment variable {variable or key_variable(url)}"
+        )
     return None

@@ -1,7 +1,7 @@
-r"""How an observation becomes a prompt, and how an answer becomes an action.
+r"""Turn an observation into a prompt, and an answer into an action.
 
-Owns the wording, the chat markup and the reading of `\boxed{}`. Knows nothing of tokens: the engine tokenises, adds the
-begin-of-sequence token where the model has one and the prompt does not, and lays out the tokenizer's own chat template.
+Owns the wording, the chat markup and the parsing of `\boxed{}`. Knows nothing of tokens: the engine tokenises, adds the
+begin-of-sequence token if the model has one and the prompt does not, and applies the tokenizer's own chat template.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from unstable_lite import by_name
-from unstable_lite.config import Config, TemplateConfig
+from unstable_lite import plugins
+from unstable_lite.config import Config
+from unstable_lite.config.games import TemplateConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
@@ -21,7 +22,7 @@ MARKUP = (
     *(f"<|{name}|>" for name in ("im_start", "im_end", "endoftext", "start_header_id", "end_header_id", "eot_id")),
     *("<|begin_of_text|>", "<|end_of_text|>", "<start_of_turn>", "<end_of_turn>", "<bos>", "<eos>"),
 )
-"""What the templates here are made of; a run adds the control tokens of its model."""
+"""Markup of the templates here; a run adds the control tokens of its model."""
 
 _OBSERVATION, _GAME = "{observation}", "{game}"
 
@@ -32,13 +33,13 @@ class Template:
 
     name: str
     text: str
-    """The whole prompt: `{observation}` once, and `{game}` where a sentence names the kind of game."""
+    """Whole prompt: `{observation}` once, and `{game}` in place of a sentence that names the kind of game."""
     stop: tuple[str, ...] = ()
-    """End the turn, besides the end-of-sequence tokens; a base model does not count these among them."""
+    """Strings that end the turn, besides the end-of-sequence tokens; a base model's do not include the template's."""
     is_zero_sum: bool = False
-    """Whether games of several players are said to be zero-sum."""
+    """Whether the prompt calls games of several players zero-sum."""
     markup: tuple[str, ...] = MARKUP
-    """What an observation must not contain, lest an opponent ends our player's turn or begins one."""
+    """Markup that is broken up in observations, so that an opponent cannot end our player's turn or begin one."""
 
     def prompt(self, observation: str, num_players: int) -> str:
         before, after = _around(self.text, num_players, self.is_zero_sum)
@@ -47,25 +48,28 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """Messages that the tokenizer's own chat template lays out: a worker that has the tokenizer does so once."""
+    """Messages for the tokenizer's own chat template; a worker that has the tokenizer lays them out once."""
 
     name: str
     user: str
-    """With `{observation}`, and `{game}`."""
+    """User's message, with `{observation}` and `{game}`."""
     system: str = ""
     assistant: str = ""
-    """How the answer begins."""
+    """Beginning of the answer."""
     thinking: bool = True
-    """Handed to the chat template as `enable_thinking`; many know no such thing."""
+    """Value of the chat template's `enable_thinking`, which many templates ignore."""
     stop: tuple[str, ...] = ()
     is_zero_sum: bool = False
 
     def message(self, observation: str, num_players: int) -> str:
-        """The user's message alone, for a model that somebody else serves."""
+        """Return only the user's message, for a model that an external endpoint serves."""
         return Template(self.name, self.user, is_zero_sum=self.is_zero_sum).prompt(observation, num_players)
 
     def laid_out(self, text: str, end_of_turn: tuple[str, ...]) -> Template:
-        """`text`: the messages in the tokenizer's markup; `end_of_turn`: what closes an answer in it."""
+        """Return the laid-out template.
+
+        text: the messages in the tokenizer's markup. end_of_turn: strings that close an answer in it.
+        """
         return Template(self.name, text + self.assistant, self.stop + end_of_turn, self.is_zero_sum)
 
 
@@ -94,7 +98,7 @@ TEMPLATES: dict[str, Template] = {
         Template("tiny", "<|im_start|>user\n{observation}<|im_end|>\n<|im_start|>assistant\n", stop=("<|im_end|>",)),
         Template("qwen3", _CHATML.replace("{game}\n\n", ""), stop=("<|im_end|>",)),
         Template("qwen3-zs", _CHATML, stop=("<|im_end|>",), is_zero_sum=True),
-        # Three names of earlier versions for one text: the sentence follows the number of players by itself.
+        # Three names for one text, kept from earlier versions: `{game}` adapts to the number of players.
         Template("qwen3-sp", _CHATML, stop=("<|im_end|>",)),
         Template("qwen3-mp", _CHATML, stop=("<|im_end|>",)),
         Template("qwen3-game", _CHATML, stop=("<|im_end|>",)),
@@ -113,7 +117,7 @@ CHAT_TEMPLATES: dict[str, ChatTemplate] = {
 
 
 def known_templates(own: Mapping[str, TemplateConfig]) -> dict[str, AnyTemplate]:
-    """By name: the ones that ship, and the `[templates]` of a configuration."""
+    """Return the built-in templates and the `[templates]` of a configuration, by name."""
     known: dict[str, AnyTemplate] = {**TEMPLATES, **CHAT_TEMPLATES}
     for name, made in own.items():
         if made.chat:
@@ -126,7 +130,7 @@ def known_templates(own: Mapping[str, TemplateConfig]) -> dict[str, AnyTemplate]
 
 
 def chats_in_use(config: Config) -> list[ChatTemplate]:
-    """The chat templates that an env of `config` asks for."""
+    """Return the chat templates that the envs of `config` use."""
     known = known_templates(config.templates)
     specs: list[TrainEnvSpec | EvalEnvSpec] = [*config.train_envs, *config.eval_envs]
     used = dict.fromkeys(spec.prompt_template for spec in specs)
@@ -134,9 +138,9 @@ def chats_in_use(config: Config) -> list[ChatTemplate]:
 
 
 def templates_for(config: Config, prompts: Mapping[str, Any]) -> dict[str, Template]:
-    """Every template that this run can use.
+    """Return every template that this run can use, by name.
 
-    prompts: what the engine's `Ready.facts["prompts"]` says (`Tokenizer.prompts`); empty for one without a tokenizer.
+    prompts: the engine's `Ready.info["prompts"]` (`Tokenizer.prompts`); empty for an engine without a tokenizer.
     Raises ConfigError for a chat template that the engine did not lay out.
     """
     laid_out, special_tokens = prompts.get("chats", {}), tuple(prompts.get("special_tokens", ()))
@@ -147,7 +151,7 @@ def templates_for(config: Config, prompts: Mapping[str, Any]) -> dict[str, Templ
         if chat.name not in laid_out:
             raise ConfigError(
                 f"prompt_template {chat.name!r} needs the tokenizer's chat template, and engine.kind = "
-                f"{config.engine.kind!r} has no tokenizer (an engine of your own says so in its facts: `prompts`)"
+                f"{config.engine.kind!r} has no tokenizer (a custom engine declares one in its facts: `prompts`)"
             )
         text, end_of_turn = laid_out[chat.name]
         templates[chat.name] = chat.laid_out(text, tuple(end_of_turn))
@@ -155,20 +159,20 @@ def templates_for(config: Config, prompts: Mapping[str, Any]) -> dict[str, Templ
 
 
 def template_problems(own: Mapping[str, TemplateConfig]) -> list[str]:
-    """What is wrong with the `[templates]` of a configuration."""
+    """Return the problems of the `[templates]` of a configuration."""
     problems = []
     for name, made in own.items():
         where = f"templates.{name}"
         if name in TEMPLATES or name in CHAT_TEMPLATES:
-            problems.append(f"{where}: a template of this name ships; choose another name")
+            problems.append(f"{where}: a built-in template has this name; choose another name")
         if (count := made.user.count(_OBSERVATION)) != 1:
-            problems.append(f"{where}.user: must contain {_OBSERVATION} once, and does so {count} times")
+            problems.append(f"{where}.user: must contain {_OBSERVATION} exactly once, not {count} times")
         for key, text in (("system", made.system), ("user", made.user), ("assistant", made.assistant)):
             if key != "user" and _OBSERVATION in text:
-                problems.append(f"{where}.{key}: {_OBSERVATION} belongs into user")
+                problems.append(f"{where}.{key}: {_OBSERVATION} belongs in user")
             for placeholder in _PLACEHOLDER.findall(text):
                 if placeholder not in (_OBSERVATION, _GAME):
-                    hint = by_name.suggestion(placeholder, (_OBSERVATION, _GAME))
+                    hint = plugins.suggestion(placeholder, (_OBSERVATION, _GAME))
                     problems.append(f"{where}.{key}: unknown placeholder {placeholder}; {hint}")
         if not made.chat and not made.thinking:
             problems.append(f"{where}.thinking: only the tokenizer's chat template can turn it off; set chat = true")
@@ -178,15 +182,15 @@ def template_problems(own: Mapping[str, TemplateConfig]) -> list[str]:
 def format_prompt(
     template_name: str, observation: str, num_players: int, templates: Mapping[str, Template] = TEMPLATES
 ) -> str:
-    """What the model is shown. Raises ConfigError for an unknown template."""
-    return by_name.find("prompt_template", template_name, templates).prompt(observation, num_players)
+    """Return the prompt for an observation. Raises ConfigError for an unknown template."""
+    return plugins.find("prompt_template", template_name, templates).prompt(observation, num_players)
 
 
 def extract_boxed(text: str) -> tuple[str, bool]:
-    r"""The last `\boxed{…}` as `[content]`, and True; if there is none or it is empty, the whole text, False.
+    r"""Return the last `\boxed{…}` as `[content]`, and True; if there is none or it is empty, the whole text and False.
 
-    The last to open of those that close; braces inside are balanced. Content that is one `\text{…}` is what stands in
-    it; content with a `[` stays as it is.
+    The last is the closed box that opens last; braces inside are balanced. A single `\text{…}` is replaced by its
+    content; content with a `[` is returned unchanged.
     """
     content = _last_boxed(text)
     if content[:1] == "\\" and (wrapped := _TEXT.fullmatch(content)) is not None:
@@ -197,37 +201,37 @@ def extract_boxed(text: str) -> tuple[str, bool]:
 
 
 Extraction = Callable[[str], tuple[str, bool]]
-"""From a whole answer to the action for the env, and whether it stood where the template asks for it."""
+"""Function from a whole answer to the env's action, and whether the action stood where the template asks for it."""
 
 EXTRACTIONS: dict[str, Extraction] = {"default": extract_boxed}
 
 
 def find_extraction(name: str) -> Extraction:
-    """By name, or a user's own as `module:function`. Raises ConfigError."""
-    found = by_name.find("action_extraction_fn", name, EXTRACTIONS)
+    """Return a built-in extraction by name, or a user's by `module:function`. Raises ConfigError."""
+    found = plugins.find("action_extraction_fn", name, EXTRACTIONS)
     if not callable(found):
         raise ConfigError(f"action_extraction_fn {name!r} is {found!r}, not a function")
     return found
 
 
 def extraction_problems(name: str) -> list[str]:
-    """Tries the function on a short answer."""
+    """Try the function on a short answer and return its problems."""
     try:
         extraction = find_extraction(name)
-        answer = by_name.call("action_extraction_fn", name, lambda: extraction("It is \\boxed{0}."), {})
+        answer = plugins.call("action_extraction_fn", name, lambda: extraction("It is \\boxed{0}."), {})
     except ConfigError as error:
         return list(error.problems)
     match answer:
         case (str(), bool()):
             return []
     return [
-        f"action_extraction_fn {name!r} must return (action, whether the answer stood where it should), a string and a "
+        f"action_extraction_fn {name!r} must return (action, whether the answer has the right form), a string and a "
         f"bool; for the text 'It is \\boxed{{0}}.' it returned {answer!r}"
     ]
 
 
 def without_markup(observation: str, markup: tuple[str, ...] = MARKUP) -> str:
-    """Chat markup that an opponent spells out in its words is broken by a space after its first character."""
+    """Break chat markup, which an opponent may write, by a space after its first character."""
     for first, starts in _markup_starts(markup):
         if first in observation:
             observation = starts.sub(r"\g<0> ", observation)
@@ -236,7 +240,7 @@ def without_markup(observation: str, markup: tuple[str, ...] = MARKUP) -> str:
 
 @cache
 def _markup_starts(markup: tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]:
-    """By first character. Each pattern finds that character only, so that of two tokens that overlap both are found."""
+    """Return a pattern per first character. It matches only that character, so overlapping tokens are all found."""
     return [
         (first, re.compile(f"{re.escape(first)}(?={_start_of_any(rests)})"))
         for first, rests in _by_first_character(markup).items()
@@ -244,7 +248,7 @@ def _markup_starts(markup: tuple[str, ...]) -> list[tuple[str, re.Pattern[str]]]
 
 
 def _start_of_any(words: list[str]) -> str:
-    """A pattern that is as fast for thousands of words as for one: a tree of their characters."""
+    """Return a pattern that is as fast for thousands of words as for one: a tree of their characters."""
     if "" in words:
         return ""
     branches = [re.escape(first) + _start_of_any(rests) for first, rests in _by_first_character(words).items()]
@@ -259,15 +263,15 @@ def _by_first_character(words: Iterable[str]) -> dict[str, list[str]]:
 
 
 _PLACEHOLDER = re.compile(r"(?<!\\boxed)\{[A-Za-z_]\w*\}")
-"""`\\boxed{move}` is none."""
+"""Placeholder in a template's text; `\\boxed{move}` is not one."""
 _TEXT = re.compile(r"\\(?:text|texttt|textbf|mathrm|mathbf)\{([^{}]*)\}")
-"""How models that write LaTeX write a word."""
+"""Word as models write it in LaTeX."""
 _BRACE = re.compile(r"\\boxed[ \t]*\{|[{}]")
 
 
 @cache
 def _around(text: str, num_players: int, is_zero_sum: bool) -> tuple[str, str]:
-    """What stands before and after the observation."""
+    """Return the prompt's parts before and after the observation."""
     before, found, after = text.partition(_OBSERVATION)
     assert found, text
     game = _game(num_players, is_zero_sum)
@@ -284,12 +288,12 @@ def _game(num_players: int, is_zero_sum: bool) -> str:
 
 
 def _last_boxed(text: str) -> str:
-    """One pass over the braces, so that no input costs more than its length."""
+    """Return the content of the last box in one pass over the braces, so that the cost is linear in the input."""
     _, found, rest = text.rpartition("\\boxed{")
-    if found and "{" not in rest and "}" in rest:  # as nearly all are
+    if found and "{" not in rest and "}" in rest:  # the usual case
         return rest.partition("}")[0].strip()
     starts: list[int | None] = []
-    """Of the open braces: where a box's content starts; None for other braces."""
+    """Open braces: the start of a box's content, or None for other braces."""
     last_start, last_end = -1, -1
     for brace in _BRACE.finditer(text):
         if brace.group() == "{":

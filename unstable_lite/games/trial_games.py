@@ -1,4 +1,4 @@
-"""Play a few games at random, to learn how long the games of an env are before a run begins."""
+"""Play a few random games before a run, to estimate how long the games of an env are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import random
 from functools import cache
 
 from unstable_lite.errors import EnvError
-from unstable_lite.games.environments import Environment, env_family, hang_guard, is_isolated
+from unstable_lite.games.env_catalogue import env_family, is_isolated
+from unstable_lite.games.environments import Environment
+from unstable_lite.games.hang_guard import hang_guard
 from unstable_lite.games.players.scripted import LEGAL_ACTIONS, random_legal_action
 from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
@@ -15,9 +17,9 @@ TIMEOUT_S = 5.0
 
 
 def trial_lengths(spec: TrainEnvSpec | EvalEnvSpec) -> list[int]:
-    """Return the turns of some games of random legal moves.
+    """Return the number of turns of each of `GAMES` games of random legal moves.
 
-    Returns none if no scripted player knows the env's moves, or if the env is one to be kept in a process of its own.
+    The list is empty if no scripted player knows the env's moves, if the env is isolated, or if it fails.
     """
     return _lengths(spec.env_id, spec.num_players, spec.max_turns, spec.isolated)
 

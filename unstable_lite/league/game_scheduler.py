@@ -1,6 +1,6 @@
-"""Choose who plays next, and where.
+"""Choose the players and the env of the next game.
 
-A GameSpec goes out, a GameRecord comes back. Knows nothing of engines, prompts or tensors.
+Hands out a GameSpec and takes back a GameRecord. Knows nothing of engines, prompts or tensors.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from unstable_lite.by_name import lasting
 from unstable_lite.errors import ConfigError, OpponentError
 from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
 from unstable_lite.league.samplers.model_samplers import BaseModelSampler
+from unstable_lite.plugins import lasting
 from unstable_lite.rng import derive_seed, game_seed, restore, state_of
 from unstable_lite.types import (
     AgentSpec,
@@ -29,17 +29,17 @@ from unstable_lite.types import (
 )
 
 DRAWS = 20
-"""Opponents drawn for one seat until one of them can play; and games drawn until one is kept by its steps."""
+"""Most opponents drawn for one seat until one can play, and most games drawn until one is kept by its steps."""
 GAMES = 256
-"""Games over which the running mean of the steps of a kind of game goes."""
+"""Number of games in the running mean of the steps of a kind of game."""
 
 
-def _anybody(_model: ModelRef) -> bool:
+def _any_model(_model: ModelRef) -> bool:
     return True
 
 
 class GameScheduler:
-    """The n-th training game of a run is the same whatever is evaluated beside it, and vice versa."""
+    """Scheduler of training and evaluation games; the n-th game of either kind does not depend on the other kind."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class GameScheduler:
         group_size: int = 1,
         shares_by: Literal["games", "steps"] = "games",
     ) -> None:
-        """shares_by: whether samplers' shares are of games, or of the steps that games bring."""
+        """Start with no games. `shares_by`: whether samplers' shares count games or the steps that games bring."""
         self.registry = model_sampler.registry
         self._model_sampler = model_sampler
         self._env_sampler = env_sampler
@@ -59,20 +59,20 @@ class GameScheduler:
         self._shares_by = shares_by
         self._shares_rng = random.Random(derive_seed(run_seed, "shares"))
         self._steps_of: dict[str, tuple[int, float]] = {}
-        """By kind of game: number of games, at most `GAMES`, and running mean of the steps that they brought."""
+        """Number of games, at most `GAMES`, and running mean of the steps that they brought, by kind of game."""
         self._games: Counter[str] = Counter()
-        """Games handed out, by kind."""
+        """Number of games handed out, by kind."""
         self._in_flight: set[int] = set()
-        """Those of them that are not over."""
+        """Numbers of the games that are not over."""
         self._eval_games_of: Counter[str] = Counter()
-        """By what is evaluated on what: the next one takes the next seat."""
+        """Number of games by model, env and label, from which the next game's seat follows."""
 
-    def next_train_job(self, can_play: Callable[[ModelRef], bool] = _anybody) -> GameSpec:
-        """`num_actors` seats, drawn at random, go to the current policy; an opponent to each of the rest.
+    def next_train_job(self, can_play: Callable[[ModelRef], bool] = _any_model) -> GameSpec:
+        """Return a game with the current policy at `num_actors` random seats and an opponent at each other seat.
 
-        An opponent that cannot play now is drawn again. Raises OpponentError if none that can is found.
+        An opponent that cannot play now is drawn again. Raises OpponentError if no opponent that can is found.
         """
-        can_play = cache(can_play)  # one answer for all seats of a game: a paused opponent may be tried by one
+        can_play = cache(can_play)  # one answer for all seats of a game, because only one game may try a paused model
         for _ in range(DRAWS):
             env, agents = self._draw(can_play)
             if self._shares_by == "games" or self._is_kept(_kind_of(env.env_id, agents)):
@@ -86,21 +86,21 @@ class GameScheduler:
         self._rng.shuffle(pids)
         models = dict.fromkeys(pids[: env.num_actors], current)
         models |= {pid: self._sample_opponent(can_play) for pid in pids[env.num_actors :]}
-        # Where the sampled opponent is the current policy itself, its turns are worth training on too.
+        # If the sampled opponent is the current policy itself, its turns are trained on too.
         return env, [_agent(pid, models[pid], env, collect=models[pid] == current) for pid in sorted(pids)]
 
     def _is_kept(self, kind: str) -> bool:
-        """Draw whether a game that was drawn is played: with a probability of one over the steps that it brings.
+        """Return at random whether to play a drawn game, with a probability inverse to the steps that it brings.
 
-        The kind of game with the fewest steps is always kept, and so is one of which no game has ended.
+        The kind of game with the fewest steps is always kept, and so is a kind of which no game has ended.
         """
         if kind not in self._steps_of:
             return True
         fewest = min(mean for _, mean in self._steps_of.values())
         return self._shares_rng.random() * self._steps_of[kind][1] <= fewest
 
-    def next_train_group(self, can_play: Callable[[ModelRef], bool] = _anybody) -> list[GameSpec]:
-        """`group_size` games that differ in their number alone, and so in what the players' models sample."""
+    def next_train_group(self, can_play: Callable[[ModelRef], bool] = _any_model) -> list[GameSpec]:
+        """Return `group_size` games that differ only in their number, and so in the actions that models sample."""
         first = self.next_train_job(can_play)
         if self._group_size == 1:
             return [first]
@@ -114,16 +114,16 @@ class GameScheduler:
         spec: EvalEnvSpec | None = None,
         model: ModelRef | None = None,
         label: str | None = None,
-        can_play: Callable[[ModelRef], bool] = _anybody,
+        can_play: Callable[[ModelRef], bool] = _any_model,
         number: int | None = None,
     ) -> GameSpec:
-        """One seat to the model (default: the current policy), the others to the env's fixed opponent.
+        """Return a game with the model (default: the current policy) at one seat, the env's fixed opponent at others.
 
-        The seat goes round for each model, env and label apart. Without `spec`, an env whose opponent cannot play now
-        is drawn again; raises OpponentError if none that can is found.
+        The seat rotates separately for each model, env and label. Without `spec`, an env whose opponent cannot play now
+        is drawn again; raises OpponentError if no opponent that can is found.
 
-        `number`: that of the game within an evaluation with a quota. Its seat and its seed follow from it, each seed is
-        played from every seat, and all evaluations of an env play the same seeds, so that they compare in pairs.
+        `number`: number of the game within an evaluation with a quota. It determines seat and seed, each seed is played
+        from every seat, and all evaluations of an env play the same seeds, so that they can be compared in pairs.
         """
         env = spec or self._sample_eval_env(can_play)
         subject = "current" if model is None else model.uid
@@ -143,22 +143,22 @@ class GameScheduler:
             opponent = self._model_sampler.sample_opponent()
             if not isinstance(opponent, ModelRef):
                 raise ConfigError(
-                    f"{self._model_sampler.kind} chose {opponent!r}, which is no ModelRef: the `ref` of a model of "
-                    "its registry"
+                    f"{self._model_sampler.kind} chose {opponent!r}, which is not a ModelRef; return the `ref` of a "
+                    "model of its registry"
                 )
             if can_play(opponent):
                 return opponent
-        raise OpponentError(f"{opponent.uid} cannot play now, nor can any other opponent that was drawn")
+        raise OpponentError(f"{opponent.uid} cannot play now, nor can the other opponents that were drawn")
 
     def _sample_eval_env(self, can_play: Callable[[ModelRef], bool]) -> EvalEnvSpec:
         for _ in range(DRAWS):
             env = self._env_sampler.sample("eval")
             if env.num_players == 1 or can_play(self.registry.eval_opponent(env.fixed_opponent)):
                 return env
-        raise OpponentError(f"{env.fixed_opponent} cannot play now, nor can any other opponent that was drawn")
+        raise OpponentError(f"{env.fixed_opponent} cannot play now, nor can the other opponents that were drawn")
 
     def update(self, record: GameRecord) -> None:
-        """Learn from a game's result; a void game teaches nothing."""
+        """Update ratings and samplers with a game's result; a void game changes nothing."""
         self._in_flight.discard(record.spec.game_idx)
         if record.end == "void":
             return
@@ -178,7 +178,7 @@ class GameScheduler:
             self._env_sampler.update(spec.env_id, sum(actors) / len(actors), average)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and random streams, the samplers' too; the registry keeps its own."""
+        """Return counters and random streams, the samplers' too; the registry has its own state."""
         return {
             "games": dict(self._games),
             "in_flight": sorted(self._in_flight),
@@ -191,9 +191,9 @@ class GameScheduler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
-        """Returns what was left out: the state of samplers whose place others have taken, which begin anew.
+        """Load a state; return a message for each sampler of another kind, which starts from scratch.
 
-        Games that were in flight never end.
+        Games that were in flight are forgotten.
         """
         self._games = Counter(state["games"])
         self._in_flight.clear()
@@ -207,7 +207,7 @@ class GameScheduler:
             if saved["kind"] == sampler.kind:
                 sampler.load_state_dict(saved["state"])
             else:
-                left_out.append(f"{sampler.kind} begins anew: until here the run had {saved['kind']}")
+                left_out.append(f"{sampler.kind} starts from scratch: so far the run used {saved['kind']}")
         return left_out
 
     def _new_game(
@@ -235,7 +235,7 @@ class GameScheduler:
         )
 
     def _next_idx(self, kind: GameKind) -> int:
-        """Of a game that is handed out with it."""
+        """Return the number of a game that is being handed out, and count the game."""
         game_idx = self._games.total()
         self._games[kind] += 1
         self._in_flight.add(game_idx)
@@ -243,7 +243,7 @@ class GameScheduler:
 
 
 def _kind_of(env_id: str, agents: Iterable[AgentSpec]) -> str:
-    """Return what decides how many steps a game brings: its env, and who sits at the seats that are not trained."""
+    """Return the kind that determines how many steps a game brings: its env and the players that are not trained."""
     opponents = sorted((agent.model.name or "checkpoint") for agent in agents if not agent.collect_data)
     return " ".join([env_id, *opponents])
 

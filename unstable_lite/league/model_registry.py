@@ -1,6 +1,6 @@
-"""Every model that plays in a run, how strong it is, and who met whom.
+"""Registry of the models that play in a run, with their strengths and the pairs that met.
 
-Owns the TrueSkill ratings. Knows nothing of adapters' files, of games or of how opponents are chosen.
+Owns the TrueSkill ratings. Knows nothing of adapters' files, games or the choice of opponents.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ class Rating(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class ModelMeta:
-    """What the registry knows of a model."""
+    """Facts about one model."""
 
     uid: str
     kind: Literal["checkpoint", "fixed"]
     adapter_version: int | None
     name: str | None
     iteration: int | None
-    """Updates made when the checkpoint was published."""
+    """Number of updates made when the checkpoint was made; None for a fixed model."""
     active: bool = True
     """Whether samplers may choose it as an opponent."""
     games: int = 0
-    """All games that it sat in, mirror and single-player games included."""
+    """Number of all its games, mirror and single-player games included."""
     wins: int = 0
-    """`wins`, `draws`, `losses` count games against other models only, by rank."""
+    """Number of wins; like `draws` and `losses`, only of games against other models, by rank."""
     draws: int = 0
     losses: int = 0
     prior_mu: float = 25.0
     ratings: dict[str, Rating] = field(default_factory=dict)
-    """By env id, of every env in which any two models were rated."""
+    """Ratings by env id, for every env in which any two models were rated."""
 
     @property
     def rating(self) -> Rating:
-        """Mean over the envs; the prior before the first rated game."""
+        """Mean rating over the envs; the prior before the first rated game."""
         ratings = self.ratings.values()
         if not ratings:
             return Rating(self.prior_mu, trueskill.SIGMA)
@@ -62,15 +62,15 @@ class ModelMeta:
 
 COLUMNS = tuple(column.name for column in fields(ModelMeta) if column.name != "ratings")
 PRIOR_GAMES = 10
-"""Imagined games beside the measured ones in an env's probability of a draw."""
+"""Number of imagined games added to the measured ones in an env's probability of a draw."""
 LEAST_SIGMA = 1e-3
-"""An anchor's in a game of three or more models: the library divides by it."""
+"""σ of an anchor in a game of three or more models, because the library divides by σ."""
 
 
 class ModelRegistry:
-    """Starts with `base`; the current policy is the checkpoint added last.
+    """Models and ratings, initially only `base`; the current policy is the checkpoint added last.
 
-    Each env has ratings of its own. TrueSkill knows differences only, and new checkpoints keep coming, so that without
+    Each env has separate ratings. TrueSkill only knows differences, and checkpoints are added all the time, so without
     a fixed point all ratings of an env drift together: the anchor of an env stays at its prior with σ = 0.
     """
 
@@ -79,22 +79,22 @@ class ModelRegistry:
         self._envs: dict[str, None] = {}
         """Ids of the envs that have ratings."""
         self._anchors: dict[str, str] = {}
-        """By env id: the uid of the fixed model that its ratings are relative to."""
+        """Uid of the fixed model that an env's ratings are relative to, by env id."""
         self._draws: dict[str, tuple[int, int]] = {}
-        """By env id: draws and games between neighbouring ranks, for the probability of a draw."""
+        """Draws and games between neighbouring ranks, for the probability of a draw, by env id."""
         self._models: dict[str, ModelMeta] = {}
         self._numbers: dict[str, int] = {}
-        """By uid: how many were registered before."""
+        """Number of models registered before, by uid."""
         self._checkpoints: list[ModelMeta] = []
-        """Active ones, oldest first: a long run has thousands of others, and every game draws from these."""
+        """Active checkpoints, oldest first: every game draws from them, and a long run has thousands of others."""
         self._fixed: list[ModelMeta] = []
         self.touched: dict[str, None] = {}
-        """Models of which something may have changed since whoever logs them took note, in this order."""
+        """Models that may have changed since they were last logged, in this order."""
         self.touched_pairs: dict[tuple[str, str], None] = {}
-        """The same of `match_counts`."""
+        """Keys of `match_counts` that may have changed since they were last logged."""
         self._current_uid = BASE
         self.match_counts: dict[tuple[str, str], int] = defaultdict(int)
-        """Games in which two models met, by sorted uids; `(uid, uid)` where a model met itself."""
+        """Number of games in which two models met, by sorted uids; `(uid, uid)` if a model met itself."""
         self.add_checkpoint(BASE, adapter_version=0, iteration=0)
 
     @property
@@ -111,8 +111,8 @@ class ModelRegistry:
         return self._models[uid]
 
     def add_checkpoint(self, uid: str, adapter_version: int, iteration: int, inherit: bool = True) -> ModelRef:
-        """The new current policy. In each env it inherits its predecessor's μ and twice its σ, at most the prior's."""
-        assert uid not in self._models, f"{uid} is registered already"
+        """Add the new current policy, which inherits its predecessor's μ and twice its σ, at most the prior's."""
+        assert uid not in self._models, f"{uid} is already registered"
         inherited = self._models[self._current_uid].ratings if inherit and self._models else {}
         meta = ModelMeta(
             uid=uid,
@@ -122,13 +122,13 @@ class ModelRegistry:
             iteration=iteration,
             ratings={env_id: Rating(mu, min(2 * sigma, trueskill.SIGMA)) for env_id, (mu, sigma) in inherited.items()},
         )
-        self.touched[self._current_uid] = None  # which is so no more
+        self.touched[self._current_uid] = None  # it is no longer the current policy
         self._register(meta)
         self._current_uid = uid
         return self.current
 
     def add_fixed(self, name: str, prior_mu: float = 25.0, active: bool = True) -> ModelRef:
-        """Register once, as `fixed-{name}`. `active=False`: rated in evaluations, never sampled."""
+        """Register a fixed model once, as `fixed-{name}`. `active=False`: rated in evaluations, never sampled."""
         uid = f"fixed-{name}"
         if uid not in self._models:
             self._register(
@@ -153,8 +153,8 @@ class ModelRegistry:
         return self.add_fixed(name, active=False)
 
     def set_anchor(self, env_id: str, uid: str) -> None:
-        """Measure the ratings of an env from this fixed model, whose own stays where it is."""
-        assert self._models[uid].kind == "fixed", f"{uid} changes, and cannot be an anchor"
+        """Measure the ratings of an env relative to this fixed model, whose own rating stays constant."""
+        assert self._models[uid].kind == "fixed", f"{uid} changes, so it cannot be an anchor"
         self._anchors[env_id] = uid
         self._add_env(env_id)
         self._fix_anchors()
@@ -170,44 +170,43 @@ class ModelRegistry:
                 self._checkpoints.sort(key=lambda meta: self._numbers[meta.uid])
 
     def bring_back(self, uid: str, adapter_version: int) -> None:
-        """Active again, with its rating of old, under a version that its adapter never had."""
+        """Make a checkpoint active again, with its old rating and a new version number of its adapter."""
         meta = self._models[uid]
-        assert meta.kind == "checkpoint" and not meta.active, f"{uid} is no inactive checkpoint"
+        assert meta.kind == "checkpoint" and not meta.active, f"{uid} is not an inactive checkpoint"
         meta.adapter_version = adapter_version
         self.set_active(uid, True)
 
     def checkpoints(self) -> list[ModelMeta]:
-        """Active ones, oldest first."""
+        """Return the active checkpoints, oldest first."""
         return list(self._checkpoints)
 
     def fixed(self) -> list[ModelMeta]:
-        """Active ones, in the order of their registration."""
+        """Return the active fixed models in the order of their registration."""
         return [meta for meta in self._fixed if meta.active]
 
     def others(self) -> list[ModelMeta]:
-        """Every active model but the current policy: checkpoints first, then fixed ones."""
+        """Return every active model except the current policy: checkpoints first, then fixed models."""
         return [*(meta for meta in self.checkpoints() if meta.uid != self._current_uid), *self.fixed()]
 
     def lag(self, uid: str) -> int:
-        """Updates from checkpoint `uid` to the current policy."""
+        """Return the number of updates from checkpoint `uid` to the current policy."""
         iterations = self._models[self._current_uid].iteration, self._models[uid].iteration
-        assert iterations[0] is not None and iterations[1] is not None, f"{uid} is no checkpoint"
+        assert iterations[0] is not None and iterations[1] is not None, f"{uid} is not a checkpoint"
         return iterations[0] - iterations[1]
 
     def match_quality(self, uid: str, other: str) -> float:
-        """TrueSkill's chance of a draw between two, relative to that of equals who are known for sure; 0 to 1."""
+        """Return TrueSkill's chance of a draw, relative to that of two equal models with certain ratings; 0 to 1."""
         (mu, sigma), (other_mu, other_sigma) = self._models[uid].rating, self._models[other].rating
         known = 2 * self._trueskill.beta**2
         spread = known + sigma**2 + other_sigma**2
         return math.sqrt(known / spread) * math.exp(-((mu - other_mu) ** 2) / (2 * spread))
 
     def update_ratings(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:
-        """Count one game and rate it in its env: who sat where, and the final score of each seat.
+        """Count one game and rate it in its env, given the model and the final score of each seat.
 
-        Only distinct models are rated against each other, each as a player of its own; equal ranks are draws.
-        A model at several seats is one player, placed by the mean rank of its seats, for they are no
-        independent opponents. So a mirror game counts a match and rates nobody; a single-player game counts,
-        and no more.
+        Only distinct models are rated against each other; equal ranks are draws. A model at several seats is one
+        player, placed by the mean rank of its seats, because they are not independent opponents. So a mirror game
+        counts as a match and changes no rating; a single-player game is only counted.
         """
         assert uids.keys() == scores.keys()
         models = dict.fromkeys(uids.values())
@@ -223,8 +222,10 @@ class ModelRegistry:
             self._rate(places, env_id)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able. Every model that ever was is in it, for the ladder has them all: about 100 bytes each in columns
-        by field, and 15 for each two that met, which are named by their numbers.
+        """Return the state for JSON.
+
+        It has every model that ever existed, because the ladder lists them all: about 100 bytes each, in columns by
+        field, and 15 bytes for each pair that met, named by the models' numbers.
         """
         models, numbers = self._models.values(), self._numbers
         return {
@@ -236,8 +237,9 @@ class ModelRegistry:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Fixed models that are registered already stay, and of all fixed ones only they may be active: which ones are
-        played against is for the config to say, and not for the state.
+        """Load a state; fixed models that are already registered stay.
+
+        No other fixed model becomes active, because the config, not the state, decides on the opponents.
         """
         configured = {meta.uid: meta for meta in self._fixed}
         columns: dict[str, list[Any]] = state["models"]
@@ -315,23 +317,23 @@ class ModelRegistry:
                 given = [(env.create_rating(mu, sigma or LEAST_SIGMA),) for mu, sigma in before]
                 after = [Rating(rating.mu, rating.sigma) for (rating,) in env.rate(given, ranks)]
         except FloatingPointError:
-            return  # so far apart that the result's likelihood underflows: no step that floats can express
+            return  # the ratings are so far apart that the result's likelihood underflows: floats have no such step
         for uid, rating in zip(uids, after, strict=True):
             if uid != self._anchors.get(env_id):
                 self._models[uid].ratings[env_id] = rating
 
     def _count_draws(self, ranks: list[float], env_id: str) -> float:
-        """Count an env's draws; return their share before this game, with `PRIOR_GAMES` at 10 % beside it."""
+        """Count an env's draws; return their share before this game, including `PRIOR_GAMES` games at 10 %."""
         drawn, games = self._draws.get(env_id, (0, 0))
         self._draws[env_id] = drawn + sum(map(eq, ranks, ranks[1:])), games + len(ranks) - 1
         return (drawn + 0.1 * PRIOR_GAMES) / (games + PRIOR_GAMES)
 
 
 def _rate_two(env: trueskill.TrueSkill, better: Rating, worse: Rating, is_draw: bool) -> list[Rating]:
-    """What the library's message passing comes to for two players, in a fraction of its time.
+    """Return the result of the library's message passing for two players, in a fraction of its time.
 
-    Herbrich et al. 2006, "TrueSkill": with two players nothing is left to iterate. σ = 0 is certain, and stays so.
-    Raises FloatingPointError.
+    Herbrich et al. 2006, "TrueSkill": with two players no iteration is needed. σ = 0 is certain and stays 0. Raises
+    FloatingPointError.
     """
     better_variance, worse_variance = (sigma and sigma**2 + env.tau**2 for _, sigma in (better, worse))
     variance = 2 * env.beta**2 + better_variance + worse_variance
@@ -347,7 +349,7 @@ def _rate_two(env: trueskill.TrueSkill, better: Rating, worse: Rating, is_draw: 
 
 
 def mean_ranks(uids: Mapping[int, str], scores: Mapping[int, float]) -> dict[str, float]:
-    """0 is best; a seat's rank is the number of seats that scored more."""
+    """Return the mean rank of each model's seats; a seat's rank is the number of seats that scored more, 0 is best."""
     all_scores = sorted(scores.values())
     ranks: dict[str, list[int]] = {}
     for pid, uid in uids.items():
@@ -356,5 +358,5 @@ def mean_ranks(uids: Mapping[int, str], scores: Mapping[int, float]) -> dict[str
 
 
 def _pairs(uids: list[str]) -> dict[tuple[str, str], None]:
-    """Sorted pairs of models that met in one game, each once."""
+    """Return the sorted pairs of models that met in one game, each once."""
     return {(min(a, b), max(a, b)): None for i, a in enumerate(uids) for b in uids[i + 1 :]}

@@ -1,4 +1,4 @@
-"""Where a `model_name` points to."""
+"""Resolve a `model_name` to a model directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def resolve_model(model_name: str, may_convert: bool = True) -> str:
         path = Path(model_name).expanduser()
         looks_like_path = model_name.startswith((".", "/", "~")) or path.exists()
         is_gguf = path.suffix == SUFFIX and not path.is_dir()
-    except (OSError, RuntimeError) as error:  # too long a name; nobody's home
+    except (OSError, RuntimeError) as error:  # too long a name, or a home that does not exist
         raise ModelError(f"model_name = {model_name[:100]!r}: {error}") from error
     if is_gguf:
         return str(converted(path, may_convert))
@@ -38,9 +38,9 @@ def resolve_model(model_name: str, may_convert: bool = True) -> str:
 
 
 def has_chat_template(model: Path) -> bool:
-    """Whether the tokenizer in a model's directory brings one (transformers keeps it in either of these places).
+    """Return whether a model's tokenizer has a chat template, which transformers keeps in either of two places.
 
-    Raises ModelError for a tokenizer_config.json that cannot be read.
+    Raises ModelError if tokenizer_config.json cannot be read.
     """
     if (model / "chat_template.jinja").is_file() or (model / "additional_chat_templates").is_dir():
         return True
@@ -49,11 +49,11 @@ def has_chat_template(model: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A table that a model's directory holds. Raises ModelError where there is none to read."""
+    """Return the JSON object in a model's file. Raises ModelError if it cannot be read."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}; is the model's download complete?") from error
     if not isinstance(table, dict):
-        raise ModelError(f"{path} is no JSON table")
+        raise ModelError(f"{path} is not a JSON object")
     return table

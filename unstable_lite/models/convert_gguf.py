@@ -19,17 +19,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 def main(source: Path, target: Path) -> None:
     """Convert `source`, which exists, into the empty directory `target`.
 
-    Raises SystemExit for a file that is not whole, and what transformers raises for one that it does not support.
+    Raises SystemExit for a truncated file, and transformers' own exceptions for one that it does not support.
     """
     try:
-        GGUFReader(source)  # transformers would report a file that is cut short in a hundred ways
+        GGUFReader(source)  # transformers reports a truncated file in many different ways
     except (ValueError, IndexError, KeyError, OverflowError) as error:
-        sys.exit(f"it is cut short, or no GGUF file: {error}")
+        sys.exit(f"it is truncated, or not a GGUF file: {error}")
     directory, name = str(source.parent), source.name
     model: Any = AutoModelForCausalLM.from_pretrained(
         directory, gguf_file=name, dtype=torch.float32, trust_remote_code=False
     )
-    # The weights are ordinary ones by now, and neither the directory nor an engine should take them for quantised ones.
+    # The weights are dequantised now, and neither the directory nor an engine may treat them as quantised.
     model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

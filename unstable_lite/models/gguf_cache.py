@@ -1,7 +1,7 @@
 """Convert a GGUF file once, into a model directory below the user's cache.
 
 The cache key contains a hash of the file's content, so a changed file is converted again. The conversion needs torch,
-so it runs in a process of its own (convert_gguf.py); nothing here loads torch or transformers.
+so it runs in its own process (convert_gguf.py); nothing here loads torch or transformers.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ ABANDONED_S = 24 * 3600
 def converted(path: Path, may_convert: bool = True) -> Path:
     """Return the model directory that `path`, a GGUF file, is converted to; convert it first if that is needed.
 
-    Reports a conversion on stderr, because stdout may be somebody's file. Processes that convert the same file at the
-    same time do the work twice and end with the same directory.
+    Reports a conversion on stderr, because stdout may be redirected. Processes that convert the same file at the same
+    time do the work twice and end with the same directory.
 
     Raises ModelError if the file cannot be read or converted, if the package gguf is missing, or if the file is not
     converted yet and `may_convert` is false.
     """
     try:
-        facts = path.stat()
-        digest = _digest(path, facts.st_size, facts.st_mtime_ns)
+        info = path.stat()
+        digest = _digest(path, info.st_size, info.st_mtime_ns)
         target = _cache() / f"{path.stem}-{digest}"
         if target.is_dir():
             return target
@@ -46,7 +46,7 @@ def converted(path: Path, may_convert: bool = True) -> Path:
             raise ModelError(f"{path}: to read GGUF files: pip install 'unstable-lite[gguf]'")
         target.parent.mkdir(parents=True, exist_ok=True)
         for left_behind in target.parent.glob(".*"):  # by a conversion that was killed
-            with contextlib.suppress(FileNotFoundError):  # another process removes it, too
+            with contextlib.suppress(FileNotFoundError):  # another process removes it too
                 if time.time() - left_behind.stat().st_mtime > ABANDONED_S:
                     shutil.rmtree(left_behind, ignore_errors=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -74,8 +74,8 @@ def _convert(source: Path, target: Path) -> None:
         capture_output=True,
         text=True,
         errors="replace",
-        # As for a worker: what this process can import, the other one can, and keys of APIs are none of its business.
-        # Everything else it needs is in the file, so it asks no hub.
+        # As for a worker: it can import the modules that this process can, but gets no API keys.
+        # The file contains everything else that it needs, so it contacts no hub.
         env={name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
         | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"},
     )

@@ -1,4 +1,4 @@
-"""How far a model's positions reach, told from its config by whoever has loaded one."""
+"""Longest sequence that a model's positions support, read from its loaded config."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ NO_LIMIT = 1 << 62
 
 
 def position_limit(config: Any) -> int:
-    """Tokens of the longest sequence that the model knows positions for, and rotates alike in any company."""
+    """Return the number of tokens of the longest sequence that the model rotates alike in any batch."""
     config = config.get_text_config()
     return min(getattr(config, "max_position_embeddings", None) or NO_LIMIT, longrope_limit(config))
 
 
 def longrope_limit(config: Any) -> int:
-    """Of a model with LongRoPE, the tokens that it rotates by its short factors; NO_LIMIT for any other.
+    """Return the number of tokens that a LongRoPE model rotates by its short factors; NO_LIMIT for other models.
 
-    Past it every token is rotated by the long ones, earlier tokens too: transformers decides for a whole pass by its
-    longest row, and vLLM for a whole run by its max_model_len. What engine and learner compute alike is what is within.
+    Beyond it every token is rotated by the long factors, also earlier tokens: transformers decides for a whole pass by
+    its longest row, vLLM for a whole run by its max_model_len. Engine and learner agree only within this limit.
     """
     config = config.get_text_config()
     table = getattr(config, "rope_parameters", None) or {}
@@ -31,12 +31,12 @@ def longrope_limit(config: Any) -> int:
 
 
 def longest_sequence(wanted: int, config: Any) -> int:
-    """`engine.max_model_len`, or less where the model's positions do not reach so far."""
+    """Return `engine.max_model_len`, or less if the model's positions support less."""
     limit = position_limit(config)
     if wanted > limit == longrope_limit(config):
         log.warning(
-            "engine.max_model_len = %d is cut to %d: past it the model's LongRoPE rotates by other factors, and "
-            "engines and learner would not do so at the same moment",
+            "engine.max_model_len = %d is reduced to %d: beyond it the model's LongRoPE rotates by other factors, "
+            "and engines and learner would not switch at the same token",
             wanted,
             limit,
         )

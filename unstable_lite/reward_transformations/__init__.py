@@ -1,4 +1,4 @@
-"""Reward transforms: of a game's outcome (final), of a turn (step), of a batch (sampling)."""
+"""Reward transforms for a game's outcome (final), a turn (step) and a batch (sampling)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from unstable_lite import by_name
+from unstable_lite import plugins
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations.compose import takes_context
 from unstable_lite.reward_transformations.final import (
@@ -35,7 +35,7 @@ from unstable_lite.reward_transformations.step import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from unstable_lite.config import RewardConfig, Transformation
+    from unstable_lite.config.training import RewardConfig, Transformation
 
 __all__ = [
     "BASELINES",
@@ -79,7 +79,7 @@ SAMPLING: dict[str, Callable[..., SamplingRewardTransform]] = {
     "NormalizeRewardsByEnv": NormalizeRewardsByEnv,
 }
 BASELINES = {"RoleAdvantageFormatter", "RoleAdvantageByEnvFormatter", "NormalizeRewards", "NormalizeRewardsByEnv"}
-"""Transforms that take something off so that rewards are centred: one baseline is enough."""
+"""Transforms that subtract a baseline to centre rewards; one of them is enough."""
 
 
 def build_transforms(
@@ -87,30 +87,30 @@ def build_transforms(
     registry: Mapping[str, Callable[..., T]],
     arguments: Sequence[str],
 ) -> list[T]:
-    """One transform for each entry: a name of `registry` or `module:Class`, with its keyword arguments.
+    """Create one transform per entry: a name in `registry` or `module:Class`, with its keyword arguments.
 
-    `arguments`: what it is called with. Raises ConfigError with every problem of every entry.
+    arguments: names of the parameters of its calls. Raises ConfigError with every problem of every entry.
     """
     transforms: list[T] = []
     problems: list[str] = []
     for entry in config_entries:
         name, keywords = _name_and_keywords(entry)
         try:
-            transform = by_name.find("reward transformation", name, registry)
+            transform = plugins.find("reward transformation", name, registry)
             if inspect.isfunction(transform) and _can_take(transform, arguments):
                 raise ConfigError(
-                    f"reward transformation {name!r} is a function: name a class, whose __call__ is this function"
+                    f"reward transformation {name!r} is a function: name a class with this function as its __call__"
                 )
-            made = by_name.call("reward transformation", name, transform, keywords)
+            made = plugins.call("reward transformation", name, transform, keywords)
             if not _can_take(made, arguments):
                 raise ConfigError(
-                    f"reward transformation {name!r}: what it makes, {made!r}, cannot be called as "
+                    f"reward transformation {name!r} creates {made!r}, which cannot be called as "
                     f"({', '.join(arguments)})"
                 )
             if hasattr(made, "state_dict") != hasattr(made, "load_state_dict"):
                 raise ConfigError(
-                    f"reward transformation {name!r} has one of state_dict and load_state_dict: what it keeps would "
-                    "not survive a restart"
+                    f"reward transformation {name!r} has one of state_dict and load_state_dict, but needs both to "
+                    "survive a restart"
                 )
             transforms.append(made)
         except ConfigError as error:
@@ -123,7 +123,7 @@ def build_transforms(
 def build_reward_transformations(
     rewards: RewardConfig,
 ) -> tuple[ComposeFinalRewardTransforms, ComposeStepRewardTransforms, ComposeSamplingRewardTransforms]:
-    """The three that a buffer takes. Raises ConfigError as `build_transforms` does."""
+    """Create a buffer's three transforms. Raises ConfigError as `build_transforms` does."""
     final, step, sampling = ComposeFinalRewardTransforms, ComposeStepRewardTransforms, ComposeSamplingRewardTransforms
     return (
         final(build_transforms(rewards.final_reward_transformation or (), FINAL, final.ARGUMENTS)),
@@ -136,7 +136,7 @@ def _can_take(transform: object, arguments: Sequence[str]) -> bool:
     """Return whether `transform` can be called with `arguments`, and with a `context` if it has such a parameter."""
     if not callable(transform):
         return False
-    with contextlib.suppress(ValueError):  # some callables written in C have no signature: the first game tells
+    with contextlib.suppress(ValueError):  # some callables written in C have no signature: the first game checks them
         signature = inspect.signature(transform)
         context = {"context": None} if takes_context(transform) else {}
         try:

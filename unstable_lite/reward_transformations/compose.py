@@ -1,4 +1,4 @@
-"""A list of transforms that can be extended, shown, saved and restored; kinds differ only in their call."""
+"""List of transforms that can be extended, printed, saved and restored; kinds differ only in `__call__`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
-from unstable_lite.by_name import lasting
 from unstable_lite.errors import ConfigError
+from unstable_lite.plugins import lasting
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A transform whose memory must survive a restart; the state is JSON-able."""
+    """Transform whose memory must survive a restart; its state must fit in JSON."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -30,13 +30,13 @@ class Compose(Generic[T]):
 
     @classmethod
     def of(cls, transform: T | Self | None) -> Self:
-        """Return `transform` as a composition: itself if it is one, else a composition of it, or of nothing."""
+        """Return `transform` if it is a composition, else a composition of it; an empty one for None."""
         if isinstance(transform, cls):
             return transform
         return cls(() if transform is None else (transform,))  # type: ignore[arg-type]
 
     def register(self, transform: T) -> None:
-        """Append; it is applied last."""
+        """Append a transform, which is applied last."""
         self.transforms.append(transform)
         self._calls.append((transform, takes_context(transform)))
 
@@ -52,7 +52,7 @@ class Compose(Generic[T]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         names = [_name(t) for t in self.transforms]
         if state["names"] != names:
-            raise ConfigError(f"saved reward transforms are {state['names']}, configured ones {names}")
+            raise ConfigError(f"the saved reward transforms are {state['names']}, but the config has {names}")
         for transform, saved in zip(self.transforms, state["states"], strict=True):
             if isinstance(transform, Stateful):
                 transform.load_state_dict(saved)

@@ -1,6 +1,6 @@
-"""What a game's outcome is worth to one player: `(reward, pid, env_id) -> float`, once per trajectory.
+"""Transforms of one player's reward for a game: `(reward, pid, env_id) -> float`, once per trajectory.
 
-A transform with a parameter named `context` is also given the `StepContext` of the player's last turn.
+A transform with a parameter named `context` also gets the `StepContext` of the player's last turn.
 Owns the running averages behind role advantages. Knows nothing of steps or batches.
 """
 
@@ -19,7 +19,7 @@ FinalRewardTransform = Callable[..., float]
 
 
 class ComposeFinalRewardTransforms(Compose[FinalRewardTransform]):
-    """Apply in order."""
+    """Applies its transforms in order."""
 
     ARGUMENTS = ("reward", "pid", "env_id")
 
@@ -38,10 +38,10 @@ class ComposeFinalRewardTransforms(Compose[FinalRewardTransform]):
 
 
 class RoleAdvantageFormatter:
-    """Subtract what this player's seat earns on average against opponents of the same kinds, over all envs.
+    """Subtracts the average reward of the player's seat against opponents of the same kinds, over all envs.
 
-    The average is exponential with rate `tau` and without bias at its start. A reward is compared with the average from
-    before it, and with `role_adv` before the first one.
+    The average is exponential with rate `tau`, and its initial bias is corrected. A reward is compared with the average
+    of the earlier ones; the first reward is compared with `role_adv`.
     Source: Liu et al. 2025, "SPIRAL", arXiv:2506.24119 (role-conditioned advantage estimation, decay 0.95).
     """
 
@@ -64,7 +64,7 @@ class RoleAdvantageFormatter:
 
 
 class RoleAdvantageByEnvFormatter:
-    """Subtract what this player's seat earns on average in this env; see RoleAdvantageFormatter."""
+    """Subtracts the average reward of the player's seat in this env; see RoleAdvantageFormatter."""
 
     is_baseline = True
 
@@ -85,7 +85,7 @@ class RoleAdvantageByEnvFormatter:
 
 
 class WinDrawLossFormatter:
-    """Replace a score by one of three values: above `draw_score` is a win, below it a loss."""
+    """Replaces a score by one of three values: above `draw_score` is a win, below it a loss."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class WinDrawLossFormatter:
 
 
 class _RunningAverages:
-    """Exponential averages by key, each with its weight: the share of it that rewards have made so far."""
+    """Exponential averages by key, each with its weight: 1 - (1 - tau)^n after n rewards."""
 
     def __init__(self, initial: float, tau: float) -> None:
         if not 0 <= tau <= 1:
@@ -120,7 +120,7 @@ class _RunningAverages:
         self._averages: dict[str, tuple[float, float]] = {}
 
     def advantage(self, reward: float, key: str) -> float:
-        """Return `reward` less the average so far, then take it into the average."""
+        """Return `reward` minus the average so far, then include it in the average."""
         average, weight = self._averages.get(key, (self.initial, 0.0))
         if self.tau:
             weight = weight + self.tau * (1 - weight)
@@ -133,7 +133,7 @@ class _RunningAverages:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "averages" not in state:
             raise ConfigError(
-                "the checkpoint's role averages are those of an earlier version, which were not kept by kind of "
+                "the checkpoint's role averages come from an earlier version, which did not separate them by kind of "
                 "opponent: start a new run from its adapter (lora.initial_lora_path)"
             )
         self._averages = {key: (average, weight) for key, (average, weight) in state["averages"].items()}

@@ -1,7 +1,7 @@
-"""From the rewards of a batch to its advantages: `(steps) -> steps`, once per batch. Each step has its `context`.
+"""Transforms of a batch's rewards into advantages: `(steps) -> steps`, once per batch. Each step has its `context`.
 
-A transform returns new Step objects in the same order and leaves those it was given as they are: whoever
-still holds them (a transcript, a second sample) sees the rewards that the game gave.
+A transform returns new Step objects in the same order and leaves the given ones unchanged, because a transcript or a
+second sample may still need the rewards that the game gave.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SamplingRewardTransform = Callable[[Sequence[Step]], list[Step]]
 
 
 class ComposeSamplingRewardTransforms(Compose[SamplingRewardTransform]):
-    """Apply in order."""
+    """Applies its transforms in order."""
 
     ARGUMENTS = ("steps",)
 
     def __call__(self, steps: Sequence[Step]) -> list[Step]:
-        """Raises ConfigError for a transform that does not return steps, or makes no number of a reward."""
+        """Apply the transforms. Raises ConfigError if one does not return steps with finite rewards."""
         for transform in self.transforms:
             given, who = transform(steps), f"{transform!r} of the sampling reward transformations"
             is_empty = bool(steps) and isinstance(given, Sequence) and not given
@@ -37,18 +37,18 @@ class ComposeSamplingRewardTransforms(Compose[SamplingRewardTransform]):
                 raise ConfigError(f"{who} returned no steps: {given!r:.99}")
             for step in given:
                 if not isinstance(step.reward, Real) or not math.isfinite(step.reward):
-                    raise ConfigError(f"{who} made {step.reward!r} of a reward; it must be a finite number")
+                    raise ConfigError(f"{who} returned the reward {step.reward!r}; it must be a finite number")
             steps = given
-        # One of numpy's, for example, is of no type that the learner is sent.
+        # A message to the learner cannot hold every type of number, such as NumPy's.
         return [step if type(step.reward) is float else replace(step, reward=float(step.reward)) for step in steps]
 
 
 class NormalizeRewards:
-    """Subtract the batch's mean; with `z_score` also divide by its standard deviation.
+    """Subtracts the batch's mean; with `z_score`, also divides by its standard deviation.
 
-    A step is judged with those of its env, seat and kinds of opponents: if their rewards before the baseline are all
-    alike, its advantage is 0 and it counts in neither figure. The standard deviation is at least a tenth of its running
-    average over batches.
+    A step is compared with those of its env, seat and kinds of opponents: if their rewards before the baseline are all
+    alike, its advantage is 0 and it enters neither mean nor standard deviation. The standard deviation is at least a
+    tenth of its running average over batches.
     """
 
     def __init__(self, z_score: bool = False) -> None:
@@ -76,7 +76,7 @@ class NormalizeRewards:
         return self._spread.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:  # a checkpoint of an earlier version has none
+        if state:  # a checkpoint of an earlier version has no state
             self._spread.load_state_dict(state)
 
     def _group(self, step: Step) -> str:  # noqa: ARG002
@@ -85,7 +85,7 @@ class NormalizeRewards:
 
 
 class NormalizeRewardsByEnv(NormalizeRewards):
-    """NormalizeRewards within each env of the batch."""
+    """Normalizes rewards within each env of the batch; see NormalizeRewards."""
 
     def _group(self, step: Step) -> str:
         return step.env_id

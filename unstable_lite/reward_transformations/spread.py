@@ -1,7 +1,7 @@
 """Judge whether results differ at all, and how large advantages usually are.
 
-Numbers in, numbers out: knows nothing of steps, models or losses. A cell is what shares one baseline: an env, a seat
-and the kinds of the opponents.
+Works on plain numbers: knows nothing of steps, models or losses. A cell is an env, a seat and the kinds of opponents;
+its results share one baseline.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy.typing as npt
 
 from unstable_lite.types import StepContext
 
-Figures = npt.NDArray[np.float64]
+Values = npt.NDArray[np.float64]
 
 FLOOR = 0.1
-"""Smallest standard deviation that advantages are divided by, relative to the running one."""
+"""Smallest standard deviation by which advantages are divided, relative to the running one."""
 DECAY = 0.95
-"""Share of the running standard deviation that one batch leaves."""
+"""Weight of the running standard deviation against one batch's."""
 _ROUNDING = 1e-6
 _EPSILON = 1e-8
 
@@ -30,18 +30,18 @@ def cell_of(env_id: str, pid: int, context: StepContext | None) -> str:
 
 
 class Spread:
-    """Memory of the results of earlier batches; its state is JSON-able."""
+    """Memory of the results of earlier batches; its state fits in JSON."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
-        """The newest result of each cell: a batch with one result of a cell is compared with it."""
+        """Newest result of each cell, with which the results of the next batch are compared."""
         self._deviation: dict[str, tuple[float, float]] = {}
-        """Running standard deviation of each group, and its weight, for a start without bias."""
+        """Running standard deviation of each group, and its weight, which corrects the initial bias."""
 
-    def tells_apart(self, results: Figures, cells: Sequence[str]) -> npt.NDArray[np.bool_]:
+    def tells_apart(self, results: Values, cells: Sequence[str]) -> npt.NDArray[np.bool_]:
         """Return, for each result, whether its cell has different results in this batch or since the last one.
 
-        If it has not, nothing tells a good action from a bad one, and a baseline leaves only its own error.
+        If not, no result shows whether an action was good, and subtracting a baseline leaves only the baseline's error.
         """
         by_cell: dict[str, list[int]] = {}
         for row, cell in enumerate(cells):
@@ -56,7 +56,7 @@ class Spread:
                 self._last[cell] = float(results[rows[-1]])
         return is_different
 
-    def standardized(self, group: str, advantages: Figures) -> Figures:
+    def standardized(self, group: str, advantages: Values) -> Values:
         """Return `advantages` with mean 0 and standard deviation 1, or less if this batch varies far less than usual.
 
         Equal advantages become zeros: rounding errors are not scaled up to a signal.
@@ -66,7 +66,7 @@ class Spread:
         deviation = float(advantages.std())
         running, weight = self._deviation.get(group, (0.0, 0.0))
         rounding = _EPSILON * max(1.0, float(np.abs(advantages).max()))
-        scaled: Figures = (advantages - advantages.mean()) / (max(deviation, FLOOR * running) + rounding)
+        scaled: Values = (advantages - advantages.mean()) / (max(deviation, FLOOR * running) + rounding)
         if np.isfinite(deviation):
             weight += (1 - DECAY) * (1 - weight)
             self._deviation[group] = (running + (1 - DECAY) / weight * (deviation - running), weight)

@@ -1,6 +1,6 @@
-"""What one turn adds to the outcome: `(player_traj, step_index, reward) -> float`, once per step.
+"""Transforms of one turn's reward: `(player_traj, step_index, reward) -> float`, once per step.
 
-A transform with a parameter named `context` is also given the turn's `StepContext`.
+A transform with a parameter named `context` also gets the turn's `StepContext`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ StepRewardTransform = Callable[..., float]
 
 
 class ComposeStepRewardTransforms(Compose[StepRewardTransform]):
-    """Apply in order."""
+    """Applies its transforms in order."""
 
     ARGUMENTS = ("player_traj", "step_index", "reward")
 
@@ -27,7 +27,7 @@ class ComposeStepRewardTransforms(Compose[StepRewardTransform]):
 
 
 class RewardForFormat:
-    """Add `reward` where the answer was where the template asks for it, else `penalty` (usually negative)."""
+    """Adds `reward` if the answer has the form that the template asks for, else `penalty` (usually negative)."""
 
     def __init__(self, reward: float = 0, penalty: float = 0) -> None:
         self.reward = reward
@@ -42,7 +42,7 @@ class RewardForFormat:
 
 
 class PenaltyForInvalidMove:
-    """Add `penalty` (usually negative) to an invalid move, `reward` to any other."""
+    """Adds `penalty` (usually negative) to an invalid move, `reward` to any other."""
 
     def __init__(self, reward: float = 0, penalty: float = 0) -> None:
         self.reward = reward
@@ -57,7 +57,7 @@ class PenaltyForInvalidMove:
 
 
 class PenaltyForCutOff:
-    """Add `penalty` (usually negative) to an answer that a limit on tokens ended."""
+    """Adds `penalty` (usually negative) to an answer that a limit on tokens ended."""
 
     def __init__(self, penalty: float = 0) -> None:
         self.penalty = penalty

@@ -1,4 +1,4 @@
-"""Play games for their turns: who sits where, until there are enough pairs.
+"""Play games with the players of `sft` until there are enough pairs.
 
 Knows no engine, no template and no file.
 """
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from unstable_lite.config import Config
 from unstable_lite.errors import EnvError, WorkerDied
-from unstable_lite.games.game_runner import GameRunner
-from unstable_lite.games.isolation import Environments
-from unstable_lite.games.seats import Seats
+from unstable_lite.games.env_pool import EnvPool
+from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.rng import derive_seed, game_seed
+from unstable_lite.rollout.game_runner import GameRunner
 from unstable_lite.sft.pairs import Pair, pairs_of_game
 from unstable_lite.types import BASE, AgentSpec, GameRecord, GameSpec, ModelRef
 
@@ -25,17 +25,17 @@ ADAPTER = "adapter:"
 
 @dataclass(kw_only=True)
 class Collected:
-    """What the games have given so far."""
+    """Results of the games so far."""
 
     pairs: int = 0
     games: int = 0
     void_games: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Turns, by the reason against them."""
+    """Number of turns that were left out, by reason."""
 
 
 def adapter_versions(players: tuple[str, ...]) -> dict[str, int]:
-    """What the engines call the players that they serve: 0 is the base, 1, 2, … the adapters in order."""
+    """Return the versions of players on engines: 0 is the base, 1, 2, … are the adapters in order."""
     adapters = dict.fromkeys(name for name in players if name.startswith(ADAPTER))
     versions = {name: number for number, name in enumerate(adapters, start=1)}
     return versions | ({BASE: 0} if BASE in players else {})
@@ -43,15 +43,15 @@ def adapter_versions(players: tuple[str, ...]) -> dict[str, int]:
 
 async def collect_pairs(
     config: Config,
-    seats: Seats,
+    seats: PlayerFactory,
     keep: Callable[[Pair], None],
     show: Callable[[Collected], None],
-    environments: Environments | None = None,
+    environments: EnvPool | None = None,
 ) -> Collected:
     """Play until `sft.pairs` are kept, `sft.max_games` are played, or the budget for opponents is spent.
 
-    Games are taken in the order of their numbers, whichever ends first: where the players' own choices can be
-    reproduced, so can the pairs. Raises EnvError if game after game breaks, WorkerDied if an engine does.
+    Games count in the order of their numbers, not of their ends, so that reproducible players give reproducible pairs.
+    Raises EnvError if games keep failing, WorkerDied if an engine dies.
     """
     collected = Collected()
     finished: dict[int, GameRecord] = {}
@@ -66,7 +66,7 @@ async def collect_pairs(
             collected.void_games += 1
             voids_in_a_row += 1
             if voids_in_a_row == config.run.max_void_games and not seats.spent:
-                raise EnvError(f"{voids_in_a_row} games in a row broke; the last one: {record.error}")
+                raise EnvError(f"{voids_in_a_row} games in a row failed; the last one: {record.error}")
             return
         voids_in_a_row = 0
         pairs, left_out = pairs_of_game(record, config.sft)
@@ -79,7 +79,7 @@ async def collect_pairs(
     async def play() -> None:
         for number in numbers:  # shared by all workers
             finished[number] = await runner.play(_game(config, number))
-            await asyncio.sleep(0)  # scripted players answer at once: let others, and a Ctrl-C, have their turn
+            await asyncio.sleep(0)  # scripted players answer at once: let other tasks and a Ctrl-C run
             while collected.pairs < config.sft.pairs and collected.games in finished:
                 take(finished.pop(collected.games))
             if collected.pairs >= config.sft.pairs or seats.spent:
@@ -91,14 +91,14 @@ async def collect_pairs(
             await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
             if collected.pairs >= config.sft.pairs:
                 for worker in workers:
-                    worker.cancel()  # nobody waits for their games any more
+                    worker.cancel()  # their games are not needed any more
     except* (EnvError, WorkerDied) as group:
         raise group.exceptions[0] from None
     return collected
 
 
 def _game(config: Config, number: int) -> GameSpec:
-    """Envs take turns; within an env, players take turns at the seats."""
+    """Return a game: envs alternate, and within an env players alternate at the seats."""
     env = config.train_envs[number % len(config.train_envs)]
     first = number // len(config.train_envs)
     players, versions = config.sft.players, adapter_versions(config.sft.players)

@@ -1,7 +1,7 @@
 """Supervised fine-tuning of the adapter: completion tokens after their prompts, stop token included.
 
-Owns tokenisation of pairs, the split, the optimiser and the one loop on this page. Tokenises as the engines do, by the
-same code. Knows nothing of games.
+Owns tokenisation of pairs, the split, the optimiser and the one loop on this page. Tokenises with the engines'
+code. Knows nothing of games.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from unstable_lite.config import Config
 from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import RequestError
 from unstable_lite.games.templates import chats_in_use, find_extraction, templates_for
-from unstable_lite.learners.batching import check
-from unstable_lite.learners.model import Policy
-from unstable_lite.learners.optimizers import make_optimizer
+from unstable_lite.learner.batching import check
+from unstable_lite.learner.model import Policy
+from unstable_lite.learner.optimizers import make_optimizer
 from unstable_lite.models import resolve_model
 from unstable_lite.rng import derive_seed
 from unstable_lite.sft.pairs import Pair, env_of, written_answer
@@ -36,23 +36,23 @@ T = TypeVar("T")
 class Tokenised:
     items: list[TrainItem]
     left_out: Counter[str]
-    """Pairs, by the reason against them."""
+    """Number of pairs that were left out, by reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How far the policy agrees with pairs; means."""
+    """Mean agreement of the policy with pairs."""
 
     loss: float
-    """Negative log-likelihood of a token, at the run's temperature."""
+    """Negative log-likelihood per token, at the run's temperature."""
     token_accuracy: float
-    """Tokens that are the most likely ones where they stand."""
+    """Share of tokens that are the most likely ones."""
     accuracy: float
-    """Pairs all of whose tokens are: what greedy decoding would write."""
+    """Share of pairs that greedy decoding would reproduce."""
 
 
 class FineTuner:
-    """The adapter of `lora.initial_lora_path`, or a fresh one, on its way to imitate."""
+    """Trainer of the adapter at `lora.initial_lora_path`, or of a fresh one."""
 
     def __init__(self, config: Config, device: str) -> None:
         self.policy = Policy(config, device)
@@ -63,7 +63,7 @@ class FineTuner:
         self._optimizer = make_optimizer(self.policy.parameters, config.sft.learning_rate, config.learner)
 
     def tokenise(self, pairs: Sequence[Pair]) -> Tokenised:
-        """Ids as the engine would see the prompt and could sample the completion, with what stops it."""
+        """Return the prompt's ids as in the engine, and the completion's as if sampled, with its stop token."""
         engine, limit = self._config.engine, self.policy.position_limit
         max_len = min(engine.max_model_len, self._config.learner.max_train_len or math.inf, limit)
         items: list[TrainItem] = []
@@ -82,14 +82,14 @@ class FineTuner:
             elif not self._tokenizer.stop_ids_with(template.stop).isdisjoint(completion_ids[:-1].tolist()):
                 left_out["a stop token within the answer"] += 1
             elif not pair.completion and not _is_read_as(pair.action, completion, env.action_extraction_fn):
-                left_out["an action that action_extraction_fn reads otherwise"] += 1
+                left_out["an action that action_extraction_fn reads differently"] += 1
             else:
                 items.append(_item(prompt_ids, completion_ids))
         check(items, self.policy.vocab_size)
         return Tokenised(items=items, left_out=left_out)
 
     def split(self, items: Sequence[TrainItem]) -> tuple[list[TrainItem], list[TrainItem]]:
-        """(to train on, held out): no prompt is on both sides, and one at least is trained on."""
+        """Return items to train on and held-out items, with no prompt in both and at least one item to train on."""
         by_prompt: dict[bytes, list[TrainItem]] = {}
         for item in items:
             by_prompt.setdefault(item.prompt_ids.tobytes(), []).append(item)
@@ -100,9 +100,9 @@ class FineTuner:
         return trained, held_out
 
     def train(self, items: Sequence[TrainItem], after_update: Callable[[int, int, float], None]) -> list[float]:
-        """`sft.epochs` passes over `items`; the mean loss of a token in each. Calls back with (update, of, loss).
+        """Make `sft.epochs` passes over `items`; return the mean loss per token of each.
 
-        Raises RequestError where the loss or the gradient is not finite.
+        Calls back with (update, of, loss). Raises RequestError if the loss or the gradient is not finite.
         """
         sft, losses = self._config.sft, []
         per_epoch = math.ceil(len(items) / sft.batch_size)
@@ -120,7 +120,7 @@ class FineTuner:
 
     @torch.no_grad()
     def agreement(self, items: Sequence[TrainItem]) -> Agreement:
-        """Figures of pairs as they are, without training on them."""
+        """Measure the agreement with pairs, without training on them."""
         loss, num_hits, num_right = 0.0, 0, 0
         with self.policy.evaluating():
             for batch in self.policy.micro_batches(items):
@@ -135,7 +135,7 @@ class FineTuner:
         return Agreement(loss=loss / num_tokens, token_accuracy=num_hits / num_tokens, accuracy=num_right / len(items))
 
     def _update(self, items: Sequence[TrainItem], num_tokens: int, update: int) -> float:
-        """One optimiser step on the mean over all trained tokens of `items`; that mean."""
+        """Take an optimiser step on the mean loss over all trained tokens of `items`; return that mean."""
         loss = torch.zeros((), device=self.policy.device)
         for batch in self.policy.micro_batches(items):
             logp_N, _ = self.policy.logprobs(batch)
@@ -156,7 +156,7 @@ class FineTuner:
 
 
 def _item(prompt_ids: TokenIds, completion_ids: TokenIds) -> TrainItem:
-    """As if sampled: what only reinforcement learning asks for is 0."""
+    """Return an item as if it had been sampled, with 0 for the fields of reinforcement learning."""
     return TrainItem(
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
@@ -168,7 +168,7 @@ def _item(prompt_ids: TokenIds, completion_ids: TokenIds) -> TrainItem:
 
 
 def _is_read_as(action: str, completion: str, action_extraction_fn: str) -> bool:
-    """Whether the env would be answered with this action; an extraction may put the brackets around it."""
+    """Return whether this action would be extracted; an extraction may add brackets."""
     return find_extraction(action_extraction_fn)(completion) in ((action, True), (f"[{action}]", True))
 
 

@@ -1,7 +1,7 @@
-"""Observation-action pairs: which turns of a game become one, and how they lie in a file.
+"""Observation-action pairs: the selection of a game's turns, and the file format.
 
-Owns the filter and the JSONL. Knows nothing of tokens, templates, training or who plays what: the same pairs serve any
-model and any template.
+Owns the filter and the JSONL. Knows nothing of tokens, templates, training or players: the same pairs fit any model and
+any template.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from unstable_lite.config import SftConfig
+from unstable_lite.config.training import SftConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.seats import is_remote
+from unstable_lite.games.players.factory import is_remote
 from unstable_lite.types import GameRecord, TrainEnvSpec
 
 SHOWN_PROBLEMS = 10
@@ -22,16 +22,16 @@ SHOWN_PROBLEMS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One turn to imitate: what was seen, and the answer to it."""
+    """Turn to imitate: an observation and the answer to it."""
 
     observation: str = ""
-    """What the env showed."""
+    """Observation of the env."""
     prompt: str = ""
-    """What the model is shown; empty: the template of the env makes it of the observation."""
+    """Prompt of the model; if empty, the env's template makes it from the observation."""
     action: str = ""
-    """What the env was answered."""
+    """Action for the env."""
     completion: str = ""
-    """The whole answer; empty: the action, written as the template asks for it."""
+    """Whole answer; if empty, the action in the template's notation."""
     env_id: str = ""
     player: str = ""
     outcome: str = ""
@@ -40,19 +40,19 @@ class Pair:
 
 
 def pairs_of_game(record: GameRecord, config: SftConfig) -> tuple[list[Pair], Counter[str]]:
-    """The turns of a finished game that are kept, and how many are left out for which reason."""
+    """Return the pairs of a finished game, and the number of turns that were left out, by reason."""
     pairs: list[Pair] = []
     left_out: Counter[str] = Counter()
     for number, turn in enumerate(record.turns):
         agent = record.spec.agent_specs[turn.pid]
         assert agent.pid == turn.pid
-        # What a model said stays as it said it; scripted players say nothing but their action.
+        # A model's text stays unchanged; scripted players return only their action.
         is_scripted = agent.model.kind == "fixed" and not is_remote(agent.model)
         if config.imitate is not None and agent.model.uid not in config.imitate:
             left_out["by a player that is not imitated"] += 1
         elif "winners" in config.filter and not _has_won(record, turn.pid):
             left_out["not the winner's"] += 1
-        elif turn.is_cut_off:  # training on it would teach to stop there
+        elif turn.is_cut_off:  # training on it would teach the model to stop there
             is_ours = agent.model.kind == "checkpoint"
             left_out["cut off at max_generation_len" if is_ours else "cut off at the endpoint's max_tokens"] += 1
         elif not turn.text.strip() and not (is_scripted and turn.action):
@@ -76,13 +76,13 @@ def pairs_of_game(record: GameRecord, config: SftConfig) -> tuple[list[Pair], Co
 
 
 def written_answer(prompt: str, action: str) -> str:
-    """An action as our templates ask for it to be written; where the prompt has opened a thought, it is empty."""
+    """Return an action in the templates' notation; a thought that the prompt has opened stays empty."""
     thought = "\n</think>\n\n" if prompt.rstrip().endswith("<think>") else ""
     return f"{thought}\\boxed{{{action}}}"
 
 
 def env_of(pair: Pair, envs: tuple[TrainEnvSpec, ...]) -> TrainEnvSpec:
-    """Whose template a pair is trained in: the env that it names, or else the first."""
+    """Return the env whose template a pair uses: the one that it names, or else the first."""
     return next((env for env in envs if env.env_id == pair.env_id), envs[0])
 
 
@@ -91,12 +91,12 @@ def write_line(pair: Pair) -> str:
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """The pairs of a JSONL file: `observation` or `prompt`, `action` or `completion`; the other fields may be absent.
+    """Read a JSONL file of pairs: `observation` or `prompt`, `action` or `completion`; other fields are optional.
 
-    Raises ConfigError with the number of every line that cannot be used, or if there is none that can.
+    Raises ConfigError with the number of every invalid line, or if there is no pair.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # a text may hold other separators, as U+2028
+        lines = path.read_text(encoding="utf-8").split("\n")  # a text may contain other separators, such as U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"sft.data: {path} cannot be read: {error}") from error
     pairs, problems = [], []
@@ -109,7 +109,7 @@ def read_pairs(path: Path) -> list[Pair]:
             except ConfigError as error:
                 problems.append(f"{path}:{number}: {error}")
     if len(problems) > SHOWN_PROBLEMS:
-        problems[SHOWN_PROBLEMS:] = [f"{path}: {len(problems) - SHOWN_PROBLEMS} more lines are as bad"]
+        problems[SHOWN_PROBLEMS:] = [f"{path}: {len(problems) - SHOWN_PROBLEMS} more lines are invalid"]
     if not problems and not pairs:
         problems = [f"sft.data: there is no pair in {path}"]
     if problems:
@@ -118,16 +118,16 @@ def read_pairs(path: Path) -> list[Pair]:
 
 
 def _has_won(record: GameRecord, pid: int) -> bool:
-    """Who plays alone has won with any reward above 0."""
+    """Return whether a player won; a single player wins with any reward above 0."""
     if record.spec.num_players == 1:
         return record.rewards[pid] > 0
     return record.outcomes[pid] == "win"
 
 
 def _pair(line: Any) -> Pair:
-    """Raises ConfigError with what is wrong about the line."""
+    """Return the pair of a line. Raises ConfigError with the problem."""
     if not isinstance(line, dict):
-        raise ConfigError(f"a JSON object is expected, not {type(line).__name__}")
+        raise ConfigError(f"this is {type(line).__name__}, not a JSON object")
     given: dict[str, Any] = {}
     for field in fields(Pair):
         value = line.get(field.name)

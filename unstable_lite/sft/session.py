@@ -1,6 +1,6 @@
-"""`unstable-lite sft`: play, keep what is worth imitating, train, save. The steps in order, and what may hinder them.
+"""Steps of `unstable-lite sft`: play, filter pairs, train, save; and the checks before them.
 
-Loads neither torch nor transformers: training is the worker's.
+Loads neither torch nor transformers; the worker trains.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from unstable_lite.checkpoints import versions
-from unstable_lite.config import Config, read_config
+from unstable_lite.config import Config
+from unstable_lite.config.reading import read_config
+from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.errors import ConfigError, UnstableError
-from unstable_lite.games.environments import Environment, probe
-from unstable_lite.games.isolation import opened_environments
-from unstable_lite.games.seats import Seats, opponent_problem
+from unstable_lite.games.env_catalogue import probe
+from unstable_lite.games.env_pool import opened_env_pool
+from unstable_lite.games.environments import Environment
+from unstable_lite.games.players.factory import PlayerFactory, opponent_problem
 from unstable_lite.games.templates import templates_for
-from unstable_lite.plan import Plan, adapter_problems, find_problems, learning_problems, make_plan
-from unstable_lite.runtime import cancelled_by_signals, log_file
+from unstable_lite.orchestrator.event_loop import cancelled_by_signals
+from unstable_lite.orchestrator.logs import log_file
+from unstable_lite.orchestrator.workers import started_engines, started_fine_tuner, while_alive
+from unstable_lite.planning.plan import Plan, make_plan
+from unstable_lite.planning.validation import adapter_problems, find_problems, learning_problems
 from unstable_lite.sft.collect import ADAPTER, Collected, adapter_versions, collect_pairs
 from unstable_lite.sft.pairs import Pair, read_pairs, write_line
-from unstable_lite.trackers.terminal import TerminalInterface
+from unstable_lite.tracking.run_directory import versions
 from unstable_lite.transport.messages import FineTune, FineTuned, FineTuning, Message
 from unstable_lite.types import BASE, Generation
-from unstable_lite.workers import started_engines, started_fine_tuner, while_alive
 
 PAIRS, HOW = "pairs.jsonl", "sft.json"
 TRAINING_TIMEOUT_S = 30 * 24 * 3600.0
@@ -35,16 +39,16 @@ TRAINING_TIMEOUT_S = 30 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftSummary:
-    """What came of it."""
+    """Results of `sft`."""
 
     directory: Path
     num_pairs: int
     collected: Collected | None
-    """None where the pairs were given."""
-    figures: dict[str, float] | None
-    """Of the training, as `sft.worker` names them; None with `collect_only`."""
+    """Result of the games; None if the pairs were given."""
+    metrics: dict[str, float] | None
+    """Metrics of the training; None with `collect_only`."""
     left_out: Counter[str]
-    """Turns and pairs, by the reason against them."""
+    """Numbers of turns and pairs that were left out, by reason."""
     seconds: float
 
 
@@ -62,7 +66,7 @@ def load_sft_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
 
 
 def find_sft_problems(config: Config) -> list[str]:
-    """Every reason why section `sft` cannot be done; the other sections are `find_problems`'."""
+    """Return every problem of section `sft`; `find_problems` checks the other sections."""
     sft, problems = config.sft, [*learning_problems(config)]
     pairs_file = sft.output / PAIRS
     if sft.data is None:
@@ -76,12 +80,12 @@ def find_sft_problems(config: Config) -> list[str]:
             "output"
         )
     if (sft.output / "adapter_config.json").exists():
-        problems.append(f"sft.output = {sft.output} holds an adapter already: choose another, or remove it")
+        problems.append(f"sft.output = {sft.output} contains an adapter already: choose another, or remove it")
     return problems
 
 
 async def run_sft(plan: Plan, terminal: TerminalInterface, collect_only: bool = False) -> SftSummary:
-    """Collect (or read) the pairs and train on them; leaves no process, however it ends.
+    """Collect (or read) the pairs and train on them; leave no process behind.
 
     Raises ConfigError for pairs that cannot be used, UnstableError if none is left or a worker fails.
     """
@@ -102,19 +106,19 @@ async def run_sft(plan: Plan, terminal: TerminalInterface, collect_only: bool = 
             collected = await _collect(plan, pairs_file, terminal)
             num_pairs = collected.pairs
         left_out = Counter(collected.left_out if collected else {})
-        figures = None
+        metrics = None
         if not collect_only:
             trained = await _train(plan, pairs_file, terminal)
-            figures, left_out = trained.figures, left_out + Counter(trained.left_out)
+            metrics, left_out = trained.metrics, left_out + Counter(trained.left_out)
     summary = SftSummary(
         directory=directory,
         num_pairs=num_pairs,
         collected=collected,
-        figures=figures,
+        metrics=metrics,
         left_out=left_out,
         seconds=time.monotonic() - started,
     )
-    if figures is not None:
+    if metrics is not None:
         (directory / HOW).write_text(json.dumps(_how(config, summary), indent=2) + "\n", encoding="utf-8")
     return summary
 
@@ -129,8 +133,8 @@ async def _collect(plan: Plan, pairs_file: Path, terminal: TerminalInterface) ->
 
         def show(collected: Collected) -> None:
             file.flush()
-            figures = f"games {collected.games}  left out {collected.left_out.total()}"
-            progress.show_update(collected.pairs, config.sft.pairs, figures)
+            metrics = f"games {collected.games}  left out {collected.left_out.total()}"
+            progress.show_update(collected.pairs, config.sft.pairs, metrics)
 
         progress.start(config.sft.pairs)
         try:
@@ -143,16 +147,16 @@ async def _collect(plan: Plan, pairs_file: Path, terminal: TerminalInterface) ->
                             if version:
                                 await workers.engines.load_adapter(version, Path(name.removeprefix(ADAPTER)))
                         async with (
-                            opened_environments(logs, config.run.env_timeout_s) as environments,
-                            Seats(workers.engines.generate, templates, config.opponents, terminal.say) as seats,
+                            opened_env_pool(logs, config.run.env_timeout_s) as environments,
+                            PlayerFactory(workers.engines.generate, templates, config.opponents, terminal.say) as seats,
                         ):
                             return await collect_pairs(config, seats, keep, show, environments)
 
                     collected = await while_alive(workers.processes, play())
             else:
                 async with (
-                    opened_environments(logs, config.run.env_timeout_s) as environments,
-                    Seats(_no_engine, opponents=config.opponents, say=terminal.say) as seats,
+                    opened_env_pool(logs, config.run.env_timeout_s) as environments,
+                    PlayerFactory(_no_engine, opponents=config.opponents, say=terminal.say) as seats,
                 ):
                     collected = await collect_pairs(config, seats, keep, show, environments)
         finally:
@@ -160,8 +164,8 @@ async def _collect(plan: Plan, pairs_file: Path, terminal: TerminalInterface) ->
     if not collected.pairs:
         reasons = ", ".join(f"{count} turns {reason}" for reason, count in collected.left_out.most_common())
         raise UnstableError(
-            f"the filter leaves nothing of {collected.games} games ({collected.void_games} of them void): "
-            f"{reasons or 'no turn was played'}; loosen sft.filter, or let other sft.players play"
+            f"the filter leaves no pair of {collected.games} games ({collected.void_games} of them void): "
+            f"{reasons or 'no turn was played'}; loosen sft.filter, or use other sft.players"
         )
     if collected.pairs < config.sft.pairs:
         terminal.say(
@@ -186,7 +190,7 @@ async def _train(plan: Plan, pairs_file: Path, terminal: TerminalInterface) -> F
     directory = pairs_file.parent
     try:
         async with started_fine_tuner(plan, directory / "logs", terminal.say, receive) as process:
-            asking = process.peer.ask(FineTune, TRAINING_TIMEOUT_S, pairs=str(pairs_file), output=str(directory))
+            asking = process.channel.ask(FineTune, TRAINING_TIMEOUT_S, pairs=str(pairs_file), output=str(directory))
             trained: FineTuned = await while_alive([process], asking)
             return trained
     finally:
@@ -194,7 +198,7 @@ async def _train(plan: Plan, pairs_file: Path, terminal: TerminalInterface) -> F
 
 
 def _before_its_own_output(config: Config) -> Config:
-    """A file may already name as the run's start what `sft` is to make."""
+    """Return the config without the run's initial adapter, if `sft` is to make it."""
     start = config.lora.initial_lora_path
     if start is None or start.resolve() != config.sft.output.resolve():
         return config
@@ -204,10 +208,10 @@ def _before_its_own_output(config: Config) -> Config:
 def _player_problems(config: Config) -> Iterator[str]:
     sft = config.sft
     if not sft.players:
-        yield "sft.players: name who plays, or give pairs as sft.data"
+        yield "sft.players: name the players, or give pairs as sft.data"
     for name in sft.imitate or ():
         if name not in sft.players:
-            yield f"sft.imitate: {name!r} is none of sft.players = {list(sft.players)}"
+            yield f"sft.imitate: {name!r} is not one of sft.players = {list(sft.players)}"
     versions_of = adapter_versions(sft.players)
     for name in dict.fromkeys(sft.players):
         if name.startswith(ADAPTER):
@@ -220,7 +224,7 @@ def _player_problems(config: Config) -> Iterator[str]:
 
 
 def _not_seated(name: str, config: Config) -> Iterator[str]:
-    """Why `name` cannot play, once for each reason."""
+    """Yield each reason why `name` cannot play."""
     reasons = {}
     for env in config.train_envs:
         if probe(env.env_id, env.num_players, env.observation).problem is None:
@@ -234,7 +238,7 @@ async def _no_engine(_prompt: str, _version: int, _stop: tuple[str, ...], _seed:
 
 
 def _how(config: Config, summary: SftSummary) -> dict[str, Any]:
-    """Enough to make it again, and to judge it."""
+    """Write the settings with which it can be repeated, and its results."""
     return {
         "model_name": config.model_name,
         "seed": config.run.seed,
@@ -245,7 +249,7 @@ def _how(config: Config, summary: SftSummary) -> dict[str, Any]:
         "games": summary.collected.games if summary.collected else None,
         "void_games": summary.collected.void_games if summary.collected else None,
         "left_out": dict(summary.left_out),
-        "figures": summary.figures,
+        "metrics": summary.metrics,
         "seconds": round(summary.seconds, 1),
         "made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": versions(),

@@ -1,6 +1,6 @@
-"""The fine-tuning process: `python -m unstable_lite.transport unstable_lite.sft.worker`.
+"""Fine-tuning process: `python -m unstable_lite.transport unstable_lite.sft.worker`.
 
-Owns the loop and the files. `Ready.facts`: `device`, `dtype`, `lora_parameters`.
+Owns the loop and the files. `Ready.info`: `device`, `dtype`, `lora_parameters`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,20 @@ from pathlib import Path
 import torch
 import transformers
 
+from unstable_lite.adapters import writer
 from unstable_lite.errors import RequestError, is_out_of_memory
-from unstable_lite.learners import adapter_files
 from unstable_lite.sft.fine_tuning import FineTuner
 from unstable_lite.sft.pairs import read_pairs
-from unstable_lite.transport.child import WorkerSocket, WorkerSpec
-from unstable_lite.transport.messages import Failed, FineTune, FineTuned, FineTuning, Message, Ready, Stop
+from unstable_lite.transport.messages import (
+    Failed,
+    FineTune,
+    FineTuned,
+    FineTuning,
+    Message,
+    Ready,
+    Stop,
+)
+from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec
 from unstable_lite.types import TrainItem
 
 REPORT_EVERY_S = 0.2
@@ -28,7 +36,7 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     tuner = FineTuner(spec.config, spec.device)
     num_parameters = sum(parameter.numel() for parameter in tuner.policy.parameters.values())
     dtype = str(tuner.policy.dtype).removeprefix("torch.")
-    socket.send(Ready(facts={"device": spec.device, "dtype": dtype, "lora_parameters": num_parameters}))
+    socket.send(Ready(info={"device": spec.device, "dtype": dtype, "lora_parameters": num_parameters}))
     while True:
         for message in socket.receive(wait_s=1.0):
             if isinstance(message, Stop):
@@ -41,7 +49,7 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
 
 
 class _Stopped(Exception):
-    """The orchestrator wants no adapter any more."""
+    """The orchestrator has stopped the training."""
 
 
 def _fine_tune(tuner: FineTuner, message: FineTune, spec: WorkerSpec, socket: WorkerSocket) -> Message:
@@ -61,14 +69,14 @@ def _fine_tune(tuner: FineTuner, message: FineTune, spec: WorkerSpec, socket: Wo
             reasons = ", ".join(f"{count} {reason}" for reason, count in tokenised.left_out.items())
             raise RequestError(f"none of the pairs in {message.pairs} can be trained on: {reasons}")
         train, held_out = tuner.split(tokenised.items)
-        figures = {"num_trained": float(len(train)), "num_held_out": float(len(held_out))}
+        metrics = {"num_trained": float(len(train)), "num_held_out": float(len(held_out))}
         if held_out:
-            figures |= _figures(tuner, held_out, "before")
+            metrics |= _metrics(tuner, held_out, "before")
         losses = tuner.train(train, after_update)
-        figures |= {"train_loss_first_epoch": losses[0], "train_loss_last_epoch": losses[-1]}
+        metrics |= {"train_loss_first_epoch": losses[0], "train_loss_last_epoch": losses[-1]}
         if held_out:
-            figures |= _figures(tuner, held_out, "after")
-        adapter_files.write(Path(message.output), *tuner.policy.adapter_state())
+            metrics |= _metrics(tuner, held_out, "after")
+        writer.write(Path(message.output), *tuner.policy.adapter_state())
     except RequestError as error:
         return Failed(request_id=message.request_id, error=str(error))
     except OSError as error:
@@ -78,10 +86,10 @@ def _fine_tune(tuner: FineTuner, message: FineTune, spec: WorkerSpec, socket: Wo
             raise
         advice = "lower sft.batch_size, learner.max_tokens_per_micro_batch or learner.logits_chunk_tokens"
         return Failed(request_id=message.request_id, error=f"{spec.device} is out of memory: {advice} ({error})")
-    return FineTuned(request_id=message.request_id, figures=figures, left_out=dict(tokenised.left_out))
+    return FineTuned(request_id=message.request_id, metrics=metrics, left_out=dict(tokenised.left_out))
 
 
-def _figures(tuner: FineTuner, held_out: list[TrainItem], when: str) -> dict[str, float]:
+def _metrics(tuner: FineTuner, held_out: list[TrainItem], when: str) -> dict[str, float]:
     agreement = tuner.agreement(held_out)
     return {
         f"loss_{when}": agreement.loss,

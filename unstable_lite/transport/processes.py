@@ -1,6 +1,6 @@
-"""Worker processes: start a fresh interpreter, watch it, end it.
+"""Worker processes: start a fresh interpreter, watch it, stop it.
 
-A worker's stdout and stderr go to `logs/<name>.log`; the last lines of that file are in the error if it dies.
+A worker's stdout and stderr go to `logs/<name>.log`; if it dies, the error quotes the last lines of that file.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from unstable_lite.errors import MEMORY_ADVICE, UnstableError, WorkerDied
-from unstable_lite.transport.child import DUMP_STACKS, WorkerSpec
 from unstable_lite.transport.messages import Stop
-from unstable_lite.transport.sockets import Peer
+from unstable_lite.transport.rpc import WorkerChannel
+from unstable_lite.transport.worker_main import DUMP_STACKS, WorkerSpec
 
 TAIL_LINES = 15
 DUMP_S = 0.5
-"""What a stuck worker is given to write its stacks."""
+"""Time in seconds that a stuck worker has to write its stacks."""
 
 
 class WorkerProcess:
-    """One child process and its `Peer`; after its death another one can take its place."""
+    """One child process and its `WorkerChannel`. After its death it can be restarted."""
 
     def __init__(
-        self, peer: Peer, log_path: Path, module: str, spec: WorkerSpec, environment: Mapping[str, str]
+        self, channel: WorkerChannel, log_path: Path, module: str, spec: WorkerSpec, environment: Mapping[str, str]
     ) -> None:
-        self.peer = peer
+        self.channel = channel
         self.log_path = log_path
         self._module = module
         self.spec = spec
@@ -51,15 +51,15 @@ class WorkerProcess:
 
     @property
     def ranks(self) -> list[WorkerProcess]:
-        """The processes that it consists of; itself is the first."""
+        """Processes of this worker, the first of which is rank 0."""
         return [self]
 
     async def start(self) -> None:
-        """Start a worker whose `main` is in the module; returns at once, `peer.ready` tells when the worker is up."""
-        if self.peer.is_dead:
-            self.peer.revive()
+        """Start the worker. Returns at once; `channel.ready` is done when the worker is up."""
+        if self.channel.is_dead:
+            self.channel.reset()
             self._is_stuck = False
-            self.spec = replace(self.spec, goes_on=True)
+            self.spec = replace(self.spec, is_restart=True)
         with self.log_path.open("ab") as log_file:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -69,18 +69,18 @@ class WorkerProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log_file,
                 stderr=log_file,
-                # What its parent can import, a script's neighbours included, a worker can. Keys of APIs are none of its
-                # business; HF_TOKEN is, for a gated model.
+                # A worker can import the same modules as its parent, including those beside a script. It gets no API
+                # keys; HF_TOKEN stays, because a gated model needs it.
                 env={name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
                 | {"PYTHONPATH": os.pathsep.join(sys.path), **self._environment},
-                start_new_session=True,  # a Ctrl-C at the terminal is the orchestrator's to handle
+                start_new_session=True,  # the orchestrator handles a Ctrl-C at the terminal
             )
         assert self._process.stdin is not None
-        self._process.stdin.write(replace(self.spec, identity=self.peer.identity.decode()).to_line().encode())
+        self._process.stdin.write(replace(self.spec, identity=self.channel.identity.decode()).to_line().encode())
         await self._process.stdin.drain()
 
     async def ready(self, timeout_s: float) -> dict[str, Any]:
-        """The worker's facts. Raises WorkerDied if it ends first, UnstableError if it is not up in time."""
+        """Return the worker's `Ready.info`. Raises WorkerDied if it dies, UnstableError if it is not up in time."""
         death, up = asyncio.create_task(self.watch()), asyncio.create_task(self._facts())
         either: set[asyncio.Future[Any]] = {death, up}
         try:
@@ -89,7 +89,7 @@ class WorkerProcess:
                 death.result()
             if not up.done():
                 raise UnstableError(
-                    f"{self.peer.name} was not up after start_timeout_s = {timeout_s:g}; see {self.log_path}"
+                    f"{self.channel.name} was not up after start_timeout_s = {timeout_s:g}; see {self.log_path}"
                 )
             return up.result()
         finally:
@@ -97,20 +97,20 @@ class WorkerProcess:
             up.cancel()
 
     async def watch(self) -> None:
-        """Return when the worker ends after `stop`; raise WorkerDied if it ends by itself."""
+        """Return when the worker exits after `stop`. Raises WorkerDied if it exits by itself."""
         assert self._process is not None
         code = await self._process.wait()
         if not self._stopping:
             error = self._death(code)
-            self.peer.fail_all(error)
+            self.channel.fail_all(error)
             raise error
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Ask the worker to end; kill it if it has not after `grace_s`."""
+        """Ask the worker to exit; kill it if it has not exited after `grace_s`."""
         self._stopping = True
         if self._process is None or self._process.returncode is not None:
             return
-        self.peer.tell(Stop())
+        self.channel.tell(Stop())
         try:
             await asyncio.wait_for(self._process.wait(), grace_s)
         except TimeoutError:
@@ -118,7 +118,7 @@ class WorkerProcess:
             await self._process.wait()
 
     async def kill_stuck(self) -> None:
-        """Kill it as if it had died by itself, after it wrote its threads' stacks to its log."""
+        """Let the worker write its threads' stacks to its log, then kill it; `watch` reports a death."""
         assert self._process is not None
         self._is_stuck = True
         with contextlib.suppress(ProcessLookupError):
@@ -127,36 +127,37 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """SIGKILL, now, to the worker and to whatever it started."""
+        """Send SIGKILL to the worker and to all processes that it started."""
         self._stopping = True
         if self._process is not None and self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _facts(self) -> dict[str, Any]:
-        """What it says of itself once it is up."""
-        return await asyncio.shield(self.peer.ready)
+        """Wait for the worker's `Ready` message and return its `info`."""
+        return await asyncio.shield(self.channel.ready)
 
     def _death(self, code: int) -> WorkerDied:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        if (crash := self.peer.crash) is not None:
-            return WorkerDied(f"{self.peer.name}: {crash.error}\n(log: {self.log_path})", crash.is_final)
+        if (crash := self.channel.crash) is not None:
+            text = f"{self.channel.name}: {crash.error}\n(log: {self.log_path})"
+            return WorkerDied(text, crash.is_final, crash.is_away)
         lines = self.log_path.read_text(errors="replace").splitlines()[-TAIL_LINES:]
         tail = "\n".join(f"  {line}" for line in lines) or "  (empty)"
         if code == -signal.SIGKILL and not self._is_stuck:
-            tail += f"\n(if nobody killed it, the system did, because memory ran out: {MEMORY_ADVICE}; `dmesg` tells)"
-        return WorkerDied(f"{self.peer.name} {how}; the last lines of {self.log_path}:\n{tail}")
+            tail += f"\n(if no person killed it, the system did because memory ran out; see `dmesg`: {MEMORY_ADVICE})"
+        return WorkerDied(f"{self.channel.name} {how}; the last lines of {self.log_path}:\n{tail}")
 
 
 class WorkerGroup(WorkerProcess):
     """Ranks of one worker, in processes that live and die together.
 
-    Rank 0 is the one that is asked; its peer, process id and log stand for the group.
+    Requests go to rank 0; its channel, process id and log represent the group.
     """
 
     def __init__(self, ranks: Sequence[WorkerProcess], directory: Path) -> None:
-        """directory: of this user's alone; where the ranks meet."""
+        """`directory`: private to this user; holds the rendezvous file of the ranks."""
         first, *self.others = ranks
-        super().__init__(first.peer, first.log_path, first._module, first.spec, first._environment)
+        super().__init__(first.channel, first.log_path, first._module, first.spec, first._environment)
         self._directory = directory
         self._num_starts = 0
 
@@ -165,10 +166,10 @@ class WorkerGroup(WorkerProcess):
         return [self, *self.others]
 
     async def start(self) -> None:
-        """All of them anew."""
+        """Start all ranks with a new rendezvous file."""
         self._num_starts += 1
-        # A place that ranks have met in is never another group's.
-        rendezvous = str(self._directory / f"{self.peer.name}-{self._num_starts}")
+        # A rendezvous file is used for one start only.
+        rendezvous = str(self._directory / f"{self.channel.name}-{self._num_starts}")
         for process in self.ranks:
             process.spec = replace(process.spec, rendezvous=rendezvous)
         await super().start()
@@ -176,11 +177,11 @@ class WorkerGroup(WorkerProcess):
             await process.start()
 
     async def _facts(self) -> dict[str, Any]:
-        facts, *_ = await asyncio.gather(*(asyncio.shield(each.peer.ready) for each in self.ranks))
-        return facts
+        info, *_ = await asyncio.gather(*(asyncio.shield(each.channel.ready) for each in self.ranks))
+        return info
 
     async def watch(self) -> None:
-        """As for one; when a rank ends by itself the others are killed, and its death is the group's."""
+        """Watch all ranks. If a rank dies, kill the others and raise its WorkerDied."""
         lives = [super().watch(), *(process.watch() for process in self.others)]
         watches = [asyncio.ensure_future(life) for life in lives]
         try:
@@ -193,12 +194,12 @@ class WorkerGroup(WorkerProcess):
             for watch in watches:
                 watch.cancel()
         if first:
-            # The others die of losing one that could not go on, or was killed, and may be seen to end before it.
+            # Ranks fail if they lose a rank that crashed or was killed, and their exits may be seen before its exit.
             reasons = [end for end in ends if isinstance(end, WorkerDied) and end.is_final]
             raise (reasons or [death for death in first if "was killed" in str(death)] or first)[0]
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Rank 0 passes it on."""
+        """Stop all ranks. Rank 0 forwards `Stop` to the others."""
         await asyncio.gather(super().stop(grace_s), *(process.stop(grace_s) for process in self.others))
 
     async def kill_stuck(self) -> None:

@@ -1,11 +1,11 @@
-"""A player that never looks at the position, as good as such a player can be: the bar for "it learnt the game".
+"""The best player that ignores the position: the bar for "the policy learned the game".
 
-It has one list of preferences for each seat and plays the first action on it that is legal. The lists are searched for
-by direct play against one scripted opponent, and then stay as they are: a policy that earns no more points than this
-player against the same opponent may have learnt a habit and nothing else.
+It has one list of preferences per seat and plays the first legal action on it. The lists are searched for by direct
+play against one scripted opponent and then fixed: a policy that earns no more points than this player against the same
+opponent may have learned only a habit.
 
-The search is a function of env id, opponent and seed. It takes some seconds, once in a process, when such a player is
-first made or checked, and never in a game.
+The search depends only on env id, opponent and seed. It takes some seconds, once per process, when such a player is
+first made or checked, and never during a game.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from functools import cache
 from statistics import fmean
 
 from unstable_lite.errors import EnvError
-from unstable_lite.games.environments import Environment, probe
+from unstable_lite.games.env_catalogue import probe
+from unstable_lite.games.environments import Environment
 from unstable_lite.games.players.scripted import RandomLegalPlayer, ScriptedPlayer, legal_actions
 from unstable_lite.rng import derive_seed
 
 EXACT_CLIMBS, SAMPLED_CLIMBS = 40, 4
-"""Lists that the search starts from."""
+"""Number of lists from which the search starts, with exact and with sampled points."""
 GAMES = 100
-"""Games by which lists are compared, where their points are not exact."""
+"""Number of games that compare two lists if their points are not exact."""
 PATIENCE = 4
-"""Changes in a row that may fail before a climb ends, for each action in the list."""
+"""Number of consecutive failed changes, per action in the list, after which a climb ends."""
 FEW_POSITIONS = 1500
-"""Positions that one list can meet, at most, for its points to be computed exactly."""
+"""Largest number of positions that a list can meet if its points are computed exactly."""
 _Seen = tuple[int, str]
-"""Whose turn it is, and what that player sees."""
+"""Current player and its observation."""
 _OWN_SEAT = re.compile(r"Player (\d+)")
-"""What every env family with a reader of legal actions tells first."""
+"""Pattern of the seat in an observation: every env family with a reader of legal actions names it first."""
 
 
 class BlindPlayer(ScriptedPlayer):
-    """The first legal action of a fixed list. Subclasses name the opponent that the list was searched against."""
+    """Plays the first legal action of a fixed list. Subclasses name the opponent of the search."""
 
     opponent: type[ScriptedPlayer] = RandomLegalPlayer
 
@@ -70,9 +71,9 @@ def first_legal(preferences: Sequence[str], actions: Sequence[str]) -> str:
 def best_preferences(env_id: str, opponent: type[ScriptedPlayer], seat: int, seed: int = 0) -> tuple[str, ...]:
     """Search for the list that earns the most points in games of two at `seat` against `opponent`.
 
-    Hill climbing from many random lists: one action is moved to another place, and the list is kept if it earns more.
-    Points are exact for a board game with few positions, else those of many games in which the opponent draws alike.
-    Raises what `opponent` and `legal_actions` raise.
+    Hill climbing from several random lists: move one action to another place, and keep the list if it earns more.
+    Points are exact for a board game with few positions, else a mean over games with the same seeds for every list.
+    Raises the exceptions of `opponent` and `legal_actions`.
     """
     rng = random.Random(derive_seed(seed, "blind player", env_id, opponent.__name__, seat))
     games = _Games(env_id, opponent, seat)
@@ -86,12 +87,12 @@ def best_preferences(env_id: str, opponent: type[ScriptedPlayer], seat: int, see
 def _climb(
     points: Callable[[Sequence[str]], float], start: Sequence[str], rng: random.Random
 ) -> tuple[float, tuple[str, ...]]:
-    """Return the points of the list at which no move of one action helped any more, and the list."""
+    """Improve a list until moving one action no longer helps; return its points and the list."""
     best, best_points, num_failed = list(start), points(start), 0
     while num_failed < PATIENCE * len(best):
         tried = list(best)
         moved = tried.pop(rng.randrange(len(tried)))
-        # What stands near the front decides more.
+        # Actions near the front matter more.
         tried.insert(min(int(rng.expovariate(1 / 3)), len(tried)), moved)
         tried_points = points(tried) if tried != best else best_points
         if tried_points > best_points:
@@ -112,9 +113,9 @@ class _Games:
         self._env_id, self._opponent, self._seat = env_id, opponent, seat
         self._other = opponent(env_id, 0)
         self._after: dict[tuple[str, str], _Seen | float] = {}
-        """What is seen after an action, or the points at the end. For board games: the observation is the position."""
+        """Observation or final points after an action. Board games only: the observation is the position."""
         self._path: dict[str, tuple[str, ...]] = {}
-        """The actions that led to a position first."""
+        """Actions that first led to a position."""
         self._open: dict[str, list[str]] = {}
         """Actions that may be chosen in a position."""
 
@@ -132,11 +133,11 @@ class _Games:
         return sorted(legal)
 
     def sampled_points(self, preferences: Sequence[str]) -> float:
-        """Return the mean over the same games of 1 for a win and 1/2 for a draw."""
+        """Return the mean points (win 1, draw 1/2) over a fixed set of games."""
         return fmean(self._play(game, lambda actions: first_legal(preferences, actions)) for game in range(GAMES))
 
     def is_small(self, preferences: Sequence[str]) -> bool:
-        """Return whether the rules are a board game's and all its positions can be walked through."""
+        """Return whether the env is a board game with at most `FEW_POSITIONS` reachable positions."""
         if probe(self._env_id, 2, "board").problem is not None:
             return False
         try:
@@ -146,7 +147,7 @@ class _Games:
         return True
 
     def exact_points(self, preferences: Sequence[str]) -> float:
-        """Return the expected points, by going through every game that can come about."""
+        """Return the expected points over every possible game."""
         if "" not in self._path:
             self._path[""] = ()
             environment = Environment(self._env_id, 2, 0, "board")

@@ -1,8 +1,8 @@
-"""A player that looks one move ahead: it takes a win, else blocks the opponent's, else moves at random.
+"""A player that looks one move ahead: it takes a win, else blocks the opponent's win, else moves at random.
 
-Owns the boards of ConnectFour, TicTacToe and SimpleTak as far as "does this placement win?" needs them. In SimpleTak a
+Parses the boards of ConnectFour, TicTacToe and SimpleTak as far as "does this placement win?" requires. In SimpleTak a
 win is a placement that completes a path between two opposite edges, and a block is a placement in a cell where the
-opponent would complete one. If the opponent has several such cells, one of them is blocked.
+opponent would complete one. If the opponent has several such cells, the player blocks one of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unstable_lite.games.players.scripted import ScriptedPlayer, connect_four_dr
 Cell = tuple[int, int]
 """Row from the top, column from the left."""
 Wins = Callable[[Sequence[Sequence[str]], Cell], bool]
-"""Whether the mark that was just placed in a cell wins."""
+"""Test whether the mark that was just placed in a cell wins."""
 
 _DIRECTIONS = ((0, 1), (1, 0), (1, 1), (1, -1))
 _NEIGHBOURS = ((0, 1), (1, 0), (0, -1), (-1, 0))
@@ -31,11 +31,11 @@ class _Position:
     first_mark: str
     """Mark of the player who moves first."""
     cell_of: dict[str, Cell]
-    """Legal action to the cell that it fills."""
+    """Cell that each legal action fills."""
 
     @property
     def marks(self) -> tuple[str, str]:
-        """The mark of the player whose turn it is, and that of the opponent."""
+        """Marks of the current player and of the opponent."""
         second_mark = "O" if self.first_mark == "X" else "X"
         counts = [sum(row.count(mark) for row in self.rows) for mark in (self.first_mark, second_mark)]
         return (self.first_mark, second_mark) if counts[0] == counts[1] else (second_mark, self.first_mark)
@@ -105,13 +105,13 @@ GREEDY_GAMES: dict[str, tuple[Callable[[str, str], _Position], Wins]] = {
     "TicTacToe": (_numbered_cells, _in_a_row(3)),
     "SimpleTak": (_numbered_cells, _joins_opposite_edges),
 }
-"""Env family to the reader of its position and its rule for a win."""
+"""Reader of the position and test for a win, by env family."""
 
 
 def greedy_actions(env_id: str, observation: str) -> list[str]:
     """Return every action that wins at once; else every one that blocks such a win; else every legal action.
 
-    Raises UnsupportedEnvError for another env family, EnvError for a text that is not of that env.
+    Raises UnsupportedEnvError for another env family, EnvError if the text is not from that env.
     """
     game = GREEDY_GAMES.get(env_id.partition("-v0")[0])
     if game is None:

@@ -1,4 +1,4 @@
-"""A person at the terminal. What is typed is the action; brackets, where the game wants them, are put around it."""
+"""A person at the terminal. The typed line is the action; brackets are added if it has none."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import sys
 from rich.console import Console
 
 from unstable_lite.errors import OpponentError
+from unstable_lite.printable import visible
 from unstable_lite.types import Reply
-from unstable_lite.visible_text import visible
 
 
 class HumanPlayer:
     _stdin: asyncio.StreamReader | None = None
-    """One for the process: what was typed ahead is read by whoever comes next."""
+    """One reader per process, so that the next player reads input that was typed ahead."""
 
     def __init__(self, env_id: str, seed: int) -> None:  # noqa: ARG002
         self._console = Console(highlight=False, markup=False)
 
     async def act(self, observation: str) -> Reply:
-        """Raises OpponentError where nothing more can be typed."""
+        """Show the observation and read a line. Raises OpponentError at the end of the input."""
         self._console.rule("your turn")
         self._console.print(visible(observation.strip()))
         self._console.print("> ", end="", style="bold")
         line = await (await self._reader()).readline() if _may_block() else sys.stdin.buffer.readline()
         if not line:
-            raise OpponentError("the input has ended: nobody is there to play")
+            raise OpponentError("the input has ended, so the human player cannot continue")
         typed = line.decode(errors="replace").strip()
         action = typed if "[" in typed else f"[{typed}]"
         return Reply(action=action, text=typed, prompt=observation)
@@ -43,6 +43,6 @@ class HumanPlayer:
 
 
 def _may_block() -> bool:
-    """Whether the input is to be waited for; a file, or /dev/null, cannot be, and need not."""
+    """Return whether reading the input may block; a file or /dev/null never does, and cannot be polled."""
     mode = os.fstat(sys.stdin.fileno()).st_mode
     return sys.stdin.isatty() or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

@@ -1,9 +1,9 @@
-"""A seat of a model behind an OpenAI-compatible endpoint, and the endpoint itself.
+"""Players for models behind an OpenAI-compatible endpoint, and the endpoint itself.
 
-The model is asked what our own model is asked by the `chat` template, so that neither side is handicapped. The
-endpoint owns what is common to all such seats of a run: the client, the bound on requests at once, the budget, and
-which models answer. A model that fails again and again is paused: nobody is seated against it until a pause is over,
-then one game tries it, and the pauses double until one succeeds.
+The model gets the prompt of the `chat` template, as our own model would, so that neither side is handicapped. The
+endpoint owns the state shared by all such players of a run: the client, the limit of concurrent requests, the budget,
+and the health of each model. A model that fails repeatedly is paused: it gets no games until the pause is over, then
+one game tries it, and pauses double until one succeeds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import openai
 
-from unstable_lite.config import OpponentsConfig
+from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.errors import OpponentError
 from unstable_lite.games.api_keys import api_key, endpoint_url
 from unstable_lite.games.templates import CHAT_TEMPLATES, find_extraction
@@ -27,18 +27,18 @@ from unstable_lite.types import AgentSpec, Reply
 log = logging.getLogger(__name__)
 
 FAILURES_BEFORE_PAUSE = 3
-"""In a row; each after the client's own retries."""
+"""Number of consecutive failures before a pause; each is counted after the client's own retries."""
 POLL_S = 0.5
 _http: Any = importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
-"""What its requests are made with: httpx, or what a later version has instead."""
+"""HTTP library of the `openai` client: httpx, or its replacement in a later version."""
 CUT_OFF = ("length", "content_filter")
-"""Why an answer ended, where it was not its model that ended it; servers have many words for that one."""
+"""Finish reasons of an answer that the model did not end itself; servers have many words for the other case."""
 MAX_ANSWER_BYTES = 8 << 20
-"""Of one HTTP answer: some 100,000 tokens in the longest way that JSON has to write them."""
+"""Size limit of one HTTP answer: about 100,000 tokens in JSON's longest encoding."""
 MAX_TEXT_CHARS = 200_000
-"""Of one reply. It is kept in the transcripts; the middle of a longer one is left out."""
+"""Length limit of one reply, which the transcripts keep; the middle of a longer one is cut out."""
 CHARS_PER_TOKEN = 3
-"""Where the endpoint does not say what it used; rather too many tokens than too few."""
+"""Estimate used if the endpoint does not report its usage; rather too many tokens than too few."""
 
 
 class OpenAICompatiblePlayer:
@@ -50,7 +50,7 @@ class OpenAICompatiblePlayer:
         self._num_players = num_players
 
     async def act(self, observation: str) -> Reply:
-        """Raises OpponentError."""
+        """Ask the model for its action. Raises OpponentError."""
         message = CHAT_TEMPLATES["chat"].message(observation, self._num_players)
         answer = await self._endpoint.complete(self._model, message)
         action, format_ok = self._extract(answer.text)
@@ -60,11 +60,11 @@ class OpenAICompatiblePlayer:
 class Answer(NamedTuple):
     text: str
     is_cut_off: bool
-    """Whether the endpoint says that the model had not come to its end."""
+    """Whether the endpoint reports that the model did not finish its answer."""
 
 
 class Endpoint:
-    """Of one run; made and closed on its event loop."""
+    """Endpoint of one run; created and closed on the run's event loop."""
 
     def __init__(self, config: OpponentsConfig, say: Callable[[str], None]) -> None:
         self.budget = Budget(config)
@@ -82,10 +82,10 @@ class Endpoint:
         )
         self._slots = asyncio.Semaphore(config.max_concurrent_requests)
         self._models: defaultdict[str, _Health] = defaultdict(lambda: _Health(config))
-        self._is_said_spent = False
+        self._is_spending_reported = False
 
     async def complete(self, model: str, message: str) -> Answer:
-        """The model's answer. Raises OpponentError if none can be had, or the budget is spent."""
+        """Return the model's answer. Raises OpponentError if there is none, or if the budget is spent."""
         health = self._models[model]
         num_pauses = health.num_pauses
         async with self._slots:
@@ -100,30 +100,30 @@ class Endpoint:
                     temperature=openai.omit if self._config.temperature is None else self._config.temperature,
                     max_tokens=openai.omit if self._config.max_tokens is None else self._config.max_tokens,
                 )
-            # ValueError: an answer that is said to be JSON and is none; RecursionError: JSON that is nested too deeply.
+            # ValueError: the answer claims to be JSON and is not; RecursionError: JSON that is nested too deeply.
             except (openai.OpenAIError, ValueError, RecursionError) as error:
-                # Without its cause: what a server answers may repeat the key.
+                # Raised without its cause: a server's answer may repeat the key.
                 raise self._failed(model, f"{type(error).__name__}: {self._without_key(str(error))[:500]}") from None
         answer = _answer(completion)
         self.budget.count(getattr(completion, "usage", None), message, answer.text if answer else "")
         if answer is None:
             raise self._failed(model, f"an answer without text: {self._without_key(repr(completion))[:500]}")
         if pause_s := health.succeeded():
-            self._tell(f"opponent {model!r} answers again after {pause_s:.0f} s")
-        # A transcript is kept, whatever the server put into it.
+            self._report(f"opponent {model!r} answers again after {pause_s:.0f} s")
+        # Remove the key here: the transcript keeps everything that the server sends.
         text = self._without_key(answer.text)
         if len(text) > MAX_TEXT_CHARS:
             log.warning("opponent %r: the middle of a reply of %d characters is left out", model, len(text))
-            half = MAX_TEXT_CHARS // 2  # the move stands at the end
+            half = MAX_TEXT_CHARS // 2  # keep the end, where the move is
             text = f"{text[:half]}\n[… {len(text) - 2 * half} characters are left out here …]\n{text[-half:]}"
         return answer._replace(text=text)
 
     def can_play(self, model: str) -> bool:
-        """Whether to seat this model now; after a pause True once, for the game that tries it."""
+        """Return whether the model may play now; after a pause, True once, for the game that tries it."""
         return self.budget.spent is None and self._models[model].may_be_tried()
 
     async def wait_for(self, model: str) -> None:
-        """Until the model can play. Raises OpponentError if it is down for `outage_s`, or the budget is spent."""
+        """Wait until the model can play. Raises OpponentError if it is down for `outage_s` or the budget is spent."""
         while not self.can_play(model):
             self._check_budget()
             if (down_s := self._models[model].down_s) > self._config.outage_s:
@@ -133,8 +133,8 @@ class Endpoint:
                 )
             await asyncio.sleep(POLL_S)
 
-    def figures(self) -> dict[str, float]:
-        """As metrics."""
+    def metrics(self) -> dict[str, float]:
+        """Return the endpoint's metrics."""
         return {
             "opponents/requests": self.budget.num_requests,
             "opponents/failures": self.failures,
@@ -149,17 +149,17 @@ class Endpoint:
     def _failed(self, model: str, reason: str) -> OpponentError:
         self.failures += 1
         if pause_s := self._models[model].failed(reason):
-            self._tell(f"opponent {model!r} is paused for {pause_s:g} s, its games are void: {reason}")
+            self._report(f"opponent {model!r} is paused for {pause_s:g} s, its games are void: {reason}")
         return OpponentError(f"opponent {model!r}: {reason}")
 
     def _check_budget(self) -> None:
         if (spent := self.budget.spent) is not None:
-            if not self._is_said_spent:
-                self._is_said_spent = True
-                self._tell(f"{spent}: no more games against models behind {self._client.base_url}")
+            if not self._is_spending_reported:
+                self._is_spending_reported = True
+                self._report(f"{spent}: no more games against models behind {self._client.base_url}")
             raise OpponentError(spent)
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         log.warning(text)
         self._say(text)
 
@@ -170,8 +170,8 @@ class Endpoint:
 class _BoundedClient(openai.DefaultAsyncHttpxClient):
     """Bounds the time and the size of each attempt.
 
-    Its library bounds the time of single reads, which a byte now and then passes, and no size. Compressed answers are
-    declined, because some kilobytes can become gigabytes.
+    The library bounds only the time of single reads, which an occasional byte satisfies, and never the size. Compressed
+    answers are refused, because some kilobytes can become gigabytes.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -179,7 +179,7 @@ class _BoundedClient(openai.DefaultAsyncHttpxClient):
         self._timeout_s = timeout_s
 
     async def send(self, request: Any, **options: Any) -> Any:
-        """Return the whole answer; in place of one that cannot be taken, a 413 that says why."""
+        """Return the whole answer, or a 413 with the reason if the answer is refused."""
         request.headers["accept-encoding"] = "identity"
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -189,23 +189,23 @@ class _BoundedClient(openai.DefaultAsyncHttpxClient):
                 finally:
                     await response.aclose()
         except TimeoutError as error:
-            raise _http.ReadTimeout(f"not over after {self._timeout_s:g} s") from error
+            raise _http.ReadTimeout(f"the answer did not end within {self._timeout_s:g} s") from error
 
 
 async def _read(response: Any) -> Any:
     encoding, content = response.headers.get("content-encoding", "identity"), bytearray()
     refused = ""
-    if response.has_redirect_location:  # its library would read the whole answer before it follows
+    if response.has_redirect_location:  # the library would read the whole answer before it follows
         refused = f"the endpoint redirects to {response.headers['location'][:200]}: set opponents.base_url to match"
     elif encoding.lower() not in ("identity", ""):
-        refused = f"the endpoint compressed its answer ({encoding[:20]}), which was asked not to be"
+        refused = f"the endpoint compressed its answer ({encoding[:20]}) although the request forbids it"
     else:
         async for chunk in response.aiter_raw():
             content += chunk
             if len(content) > MAX_ANSWER_BYTES:
                 refused = f"the endpoint answered more than {MAX_ANSWER_BYTES} bytes"
                 break
-    if refused:  # no exception: the client would try again, and then tell of a connection error
+    if refused:  # not an exception: the client would retry and then report a connection error
         return _http.Response(413, json={"error": {"message": refused}}, request=response.request)
     return _http.Response(
         response.status_code, headers=response.headers, content=bytes(content), request=response.request
@@ -213,7 +213,7 @@ async def _read(response: Any) -> Any:
 
 
 class Budget:
-    """What a run may spend on opponents, and has spent. Requests under way when it ends are still paid."""
+    """Spending limits and spending of a run on opponents. Requests in flight when a limit is reached are still paid."""
 
     def __init__(self, config: OpponentsConfig) -> None:
         self.num_requests = 0
@@ -223,7 +223,7 @@ class Budget:
 
     @property
     def spent(self) -> str | None:
-        """The limit that is reached."""
+        """Limit that is reached, if any."""
         config = self._config
         limits = (
             ("max_requests", self.num_requests, config.max_requests),
@@ -256,19 +256,19 @@ class Budget:
 
 
 class _Health:
-    """Whether one model answers."""
+    """Health of one model: its failures in a row and its pauses."""
 
     def __init__(self, config: OpponentsConfig) -> None:
         self.is_paused = False
         self.num_pauses = 0
         self.reason = ""
-        """Of the last failure."""
+        """Reason of the last failure."""
         self._config = config
         self._failures_in_a_row = 0
         self._pause_s = config.pause_s
         self._next_try = 0.0
         self._is_tried = False
-        """A game that tries it after a pause has been let through."""
+        """Whether a game has been let through to try the model after a pause."""
         self._down_since = 0.0
 
     @property
@@ -280,12 +280,12 @@ class _Health:
             return True
         if time.monotonic() < self._next_try:
             return False
-        # Should nothing come of this try, the next one is due after another pause.
+        # If this try has no result, the next one is due after another pause.
         self._is_tried, self._next_try = True, time.monotonic() + self._pause_s
         return True
 
     def failed(self, reason: str) -> float:
-        """Seconds of the pause that begins with this failure, if one does."""
+        """Count a failure; return the seconds of the pause that it starts, or 0."""
         self.reason = reason
         self._failures_in_a_row += 1
         if self.is_paused and self._is_tried:
@@ -299,7 +299,7 @@ class _Health:
         return self._pause_s
 
     def succeeded(self) -> float:
-        """Seconds that the model was down, if this ends a pause."""
+        """Count a success; return the seconds that the model was down if this ends a pause, or 0."""
         down_s = self.down_s
         self._failures_in_a_row = 0
         self.is_paused = self._is_tried = False
@@ -307,14 +307,16 @@ class _Health:
 
 
 def _answer(completion: Any) -> Answer | None:
-    """The answer; None where there is none. Servers send anything, and the client checks little of it."""
+    """Return the answer, or None. Servers send anything, and the client checks little of it."""
     try:
         choice = completion.choices[0]
         content, reason = choice.message.content, choice.finish_reason
     except (AttributeError, TypeError, LookupError):
         return None
     if isinstance(content, str) and content:
-        text = content.encode(errors="replace").decode()  # JSON may hold halves of characters, which no file takes
+        text = content.encode(
+            errors="replace"
+        ).decode()  # JSON may contain lone surrogates, which cannot be written to a file
         return Answer(text, is_cut_off=reason in CUT_OFF)
-    # An answer that thought until its tokens were used up is an answer without a move, as it is for our own model.
+    # A model that thinks until its tokens are used up has answered without a move, as our own model would.
     return Answer("", is_cut_off=True) if reason == "length" else None

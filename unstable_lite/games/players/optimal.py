@@ -1,14 +1,14 @@
-"""An optimal player for the envs whose theory fits on a page; it reads what its seat is shown.
+"""An optimal player for envs with a short solution; it reads only its seat's observation.
 
-Optimal is not unbeatable, except in TicTacToe: a seat can be lost from the start in Nim, and a hand in KuhnPoker.
+Optimal is not unbeatable, except in TicTacToe: a Nim seat can be lost from the start, and so can a KuhnPoker hand.
 
-TicTacToe by minimax; Nim (whoever takes last wins) by Bouton's theorem (1901): leave piles whose exclusive or is zero.
+TicTacToe: minimax. Nim (the last player to take wins): Bouton's theorem (1901): leave piles whose exclusive or is zero.
 
-KuhnPoker by dominance. In TextArena 0.7.4 bets move no chips: the pot holds the two antes and nothing else, so that a
-hand is worth 1 whatever was bet. Calling can only be better than folding, and betting, which may make the other fold,
-can only be better than checking. So to bet and to call always is an equilibrium, of value 0, and no other play wins
-more against anybody. The equilibria of Kuhn's own game (1950), with their free parameter α, are none here: they fold
-queens to bets that cost nothing to make.
+KuhnPoker: dominance. In TextArena 0.7.4 bets move no chips: the pot holds only the two antes, so a hand is worth 1
+regardless of the bets. Calling is never worse than folding, and betting, which may make the opponent fold, is never
+worse than checking. So always betting and calling is an equilibrium of value 0, and no other strategy wins more against
+any opponent. The equilibria of Kuhn's own game (1950), with their free parameter α, do not hold here: they fold queens
+to bets that cost nothing to make.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LINES = ((0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 
 
 @cache
 def _tictactoe_value(board: str) -> int:
-    """For the mark that is to move: above 0 a win, 0 a draw, below 0 a loss, the sooner the farther. O moves first."""
+    """Return the value for the mark to move: > 0 a win, 0 a draw, < 0 a loss; larger if sooner. O moves first."""
     if any(board[a] == board[b] == board[c] != " " for a, b, c in _LINES):
         return -1 - board.count(" ")
     return max((-_tictactoe_value(after) for _, after in _tictactoe_moves(board)), default=0)
@@ -48,7 +48,7 @@ def _tictactoe(observation: str) -> list[str]:
 
 
 def _nim(observation: str) -> list[str]:
-    """Where every move loses, any move."""
+    """Return the winning moves, or all moves if every move loses."""
     piles = nim_piles(observation)
     total = reduce(xor, piles.values(), 0)
     winning = [f"[{pile} {size - (size ^ total)}]" for pile, size in piles.items() if size ^ total < size]
@@ -64,19 +64,19 @@ OPTIMAL_ACTIONS: dict[str, Callable[[str], list[str]]] = {
     "Nim": _nim,
     "KuhnPoker": _kuhn_poker,
 }
-"""Env family to the reader of its best actions."""
+"""Reader of the best actions, by env family."""
 _ACTION = {
     "TicTacToe": re.compile(r"\[\s*(\d+)\s*\]"),
     "Nim": re.compile(r"\[\s*(\d+)\s+(\d+)\s*\]"),
     "KuhnPoker": re.compile(r"\[(check|bet|fold|call)\]", re.IGNORECASE),
 }
-"""What TextArena 0.7.4 takes for an action: the first match, whatever stands around it."""
+"""Pattern of an action in TextArena 0.7.4: the first match counts, with any text around it."""
 
 
 def optimal_actions(env_id: str, observation: str) -> list[str]:
-    """Every best action of the player who sees `observation`.
+    """Return every best action of the player who sees `observation`.
 
-    Raises UnsupportedEnvError for another env family, EnvError for a text that is not of that env.
+    Raises UnsupportedEnvError for another env family, EnvError if the text is not from that env.
     """
     read = OPTIMAL_ACTIONS.get(env_id.partition("-v0")[0])
     if read is None:
@@ -87,7 +87,7 @@ def optimal_actions(env_id: str, observation: str) -> list[str]:
 
 
 def is_optimal(env_id: str, observation: str, action: str) -> bool | None:
-    """Return whether `action` is a best one; None where no legal action is worse, and for a game without a solver."""
+    """Return whether `action` is optimal; None if every legal action is, and for an env without a solver."""
     family = env_id.partition("-v0")[0]
     if family not in OPTIMAL_ACTIONS:
         return None

@@ -1,4 +1,4 @@
-"""What sits at a seat."""
+"""Interface of the players of a game."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from unstable_lite.types import Reply
 
 class Player(Protocol):
     async def act(self, observation: str) -> Reply:
-        """Answer what this player sees. Raises RequestError if no answer can be had."""
+        """Answer an observation. Raises RequestError if there is no answer."""

@@ -1,4 +1,4 @@
-"""A seat of a model that the engines serve: the base, the current adapter, or an older one."""
+"""Player for a model that the engines serve: the base model, the current adapter, or an older one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unstable_lite.rng import derive_seed
 from unstable_lite.types import AgentSpec, Generation, Reply
 
 Generates = Callable[[str, int, tuple[str, ...], int | None], Awaitable[Generation]]
-"""(prompt, adapter version, stop strings, seed) to one completion: `EnginePool.generate`."""
+"""Function from (prompt, adapter version, stop strings, seed) to one completion: `EnginePool.generate`."""
 
 
 class PolicyPlayer:
@@ -21,7 +21,7 @@ class PolicyPlayer:
         num_players: int,
         sampling_seed: int | None = None,
     ) -> None:
-        """`sampling_seed`: every turn samples from a stream of its own, which follows from it; None: the engine's."""
+        """Create the player. `sampling_seed`: seed for a separate stream per turn; None: the engine's own stream."""
         assert agent.model.adapter_version is not None
         self._generate = generate
         self._version = agent.model.adapter_version

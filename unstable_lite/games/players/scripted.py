@@ -1,8 +1,8 @@
-"""What a player may do, read from what it sees; and a player that picks any of it.
+"""Legal actions, read from an observation, and a player that picks one at random.
 
 Owns one reader of observation text per env family. Knows nothing of TextArena, models or engines:
-a reader takes the text that a seat was shown, `-train` variant or whole transcript, and looks at
-the last state in it.
+a reader takes the observation of a seat, `-train` variant or whole transcript, and reads its last
+state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LIARS_DICE_BID = re.compile(r"Player \d+ bids (\d+) of face (\d+)\.")
 
 
 def _after_last(marker: str, observation: str) -> str:
-    """What follows the last `marker`: a transcript holds one a turn, and the last is the state."""
+    """Return the text after the last `marker`: a transcript has one per turn, the last is the current state."""
     _, found, rest = observation.rpartition(marker)
     if not found:
         raise EnvError(f"no {marker!r} in the observation {observation[-200:]!r}")
@@ -31,7 +31,7 @@ def _after_last(marker: str, observation: str) -> str:
 
 
 def _listed_after(marker: str) -> Callable[[str], list[str]]:
-    """Reader for games that list their legal actions on the line that starts with `marker`."""
+    """Return a reader for games that list their legal actions on the line that starts with `marker`."""
 
     def read(observation: str) -> list[str]:
         line, _, _ = _after_last(marker, observation).partition("\n")
@@ -41,7 +41,7 @@ def _listed_after(marker: str) -> Callable[[str], list[str]]:
 
 
 def _connect_four(observation: str) -> list[str]:
-    """Columns whose top cell is empty; in the blind variant, those with fewer drops than rows."""
+    """Return the columns whose top cell is empty; in the blind variant, those with fewer drops than rows."""
     if "Board state:\n" in observation:
         header, _, top_row, *_ = _after_last("Board state:\n", observation).splitlines()
         cells = zip(header.split(), top_row.split(), strict=True)
@@ -52,7 +52,7 @@ def _connect_four(observation: str) -> list[str]:
 
 
 def connect_four_size(observation: str) -> tuple[int, int]:
-    """Return the numbers of rows and columns that the rules tell. Raises EnvError."""
+    """Return the numbers of rows and columns, read from the rules. Raises EnvError."""
     size = _CONNECT_FOUR_SIZE.search(observation)
     if size is None:
         raise EnvError(f"no board and no board size in the observation {observation[-200:]!r}")
@@ -65,7 +65,7 @@ def connect_four_drops(observation: str) -> list[int]:
 
 
 def nim_piles(observation: str) -> dict[int, int]:
-    """Pile to its size. Raises EnvError."""
+    """Return the size of each pile. Raises EnvError."""
     return {int(pile): int(size) for pile, size in _NIM_PILE.findall(_after_last("Current Pile:\n", observation))}
 
 
@@ -75,9 +75,9 @@ def _nim(observation: str) -> list[str]:
 
 
 def _liars_dice(observation: str) -> list[str]:
-    """Call, if there is a bid, and every higher bid of at most as many dice as there are.
+    """Return call, if there is a bid, and every higher bid of at most as many dice as are left.
 
-    The env takes any quantity; a bid above all dice on the table is legal there and always false.
+    The env accepts any quantity; a bid above the number of dice is legal and always false.
     """
     this_round = _after_last("New round - Remaining dice:", observation)
     counts, _, events = this_round.partition("\n")
@@ -103,14 +103,14 @@ LEGAL_ACTIONS: dict[str, Callable[[str], list[str]]] = {
     "IteratedRockPaperScissors": lambda _observation: ["[rock]", "[paper]", "[scissors]"],
     "PigDice": _listed_after("Available actions:"),
 }
-"""Env family (`KuhnPoker` for `KuhnPoker-v0-short-train`) to its reader."""
+"""Reader by env family (`KuhnPoker` for `KuhnPoker-v0-short-train`)."""
 
 
 def legal_actions(env_id: str, observation: str) -> list[str]:
-    """Every legal action of the player who sees `observation`, as the env takes it.
+    """Return every legal action of the player who sees `observation`, in the env's notation.
 
-    Raises UnsupportedEnvError for an env family without a reader, and EnvError for a text that is
-    not of that env.
+    Raises UnsupportedEnvError for an env family without a reader, and EnvError if the text is not
+    from that env.
     """
     read = LEGAL_ACTIONS.get(env_id.partition("-v0")[0])
     if read is None:
@@ -121,7 +121,7 @@ def legal_actions(env_id: str, observation: str) -> list[str]:
 
 
 def random_legal_action(env_id: str, observation: str, rng: random.Random) -> str:
-    """Return any legal action, all equally likely. Raises EnvError if there is none."""
+    """Return a legal action, all equally likely. Raises EnvError if there is none."""
     return any_of(legal_actions(env_id, observation), rng, env_id, observation)
 
 

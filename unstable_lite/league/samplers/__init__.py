@@ -1,14 +1,14 @@
-"""Samplers by the names that a configuration gives them, and what can be wrong with that configuration."""
+"""Samplers by their names in a config, and the checks of that config."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from unstable_lite import by_name
+from unstable_lite import plugins
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers.env_samplers import (
@@ -37,7 +37,8 @@ from unstable_lite.rng import derive_seed
 from unstable_lite.types import BASE
 
 if TYPE_CHECKING:
-    from unstable_lite.config import Config, LeagueConfig
+    from unstable_lite.config import Config
+    from unstable_lite.config.games import LeagueConfig
 
 T = TypeVar("T")
 
@@ -92,26 +93,26 @@ MODEL_SAMPLERS: dict[str, Callable[..., BaseModelSampler]] = {
 
 
 def strategies(league: LeagueConfig) -> list[str]:
-    """The samplers that `opponent_sampling_strategy` names."""
+    """Return the names of the samplers in `opponent_sampling_strategy`."""
     strategy = league.opponent_sampling_strategy
     return [strategy] if isinstance(strategy, str) else list(strategy)
 
 
 def uses_fixed(league: LeagueConfig) -> bool:
-    """Whether `fixed_opponents` may be drawn; a user's own sampler may draw any model of the registry."""
+    """Return whether `fixed_opponents` may be drawn; a custom sampler may draw any model of the registry."""
     return any(name not in ("none", "mirror", "lagged", "uniform") for name in strategies(league))
 
 
 def uses_checkpoints(league: LeagueConfig) -> bool:
-    """Whether checkpoints before the current one may be drawn."""
+    """Return whether checkpoints before the current one may be drawn."""
     return any(name not in ("none", "mirror", "fixed") for name in strategies(league))
 
 
 def anchors(config: Config) -> dict[str, str]:
-    """Return the fixed opponent that each env's ratings are measured from, by env id.
+    """Return the fixed opponent that each env's ratings are relative to, by env id.
 
-    `scripted:random` if it is met there, else the first opponent of an evaluation, else the first of `fixed_opponents`
-    if they may be drawn. An env without any has no anchor.
+    `scripted:random` if the env has it, else the first opponent of an evaluation, else the first of `fixed_opponents`
+    if they may be drawn. An env without fixed opponents has no anchor.
     """
     met: dict[str, list[str]] = {}
     for spec in config.eval_envs:
@@ -126,20 +127,20 @@ def anchors(config: Config) -> dict[str, str]:
 
 
 def build_env_sampler(config: Config) -> BaseEnvSampler:
-    """Raises ConfigError for a name or option that there is not."""
+    """Build the sampler of envs. Raises ConfigError for an unknown name or option."""
     strategy = config.league.env_sampling_strategy
     ((name, options),) = [(strategy, {})] if isinstance(strategy, str) else strategy.items()
-    sampler = by_name.find("env_sampling_strategy", name, ENV_SAMPLERS)
+    sampler = plugins.find("env_sampling_strategy", name, ENV_SAMPLERS)
     rng_seed = derive_seed(config.run.seed, "env_sampler")
     with_envs = partial(sampler, config.train_envs, config.eval_envs, rng_seed=rng_seed)
-    made = by_name.call("env_sampling_strategy", name, with_envs, options)
+    made = plugins.call("env_sampling_strategy", name, with_envs, options)
     return _of_kind("env_sampling_strategy", name, BaseEnvSampler, made)
 
 
 def build_model_sampler(league: LeagueConfig, registry: ModelRegistry, rng: random.Random) -> BaseModelSampler:
-    """Registers `fixed_opponents` where the strategy may use them. A user's class gets `(registry, rng)` and options.
+    """Build the sampler of opponents, and register `fixed_opponents` if the strategy may use them.
 
-    Raises ConfigError for a name, weight or option that there is not.
+    A custom class gets `(registry, rng)` and its options. Raises ConfigError for a wrong name, weight or option.
     """
     strategy = league.opponent_sampling_strategy
     if uses_fixed(league):
@@ -154,7 +155,7 @@ def build_model_sampler(league: LeagueConfig, registry: ModelRegistry, rng: rand
         weight = options.pop("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
             problems.append(
-                f"opponent_sampling_strategy: the weight of {name!r} is {weight!r}; a finite number above 0"
+                f"opponent_sampling_strategy: the weight of {name!r} is {weight!r}; set a finite number above 0"
             )
         try:
             samplers.append(_build_one(name, options, league, registry, rng))
@@ -167,7 +168,7 @@ def build_model_sampler(league: LeagueConfig, registry: ModelRegistry, rng: rand
 
 
 def check_league(config: Config) -> list[str]:
-    """Everything about opponents and envs that would stop or mislead the run; empty if nothing would."""
+    """Return every problem of opponents and envs that would stop or mislead the run."""
     league = config.league
     problems = []
     strategy = league.opponent_sampling_strategy
@@ -180,10 +181,10 @@ def check_league(config: Config) -> list[str]:
     if not 0 <= least <= most:
         problems.append(f"opponent_lag = [{least}, {most}]: must be [least, most] with 0 <= least <= most")
     if "fixed" in names and not league.fixed_opponents:
-        problems.append("opponent_sampling_strategy uses 'fixed', and fixed_opponents is empty")
+        problems.append("opponent_sampling_strategy uses 'fixed', but fixed_opponents is empty")
     if BASE in league.fixed_opponents:
         problems.append(
-            f"fixed_opponents: {BASE!r} is an opponent of evaluations only; while training, `mirror` plays the policy"
+            f"fixed_opponents: {BASE!r} is an opponent only in evaluations; in training, use `mirror` for self-play"
         )
     problems += _shape_problems("env_sampling_strategy", league.env_sampling_strategy) or _problems_of(
         lambda: _try_env_sampler(config)
@@ -193,30 +194,33 @@ def check_league(config: Config) -> list[str]:
             lambda: _try_model_sampler(config)
         )
         problems += [problem for problem in found if problem not in problems]
+    return problems + list(_env_problems(config))
+
+
+def _env_problems(config: Config) -> Iterator[str]:
     for spec in config.train_envs:
         if not 1 <= spec.num_actors <= spec.num_players:
-            problems.append(
+            yield (
                 f"train env {spec.env_id!r}: num_actors = {spec.num_actors} must be between 1 and "
                 f"num_players = {spec.num_players}"
             )
-        elif strategy == "none" and spec.num_actors < spec.num_players:
-            problems.append(
+        elif config.league.opponent_sampling_strategy == "none" and spec.num_actors < spec.num_players:
+            yield (
                 f"train env {spec.env_id!r}: num_actors = {spec.num_actors} of {spec.num_players} players, "
-                "and opponent_sampling_strategy is 'none'; choose another, or set num_actors = num_players"
+                "but opponent_sampling_strategy is 'none'; choose another, or set num_actors = num_players"
             )
     for eval_spec in config.eval_envs:
         if eval_spec.num_players < 1:
-            problems.append(f"eval env {eval_spec.env_id!r}: num_players = {eval_spec.num_players} must be at least 1")
-    return problems
+            yield f"eval env {eval_spec.env_id!r}: num_players = {eval_spec.num_players} must be at least 1"
 
 
 def _build_one(
     name: str, options: Mapping[str, Any], league: LeagueConfig, registry: ModelRegistry, rng: random.Random
 ) -> BaseModelSampler:
-    sampler = by_name.find("opponent_sampling_strategy", name, MODEL_SAMPLERS)
+    sampler = plugins.find("opponent_sampling_strategy", name, MODEL_SAMPLERS)
     if sampler is LaggedModelSampler:
         sampler = partial(sampler, lag_range=league.opponent_lag)
-    made = by_name.call("opponent_sampling_strategy", name, partial(sampler, registry, rng), options)
+    made = plugins.call("opponent_sampling_strategy", name, partial(sampler, registry, rng), options)
     return _of_kind("opponent_sampling_strategy", name, BaseModelSampler, made)
 
 
@@ -227,11 +231,11 @@ def _of_kind(what: str, name: str, kind: type[T], made: T) -> T:
 
 
 def _shape_problems(what: str, strategy: str | Mapping[str, Any]) -> list[str]:
-    """What no sampler can be built from."""
+    """Return the problem of a strategy whose form is wrong for any sampler."""
     if isinstance(strategy, str):
         return []
     if isinstance(name := strategy.get("name"), str):
-        return [f"{what}: options stand under the name that they are of: {{ {name} = {{ … }} }}"]
+        return [f"{what}: write the options under the sampler's name: {{ {name} = {{ … }} }}"]
     if what == "env_sampling_strategy" and len(strategy) != 1:
         return [f"{what}: a table must hold one name with its options: {{ weighted = {{ … }} }}"]
     if what == "env_sampling_strategy" and not all(isinstance(options, Mapping) for options in strategy.values()):
@@ -240,20 +244,20 @@ def _shape_problems(what: str, strategy: str | Mapping[str, Any]) -> list[str]:
 
 
 def _try_env_sampler(config: Config) -> None:
-    """Make one and draw once."""
+    """Build the sampler of envs and draw once."""
     sampler = build_env_sampler(config)
     if config.train_envs:
-        by_name.call("env_sampling_strategy", sampler.kind, partial(sampler.sample, "train"), {})
+        plugins.call("env_sampling_strategy", sampler.kind, partial(sampler.sample, "train"), {})
 
 
 def _try_model_sampler(config: Config) -> None:
-    """Make one; of a user's own, draw once, from what there is when a run begins."""
+    """Build the sampler of opponents; draw once from each custom one, with the registry of a run's start."""
     sampler = build_model_sampler(config.league, ModelRegistry(), random.Random(0))
     if all(spec.num_actors >= spec.num_players for spec in config.train_envs):
         return
     for each in sampler.samplers if isinstance(sampler, MixtureModelSampler) else [sampler]:
         if type(each) not in MODEL_SAMPLERS.values():
-            by_name.call("opponent_sampling_strategy", each.kind, each.sample_opponent, {})
+            plugins.call("opponent_sampling_strategy", each.kind, each.sample_opponent, {})
 
 
 def _problems_of(build: Callable[[], object]) -> list[str]:

@@ -7,20 +7,20 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
-from unstable_lite.by_name import suggestion
 from unstable_lite.errors import ConfigError
+from unstable_lite.plugins import suggestion
 from unstable_lite.rng import derive_seed, restore, state_of
 from unstable_lite.types import EvalEnvSpec, GameKind, TrainEnvSpec
 
 _ROUNDING = 1e-6
-"""Averages of equal rewards that differ by less differ by rounding alone: no progress to be scaled up."""
+"""Largest difference between averages of equal rewards that counts as rounding and not as progress."""
 
 
 class BaseEnvSampler:
-    """Override `_choose_train`, and `update` to learn from results; extend the state where anything is kept.
+    """Base class: override `_choose_train`, `update` to learn from results, and the state if the class keeps any.
 
-    Evaluations take any env alike, unless `_choose_eval` is overridden too.
-    Train and eval have a random stream each: how many evaluations run does not change what is trained on.
+    Evaluations draw every env with the same probability, unless `_choose_eval` is overridden too. Train and eval have
+    separate random streams, so the number of evaluations does not change the training games.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class BaseEnvSampler:
 
     @property
     def kind(self) -> str:
-        """What a state is of: one of another kind would not be understood."""
+        """Name of the sampler's kind, saved with its state, which no other kind can load."""
         return type(self).__name__
 
     @overload
@@ -46,14 +46,14 @@ class BaseEnvSampler:
     def sample(self, kind: GameKind) -> TrainEnvSpec | EvalEnvSpec:
         specs = self.train_env_specs if kind == "train" else self.eval_env_specs
         if not specs:
-            raise ConfigError(f"a game of kind {kind!r} was asked for, and {kind}_envs is empty")
+            raise ConfigError(f"a game of kind {kind!r} was requested, but {kind}_envs is empty")
         chosen = self._choose_train() if kind == "train" else self._choose_eval()
         if not isinstance(chosen, TrainEnvSpec if kind == "train" else EvalEnvSpec):
-            raise ConfigError(f"{self.kind} chose {chosen!r}, which is none of its {kind}_env_specs")
+            raise ConfigError(f"{self.kind} chose {chosen!r}, which is not one of its {kind}_env_specs")
         return chosen
 
     def update(self, env_id: str, avg_actor_reward: float, avg_opponent_reward: float | None) -> None:
-        """After each training game that was not void; no opponent reward where no other model sat."""
+        """Learn from a training game that was not void; `avg_opponent_reward` is None if no other model played."""
 
     def env_list(self) -> str:
         return ",".join(spec.env_id for spec in self.train_env_specs)
@@ -66,21 +66,21 @@ class BaseEnvSampler:
         restore(self._eval_rng, state["eval_rng"])
 
     def _choose_train(self) -> TrainEnvSpec:
-        raise NotImplementedError(f"{self.kind} does not say which env comes next: override _choose_train")
+        raise NotImplementedError(f"{self.kind} does not choose the next env: override _choose_train")
 
     def _choose_eval(self) -> EvalEnvSpec:
         return self._eval_rng.choice(self.eval_env_specs)
 
 
 class UniformRandomEnvSampler(BaseEnvSampler):
-    """Each env is as likely as any other."""
+    """Draws every env with the same probability."""
 
     def _choose_train(self) -> TrainEnvSpec:
         return self._train_rng.choice(self.train_env_specs)
 
 
 class WeightedEnvSampler(BaseEnvSampler):
-    """In proportion to a weight for each env id."""
+    """Draws envs in proportion to a weight for each env id."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class WeightedEnvSampler(BaseEnvSampler):
 
 
 class RoundRobinEnvSampler(BaseEnvSampler):
-    """One after the other, in the order of the configuration."""
+    """Takes the envs one after the other, in the order of the config."""
 
     _position = 0
 
@@ -125,16 +125,16 @@ class RoundRobinEnvSampler(BaseEnvSampler):
 
 
 class LearningProgressEnvSampler(BaseEnvSampler):
-    """More of the envs where the policy's reward is on the move, up or down.
+    """Prefers the envs in which the policy's reward is changing, up or down.
 
-    An env's learning progress is `|fast - slow|` of two exponential averages of the actors' reward, at rates `fast` and
-    `slow` a game (Kanitscheider et al. 2021, "Multi-task curriculum learning in a complex, visual, hard-exploration
-    domain: Minecraft"; absolute progress as in Matiisen et al. 2017, "Teacher-Student Curriculum Learning"), as far as
-    it exceeds `noise` standard deviations of what chance alone makes of it: the rewards of a fair coin differ too, and
-    the averages follow them. That deviation follows from the rates, the number of games and a running variance. The
-    probability of an env is `min_share / n + (1 - min_share) * progress / (sum of all progress)`: what is mastered, or
-    still too hard, is looked at now and then. Rewards of the envs should be of one scale. A zero-sum game whose every
-    seat is the policy's has a mean reward of 0 for ever, and so shows no progress.
+    `|fast - slow|` is the difference of two exponential averages of the actors' reward, at rates `fast` and `slow` per
+    game (Kanitscheider et al. 2021, "Multi-task curriculum learning in a complex, visual, hard-exploration domain:
+    Minecraft"; absolute progress as in Matiisen et al. 2017, "Teacher-Student Curriculum Learning"). An env's learning
+    progress is the part of it above `noise` standard deviations of its variation by chance, which even the rewards of a
+    fair coin cause. That deviation follows from the rates, the number of games and a running variance. The probability
+    of an env is `min_share / n + (1 - min_share) * progress / (sum of all progress)`, so envs that are mastered, or
+    still too hard, are also played now and then. Rewards of all envs should have the same scale. A zero-sum game in
+    which the policy has every seat always has a mean reward of 0, and so shows no progress.
     """
 
     def __init__(
@@ -161,16 +161,16 @@ class LearningProgressEnvSampler(BaseEnvSampler):
         self._min_share = min_share
         self._games: dict[str, int] = {}
         self._averages: dict[str, tuple[float, float]] = {}
-        """By env id: fast and slow, started at 0."""
+        """Fast and slow average by env id, started at 0."""
         self._squares: dict[str, float] = {}
-        """By env id: the slow average of the squared reward, started at 0."""
+        """Slow average of the squared reward by env id, started at 0."""
 
     def progress(self, env_id: str) -> float:
-        """0 for an env that was never played."""
+        """Return the learning progress of an env; 0 if it was never played."""
         games = self._games.get(env_id, 0)
         if not games:
             return 0.0
-        # Divided by the weight that its games have in it so far, an average does not remember that it started at 0.
+        # Dividing an average by the total weight of its games removes the bias of its start at 0.
         weights = [1 - (1 - rate) ** games for rate in self._rates]
         fast, slow = (average / weight for average, weight in zip(self._averages[env_id], weights, strict=True))
         variance = max(self._squares[env_id] / weights[1] - slow**2, 0.0)
@@ -192,7 +192,7 @@ class LearningProgressEnvSampler(BaseEnvSampler):
         return max(product(fast, fast) - 2 * product(fast, slow) + product(slow, slow), 0.0)
 
     def probabilities(self) -> list[float]:
-        """Of the training envs, in their order."""
+        """Return the probabilities of the training envs, in their order."""
         progress = [self.progress(spec.env_id) for spec in self.train_env_specs]
         total, n = sum(progress), len(progress)
         if total == 0:

@@ -7,15 +7,15 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unstable_lite.by_name import suggestion
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelMeta, ModelRegistry, mean_ranks
+from unstable_lite.plugins import suggestion
 from unstable_lite.rng import restore, state_of
 from unstable_lite.types import ModelRef
 
 
 class BaseModelSampler:
-    """Override `sample_opponent`, and `update` to learn from results."""
+    """Base class: override `sample_opponent`, and `update` to learn from results."""
 
     def __init__(self, registry: ModelRegistry, rng: random.Random) -> None:
         self.registry = registry
@@ -23,17 +23,17 @@ class BaseModelSampler:
 
     @property
     def kind(self) -> str:
-        """What a state is of: one of another kind would not be understood."""
+        """Name of the sampler's kind, saved with its state, which no other kind can load."""
         return type(self).__name__
 
     def get_current_ckpt(self) -> str:
         return self.registry.get_current_ckpt()
 
     def sample_opponent(self) -> ModelRef:
-        raise NotImplementedError(f"{self.kind} does not say who comes next: override sample_opponent")
+        raise NotImplementedError(f"{self.kind} does not choose the next opponent: override sample_opponent")
 
     def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:
-        """After each game that was not void; the registry has rated it already."""
+        """Learn from a game that was not void, and that the registry has already rated."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": state_of(self._rng)}
@@ -43,7 +43,7 @@ class BaseModelSampler:
 
 
 class NoOpponentModelSampler(BaseModelSampler):
-    """For envs whose seats are all the current policy's."""
+    """Sampler for envs in which the current policy has every seat."""
 
     def sample_opponent(self) -> ModelRef:
         raise ConfigError(
@@ -53,24 +53,24 @@ class NoOpponentModelSampler(BaseModelSampler):
 
 
 class MirrorModelSampler(BaseModelSampler):
-    """The current policy."""
+    """Always chooses the current policy."""
 
     def sample_opponent(self) -> ModelRef:
         return self.registry.current
 
 
 class FixedOpponentModelSampler(BaseModelSampler):
-    """Uniform over the fixed opponents."""
+    """Draws uniformly from the fixed opponents."""
 
     def sample_opponent(self) -> ModelRef:
         fixed = self.registry.fixed()
         if not fixed:
-            raise ConfigError("a fixed opponent was asked for, and fixed_opponents is empty")
+            raise ConfigError("a fixed opponent was requested, but fixed_opponents is empty")
         return self._rng.choice(fixed).ref
 
 
 class LaggedModelSampler(BaseModelSampler):
-    """Uniform over the checkpoints that are so many updates back; the oldest one while none is that old."""
+    """Draws uniformly from the checkpoints whose lag is in `lag_range`; takes the oldest one if there are none."""
 
     def __init__(self, registry: ModelRegistry, rng: random.Random, lag_range: tuple[int, int] = (1, 7)) -> None:
         super().__init__(registry, rng)
@@ -87,23 +87,23 @@ class LaggedModelSampler(BaseModelSampler):
 
 
 class UniformModelSampler(BaseModelSampler):
-    """Uniform over the active checkpoints, the current policy among them."""
+    """Draws uniformly from the active checkpoints, the current policy included."""
 
     def sample_opponent(self) -> ModelRef:
         return self._rng.choice(self.registry.checkpoints()).ref
 
 
 class RandomModelSampler(BaseModelSampler):
-    """Uniform over all active models: checkpoints, the current policy among them, and fixed opponents."""
+    """Draws uniformly from all active models: checkpoints, the current policy included, and fixed opponents."""
 
     def sample_opponent(self) -> ModelRef:
         return self._rng.choice([*self.registry.checkpoints(), *self.registry.fixed()]).ref
 
 
 class WeightedModelSampler(BaseModelSampler):
-    """An active model other than the current policy, in proportion to `weights`; override that.
+    """Base class that draws an active model other than the current policy in proportion to `weights`: override those.
 
-    Where there is no other model, the current policy; where all weights are 0, any of them.
+    Chooses the current policy if there is no other model, and any of them if all weights are 0.
     """
 
     def sample_opponent(self) -> ModelRef:
@@ -113,26 +113,26 @@ class WeightedModelSampler(BaseModelSampler):
         weights = self.weights(self.registry.get(self.registry.get_current_ckpt()), others)
         if len(weights) != len(others) or not all(0 <= weight < math.inf for weight in weights):
             raise ConfigError(
-                f"{self.kind}: the weights of {len(others)} opponents are {list(weights)}; one finite number, 0 or "
-                "more, is needed for each"
+                f"{self.kind}: the weights of {len(others)} opponents are {list(weights)}; return one finite number, 0 "
+                "or more, for each"
             )
         (chosen,) = self._rng.choices(others, weights if sum(weights) > 0 else None)
         return chosen.ref
 
     def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:
-        """One for each of `others`, none negative; they need not sum to 1."""
-        raise NotImplementedError(f"{self.kind} does not say who is likely: override weights")
+        """Return a weight for each of `others`, none negative; they need not sum to 1."""
+        raise NotImplementedError(f"{self.kind} does not weight the opponents: override weights")
 
 
 class MatchQualityModelSampler(WeightedModelSampler):
-    """In proportion to the TrueSkill match quality: near in μ, and known well (Herbrich et al. 2006, "TrueSkill")."""
+    """Weights by TrueSkill match quality: near in μ, with a certain rating (Herbrich et al. 2006, "TrueSkill")."""
 
     def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:
         return [self.registry.match_quality(current.uid, other.uid) for other in others]
 
 
 class RatingDistanceModelSampler(WeightedModelSampler):
-    """`1 - |Δμ| / Σ|Δμ|`: the nearer in μ, the likelier (reference, `ts-dist`)."""
+    """Weights by `1 - |Δμ| / Σ|Δμ|`: the nearer in μ, the likelier (reference, `ts-dist`)."""
 
     def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:
         distances = [abs(other.rating.mu - current.rating.mu) for other in others]
@@ -141,21 +141,21 @@ class RatingDistanceModelSampler(WeightedModelSampler):
 
 
 class BiasedRatingDistanceModelSampler(WeightedModelSampler):
-    """In proportion to `exp(Δμ / 25)`, where Δμ is the opponent's μ less our own: stronger ones are likelier."""
+    """Weights by `exp(Δμ / 25)`, where Δμ is the opponent's μ minus our own: stronger opponents are likelier."""
 
     def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:
         differences = [other.rating.mu - current.rating.mu for other in others]
-        highest = max(differences)  # taken off everywhere: no weight overflows, and their proportions stay
+        highest = max(differences)  # subtracted from all: no weight overflows, and their proportions stay
         return [math.exp((difference - highest) / 25) for difference in differences]
 
 
 class PrioritizedFictitiousModelSampler(WeightedModelSampler):
     """Prioritised fictitious self-play (Vinyals et al. 2019): by how often the policy beats the opponent.
 
-    With `p` the measured win rate, a draw counting half: `hard` weighs an opponent by `(1 - p)^k`, `even` by
-    `p (1 - p)`. The policy is one lineage: a result of any of its checkpoints counts, and is worth `decay` times as
-    much after each further game against the same opponent. `prior_games` imagined games at one half stand beside the
-    measured ones, so an opponent that was never met weighs as an even match does.
+    `p` is the measured win rate, in which a draw counts one half: `hard` weights an opponent by `(1 - p)^k`, `even` by
+    `p (1 - p)`. The policy is one lineage: a result of any of its checkpoints counts, and its weight is multiplied by
+    `decay` after each further game against the same opponent. `prior_games` imagined draws are added to the measured
+    games, so an opponent that was never met has the weight of an even match.
     """
 
     def __init__(
@@ -182,10 +182,10 @@ class PrioritizedFictitiousModelSampler(WeightedModelSampler):
         self._prior_games = prior_games
         self._decay = decay
         self._results: dict[str, tuple[float, float]] = {}
-        """By opponent: points and games of the policy, decayed."""
+        """Points and games of the policy by opponent, decayed."""
 
     def win_rate(self, uid: str) -> float:
-        """Of the policy against `uid`, the prior included."""
+        """Return the policy's win rate against `uid`, the prior included."""
         points, games = self._results.get(uid, (0.0, 0.0))
         return (points + self._prior_games / 2) / (games + self._prior_games)
 
@@ -193,12 +193,12 @@ class PrioritizedFictitiousModelSampler(WeightedModelSampler):
         return [self._weight(self.win_rate(other.uid)) for other in others]
 
     def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:  # noqa: ARG002
-        """The newest checkpoint at the table is the policy; every other model is an opponent that it met."""
+        """Count a game, in which the newest checkpoint is the policy and every other model an opponent."""
         ranks = mean_ranks(uids, scores)
         checkpoints = [meta for uid in ranks if (meta := self.registry.get(uid)).iteration is not None]
         if not checkpoints:
             return
-        # `initial` has made as many updates as `base`: none.
+        # `initial` and `base` both have 0 updates.
         policy = max(checkpoints, key=lambda meta: (meta.iteration or 0, meta.adapter_version or 0)).uid
         for uid, rank in ranks.items():
             if uid != policy:
@@ -215,7 +215,7 @@ class PrioritizedFictitiousModelSampler(WeightedModelSampler):
 
 
 class MixtureModelSampler(BaseModelSampler):
-    """One of several samplers for each game, with probabilities in proportion to the weights."""
+    """Chooses one of several samplers for each game, with probabilities in proportion to the weights."""
 
     def __init__(
         self,

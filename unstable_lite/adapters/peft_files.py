@@ -1,0 +1,209 @@
+"""Checks of adapter and state files from other sources, made before any library maps them.
+
+Owns the accepted formats (safetensors, and JSON of bounded size) and the digest with which two processes confirm that
+they hold the same adapter. A pickle (`.bin`, `.pt`) can run code, so it is never opened; the error names it and says
+how to convert it. Knows no tensors and does not load torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, deserialize, safe_open
+
+from unstable_lite.errors import AdapterError
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+MAX_JSON_BYTES = 1 << 20
+MAX_NAME = 512
+MAX_RANK = 1024
+"""Rank limit if no run sets one."""
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Float types, as named by safetensors."""
+ANY_DTYPES = (*FLOATS, "I64", "I32", "U8", "I8", "BOOL")
+
+_HALF = re.compile(r"base_model\.model\.([A-Za-z_][\w.]*)\.lora_([AB])\.weight", re.ASCII)
+_NOT_PLAIN_LORA = (
+    "use_dora",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "layer_replication",
+    "trainable_token_indices",
+    "target_parameters",
+    "lora_bias",
+    "alora_invocation_tokens",
+    "use_bdlora",
+    "use_qalora",
+)
+_CHANGES_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""Prefixes of `init_lora_weights` for which PEFT subtracts the initial pair from the base's weights."""
+_TABLES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "loftq_config", "auto_mapping")
+"""Entries that may be lists or tables and are ignored here. Any other list or table requires more than plain LoRA.
+
+`auto_mapping` names a module to import; it is not imported.
+"""
+
+
+class Entry(NamedTuple):
+    """One tensor of a safetensors file."""
+
+    dtype: str
+    """Name of the type in safetensors."""
+    shape: tuple[int, ...]
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a path is a file; False if it is not a valid path."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def check_adapter(directory: Path, max_rank: int = MAX_RANK) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """Return the config and the header of a PEFT directory of plain LoRA whose tensors are pairs of its rank.
+
+    Raises AdapterError for anything else.
+    """
+    if not is_file(directory / WEIGHTS):
+        pickles = [name for name in PICKLES if is_file(directory / name)]
+        raise AdapterError(_only_a_pickle(directory / pickles[0]) if pickles else f"{directory} has no {WEIGHTS}")
+    config = read_json(directory / CONFIG)
+    rank, targets = _check_config(config, directory, max_rank)
+    header = read_header(directory / WEIGHTS, FLOATS)
+    pairs: dict[str, set[str]] = {}
+    for name, entry in header.items():
+        match = _HALF.fullmatch(name)
+        if match is None or len(entry.shape) != 2 or entry.shape[match[2] == "B"] != rank:
+            raise AdapterError(
+                f"{directory}: {name[:MAX_NAME]!r} of shape {entry.shape} is not half of a pair of rank {rank}"
+            )
+        if targets is not None and not f".{match[1]}".endswith(targets):
+            raise AdapterError(f"{directory}: adapts {match[1]}, which is not in its target_modules")
+        pairs.setdefault(match[1], set()).add(match[2])
+    if not pairs or any(len(halves) != 2 for halves in pairs.values()):
+        raise AdapterError(f"{directory}: lora_A and lora_B are not in pairs")
+    return config, header
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON table. Raises AdapterError if it exceeds MAX_JSON_BYTES or cannot be read."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_JSON_BYTES + 1)
+        if len(content) > MAX_JSON_BYTES:
+            raise AdapterError(f"{path} is too large; the limit is {MAX_JSON_BYTES} bytes")
+        return _table(content)
+    except (OSError, ValueError, RecursionError) as error:
+        raise AdapterError(f"{path} cannot be read: {error}") from error
+
+
+def read_header(path: Path, dtypes: Collection[str] = ANY_DTYPES) -> dict[str, Entry]:
+    """Return the entries of a safetensors file by name. Raises AdapterError if it is damaged or not of `dtypes`."""
+    try:
+        with safe_open(path, framework="np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, it is not a mapping
+            header = {name: Entry(one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+    except (OSError, SafetensorError, UnicodeError) as error:
+        raise AdapterError(f"{path} is not an intact safetensors file: {error}") from error
+    for name, entry in header.items():
+        if entry.dtype not in dtypes:
+            raise AdapterError(f"{path}: {name[:MAX_NAME]!r} is of type {entry.dtype}; accepted: {', '.join(dtypes)}")
+    return header
+
+
+def digest_of(config: Mapping[str, Any], content: bytes) -> str:
+    """Return the digest of a LoRA adapter, given its PEFT config and the bytes of its safetensors file.
+
+    It covers the scale of the adapter and the name, dtype, shape and bytes of each tensor in the order of the names,
+    so it does not depend on the tensors' order in the file. Raises AdapterError if the bytes are not safetensors.
+    """
+    digest = hashlib.blake2b(lora_scale(config).hex().encode(), digest_size=16)
+    try:
+        tensors = sorted(deserialize(content))  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        raise AdapterError(f"these bytes are not a safetensors file: {error}") from error
+    for name, tensor in tensors:
+        digest.update(json.dumps([name, tensor["dtype"], tensor["shape"]]).encode())
+        digest.update(tensor["data"])
+    return digest.hexdigest()
+
+
+def adapter_digest(directory: Path) -> str:
+    """Return the digest of the adapter in a PEFT directory. Raises AdapterError if there is none."""
+    config, _ = check_adapter(directory)
+    try:
+        content = (directory / WEIGHTS).read_bytes()
+    except OSError as error:
+        raise AdapterError(f"{directory / WEIGHTS} cannot be read: {error}") from error
+    return digest_of(config, content)
+
+
+def lora_scale(config: Mapping[str, Any]) -> float:
+    """Return the factor by which the adapter's output is scaled, given its PEFT config."""
+    rank = config["r"]
+    scale: float = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
+    return float(scale)
+
+
+def _check_config(config: Mapping[str, Any], directory: Path, max_rank: int) -> tuple[int, tuple[str, ...] | None]:
+    """Return the rank and the suffixes of the adapted modules (None: any). Ignores the base that the config names."""
+    if config.get("peft_type") != "LORA":
+        raise AdapterError(f"{directory}: peft_type is {str(config.get('peft_type'))[:40]!r}; only LORA can be served")
+    tables = [key for key, value in config.items() if isinstance(value, list | dict) and value and key not in _TABLES]
+    refused = [key for key in _NOT_PLAIN_LORA if config.get(key)] + ["bias"] * (
+        config.get("bias") not in (None, "none")
+    )
+    if present := list(dict.fromkeys(refused + tables)):
+        raise AdapterError(f"{directory}: {', '.join(present)[:200]} cannot be served; only plain LoRA can")
+    if (start := str(config.get("init_lora_weights"))[:40]).lower().startswith(_CHANGES_THE_BASE):
+        raise AdapterError(
+            f"{directory}: init_lora_weights is {start!r}: its pairs belong to a base whose weights PEFT changed, but "
+            "would be served over the original base. In the training program, save it as plain LoRA: "
+            "save_pretrained(…, path_initial_model_for_weight_conversion=<the adapter as saved before training>)"
+        )
+    rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
+    if type(rank) is not int or rank < 1:
+        raise AdapterError(f"{directory}: r = {str(rank)[:40]} is not a rank")
+    if not isinstance(alpha, int | float) or not abs(alpha) <= sys.float_info.max:
+        raise AdapterError(f"{directory}: lora_alpha = {str(alpha)[:40]} is not a finite number")
+    if rank > max_rank:
+        raise AdapterError(f"{directory}: rank {rank} exceeds the engine's lora_rank = {max_rank}")
+    if targets in (None, "all-linear"):
+        return rank, None
+    if not isinstance(targets, Sequence) or isinstance(targets, str) or not all(isinstance(t, str) for t in targets):
+        raise AdapterError(f"{directory}: target_modules is not a list of names")
+    return rank, tuple(f".{target}" for target in targets)
+
+
+def _table(content: bytes) -> dict[str, Any]:
+    """Parse a JSON table. Raises ValueError if it is not a table or has a duplicate key."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            raise ValueError("it has a duplicate key")
+        return table
+
+    table = json.loads(content.decode(), object_pairs_hook=once)
+    if not isinstance(table, dict):
+        raise ValueError("it is not a JSON table")
+    return table
+
+
+def _only_a_pickle(path: Path) -> str:
+    return (
+        f"{path} is a pickle, which can run code, so it is not opened. If you trust its source, convert it: "
+        f'python -c "import torch, safetensors.torch as s; '
+        f"s.save_file(torch.load('{path.name}', weights_only=True), '{WEIGHTS}')\""
+    )

@@ -1,0 +1,93 @@
+"""`build()`: make a run from keyword arguments with the reference's names (`runtime.py` `build`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unstable_lite.config.reading import parse_config
+from unstable_lite.errors import ConfigError
+from unstable_lite.orchestrator.run import Run
+from unstable_lite.planning.plan import make_plan
+from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
+
+_VLLM_KEYS = {
+    "max_tokens": "max_generation_len",
+    "max_model_len": "max_model_len",
+    "max_parallel_seq": "max_parallel_seq",
+    "max_loras": "max_loras",
+    "temperature": "temperature",
+    "top_p": "top_p",
+}
+"""Keys of the reference's `vllm_config`, and the matching keys of our section `engine`."""
+
+
+def build(
+    *,
+    model_name: str = "builtin:tiny",
+    train_envs: Sequence[TrainEnvSpec],
+    eval_envs: Sequence[EvalEnvSpec] | None = None,
+    env_sampling_strategy: str | Mapping[str, Mapping[str, Any]] = "random",
+    opponent_sampling_strategy: str | Mapping[str, Any] = "none",
+    fixed_opponents: Sequence[str] = ("google/gemini-2.0-flash-lite-001",),
+    algorithm: str = "reinforce",
+    max_train_len: int | None = None,
+    max_generation_len: int = 4096,
+    batch_size: int = 384,
+    mini_batch_size: int | None = None,
+    learning_rate: float = 1e-5,
+    gradient_clipping: float = 0.2,
+    activation_checkpointing: bool = True,
+    gradient_checkpointing: bool = True,
+    use_trainer_cache: bool = False,  # noqa: ARG001
+    buffer_size: int | None = None,
+    lora_config: Mapping[str, Any] | None = None,
+    vllm_config: Mapping[str, Any] | None = None,
+    wandb_project: str | None = None,
+    **sections: Mapping[str, Any],
+) -> Run:
+    """Make a run that is ready to `start()`.
+
+    Settings that have no keyword in the reference are given as sections of the config (docs/config.md):
+    `engine={"kind": "vllm"}`. `gradient_checkpointing` is another name for `activation_checkpointing`, and
+    `use_trainer_cache`, which only cost memory, is ignored. Raises ConfigError with every problem at once.
+    """
+    engine = {"max_generation_len": max_generation_len}
+    unknown = sorted(set(vllm_config or {}) - set(_VLLM_KEYS))
+    engine |= {_VLLM_KEYS[key]: value for key, value in (vllm_config or {}).items() if key in _VLLM_KEYS}
+    learner = {
+        "max_train_len": max_train_len,
+        "batch_size": batch_size,
+        "mini_batch_size": mini_batch_size,
+        "learning_rate": learning_rate,
+        "gradient_clipping": gradient_clipping,
+        "activation_checkpointing": activation_checkpointing and gradient_checkpointing,
+    }
+    league = {
+        "env_sampling_strategy": _plain(env_sampling_strategy),
+        "opponent_sampling_strategy": _plain(opponent_sampling_strategy),
+        "fixed_opponents": tuple(fixed_opponents),
+    }
+    raw: dict[str, Any] = {
+        "model_name": model_name,
+        "algorithm": algorithm,
+        "train_envs": tuple(train_envs),
+        "eval_envs": tuple(eval_envs or ()),
+        "engine": engine,
+        "learner": learner,
+        "league": league,
+        "lora": dict(lora_config or {}),
+        "buffer": {"buffer_size": buffer_size},
+        "tracker": {"wandb_project": wandb_project},
+    }
+    for name, section in sections.items():
+        raw[name] = {**raw.get(name, {}), **section} if isinstance(section, Mapping) else section
+    config, problems = parse_config(raw)
+    problems = [f"unknown key 'vllm_config.{key}'; known: {', '.join(_VLLM_KEYS)}" for key in unknown] + problems
+    if problems or config is None:
+        raise ConfigError(*problems)
+    return Run(make_plan(config))
+
+
+def _plain(strategy: str | Mapping[str, Any]) -> str | dict[str, Any]:
+    return strategy if isinstance(strategy, str) else dict(strategy)

@@ -1,0 +1,193 @@
+"""Command line: the commands around training, and the list of all commands."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from unstable_lite.cli import evaluation, runs
+from unstable_lite.cli.options import ConfigPath, Debug, ErrorsAsMessages, Overrides, TrustConfig, console
+from unstable_lite.cli.summaries import print_sft_summary, print_summary
+from unstable_lite.errors import ConfigError, UnstableError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+app = typer.Typer(
+    name="unstable-lite",
+    help="Reinforcement learning of language models on multi-agent text games.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def run(
+    config: Annotated[str | None, typer.Argument(help="A TOML file, as in examples/; --resume has one.")] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN", help="Resume a run from its newest intact checkpoint.")
+    ] = None,
+    trust_config: TrustConfig = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the last table.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train: play games, learn, evaluate, save."""
+    with ErrorsAsMessages(debug):
+        from unstable_lite.config.reading import read_config
+        from unstable_lite.dashboards.terminal import TerminalInterface
+        from unstable_lite.orchestrator.checkpoint import lasting_changes
+        from unstable_lite.orchestrator.event_loop import run_in_loop
+        from unstable_lite.orchestrator.run import Run
+        from unstable_lite.planning.plan import load_plan
+        from unstable_lite.planning.trust import run_config
+
+        if resume is not None:  # the run has its own config; a first argument is an override
+            changes = [*([config] if config is not None else []), *(overrides or [])]
+            own = run_config(resume, changes, trust_config)
+            changed, _ = read_config(own, tuple(changes))
+            if changed is not None and (problems := [*lasting_changes(resume, changed)]):
+                raise ConfigError(*problems)
+            plan = load_plan(own, tuple(changes))
+        elif config is not None:
+            plan = load_plan(Path(config), tuple(overrides or ()))
+        else:
+            raise ConfigError("run needs a TOML file, or --resume RUN")
+        summary = run_in_loop(Run(plan, terminal=TerminalInterface(quiet=quiet), resume=resume).execute())
+        try:
+            print_summary(summary)
+        except OSError as error:
+            raise UnstableError(
+                f"the run is over and complete in {summary.directory}, but "
+                f"its summary could not be written to standard output: {error.strerror}"
+            ) from error
+
+
+@app.command()
+def check(
+    config: Annotated[Path | None, typer.Argument(help="A TOML file; --memory does without.")] = None,
+    overrides: Overrides = None,
+    memory: Annotated[
+        tuple[str, float] | None,
+        typer.Option("--memory", metavar="MODEL GIB", help="Compute the sizes that fit a GPU of this memory."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Validate a config; print it resolved, with devices and memory. Starts no process."""
+    with ErrorsAsMessages(debug):
+        from unstable_lite.dashboards.terminal import key_value_lines
+        from unstable_lite.planning.memory import describe
+        from unstable_lite.planning.plan import load_plan
+        from unstable_lite.tracking.run_directory import to_toml
+
+        out = console()
+        plan = load_plan(config, tuple(overrides or ())) if config is not None else None
+        if memory is not None:
+            model_name, vram_gib = memory
+            out.print(f"computed for a GPU of {vram_gib:g} GiB, {config or 'all defaults'}:\n")
+            rows = (
+                describe(model_name, vram_gib, plan.config, plan.num_ranks) if plan else describe(model_name, vram_gib)
+            )
+            out.print(key_value_lines(rows), soft_wrap=True)
+        elif plan is not None:
+            out.print(to_toml(plan.config.model_dump(mode="json")), soft_wrap=True)
+            out.print(key_value_lines(plan.describe()), soft_wrap=True)
+            out.print(f"\n{config} can run.")
+        else:
+            raise ConfigError("check needs a TOML file, or --memory MODEL GIB")
+
+
+@app.command()
+def top(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="A run directory; default: the newest in --outputs.")
+    ] = None,
+    outputs: Annotated[Path, typer.Option("--outputs", help="Parent of the run directories.")] = Path("outputs"),
+    replay: Annotated[bool, typer.Option("--replay", help="Play back all updates from the first one.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Watch a run from another terminal without affecting it. Keys: ← → through the updates, space, q."""
+    with ErrorsAsMessages(debug):
+        from unstable_lite.dashboards.run_view import RunView
+        from unstable_lite.dashboards.watch import show_once, watch
+        from unstable_lite.files import understood
+        from unstable_lite.tracking.run_directory import newest_run
+
+        view, out = RunView(directory or newest_run(outputs)), console()
+        with understood(view.directory):
+            if out.is_terminal and sys.stdin.isatty():
+                watch(view, out, replay)
+            else:
+                show_once(view, out)
+
+
+@app.command()
+def sft(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    collect_only: Annotated[bool, typer.Option("--collect-only", help="Write the pairs; do not train.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the last table.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Warm start: collect observation-action pairs, train an adapter to imitate them, save it for `run`."""
+    with ErrorsAsMessages(debug):
+        from unstable_lite.dashboards.terminal import TerminalInterface
+        from unstable_lite.sft.session import load_sft_plan, run_sft
+
+        plan = load_sft_plan(config, tuple(overrides or ()))
+        summary = asyncio.run(run_sft(plan, TerminalInterface(quiet=quiet), collect_only))
+        print_sft_summary(config, summary)
+
+
+@app.command()
+def envs(
+    pattern: Annotated[str, typer.Argument(help="Show ids that contain this.")] = "",
+) -> None:
+    """List TextArena's env ids for training, with players and remarks."""
+    from unstable_lite.games.env_catalogue import describe_envs
+    from unstable_lite.games.players.greedy import GREEDY_GAMES
+    from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS
+    from unstable_lite.games.players.scripted import LEGAL_ACTIONS
+
+    table = Table("env id", "players", "remark")
+    for env_id, players, remark in describe_envs():
+        if pattern.lower() in env_id.lower():
+            family = env_id.partition("-v")[0]
+            scripted: dict[str, Collection[str]] = {
+                "scripted:random": LEGAL_ACTIONS,
+                "scripted:greedy": GREEDY_GAMES,
+                "scripted:optimal": OPTIMAL_ACTIONS,
+            }
+            names = [name for name, families in scripted.items() if family in families]
+            table.add_row(env_id, players, remark or (f"opponents: {', '.join(names)}" if names else ""))
+    console().print(table)
+
+
+app.command("eval")(evaluation.evaluate_models)
+app.command()(evaluation.play)
+app.command()(evaluation.resample)
+app.command()(evaluation.probe)
+app.command()(runs.export)
+app.command()(runs.report)
+app.add_typer(runs.runs_app, name="runs")
+
+
+def main() -> None:
+    # The next socket would take the number of a closed standard stream, and libuv would end the process.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # characters outside of its encoding become question marks
+    app()

@@ -1,0 +1,181 @@
+"""Commands that measure models: eval, play, resample, probe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unstable_lite.cli.options import Debug, ErrorsAsMessages, ModelsOfRun, SetKeys, TrustConfig, console
+
+if TYPE_CHECKING:
+    from unstable_lite.evaluation.plan import EvaluationPlan
+
+
+def evaluate_models(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help="'base', run directories (all their checkpoints), adapters' directories, 'scripted:…', "
+            "'module:Class', 'vendor/model'."
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="Games and tables; the same directory again continues it.")],
+    games: Annotated[int, typer.Option(min=1, help="Games of each model, opponent and env; seats are balanced.")] = 200,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="env_id[:players[:template]], repeated for more; default: the config's eval (else train) envs."
+        ),
+    ] = None,
+    opponent: Annotated[
+        list[str] | None,
+        typer.Option(help="As for MODELS, repeated for more; default: the opponent of each eval env."),
+    ] = None,
+    tournament: Annotated[bool, typer.Option("--tournament", help="All pairs of models; a ladder.")] = False,
+    config: Annotated[Path | None, typer.Option(help="A TOML file; default: the first run's own config.")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Games in flight; default: the run's.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value, repeated for more; engine.temperature=0.6")
+    ] = None,
+    trust_config: TrustConfig = False,
+    probe_games: Annotated[
+        int,
+        typer.Option("--probe", metavar="GAMES", help="Also probe, at positions of this many random games."),
+    ] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the tables.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Evaluate checkpoints on disk: models × opponents × envs, or a tournament. Starts engines but no learner."""
+    with ErrorsAsMessages(debug):
+        from unstable_lite.dashboards.terminal import TerminalInterface
+        from unstable_lite.evaluation.evaluator import evaluate
+        from unstable_lite.evaluation.plan import plan_evaluation
+        from unstable_lite.evaluation.results import ladder_table, results_tables
+        from unstable_lite.orchestrator.event_loop import run_in_loop
+
+        evaluation = plan_evaluation(
+            models,
+            output=output,
+            config=config,
+            envs=env or (),
+            opponents=opponent or (),
+            games=games,
+            concurrency=concurrency,
+            tournament=tournament,
+            overrides=override or (),
+            trusts_config=trust_config,
+        )
+        evaluated = run_in_loop(evaluate(evaluation, TerminalInterface(quiet=quiet).say))
+        out = console()
+        if evaluated.ladder:
+            out.print(ladder_table(evaluated.ladder))
+        else:
+            out.print(*results_tables(evaluated.evaluations), sep="\n")
+        if probe_games:
+            from unstable_lite.evaluation.probing import probe_table, write_probes
+            from unstable_lite.evaluation.scoring import probe_models
+
+            probes = probe_models(evaluation.cells, evaluation.plan.config, probe_games, out.print)
+            if probes:
+                write_probes(output / "probe.csv", probes)
+                out.print(probe_table(probes))
+        out.print(f"{evaluated.played} games played; tables and games in {evaluated.output}", soft_wrap=True)
+
+
+def play(
+    models: Annotated[
+        list[str], typer.Argument(help="The opponent, as for eval; with --watch two models, or one for both seats.")
+    ],
+    env: Annotated[str | None, typer.Option(help="env_id[:players[:template]]; default: the config's first.")] = None,
+    seat: Annotated[int | None, typer.Option(min=0, help="Your seat, or the first model's; default: random.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Two models play.")] = False,
+    config: Annotated[Path | None, typer.Option(help="A TOML file; default: the first run's own config.")] = None,
+    override: SetKeys = None,
+    trust_config: TrustConfig = False,
+    debug: Debug = False,
+) -> None:
+    """Play one game against a model, or watch two models play."""
+    with ErrorsAsMessages(debug):
+        from unstable_lite.evaluation.playing import HUMAN, plan_game
+        from unstable_lite.evaluation.playing import play as play_one
+        from unstable_lite.orchestrator.event_loop import run_in_loop
+
+        game = plan_game(models if watch else [HUMAN, *models], config, env, tuple(override or ()), trust_config)
+        record = run_in_loop(play_one(game, seat, console()))
+        raise typer.Exit(0 if record.end != "void" else 1)
+
+
+def _plan_on_kept_config(
+    run_directory: Path,
+    models: list[str] | None,
+    output: Path,
+    envs: list[str] | None,
+    overrides: list[str] | None,
+    trust_config: bool,
+) -> EvaluationPlan:
+    """Plan an evaluation of `models`, by default the base and the run's last checkpoint, with the run's config."""
+    from unstable_lite.evaluation.plan import plan_evaluation
+    from unstable_lite.planning.trust import run_config
+
+    return plan_evaluation(
+        models or ["base", str(run_directory)],
+        output=output,
+        config=run_config(run_directory, overrides or (), trust_config),
+        envs=envs or (),
+        opponents=["base"],
+        overrides=overrides or (),
+    )
+
+
+def resample(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="Run whose games provide the observations.")],
+    models: ModelsOfRun = None,
+    output: Annotated[Path | None, typer.Option(help="A CSV file; default: RUN/resampled.csv.")] = None,
+    observations: Annotated[int, typer.Option(min=1, help="Most observations of each env.")] = 100,
+    samples: Annotated[int, typer.Option(min=2, help="Actions for each observation.")] = 8,
+    env: Annotated[list[str] | None, typer.Option(help="As for eval; default: the run's eval envs.")] = None,
+    override: SetKeys = None,
+    trust_config: TrustConfig = False,
+    debug: Debug = False,
+) -> None:
+    """Sample several actions of each model for the same recorded observations, and measure their diversity."""
+    with ErrorsAsMessages(debug):
+        from unstable_lite.dashboards.terminal import TerminalInterface
+        from unstable_lite.evaluation.resampling import resample as resample_models
+        from unstable_lite.evaluation.resampling import resampled_table
+        from unstable_lite.orchestrator.event_loop import run_in_loop
+
+        target = output or run_directory / "resampled.csv"
+        evaluation = _plan_on_kept_config(run_directory, models, target, env, override, trust_config)
+        say = TerminalInterface().say
+        rows = run_in_loop(resample_models(evaluation, run_directory, observations, samples, say))
+        out = console()
+        out.print(resampled_table(rows))
+        out.print(f"{samples} actions for each observation, entropy in nats; {target}", soft_wrap=True)
+
+
+def probe(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="Run whose config names base and envs.")],
+    models: ModelsOfRun = None,
+    output: Annotated[Path | None, typer.Option(help="A CSV file; default: RUN/probe.csv.")] = None,
+    games: Annotated[int, typer.Option(min=2, help="Number of random legal games with the positions.")] = 20,
+    env: Annotated[list[str] | None, typer.Option(help="As for eval; default: the run's eval envs.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or mps; default: cuda if available.")] = None,
+    override: SetKeys = None,
+    trust_config: TrustConfig = False,
+    debug: Debug = False,
+) -> None:
+    """Compute each model's exact choices at the same positions: share of optimal moves, entropy, state dependence."""
+    with ErrorsAsMessages(debug):
+        from unstable_lite.dashboards.terminal import TerminalInterface
+        from unstable_lite.evaluation.probing import probe_table, write_probes
+        from unstable_lite.evaluation.scoring import probe_models
+
+        target = output or run_directory / "probe.csv"
+        evaluation = _plan_on_kept_config(run_directory, models, target, env, override, trust_config)
+        probes = probe_models(evaluation.cells, evaluation.plan.config, games, TerminalInterface().say, device)
+        write_probes(target, probes)
+        console().print(probe_table(probes))
+        console().print(f"table in {target}", soft_wrap=True)

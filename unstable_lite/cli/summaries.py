@@ -1,0 +1,84 @@
+"""Summaries that `run` and `sft` print at their end."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unstable_lite.cli.options import console
+from unstable_lite.errors import UnstableError
+
+if TYPE_CHECKING:
+    from unstable_lite.orchestrator.summary import Summary
+    from unstable_lite.sft.session import SftSummary
+
+
+def print_summary(summary: Summary) -> None:
+    from unstable_lite.dashboards.terminal import as_line, evaluation_tables, key_value_lines
+
+    out = console()
+    for table in evaluation_tables(summary.evaluations):
+        out.print(table)
+    rows = [
+        ("updates", f"{summary.updates}" + (f", {summary.skipped_updates} skipped" * bool(summary.skipped_updates))),
+        ("games", f"{summary.games}, {summary.void_games} void"),
+        ("stale steps dropped", _dropped(summary)),
+        ("time", f"{summary.seconds:.0f} s, of which training {summary.training_seconds:.0f} s"),
+        ("run directory", str(summary.directory)),
+    ]
+    if summary.checkpoint is not None:
+        rows.append(("newest adapter", str(summary.checkpoint)))
+    rows += [
+        ("games, turn by turn", str(summary.directory / "games.jsonl")),
+        ("curves", f"tensorboard --logdir {summary.directory / 'tensorboard'}"),
+    ]
+    out.print(key_value_lines(rows), soft_wrap=True)
+    for alarm in summary.alarms:
+        out.print(as_line(f"alarm {alarm}"), soft_wrap=True)
+    for collapsed in summary.collapsed:
+        out.print(as_line(f"collapsed: {collapsed}"), soft_wrap=True)
+    if summary.stopped_by is not None:
+        way_on = f"; to continue regardless: unstable-lite run --resume {shlex.quote(str(summary.directory))}"
+        saved = f"{summary.checkpoint}{way_on}" if summary.checkpoint else "none, because no update was made"
+        raise UnstableError(f"stopped by alarm {summary.stopped_by}\nnewest checkpoint: {saved}")
+
+
+def _dropped(summary: Summary) -> str:
+    dropped, played = summary.dropped_stale_steps, summary.played_steps
+    share = f" of {played} ({dropped / played:.1%})" if played else ""
+    return f"{dropped}{share}" + (f"; most of {summary.most_dropped}" if summary.most_dropped else "")
+
+
+def print_sft_summary(config: Path, summary: SftSummary) -> None:
+    from unstable_lite.dashboards.terminal import key_value_lines
+
+    directory, collected, metrics = summary.directory, summary.collected, summary.metrics
+    games = "" if collected is None else f", from {collected.games} games, {collected.void_games} void"
+    rows = [("pairs", f"{summary.num_pairs}{games}")]
+    rows += [("left out", f"{count} {reason}") for reason, count in summary.left_out.most_common()]
+    if metrics is None:
+        rows += [
+            ("pairs file", str(directory / "pairs.jsonl")),
+            ("to train on them", f"unstable-lite sft {config} sft.data={directory / 'pairs.jsonl'}"),
+        ]
+    else:
+        first, last = metrics["train_loss_first_epoch"], metrics["train_loss_last_epoch"]
+        rows.append(
+            (
+                "trained on",
+                f"{metrics['num_trained']:.0f} pairs; loss {first:.4f} in the first epoch, {last:.4f} in the last",
+            )
+        )
+        if metrics["num_held_out"]:
+            rows.append(("held out", f"{metrics['num_held_out']:.0f} pairs whose prompts are not trained on"))
+            for name, what in (("loss", "loss"), ("token_accuracy", "tokens right"), ("accuracy", "answers right")):
+                form = ".4f" if name == "loss" else ".1%"
+                before, after = metrics[f"{name}_before"], metrics[f"{name}_after"]
+                rows.append((f"  {what}", f"{before:{form}} before, {after:{form}} after"))
+        rows += [
+            ("time", f"{summary.seconds:.0f} s"),
+            ("adapter", str(directory)),
+            ("to start from it", f"unstable-lite run {config} lora.initial_lora_path={directory}"),
+        ]
+    console().print(key_value_lines(rows), soft_wrap=True)

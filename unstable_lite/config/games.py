@@ -1,0 +1,106 @@
+"""Sections of opponents and prompts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from unstable_lite.config.section import Section
+
+
+class LeagueConfig(Section):
+    env_sampling_strategy: str | dict[str, Any] = "random"
+    """`random`, `weighted`, `round-robin`, `learning-progress`, or `module:Class`; with options as a table of one
+    name: `{ weighted = { weights = { "Nim-v0-train" = 2, "KuhnPoker-v0-train" = 1 } } }`."""
+    opponent_sampling_strategy: str | dict[str, Any] = "none"
+    """`none`, `mirror`, `fixed`, `lagged`, `uniform`, `random`, `match-quality`, `ts-dist`, `ts-dist-biased`, `pfsp`,
+    `module:Class`, or a mixture: `{ mirror = 0.6, fixed = 0.1, pfsp = { weight = 0.3, weighting = "even" } }`.
+    docs/league.md describes each of them and its options. `random` and those after it draw fixed opponents too.
+    """
+    shares_by: Literal["games", "steps"] = "games"
+    """Unit in which samplers' shares of envs and opponents are counted: games, or the steps that are trained on. With
+    `steps`, any sampler plays a game that brings more steps (a long one, or self-play, which trains both seats)
+    proportionally less often."""
+    fixed_opponents: tuple[str, ...] = ("google/gemini-2.0-flash-lite-001",)
+    """`scripted:random` and other scripted players (docs/opponents.md), custom classes as `module:Class`, or models
+    behind the endpoint of section `opponents`."""
+    opponent_lag: tuple[int, int] = (1, 7)
+    """Smallest and largest number of updates by which an opponent checkpoint may lag behind."""
+    max_active_checkpoints: int | None = Field(None, ge=1)
+    """Number of checkpoints that can be played at once, the current one included; each needs an adapter slot. Default:
+    1 if the strategy draws no older ones; all that `opponent_lag` allows for `lagged`; else as many of them as fit."""
+    active_checkpoints_by: Literal["recency", "match-quality", "nearest-rating"] = "recency"
+    """Choice of these checkpoints if there are more: the newest, those of the best TrueSkill match quality, or those of
+    the nearest μ."""
+    rotate_checkpoints_every: int = Field(1, ge=1)
+    """Number of updates between two selections of these checkpoints."""
+    keep_checkpoints: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Updates whose adapters stay on disk forever, in `adapters/` of the run directory, and may be opponents at any
+    age. Others stay while they may be opponents."""
+    keep_every: int | None = Field(None, ge=1)
+    """Interval k: the adapter of every k-th update is kept in the same way."""
+    trueskill_beta: float = Field(4.0, gt=0)
+    """Amount of chance in a game: the difference in skill that wins 76 % of the games."""
+
+
+class OpponentsConfig(Section):
+    """Opponents behind an OpenAI-compatible endpoint.
+
+    The key comes from the environment: OPENROUTER_API_KEY for OpenRouter, OPENAI_API_KEY for any other endpoint; a
+    server on this machine needs none.
+    """
+
+    base_url: str | None = None
+    """URL of the endpoint. Default: the environment's OPENAI_BASE_URL, else OpenRouter."""
+    timeout_s: float = Field(120.0, gt=0)
+    """Time limit of one attempt."""
+    max_retries: int = Field(4, ge=0)
+    """Number of further attempts, with growing waits, after a transient error: no connection, 408, 409, 429, 5xx."""
+    max_concurrent_requests: int = Field(32, ge=1)
+    """Most requests in flight at once over all games; further ones wait."""
+    temperature: float | None = Field(None, ge=0)
+    """Sampling temperature. Default: the endpoint's."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Most tokens of one answer. Default: the endpoint's."""
+    max_requests: int | None = Field(None, ge=1)
+    """Most requests. When this limit or one of the next two is reached, games against these opponents end (those in
+    flight are void); the run continues with other games, or ends if there are none."""
+    max_total_tokens: int | None = Field(None, ge=1)
+    """Most tokens of prompts and answers together."""
+    max_usd: float | None = Field(None, gt=0)
+    """Largest cost in US dollars, computed from the two prices below."""
+    usd_per_million_prompt_tokens: float = Field(0.0, ge=0)
+    """Price of prompt tokens, for `max_usd`."""
+    usd_per_million_completion_tokens: float = Field(0.0, ge=0)
+    """Price of completion tokens, for `max_usd`."""
+    pause_s: float = Field(10.0, gt=0)
+    """First pause for a model that fails repeatedly; it doubles until the model answers."""
+    max_pause_s: float = Field(600.0, gt=0)
+    """Longest such pause."""
+    outage_s: float = Field(600.0, gt=0)
+    """Time for which an evaluation by `run.eval_games` waits for a model that is down; then its games are void."""
+
+
+class TemplateConfig(Section):
+    """Custom prompt template, used by its name in any `prompt_template`.
+
+    `{observation}` occurs once, in `user`; `{game}`, anywhere, becomes a sentence that names the kind of game for the
+    number of players. Other braces, as in `\\boxed{}`, are left unchanged.
+    """
+
+    user: str
+    """User message, which contains `{observation}`."""
+    system: str = ""
+    """Text before the user message."""
+    assistant: str = ""
+    """Beginning of the answer, for example `<think>`."""
+    chat: bool = False
+    """Whether the tokenizer's own chat template puts its markup around system and user; if not, the prompt is the three
+    texts joined without change."""
+    thinking: bool = True
+    """Value of `enable_thinking` for the tokenizer's chat template, with `chat`."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Strings that end the answer, besides the model's end tokens and, with `chat`, the markup that closes a turn."""
+    zero_sum: bool = False
+    """Whether `{game}` calls games of several players zero-sum."""

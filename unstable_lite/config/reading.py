@@ -1,0 +1,163 @@
+"""Read a config from TOML, with every mistake of form found before the run starts."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import itertools
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from unstable_lite.config import Config
+from unstable_lite.config.games import TemplateConfig
+from unstable_lite.config.section import Section
+from unstable_lite.config.tracking import AlarmConfig
+from unstable_lite.errors import ConfigError
+from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
+
+MAX_LEVELS = 16
+"""Deepest nesting of tables and lists."""
+RENAMED = {
+    "run.mode": 'set run.schedule ("async" or "sync") and engine.when_shared ("split" or "sleep")',
+    "learner.gradient_checkpointing": "set learner.activation_checkpointing",
+    "learner.use_trainer_cache": "remove it; it only cost memory",
+}
+"""Former keys, with what to write instead."""
+
+
+def read_config(path: Path, overrides: tuple[str, ...] = ()) -> tuple[Config | None, list[str]]:
+    """Read a TOML file and apply `section.key=value` overrides; see `parse_config`.
+
+    Raises ConfigError if there is no TOML to read.
+    """
+    try:
+        raw = parse_toml(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    for override in overrides:
+        _apply_override(raw, override)
+    try:
+        config, problems = parse_config(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return config, [f"{path}: {problem}" for problem in problems]
+
+
+def parse_toml(content: bytes, where: str) -> dict[str, Any]:
+    """Parse TOML. Raises ConfigError if `content` is not TOML."""
+    try:
+        return tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
+    except RecursionError as error:
+        raise ConfigError(f"{where}: nested too deep") from error
+    except ValueError as error:  # not TOML, not text, or a number of thousands of digits
+        raise ConfigError(f"{where}: not TOML: {error}") from error
+
+
+def parse_config(raw: dict[str, Any]) -> tuple[Config | None, list[str]]:
+    """Return the config and its problems of form.
+
+    If there are problems, the config lacks the offending keys (or is None), so that the caller can look for problems of
+    meaning in the rest and report all of them together. Raises ConfigError if `raw` is nested too deep or has an
+    integer over 64 bits.
+    """
+    _check_bounds(raw)
+    problems: list[str] = []
+    while True:
+        try:
+            return Config.model_validate(raw), problems
+        except ValidationError as error:
+            problems = problems or _problems(error)
+            smaller = _without_offenders(raw, error)
+            if smaller == raw:
+                return None, problems
+            raw = smaller
+
+
+def _check_bounds(raw: dict[str, Any]) -> None:
+    level: list[tuple[str, Any]] = list(raw.items())
+    for _ in range(MAX_LEVELS):
+        for key, value in level:
+            if isinstance(value, int) and value.bit_length() > 63:
+                raise ConfigError(f"{key} is an integer of {value.bit_length()} bits; at most 63 and a sign fit")
+        tables = [value.items() for _, value in level if isinstance(value, dict)]
+        lists = [((key, item) for item in value) for key, value in level if isinstance(value, list | tuple)]
+        level = list(itertools.chain(*tables, *lists))
+    if level:
+        raise ConfigError(f"{level[0][0]} is nested in {MAX_LEVELS} tables or lists; no config key is")
+
+
+def _without_offenders(raw: dict[str, Any], error: ValidationError) -> dict[str, Any]:
+    """Return `raw` without the keys that `error` names; an env entry is removed as a whole."""
+    raw = copy.deepcopy(raw)
+    offenders: set[tuple[Any, ...]] = {tuple(detail["loc"][:2]) for detail in error.errors()}
+    last_entry_first = sorted(offenders, key=lambda loc: [f"{part:>9}" for part in loc], reverse=True)
+    for section, *rest in last_entry_first:
+        table = raw.get(section)
+        is_inside = rest and (rest[0] in table if isinstance(table, dict) else isinstance(table, list))
+        if is_inside and table is not None:
+            del table[rest[0]]
+        else:
+            raw.pop(section, None)
+    return raw
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set one key, as in `learner.batch_size=64`: a value that is not TOML is taken as a string."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r}: write it as section.key=value")
+    try:
+        value = parse_toml(f"value = {text}".encode(errors="replace"), override)["value"]
+    except ConfigError:
+        value = text
+    *sections, name = key.strip().split(".")
+    table = raw
+    for section in sections:
+        table = table.setdefault(section, {})
+        if isinstance(table, list):
+            raise ConfigError(f"override {override!r}: {section} is a list; change it in the file")
+        if not isinstance(table, dict):
+            raise ConfigError(f"override {override!r}: {section} is not a section")
+    table[name] = value
+
+
+def _problems(error: ValidationError) -> list[str]:
+    problems = []
+    for detail in error.errors(include_url=False):
+        if detail["loc"][-1] == "str" and isinstance(detail["input"], dict):
+            continue  # a table that is refused as a table need not also be refused as a string
+        location = [part for part in detail["loc"] if part != "Transformation" and "[" not in str(part)]
+        key = ".".join(map(str, location))
+        if key in RENAMED:
+            problems.append(f"{key} = {detail['input']!r} is no longer a key: {RENAMED[key]}")
+        elif detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            close = difflib.get_close_matches(str(location[-1]), _known_keys(location[:-1]), n=1, cutoff=0.5)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(_known_keys(location[:-1]))}"
+            problems.append(f"unknown key {key!r}{hint}")
+        elif detail["type"] in ("missing", "missing_argument"):
+            problems.append(f"{key!r} is missing")
+        elif detail["type"] == "too_short" and detail["loc"] == ("train_envs",) and detail["input"]:
+            continue  # its entries exist and are refused for other reasons
+        else:
+            problems.append(f"{key} = {detail['input']!r}: {detail['msg']}")
+    return problems
+
+
+def _known_keys(location: list[Any]) -> list[str]:
+    """Return the keys that exist at `location`."""
+    if not location:
+        return list(Config.model_fields)
+    by_section: dict[Any, list[str]] = {
+        "train_envs": list(TrainEnvSpec.__dataclass_fields__),
+        "eval_envs": list(EvalEnvSpec.__dataclass_fields__),
+        "templates": list(TemplateConfig.model_fields),
+    }
+    for name, info in Config.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            by_section[name] = list(info.annotation.model_fields)
+    if location[0] == "alarms" and len(location) > 1:
+        return list(AlarmConfig.model_fields)
+    return by_section.get(location[0], [])

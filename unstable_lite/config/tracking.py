@@ -1,0 +1,88 @@
+"""Sections of records and alarms."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from unstable_lite.config.section import Section
+
+
+class TrackerConfig(Section):
+    wandb_project: str | None = None
+    """Project of Weights & Biases to log to as well (extra `wandb`), under the same names."""
+    keep_games: Literal["all", "eval", "none"] = "all"
+    """Games whose transcripts go to games.jsonl."""
+    keep_tokens: bool = False
+    """Whether to keep each turn's sampled token ids with their log-probabilities in games.jsonl, and the learner's
+    log-probabilities in train_data/."""
+    keep_train_data: bool = True
+    """Whether to keep the data that each update trained on, in train_data/."""
+    transcript_every: int = Field(10, ge=0)
+    """Number of updates between games that TensorBoard and W&B show as text; 0: none."""
+    max_part_mb: float = Field(64.0, gt=0)
+    """Size in MB at which games.jsonl continues in a new file; the full one is compressed."""
+
+
+class AlarmConfig(Section):
+    """One alarm about the learning."""
+
+    threshold: float
+    """Value of the metric beyond which the alarm is on: above it, or for `entropy` below it."""
+    action: Literal["off", "warn", "pause", "stop"] = "warn"
+    """`warn`: report the alarm. `pause`: also save a checkpoint, stop playing and learning, and wait until the file
+    PAUSED in the run directory is deleted. `stop`: also finish the update, save a checkpoint, and end with an error."""
+    updates: int = Field(1, ge=1)
+    """Number of consecutive readings beyond the threshold that raise the alarm, and of others that clear it."""
+
+
+class AlarmsConfig(Section):
+    """Signs of learning gone wrong. A table changes only the keys that it names: `entropy = { action = "stop" }`.
+
+    docs/collapse.md and each alarm's message explain the alarm's meaning and possible remedies.
+    """
+
+    mismatch: AlarmConfig = AlarmConfig(threshold=0.1)
+    """Mean |Δ log p| between engine and learner over a sample of each update's steps."""
+    clipping: AlarmConfig = AlarmConfig(threshold=0.2, updates=3)
+    """Share of an update's tokens whose importance weight is cut at `learner.importance_weight_cap`."""
+    staleness: AlarmConfig = AlarmConfig(threshold=6.0, updates=5)
+    """Mean age of an update's tokens, in updates; `buffer.max_staleness` bounds the oldest."""
+    dropped: AlarmConfig = AlarmConfig(threshold=0.05, updates=3)
+    """Share of the steps leaving the buffer for an update that are dropped as older than `buffer.max_staleness`."""
+    entropy: AlarmConfig = AlarmConfig(threshold=0.02, updates=3)
+    """Mean entropy of the policy at an update's tokens, in nats; the alarm is on below the threshold."""
+    high_entropy: AlarmConfig = AlarmConfig(threshold=3.0, updates=3)
+    """Mean entropy minus that of the run's first update; the alarm is on above the threshold."""
+    repetition: AlarmConfig = AlarmConfig(threshold=0.5, updates=3)
+    """Share of 4-grams of tokens that occurred before in the same completion."""
+    identical: AlarmConfig = AlarmConfig(threshold=0.95, updates=5)
+    """Share of an update's steps with the most common completion."""
+    zero_advantage: AlarmConfig = AlarmConfig(threshold=0.95, updates=5)
+    """Share of an update's steps whose advantage is 0."""
+    invalid_moves: AlarmConfig = AlarmConfig(threshold=0.9, updates=5)
+    """Share of an env's newest training games that the policy ended with an invalid move."""
+    collapse: AlarmConfig = AlarmConfig(threshold=0.0)
+    """Distance by which the interval of the newest evaluation lies below that of the best one before it, in points (win
+    1, draw 1/2), or in mean reward if the env has no winner."""
+    decline: AlarmConfig = AlarmConfig(threshold=0.1)
+    """Same distance for the share of points of the newest games of training and of `run.num_eval_workers` against a
+    fixed opponent, and for the share of training games in which the policy made no invalid move."""
+    starved: AlarmConfig = AlarmConfig(threshold=900.0)
+    """Seconds in which training games ended but none brought the learner a step and no batch waited; or in which games
+    of one env ended but updates were made without a step of it."""
+    skipped: AlarmConfig = AlarmConfig(threshold=9, action="stop")
+    """Number of consecutive batches skipped because the loss was not finite or none of their steps could be trained
+    on."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_what_is_not_given(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        defaults = {name: field.default.model_dump() for name, field in cls.model_fields.items()}
+        return {
+            name: {**defaults[name], **alarm} if name in defaults and isinstance(alarm, dict) else alarm
+            for name, alarm in given.items()
+        }

@@ -1,0 +1,134 @@
+"""Export a run's JSON Lines as the reference's CSV files.
+
+`training_data/train_data_step_{k}.csv` counts k from 0, as the reference does; a run's updates count from 1.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unstable_lite.dashboards.report.games import policy_seats
+from unstable_lite.errors import UnstableError
+from unstable_lite.files import read_part, read_records
+
+TRAIN_COLUMNS = ("pid", "obs", "act", "reward", "env_id", "step_info")
+TURN_COLUMNS = (
+    "game_idx",
+    "turn_idx",
+    "pid",
+    "name",
+    "obs",
+    "full_action",
+    "extracted_action",
+    "step_info",
+    "final_reward",
+)
+EVAL_COLUMNS = (*TURN_COLUMNS, "eval_model_pid", "eval_opponent_name")
+COLLECTION_COLUMNS = (*TURN_COLUMNS, "env_id")
+FORMULA_STARTS = tuple("=+-@\t\r\n")
+
+
+def export_csv(run: Path, output: Path, is_safe_for_spreadsheets: bool = False) -> dict[str, int]:
+    """Write every file of the reference for which `run` has data; return the number of each kind.
+
+    Void games have no rewards and are left out. `is_safe_for_spreadsheets`: begin text that a spreadsheet would take
+    for a formula with an apostrophe; else cells are as the models wrote them, as in the reference.
+
+    Raises UnstableError if `run` is not a run directory, if `output` has files in it, or if a line of the run's files
+    cannot be read.
+    """
+    if not (run / "games.jsonl").exists():
+        raise UnstableError(f"{run} is not a run directory: it has no games.jsonl")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UnstableError(f"{output} exists and is not empty; name another directory with --output, or remove it")
+    counts = {
+        "training_data": _export_train_data(run / "train_data", output / "training_data", is_safe_for_spreadsheets),
+        "eval_data": 0,
+        "collection": 0,
+    }
+    for kind in ("eval_data", "collection"):
+        (output / kind).mkdir(parents=True)
+    for game in read_records(run / "games.jsonl"):
+        if game["end"] == "void":
+            continue
+        if game["kind"] == "eval":
+            path = output / "eval_data" / _file_name(f"{game['env_id']}-{game['game_idx']}")
+            counts["eval_data"] += _append(path, EVAL_COLUMNS, _eval_rows(game), is_safe_for_spreadsheets)
+        else:
+            path = output / "collection" / _file_name(_collected_model(game))
+            rows = _turn_rows(game, env_id=game["env_id"])
+            counts["collection"] += _append(path, COLLECTION_COLUMNS, rows, is_safe_for_spreadsheets)
+    return counts
+
+
+def _export_train_data(source: Path, target: Path, is_safe_for_spreadsheets: bool) -> int:
+    target.mkdir(parents=True)
+    files = sorted(source.glob("step-*.jsonl.gz"))
+    for file in files:
+        update = int(file.name.removeprefix("step-").removesuffix(".jsonl.gz"))
+        rows = ({**row, "step_info": repr(row["step_info"])} for row in read_part(file))
+        _append(target / f"train_data_step_{update - 1}.csv", TRAIN_COLUMNS, rows, is_safe_for_spreadsheets)
+    return len(files)
+
+
+def _eval_rows(game: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    evaluated = policy_seats(game)
+    others = [agent["model"].removeprefix("fixed-") for agent in game["agents"] if agent["pid"] not in evaluated]
+    return _turn_rows(
+        game,
+        eval_model_pid=evaluated[0] if evaluated else "",
+        eval_opponent_name=others[0] if others else "",
+    )
+
+
+def _turn_rows(game: Mapping[str, Any], **same_for_all: Any) -> Iterator[dict[str, Any]]:
+    names = {agent["pid"]: agent["model"] for agent in game["agents"]}
+    for index, (pid, observation, text, action, format_ok, *_) in enumerate(game["turns"]):
+        step_info = {"correct_answer_format": format_ok, "invalid_move": index in game["invalid_turns"]}
+        yield {
+            "game_idx": game["game_idx"],
+            "turn_idx": index,
+            "pid": pid,
+            "name": names[pid],
+            "obs": observation,
+            "full_action": text,
+            "extracted_action": action,
+            "step_info": json.dumps(step_info),
+            "final_reward": game["rewards"][str(pid)],
+            **same_for_all,
+        }
+
+
+def _collected_model(game: Mapping[str, Any]) -> str:
+    """Return the checkpoint for which the game was collected."""
+    return next(str(agent["model"]) for agent in game["agents"] if agent["collect_data"])
+
+
+def _file_name(name: str) -> str:
+    """Return a file name without path separators, for any name of an env or a model."""
+    return f"{re.sub(r'[^A-Za-z0-9_.:+-]+', '-', name)[-200:]}.csv"
+
+
+def _append(
+    path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]], is_safe_for_spreadsheets: bool
+) -> int:
+    """Append rows; return 1 if this created the file, else 0."""
+    is_new = not path.exists()
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(map(_without_formulas, rows) if is_safe_for_spreadsheets else rows)
+    return int(is_new)
+
+
+def _without_formulas(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA_STARTS) else cell
+        for name, cell in row.items()
+    }

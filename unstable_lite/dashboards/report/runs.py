@@ -1,0 +1,202 @@
+"""Read curves, evaluations, ratings, config and alarms of runs, and group the runs that differ in the seed alone.
+
+Run directories may be unfinished. Knows nothing of pages.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unstable_lite.dashboards.run_view import alarm_lines
+from unstable_lite.errors import UnstableError
+from unstable_lite.files import read_part, understood
+from unstable_lite.tracking.evaluations import with_points
+
+OWN_KEYS = ("run.seed", "run.output_dir", "run.name")
+"""Config keys in which runs of one group may differ."""
+MAX_POINTS = 1000
+"""Most points of a curve; longer ones are thinned evenly."""
+MAX_LABEL_CHARS = 60
+
+
+@dataclass(slots=True, kw_only=True)
+class RunData:
+    directory: Path
+    config: dict[str, Any]
+    config_text: str
+    versions: dict[str, Any]
+    steps: list[int]
+    """Updates with metrics, thinned."""
+    hours: list[float]
+    """Duration of the run at each of `steps`."""
+    series: dict[str, list[float | None]]
+    """A value for each of `steps`, by metric name."""
+    latest: dict[str, float]
+    """Newest value of every metric."""
+    evaluations: list[dict[str, Any]]
+    """Lines of eval.jsonl, in order."""
+    ladder: dict[str, list[tuple[int, float, float, int]]]
+    """(update, μ, σ, games) at every change, by model, of models that have played."""
+    alarms: list[str]
+    label: str = ""
+    group: int = 0
+    """Number of the group, which contains runs whose configs differ only in `OWN_KEYS`."""
+
+    @property
+    def seed(self) -> int:
+        return int(self.config.get("run", {}).get("seed", 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    label: str
+    differing: dict[str, str] = field(default_factory=dict)
+    """Values of the keys in which the groups differ."""
+
+
+def read_runs(directories: Sequence[Path]) -> list[RunData]:
+    """Read and group runs; a group's runs are adjacent. Raises UnstableError."""
+    resolved = list(dict.fromkeys(directory.resolve() for directory in directories))
+    runs = [read_run(directory) for directory in resolved]
+    keys = [_shared_config(run.config) for run in runs]
+    order = list(dict.fromkeys(json.dumps(key, sort_keys=True) for key in keys))
+    for run, key in zip(runs, keys, strict=True):
+        run.group = order.index(json.dumps(key, sort_keys=True))
+    runs.sort(key=lambda run: run.group)
+    _label(runs)
+    return runs
+
+
+def groups_of(runs: Sequence[RunData]) -> list[Group]:
+    """Return the groups in order. A single group has no label."""
+    configs = {run.group: dict(flat(_shared_config(run.config))) for run in runs}
+    keys = list(dict.fromkeys(key for config in configs.values() for key in config))
+    differing = [key for key in keys if len({json.dumps(config.get(key)) for config in configs.values()}) > 1]
+    groups = []
+    for number, config in configs.items():
+        own = {key: "not set" if config.get(key) is None else _short(config[key]) for key in differing}
+        shown = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in own.items())
+        letter = f"config {chr(ord('A') + number % 26)}"
+        label = (shown if len(shown) <= MAX_LABEL_CHARS else letter) if len(configs) > 1 else ""
+        groups.append(Group(label, own))
+    return groups
+
+
+def _label(runs: Sequence[RunData]) -> None:
+    groups = groups_of(runs)
+    labels = [" · ".join(filter(None, (groups[run.group].label, f"seed {run.seed}"))) for run in runs]
+    for run, label in zip(runs, labels, strict=True):
+        started = run.directory.name[:8]  # the time of day, with which run directories begin
+        run.label = f"{label} ({started})" if labels.count(label) > 1 else label
+
+
+def read_run(directory: Path) -> RunData:
+    """Read a run, without label and group. Raises UnstableError unless it is a run directory."""
+    if not (directory / "config.toml").is_file():
+        raise UnstableError(f"{directory} is not a run directory: it has no config.toml")
+    name = "config.toml"
+    try:
+        config_text = (directory / name).read_text(encoding="utf-8")
+        config = tomllib.loads(config_text)
+        if missing := [key for key in ("model_name", "train_envs") if key not in config]:
+            raise ValueError(f"it has no {', '.join(missing)}")
+        name = "versions.json"
+        versions = json.loads((directory / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnstableError(f"{directory / name} cannot be read: {error}") from None
+    with understood(directory):
+        return _read_data(directory, config, config_text, versions)
+
+
+def _read_data(directory: Path, config: dict[str, Any], config_text: str, versions: dict[str, Any]) -> RunData:
+    steps, hours, series = _read_metrics(directory / "metrics.jsonl")
+    kept = _thin(len(steps))
+    return RunData(
+        directory=directory,
+        config=config,
+        config_text=config_text,
+        versions=versions,
+        steps=[steps[i] for i in kept],
+        hours=[hours[i] for i in kept],
+        series={name: [values[i] for i in kept] for name, values in series.items()},
+        latest={name: last for name, values in series.items() if (last := _last(values)) is not None},
+        evaluations=[with_points(line) for line in _lines(directory / "eval.jsonl")],
+        ladder=_read_ladder(directory / "league.jsonl"),
+        alarms=alarm_lines(_lines(directory / "alarms.jsonl")),
+    )
+
+
+def _read_metrics(path: Path) -> tuple[list[int], list[float], dict[str, list[float | None]]]:
+    """Return one row for each update and one for step 0, each merged from all its lines."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in _lines(path):
+        rows.setdefault(int(line["step"]), {}).update(line)
+    steps = sorted(rows)
+    names = dict.fromkeys(name for row in rows.values() for name in row if name not in ("step", "time"))
+    series = {name: [_rounded(rows[step].get(name)) for step in steps] for name in names}
+    hours, seconds = list[float](), 0.0
+    for step in steps:  # by the run's own clock, which stands still between a kill and a resume
+        seconds = rows[step].get("run/seconds", seconds)
+        hours.append(round(seconds / 3600, 4))
+    return steps, hours, series
+
+
+def _read_ladder(path: Path) -> dict[str, list[tuple[int, float, float, int]]]:
+    ladder: dict[str, list[tuple[int, float, float, int]]] = {}
+    for line in _lines(path):
+        for uid, (mu, sigma, games, *_) in line["models"].items():
+            if games:
+                ladder.setdefault(uid, []).append((line["step"], mu, sigma, games))
+    return ladder
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Return the lines of a file, none if it does not exist yet."""
+    return read_part(path) if path.exists() else iter(())
+
+
+def _thin(count: int) -> list[int]:
+    """Return the indices of `count` points that are kept: all, or every k-th and the last."""
+    stride = math.ceil(count / MAX_POINTS) or 1
+    return sorted({*range(0, count, stride), *([count - 1] if count else [])})
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _last(values: Sequence[float | None]) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
+def _shared_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config without the keys in which runs of one group may differ."""
+    shared = json.loads(json.dumps(config, default=str))
+    for key in OWN_KEYS:
+        section, _, name = key.partition(".")
+        shared.get(section, {}).pop(name, None)
+    assert isinstance(shared, dict)
+    return shared
+
+
+def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield `section.key` and the value of every scalar and plain list; tables in a list are counted from 0."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from flat(inner, f"{prefix}.{key}" if prefix else key)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for index, inner in enumerate(value):
+            yield from flat(inner, f"{prefix}.{index}")
+    else:
+        yield prefix, value
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= MAX_LABEL_CHARS else f"{text[: MAX_LABEL_CHARS - 1]}…"

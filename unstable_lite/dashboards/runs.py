@@ -1,0 +1,391 @@
+"""List, compare and prune the runs on this disk.
+
+Reads the files of runs. Removes nothing that `run --resume` needs, and nothing of a run that is in progress. Knows
+nothing of the making of runs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from unstable_lite.adapters.store import try_lock
+from unstable_lite.dashboards.report.runs import RunData, flat, read_run
+from unstable_lite.dashboards.run_view import RunView
+from unstable_lite.errors import UnstableError
+from unstable_lite.files import understood
+from unstable_lite.tracking.run_directory import PAUSED, by_update, find_damage
+
+LOCK = "lock"
+RUNS = "*/*/config.toml"
+STATE_STYLES = {"running": "green", "paused": "yellow", "killed": "red", "unreadable": "red"}
+DAY_S = 86_400.0
+EMPTY_FOR_S = 60.0
+"""Age in seconds below which a run without a checkpoint may still be starting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEntry:
+    directory: Path
+    began: float
+    """Start time, in seconds since the epoch."""
+    size_bytes: int
+    state: str
+    """`running`, `paused`, `ended`, `killed` (its process is gone without a record), or `unreadable`."""
+    updates: int = 0
+    planned: int = 0
+    algorithm: str = ""
+    model: str = ""
+    env_ids: tuple[str, ...] = ()
+    """Envs of its training."""
+    evaluation: Mapping[str, Any] | None = None
+    """Newest line of eval.jsonl with games and points."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prunable:
+    """Files of one run that may be removed."""
+
+    directory: Path
+    paths: tuple[Path, ...]
+    size_bytes: int
+    kept: tuple[str, ...]
+    """Names of the checkpoints that stay."""
+    refused: str | None = None
+    """Reason why nothing of a run that was named may be removed."""
+
+
+def list_runs(outputs: Path) -> list[RunEntry]:
+    """Return every run in `outputs`, the newest first. Raises UnstableError if there is none."""
+    return sorted(map(_entry, _runs_in(outputs)), key=lambda entry: (entry.began, entry.directory), reverse=True)
+
+
+def is_running(directory: Path) -> bool:
+    """Return whether a process holds the run's lock; if the lock is another user's, whether its process exists."""
+    if not (directory / LOCK).exists():
+        return False
+    try:
+        lock = try_lock(directory)
+    except PermissionError:
+        view = RunView(directory)
+        view.refresh()
+        return view.is_running
+    if lock is None:
+        return True
+    os.close(lock)
+    return False
+
+
+def runs_table(entries: Sequence[RunEntry]) -> Text:
+    """Return three lines per run: numbers, content, and the directory, which is never cut because it is copied."""
+    lines = [Text(f"{'begun':<16}  {'state':<10}  {'updates':>11}  {'points (games)':>15}  {'size':>9}", style="bold")]
+    for entry in entries:
+        line = Text(f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(entry.began))}  ")
+        line.append(f"{entry.state:<10}", style=STATE_STYLES.get(entry.state, ""))
+        line.append(f"  {f'{entry.updates}/{entry.planned}':>11}  {_points(entry.evaluation):>15}")
+        line.append(f"  {size(entry.size_bytes):>9}")
+        what = ", ".join((entry.algorithm, entry.model, *entry.env_ids)).strip(", ")
+        lines += [line, Text(f"    {what}", style="dim"), Text(f"    {entry.directory}")]
+    return Text("\n").join(lines)
+
+
+def compare(directories: Sequence[Path]) -> tuple[list[Path], Table, Table]:
+    """Return the runs of the columns A, B, …, the config keys in which they differ, and their results.
+
+    Raises UnstableError unless all are run directories.
+    """
+    runs, results = list[RunData](), list[dict[str, str]]()
+    for directory in dict.fromkeys(path.resolve() for path in directories):
+        with understood(directory):
+            runs.append(read_run(directory))
+            results.append(dict(_results(runs[-1])))
+    if len(runs) < 2:
+        raise UnstableError("a comparison needs at least two different run directories")
+    configs = [dict(flat(run.config)) for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    differing = {
+        key: ["not set" if config.get(key) is None else str(config[key]) for config in configs]
+        for key in keys
+        if key != "run.output_dir" and len({str(config.get(key)) for config in configs}) > 1
+    }
+    names = dict.fromkeys(name for of_run in results for name in of_run)
+    rows = {name: [of_run.get(name, "–") for of_run in results] for name in names}
+    return (
+        [run.directory for run in runs],
+        _side_by_side("config", differing, len(runs)),
+        _side_by_side("result", rows, len(runs)),
+    )
+
+
+def find_prunable(
+    outputs: Path,
+    directories: Sequence[Path] = (),
+    keep: int = 1,
+    older_than_days: float = 0.0,
+    with_train_data: bool = False,
+    with_empty_runs: bool = False,
+) -> list[Prunable]:
+    """Return the removable files of `directories`, or of every run in `outputs` without a write for that long.
+
+    Older and damaged checkpoints are removable. The newest `keep` intact ones stay, the best of each evaluation, and
+    any from which another run starts; without an intact one, all stay. `with_train_data`: also the batches, which only
+    `report` and `export` read. `with_empty_runs`: also whole directories of runs without any checkpoint. Raises
+    UnstableError for a directory that is not a run's.
+    """
+    asked = [*map(Path.resolve, directories)] or [path.resolve() for path in _runs_in(outputs)]
+    all_runs = {*asked, *(path.parent for path in outputs.glob(RUNS))}
+    wanted = {path for run in all_runs for path in _starting_points(run)}
+    found = []
+    for run in asked:
+        try:
+            with understood(run):
+                prunable = _find_prunable_in(run, keep, wanted, older_than_days, with_train_data, with_empty_runs)
+        except UnstableError as error:
+            if directories:
+                raise
+            prunable = _nothing(run, str(error))
+        if prunable is not None:
+            found.append(prunable)
+    return found
+
+
+def _find_prunable_in(
+    run: Path,
+    keep: int,
+    wanted: Collection[Path],
+    older_than_days: float,
+    with_train_data: bool,
+    with_empty_runs: bool,
+) -> Prunable | None:
+    """Return the removable files of one run; None if it was written to too recently."""
+    view = RunView(run)
+    view.refresh()
+    rested_s = time.time() - _last_written(run)
+    if is_running(run):
+        return _nothing(run, "it is running")
+    if rested_s < older_than_days * DAY_S:
+        return None
+    paths, kept = _old_checkpoints(view, keep, wanted)
+    if (run / LOCK).exists():
+        paths += run.glob("unstable_lite-*")  # adapters of a killed run for which shared memory was too small
+    if with_train_data and (run / "train_data").is_dir():
+        paths.append(run / "train_data")
+    if with_empty_runs and rested_s > EMPTY_FOR_S and not any((run / "checkpoints").glob("*ckpt-*")):
+        paths = [run]
+    taken = sum(map(size_on_disk, paths))
+    return Prunable(directory=run, paths=tuple(paths), size_bytes=taken, kept=tuple(kept))
+
+
+def prune(prunable: Prunable) -> str | None:
+    """Remove the files while holding the run's lock, so that no process resumes it; return the reason if that failed.
+
+    Raises OSError if a file cannot be removed.
+    """
+    try:
+        lock = try_lock(prunable.directory)
+    except PermissionError:
+        return f"{prunable.directory / LOCK} belongs to another user"
+    if lock is None:
+        return "it is running now"
+    try:
+        for path in prunable.paths:
+            shutil.rmtree(path)
+    finally:
+        os.close(lock)
+    if prunable.paths == (prunable.directory,):
+        with suppress(OSError):  # the directory of the day, if this was its last run
+            prunable.directory.parent.rmdir()
+    return None
+
+
+def size_on_disk(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a directory; a file that disappears counts as 0."""
+    total = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.lstat(Path(directory, name)).st_size
+    return total
+
+
+def size(num_bytes: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes / 1e3:.0f} kB"
+
+
+def _entry(directory: Path) -> RunEntry:
+    """Return the entry of one run; `unreadable` for any damage, so that the others are shown."""
+    began, taken = 0.0, 0
+    try:
+        began, taken = _began(directory), size_on_disk(directory)
+        with understood(directory):
+            return _readable_entry(directory, began, taken)
+    except (UnstableError, OSError):
+        return RunEntry(directory=directory, began=began, size_bytes=taken, state="unreadable")
+
+
+def _readable_entry(directory: Path, began: float, taken: int) -> RunEntry:
+    view = RunView(directory)
+    view.refresh()
+    if is_running(directory):
+        state = "paused" if (directory / PAUSED).exists() else "running"
+    else:
+        state = "ended" if view.live.get("has_ended") else "killed"
+    counted = [line for line in view.all_evaluations() if line["n"] and line["points"] is not None]
+    newest = max(counted, key=lambda line: (line["label"] != "concurrent", line["step"]), default=None)
+    _points(newest)  # raises if it cannot be shown
+    return RunEntry(
+        directory=directory,
+        began=began,
+        size_bytes=taken,
+        state=state,
+        updates=view.num_updates,
+        planned=view.learning_steps,
+        algorithm=str(view.config.get("algorithm", "")),
+        model=str(view.config.get("model_name", "")),
+        env_ids=tuple(dict.fromkeys(str(env["env_id"]) for env in view.config["train_envs"])),
+        evaluation=newest,
+    )
+
+
+def _began(directory: Path) -> float:
+    """Return the start time in the name, because copying changes the times of files; else that of the first file."""
+    try:
+        return time.mktime(time.strptime(f"{directory.parent.name} {directory.name[:8]}", "%Y-%m-%d %H-%M-%S"))
+    except ValueError:
+        return min(path.stat().st_mtime for path in directory.glob("config*.toml"))  # a resume may rewrite it
+
+
+def _last_written(directory: Path) -> float:
+    names = ("config.toml", "metrics.jsonl", "games.jsonl", "live.json", "checkpoints")
+    return max((directory / name).stat().st_mtime for name in names if (directory / name).exists())
+
+
+def _points(evaluation: Mapping[str, Any] | None) -> str:
+    return "–" if evaluation is None else f"{evaluation['points']:.1%} ({evaluation['n']})"
+
+
+def _results(run: RunData) -> Iterator[tuple[str, str]]:
+    latest = run.latest
+    planned = run.config.get("run", {}).get("learning_steps", "?")
+    yield "updates", f"{run.steps[-1] if run.steps else 0} of {planned}"
+    evaluations = {(line["env_id"], line["opponent"], line["label"] == "concurrent"): line for line in run.evaluations}
+    for (env_id, opponent, is_concurrent), line in evaluations.items():
+        remark = ", while training" * is_concurrent
+        if line["points"] is not None:
+            shown, form = f"{line['points']:.1%} of the points", "{:.1%}"
+            interval = line["points_interval"]
+        elif line["mean_reward"] is not None:
+            shown, form = f"reward {line['mean_reward']:.3f}", "{:.3f}"
+            interval = [edge for edge in line["reward_interval"] if edge is not None]
+        else:
+            continue
+        between = " – ".join(map(form.format, interval))
+        name = f"{env_id} against {opponent}{remark}"
+        yield name, f"{shown}{f' ({between})' * bool(interval)}, n={line['n']}, {line['model']}"
+    for env in run.config.get("train_envs", []):
+        group = f"collection-{env['env_id']}"
+        for name, form in (("reward", "{:+.3f}"), ("Points", "{:.1%}"), ("Ended by own invalid move", "{:.1%}")):
+            if (value := latest.get(f"{group}/{name}")) is not None:
+                n = latest.get(f"{group}/n", 0)
+                yield f"{env['env_id']}, training: {name}", f"{form.format(value)}, n={n:.0f}"
+    for label, metric, form, of in (
+        ("entropy", "learner/entropy", "{:.3f}", "learner/num_tokens"),
+        ("staleness", "learner/staleness_mean", "{:.2f}", "learner/num_tokens"),
+        ("|Δ log p| engine, learner", "learner/mismatch_mean", "{:.2g}", "learner/mismatch_tokens"),
+        ("games", "run/games", "{:,.0f}", None),
+        ("void games", "run/void_games", "{:,.0f}", None),
+        ("tokens/s", "run/tokens_per_s", "{:,.0f}", None),
+        ("seconds", "run/seconds", "{:,.0f}", None),
+    ):
+        if metric in latest and (of is None or latest.get(of)):
+            yield label, form.format(latest[metric]) + (f", n={latest[of]:.0f} tokens" if of is not None else "")
+    yield "alarms", str(len(run.alarms))
+
+
+def _side_by_side(title: str, rows: Mapping[str, Sequence[str]], num_runs: int) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("", overflow="fold")
+    for number in range(num_runs):
+        table.add_column(column_name(number), overflow="fold")
+    for name, values in rows.items():
+        table.add_row(Text(name), *map(Text, values))
+    return table
+
+
+def column_name(number: int) -> str:
+    return chr(ord("A") + number) if number < 26 else str(number + 1)
+
+
+def _runs_in(outputs: Path) -> list[Path]:
+    found = [path.parent for path in outputs.glob(RUNS)]
+    if not found:
+        raise UnstableError(f"there is no run in {outputs.absolute()}; name another directory with --outputs")
+    return found
+
+
+def _old_checkpoints(view: RunView, keep: int, wanted: Collection[Path]) -> tuple[list[Path], list[str]]:
+    """Return the removable checkpoints, and the names of the others."""
+    checkpoints = view.directory / "checkpoints"
+    newest_first = list(reversed(by_update(checkpoints).values()))
+    whole: list[Path] = []
+    for path in newest_first:
+        if len(whole) < keep and find_damage(path) is None:
+            whole.append(path)
+    if not whole:
+        return [], [path.name for path in newest_first]
+    best = _best(view)
+    stays = [path for path in newest_first if path in whole or path.name in best or path.resolve() in wanted]
+    goes = [path for path in newest_first if path not in stays]
+    goes += [*checkpoints.glob("damaged-ckpt-*"), *checkpoints.glob(".ckpt-*.partial")]
+    return goes, [path.name for path in stays]
+
+
+def _best(view: RunView) -> set[str]:
+    """Return, for each env and opponent, the best checkpoint of the evaluations with a quota."""
+    best: dict[tuple[str, str], tuple[float, str]] = {}
+    for line in view.evaluations():
+        shown = line["points"] if line["points"] is not None else line.get("mean_reward")
+        if shown is not None and line["model"].startswith("ckpt-"):
+            cell, result = (line["env_id"], line["opponent"]), (shown, line["model"])
+            best[cell] = max(best.get(cell, result), result, key=lambda found: found[0])
+    return {model for _, model in best.values()}
+
+
+def _starting_points(run: Path) -> Iterator[Path]:
+    """Yield the checkpoints that a run's config names, because a resume reads them."""
+    with suppress(UnstableError), understood(run):
+        lora = RunView(run).config.get("lora", {})
+        for key, inside in (("initial_lora_path", "."), ("initial_critic_path", "..")):
+            if key in lora:
+                yield (Path(lora[key]) / inside).resolve()
+
+
+def _nothing(directory: Path, reason: str) -> Prunable:
+    return Prunable(directory=directory, paths=(), size_bytes=0, kept=(), refused=reason)
+
+
+def say_prunable(prunables: Sequence[Prunable], say: Callable[[str], None]) -> int:
+    """Report the removable files of each run; return the bytes that removal frees."""
+    for prunable in prunables:
+        if prunable.refused is not None:
+            say(f"{prunable.directory}: nothing, because {prunable.refused}")
+        elif prunable.paths:
+            names = ", ".join(
+                str(path.relative_to(prunable.directory)) if path != prunable.directory else "all of it"
+                for path in prunable.paths
+            )
+            stays = f"; {', '.join(prunable.kept)} stay" * bool(prunable.kept)
+            say(f"{prunable.directory}: {size(prunable.size_bytes)}: {names}{stays}")
+    return sum(prunable.size_bytes for prunable in prunables)

@@ -1,0 +1,400 @@
+"""Dashboard: panels of one run for a terminal of at least 80 × 24 characters.
+
+Draws the contents of a RunView; itself reads only the load of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+from rich.console import Group, RenderableType
+from rich.layout import Layout
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from unstable_lite.dashboards.run_view import RunView
+
+BARS = "▁▂▃▄▅▆▇█"
+SILENT_S = 10.0
+"""Age of live.json from which the event loop counts as blocked; a run writes it every two seconds."""
+SAMPLES = 128
+"""Most updates in a sparkline (reference: `terminal_interface.py`)."""
+GOOD, FAIR = 0.75, 0.40
+"""Shares of a bar from which it is coloured as good, and as fair (reference)."""
+PAST = Text("not recorded for past updates", style="dim")
+FIRST_LOOK_S = 0.1
+"""Time over which a process's load is first measured; later it is measured from frame to frame."""
+ROOMY = 30
+"""Height from which alarms have a panel; below it the newest alarm is shown under the header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Row of a statistics panel: its label, its metric and its format."""
+
+    label: str
+    name: str
+    write: Callable[[float], str]
+    n: str | None = None
+    """Metric with the sample size, if that may be 0."""
+
+
+def percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def plain(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def short(value: float) -> str:
+    return f"{value:.3g}"
+
+
+LEARNER = (
+    Row("loss", "learner/loss", short),
+    Row("entropy", "learner/entropy", short),
+    Row("|Δ log p|", "learner/mismatch_mean", short, "learner/mismatch_tokens"),
+    Row("grad norm", "learner/policy_grad_norm", short),
+    Row("waits (s)", "learner/wait_for_batch_s", short),
+    Row("0 advantage", "learner/zero_advantage", percent),
+    Row("weights cut", "learner/importance_weight_clipped", percent),
+    Row("tokens/s", "learner/tokens_per_s", plain),
+)
+STALENESS = (
+    Row("staleness", "learner/staleness_mean", short),
+    Row("greatest", "learner/staleness_max", plain),
+    Row("buffer", "buffer/size", plain),
+    Row("too old", "buffer/dropped_stale", plain),
+)
+"""Staleness in updates, and numbers of steps: waiting, and dropped so far."""
+
+
+def collection_rows(env_id: str) -> list[Row]:
+    group = f"collection-{env_id}"
+    return [
+        Row("reward", f"{group}/reward", lambda value: f"{value:+.2f}"),
+        Row("points", f"{group}/Points", percent),
+        Row("format ok", f"{group}/Format Success Rate - correct_answer_format", percent),
+        Row("own invalid", f"{group}/Ended by own invalid move", percent),
+        Row("turns a game", f"{group}/Game Length", short),
+        Row("tokens a turn", f"{group}/Response Length (token)", short),
+    ]
+
+
+def draw(view: RunView, width: int, height: int, load: MachineLoad) -> RenderableType:
+    """Draw one frame of exactly this size."""
+    layout = Layout()
+    workers = view.live.get("workers", []) if view.at is None else []
+    alarms = view.alarms()
+    workers_a_row = 1 if len(workers) <= 3 and width < 120 else 2
+    of_workers = 2 + max(1, math.ceil(len(workers) / workers_a_row))
+    has_alarms = height >= ROOMY
+    of_alarms = min(2 + max(1, len(alarms)), 5 if height < 45 else 8) if has_alarms else 0
+    sections = [
+        Layout(_header(view, width, not has_alarms), name="header", size=3),
+        Layout(name="middle", ratio=1),
+        Layout(
+            Panel(
+                _workers(workers, workers_a_row, load, width) if view.at is None else PAST,
+                title="workers",
+                title_align="left",
+            ),
+            size=of_workers,
+        ),
+    ]
+    if has_alarms:
+        sections.append(Layout(_alarms(alarms, of_alarms - 2), size=of_alarms))
+    layout.split_column(*sections)
+    left, right = Layout(ratio=1), Layout(ratio=1)
+    layout["middle"].split_row(left, right)
+    room = height - 3 - of_workers - of_alarms
+    inner = width // 2 - 4
+    env_ids = [env["env_id"] for env in view.config.get("train_envs", [])]
+    of_envs = [
+        Panel(
+            _statistics(view, collection_rows(env_id), inner), title=Text(f"collection: {env_id}"), title_align="left"
+        )
+        for env_id in env_ids
+    ]
+    ladder = view.ladder()
+    # Little room is for statistics and ladder; more also for evaluations, then for the matches.
+    if room < 13:
+        left.update(of_envs[0] if of_envs else Panel(""))
+        right.update(Panel(_ladder(ladder, inner, room - 2), title=_ladder_title(ladder), title_align="left"))
+        return layout
+    of_staleness = 2 + len(STALENESS)
+    has_staleness = room >= 8 + 7 + of_staleness
+    rows = LEARNER if has_staleness else (*LEARNER[:4], *STALENESS[::2], LEARNER[4])
+    learner = Panel(_statistics(view, rows, inner), title="learner", title_align="left")
+    of_learner = 2 + len(LEARNER)
+    column = [Layout(panel, size=8) for panel in of_envs[: max(1, (room - of_learner - of_staleness) // 8)]]
+    column.append(Layout(learner, ratio=1, minimum_size=5))
+    if has_staleness:
+        panel = Panel(_statistics(view, STALENESS, inner), title="staleness", title_align="left")
+        column.append(Layout(panel, size=of_staleness))
+    left.split_column(*column)
+    evaluations = view.evaluations()
+    of_evaluations = min(2 + max(1, len(evaluations)), 7)
+    of_ladder = room - of_evaluations
+    has_matrix = of_ladder >= 20
+    of_matrix = min(of_ladder // 2, len(ladder) + 3) if has_matrix else 0
+    parts = [
+        Layout(
+            Panel(_ladder(ladder, inner, of_ladder - of_matrix - 2), title=_ladder_title(ladder), title_align="left"),
+            ratio=1,
+        )
+    ]
+    if has_matrix:
+        matrix = _matches(ladder, view.matches(), inner, of_matrix - 2)
+        parts.append(Layout(Panel(matrix, title="games between them", title_align="left"), size=of_matrix))
+    parts.append(
+        Layout(
+            Panel(_evaluations(evaluations[-(of_evaluations - 2) :]), title="evaluations", title_align="left"),
+            size=of_evaluations,
+        )
+    )
+    right.split_column(*parts)
+    return layout
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return a sparkline of the newest `width` values, scaled from their least to their greatest."""
+    shown = [value for value in values[-min(width, SAMPLES) :] if math.isfinite(value)]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in shown)
+
+
+def bar(share: float, width: int) -> Text:
+    share = min(max(share, 0.0), 1.0)
+    style = "green" if share >= GOOD else "yellow" if share >= FAIR else "red"
+    full = round(share * width)
+    return Text("█" * full, style=style) + Text("░" * (width - full), style="dim")
+
+
+def _header(view: RunView, width: int, has_no_alarms_panel: bool) -> Panel:
+    live, latest = view.live, view.latest()
+    made, planned = view.update, view.learning_steps
+    silent_s = time.time() - live.get("time", time.time())
+    if view.at is not None:
+        state = Text("replay", style="cyan")
+    elif view.is_running and silent_s > SILENT_S:
+        state = Text(f"silent for {silent_s:.0f} s", style="red")
+    elif view.is_running:
+        state = Text("running", style="green")
+    else:
+        state = Text("ended" if live.get("has_ended") else "not running", style="yellow")
+    pace = view.pace()
+    games = latest.get("run/games", 0) if view.at is not None else live.get("games", latest.get("run/games", 0))
+    line = Text.assemble(
+        state, "  update ", (f"{made}/{planned} ", "bold"), bar(made / max(planned, 1), max(4, width // 4 - 16))
+    )
+    line.append(f"  {games:,.0f} games")
+    if pace is not None:
+        line.append(f" {pace.games_per_s:.1f}/s")
+    line.append(f"  {latest.get('run/tokens_per_s', 0):,.0f} tok/s")
+    if view.is_running and view.at is None and pace is not None:
+        line.append(f"  left {_duration(pace.seconds_per_update * (planned - made))}")
+    if num_alarms := len(view.alarms()):
+        line.append(f"  alarms {num_alarms}", style="red")
+    line.no_wrap, line.overflow = True, "ellipsis"
+    below = _now(view) if view.at is None else Text()
+    if has_no_alarms_panel and (alarms := view.alarms()):
+        below = Text(f"alarm, {alarms[-1]}", style="red")
+    below.truncate(width - 8, overflow="ellipsis")
+    return Panel(
+        line, title=Text(view.directory.name), title_align="left", subtitle=below or None, subtitle_align="left"
+    )
+
+
+def _now(view: RunView) -> Text:
+    """Return the panel of values that change between updates."""
+    live = view.live
+    if not view.is_running or "buffer" not in live:
+        return Text()
+    return Text(
+        f"{live['train_games_in_flight']} + {live['eval_games_in_flight']} games in flight (train + eval), "
+        f"buffer {live['buffer']}/{live['buffer_size']}, batch {live['batch_size']}, void {live['void_games']}",
+        style="dim",
+    )
+
+
+def _alarms(alarms: Sequence[str], height: int) -> Panel:
+    """Return the panel of the newest alarms."""
+    if not alarms:
+        return Panel(Text("none", style="dim"), title="alarms", title_align="left")
+    text = Text("\n".join(alarms[-height:]), style="red", no_wrap=True, overflow="ellipsis")
+    return Panel(text, title=f"alarms: {len(alarms)}", title_align="left", border_style="red")
+
+
+def _statistics(view: RunView, rows: Sequence[Row], width: int) -> Table:
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right", min_width=7)
+    table.add_column(no_wrap=True, ratio=1, style="cyan", overflow="crop")
+    for row in rows:
+        values = view.series(row.name, row.n)
+        table.add_row(row.label, row.write(values[-1]) if values else "–", sparkline(values, max(width - 24, 8)))
+    return table
+
+
+def _ladder_title(ladder: Sequence[Any]) -> str:
+    return f"TrueSkill (μ, σ): {len(ladder)} models"
+
+
+def _ladder(ladder: Sequence[tuple[str, float, float, int, bool, bool]], width: int, height: int) -> RenderableType:
+    """Return a table of the strongest models and the current policy; the others are counted."""
+    if not ladder:
+        return Text("no games yet", style="dim")
+    shown = list(enumerate(ladder))[: max(height, 1)]
+    if len(ladder) > len(shown):
+        current = [(index, row) for index, row in enumerate(ladder) if row[5] and index >= len(shown)]
+        shown = [*shown[: len(shown) - len(current)], *current]
+    low, high = min(row[1] - row[2] for row in ladder), max(row[1] for row in ladder)
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(justify="right", style="dim")
+    table.add_column(no_wrap=True, overflow="ellipsis", max_width=max(12, width // 3))
+    table.add_column(ratio=1, no_wrap=True, overflow="crop")
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True, style="dim")
+    for index, (uid, mu, sigma, games, is_active, is_current) in shown:
+        name = Text(uid, style="bold green" if is_current else "" if is_active else "dim")
+        share = (mu - low) / max(high - low, 1e-9)
+        table.add_row(str(index), name, bar(share, max(width - 45, 6)), f"{mu:.1f} ±{sigma:.1f}", f"n={games}")
+    return table
+
+
+def _matches(
+    ladder: Sequence[tuple[str, float, float, int, bool, bool]],
+    matches: dict[tuple[str, str], int],
+    width: int,
+    height: int,
+) -> RenderableType:
+    """Return a matrix of games by the ladder's numbers; more games are brighter."""
+    count = min(len(ladder), max(height - 1, 1), max((width - 4) // 5, 1))
+    uids = [row[0] for row in ladder[:count]]
+    most = max((matches.get((one, other), 0) for one in uids for other in uids), default=0)
+    lines = [Text("    " + "".join(f"{index:>5}" for index in range(count)), style="dim")]
+    for index, one in enumerate(uids):
+        line = Text(f"{index:>3} ", style="dim")
+        for other in uids:
+            games = matches.get((one, other), 0)
+            level = round(40 + 150 * games / most) if most else 0
+            colours = f"on rgb({level // 4},{level // 2},{level})" if games else "dim"
+            line.append(f"{games if games else '·':>5}", style=colours)
+        lines.append(line)
+    return Group(*lines)
+
+
+def _evaluations(evaluations: Sequence[dict[str, Any]]) -> RenderableType:
+    if not evaluations:
+        return Text("none yet", style="dim")
+    table = Table.grid(padding=(0, 1), expand=True)
+    for least in (7, 6, 8, 4):
+        table.add_column(min_width=least, no_wrap=True, justify="left" if least == 7 else "right")
+    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis", style="dim")
+    for line in evaluations:
+        if line["points"] is not None:
+            share, (low, high) = percent(line["points"]), [f"{edge:.0%}" for edge in line["points_interval"]]
+        elif line["mean_reward"] is not None:
+            share, (low, high) = (
+                short(line["mean_reward"]),
+                [short(edge) for edge in line["reward_interval"] if edge is not None] or "??",
+            )
+        else:
+            continue
+        table.add_row(line["model"], share, f"{low}–{high}", f"n={line['n']}", f"{line['opponent']}, {line['env_id']}")
+    return table
+
+
+def _workers(workers: Sequence[dict[str, Any]], a_row: int, load: MachineLoad, width: int) -> RenderableType:
+    """Return a grid of engines with their throughput and their load."""
+    if not workers:
+        return Text("not running", style="dim")
+    table = Table.grid(padding=(0, 2), expand=True)
+    for _ in range(a_row):
+        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    cells = []
+    most = max((worker["stats"]["tokens_per_s"] for worker in workers if worker["stats"]), default=0.0)
+    for worker in workers:
+        stats = worker["stats"]
+        name = f"{worker['name']} ({'GPU ' * isinstance(worker['device'], int)}{worker['device']})"
+        is_up = worker["state"] in ("ready", "asleep")
+        cell = Text(f"{name:<16} ", style="" if is_up else "red")
+        if not is_up:
+            cell.append(f"is {worker['state']}", style="red")
+        elif worker["state"] == "asleep":
+            cell.append("sleeps while the learner learns")
+        elif stats is not None:
+            cell.append_text(bar(stats["tokens_per_s"] / most if most else 0.0, max(4, width // 12)))
+            cell.append(f" {stats['tokens_per_s']:,.0f} tok/s  {stats['running']} run, {stats['queued']} wait")
+        else:
+            cell.append("learns" if worker["waited_for"] else "waits")
+        cell.append(f"  {load.of(worker)}", style="dim")
+        cells.append(cell)
+    for index in range(0, len(cells), a_row):
+        table.add_row(*cells[index : index + a_row])
+    return table
+
+
+class MachineLoad:
+    """Load of a worker's device: from NVML on a GPU, else the process's share of the processors."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, psutil.Process] = {}
+        self._nvml: Any = None
+        with contextlib.suppress(ImportError):
+            import pynvml
+
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlInit()
+                self._nvml = pynvml
+
+    def of(self, worker: dict[str, Any]) -> str:
+        """Return the load as text; "" if it is unknown, because the process is gone or on another machine."""
+        device, pid = worker["device"], worker["pid"]
+        if pid is None:  # on another machine
+            return str(device)
+        if isinstance(device, int) and self._nvml is not None:
+            # The run's number of a GPU differs from the machine's if only some were visible to the run.
+            gpu = worker.get("gpu", str(device)).strip()
+            # Each value on its own, because some GPUs have no power meter.
+            return "  ".join(filter(None, (self._power(gpu), self._memory(gpu))))
+        try:
+            interval = None if pid in self._processes else FIRST_LOOK_S
+            process = self._processes.setdefault(pid, psutil.Process(pid))
+            return f"{process.cpu_percent(interval):.0f} % CPU  {process.memory_info().rss / 2**20:,.0f} MiB"
+        except psutil.Error:
+            return ""
+
+    def _handle(self, gpu: str) -> Any:
+        """`gpu`: a number or a UUID, as CUDA_VISIBLE_DEVICES has them."""
+        if gpu.isdecimal():
+            return self._nvml.nvmlDeviceGetHandleByIndex(int(gpu))
+        return self._nvml.nvmlDeviceGetHandleByUUID(gpu)
+
+    def _power(self, gpu: str) -> str:
+        with contextlib.suppress(self._nvml.NVMLError):
+            return f"{self._nvml.nvmlDeviceGetPowerUsage(self._handle(gpu)) / 1000:.0f} W"
+        return ""
+
+    def _memory(self, gpu: str) -> str:
+        with contextlib.suppress(self._nvml.NVMLError):
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle(gpu))
+            return f"{memory.used / 2**30:.1f}/{memory.total / 2**30:.0f} GiB"
+        return ""
+
+
+def _duration(seconds: float) -> str:
+    days, rest = divmod(seconds, 86_400)
+    return f"{days:.0f} d " * (days > 0) + time.strftime("%H:%M:%S", time.gmtime(rest))

@@ -1,0 +1,205 @@
+"""Turn the arguments of an evaluation into cells of games and a plan for its engines."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from unstable_lite.config import Config
+from unstable_lite.config.games import LeagueConfig
+from unstable_lite.config.reading import read_config
+from unstable_lite.config.training import LearnerConfig
+from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.cells import Cell, in_rounds, make_cells, make_tournament
+from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_run, find_sides, opponent
+from unstable_lite.planning.plan import Plan, make_plan
+from unstable_lite.planning.trust import run_config
+from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
+
+ENV_KEYS = tuple(field.name for field in fields(EvalEnvSpec) if field.name != "fixed_opponent")
+"""Keys that training and eval envs share."""
+_ENV_WORD = re.compile(r"((?:[A-Za-z_][\w.]*:(?=[A-Za-z_]))?[^:]+)(?::(\d+)(?::([^:]+))?)?")
+"""Pattern of `env_id[:players[:template]]`, where `env_id` may be `module:id`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationPlan:
+    """Evaluation that can be played."""
+
+    plan: Plan
+    cells: tuple[Cell, ...]
+    games: int
+    """Number of games of each cell."""
+    concurrency: int
+    output: Path
+    is_tournament: bool
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that all games of one output directory share."""
+        config = self.plan.config
+        engine, opponents = config.engine, config.opponents
+        return {
+            "format": 2,
+            "model_name": config.model_name,
+            "seed": config.run.seed,
+            "engine": engine.kind,
+            "dtype": engine.dtype,
+            "temperature": engine.temperature,
+            "top_p": engine.top_p,
+            "max_generation_len": engine.max_generation_len,
+            "max_model_len": engine.max_model_len,
+            "max_action_chars": config.run.max_action_chars,
+            "opponents.base_url": opponents.base_url,
+            "opponents.temperature": opponents.temperature,
+            "opponents.max_tokens": opponents.max_tokens,
+            "templates": config.model_dump(mode="json")["templates"],
+        }
+
+
+def plan_evaluation(
+    models: Sequence[str],
+    *,
+    output: Path,
+    config: Path | None = None,
+    envs: Sequence[str] = (),
+    opponents: Sequence[str] = (),
+    games: int = 200,
+    concurrency: int | None = None,
+    tournament: bool = False,
+    overrides: Sequence[str] = (),
+    trusts_config: bool = False,
+) -> EvaluationPlan:
+    """Return a checked evaluation, for the arguments of `unstable-lite eval`. Raises ConfigError with every problem.
+
+    config: a TOML file; default: that of the first run among `models`.
+    envs: `env_id`, `env_id:players` or `env_id:players:template`; default: the config's eval envs, else its training
+    envs.
+    opponents: default: each eval env's own `fixed_opponent`.
+    trusts_config: use a run's config although another user wrote it; see `trust.run_config`.
+    """
+    found, others = find_sides(models, opponents)
+    run = find_run(models)
+    if config is None:
+        if run is None:
+            raise ConfigError("none of the models is in a run directory: name base and envs with --config")
+        config = run_config(run, overrides, trusts_config)
+    given, problems = read_config(config, tuple(overrides))
+    if problems or given is None:
+        raise ConfigError(*problems)
+    specs = _env_specs(given, envs)
+    if tournament and opponents:
+        raise ConfigError("the models of a tournament are each other's opponents: leave out --opponent")
+
+    def opponents_of(env: EvalEnvSpec) -> list[EvaluatedModel]:
+        return others or [opponent(env.fixed_opponent)]
+
+    if tournament:
+        cells = make_tournament(found, _distinct_envs(specs))
+    else:
+        cells = _without_twins(make_cells(found, opponents_of, specs if not others else _distinct_envs(specs)))
+    seated = {model.key: model for cell in cells for model in (cell.model, cell.opponent) if model is not None}
+    rank = check_base(list(seated.values()), given)
+    plan = _engine_plan(given, cells, rank)
+    in_rounds(cells, plan.config.engine.max_loras)  # refuses adapters that do not fit the slots
+    return EvaluationPlan(
+        plan=plan,
+        cells=tuple(cells),
+        games=games,
+        concurrency=concurrency or given.run.num_collection_workers,
+        output=output,
+        is_tournament=tournament,
+    )
+
+
+def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
+    """Return an eval spec for each env and each of its opponents in the config. Raises ConfigError."""
+    known: dict[str, list[EvalEnvSpec]] = {}
+    for spec in config.eval_envs:
+        known.setdefault(spec.env_id, []).append(spec)
+    for train in config.train_envs:
+        if train.env_id not in known:
+            known[train.env_id] = [_as_eval(train, config.league.fixed_opponents)]
+    if not words:
+        return list(config.eval_envs) or [spec for specs in known.values() for spec in specs]
+    specs: list[EvalEnvSpec] = []
+    for word in words:
+        match = _ENV_WORD.fullmatch(word)
+        if match is None:
+            raise ConfigError(f"--env {word}: write env_id, env_id:players or env_id:players:template")
+        env_id, players, template = match.groups()
+        like = known.get(env_id) or [
+            replace(_as_eval(config.train_envs[0], config.league.fixed_opponents), env_id=env_id)
+        ]
+        for spec in like:
+            num_players = int(players) if players else spec.num_players
+            specs.append(replace(spec, num_players=num_players, prompt_template=template or spec.prompt_template))
+    return specs
+
+
+def _as_eval(train: TrainEnvSpec, fixed_opponents: Sequence[str]) -> EvalEnvSpec:
+    opponent = fixed_opponents[0] if fixed_opponents else "scripted:random"
+    return EvalEnvSpec(fixed_opponent=opponent, **{name: getattr(train, name) for name in ENV_KEYS})
+
+
+def _distinct_envs(specs: Sequence[EvalEnvSpec]) -> list[EvalEnvSpec]:
+    """Return each env once, regardless of its opponents."""
+    return list({replace(spec, fixed_opponent=""): spec for spec in specs}.values())
+
+
+def _without_twins(cells: Sequence[Cell]) -> list[Cell]:
+    return list({cell.key: cell for cell in cells}.values())
+
+
+def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
+    """Return a plan of the part of a config that an evaluation needs, with engines on every device of the training.
+
+    Raises ConfigError with every problem of its envs, templates, opponents, engine and devices.
+    """
+    envs = list(dict.fromkeys(replace(cell.env, fixed_opponent="") for cell in cells))
+    fixed = dict.fromkeys(
+        replace(cell.env, fixed_opponent=model.name)
+        for cell in cells
+        for model in (cell.model, cell.opponent)
+        if model is not None and model.is_fixed
+    )
+    mirror = tuple(
+        TrainEnvSpec(num_actors=env.num_players, **{name: getattr(env, name) for name in ENV_KEYS}) for env in envs
+    )
+    run = {
+        "group_size": 1,
+        "eval_games": 0,
+        "eval_every": None,
+        "num_eval_workers": 1,
+        "max_eval_games_per_ckpt": None,
+    }
+    lora = {"lora_rank": rank, "initial_lora_path": None, "initial_critic_path": None}
+    plan = make_plan(
+        # Keys of learning keep their defaults, because they may not fit this machine or the default algorithm.
+        Config(
+            model_name=config.model_name,
+            trust_remote_code=config.trust_remote_code,
+            run=config.run.model_copy(update=run),
+            engine=config.engine.model_copy(update={"when_shared": "split"}),
+            learner=LearnerConfig(devices=("cpu",)),
+            lora=config.lora.model_copy(update=lora),
+            league=LeagueConfig(fixed_opponents=(), trueskill_beta=config.league.trueskill_beta),
+            opponents=config.opponents,
+            templates=config.templates,
+            train_envs=mirror,
+            eval_envs=tuple(fixed),
+        ),
+        side_by_side=False,
+    )
+    if config.engine.threads or "cpu" not in plan.engine_devices:
+        return plan
+    # No learner uses a share of the cores.
+    return replace(plan, engine_threads=max(1, len(os.sched_getaffinity(0)) // plan.engine_devices.count("cpu")))
+
+
+def adapters_of(cell: Cell) -> list[EvaluatedModel]:
+    return [model for model in (cell.model, cell.opponent) if model is not None and model.path is not None]

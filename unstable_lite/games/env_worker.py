@@ -1,0 +1,94 @@
+"""The process that runs isolated envs.
+
+It answers one request at a time and records in a file which game's call is running: the file survives if the process
+is killed, unsent messages do not. Knows nothing of players or of a game's purpose.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from typing import Any, cast
+
+import numpy as np
+
+from unstable_lite.games.call_file import NO_GAME, file_of_call, write_game
+from unstable_lite.games.environments import Environment
+from unstable_lite.transport.messages import (
+    DropEnv,
+    EnvState,
+    Failed,
+    MakeEnv,
+    Message,
+    Ready,
+    StepEnv,
+    Stop,
+)
+from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec
+from unstable_lite.types import Observation
+
+
+def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
+    games: dict[int, Environment] = {}
+    under_way = os.open(file_of_call(spec.endpoint, spec.name), os.O_RDWR | os.O_CREAT, 0o600)
+    write_game(under_way, NO_GAME)
+    socket.send(Ready(info={}))
+    while True:
+        for message in socket.receive(wait_s=1.0):
+            if isinstance(message, Stop):
+                return
+            if isinstance(message, DropEnv):
+                games.pop(message.game, None)
+                continue
+            assert isinstance(message, (MakeEnv, StepEnv)), message
+            write_game(under_way, message.game)
+            socket.send(_answer(games, message))  # may fail: an env can return values that no message can hold
+            write_game(under_way, NO_GAME)
+
+
+def _answer(games: dict[int, Environment], message: MakeEnv | StepEnv) -> Message:
+    try:
+        return _advance(games, message)
+    except Exception as error:  # any exception of an env ends that game only
+        traceback.print_exc()
+        games.pop(message.game, None)
+        return Failed(request_id=message.request_id, error=f"{type(error).__name__}: {error}")
+
+
+def _advance(games: dict[int, Environment], message: MakeEnv | StepEnv) -> EnvState:
+    if isinstance(message, MakeEnv):
+        observation = cast(Observation, message.observation)
+        env = games[message.game] = Environment(message.env_id, message.num_players, message.seed, observation)
+        turn: tuple[int, str] | None = env.observe()
+    else:
+        env = games[message.game]
+        turn = env.play(message.action)
+    if turn is not None:
+        pid, seen = turn
+        return EnvState(
+            request_id=message.request_id,
+            is_over=False,
+            was_invalid=env.was_invalid,
+            has_teams=env.has_teams,
+            pid=pid,
+            observation=seen,
+            rewards=tuple(env.rewards_so_far().values()),
+            game_info="",
+        )
+    rewards, game_info = env.close()
+    return EnvState(
+        request_id=message.request_id,
+        is_over=True,
+        was_invalid=env.was_invalid,
+        has_teams=env.has_teams,
+        pid=0,
+        observation="",
+        rewards=tuple(rewards[pid] for pid in range(env.num_players)),
+        game_info=json.dumps(game_info, default=_plain),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value that JSON does not know: a NumPy number to a Python number, anything else to text."""
+    return value.item() if isinstance(value, np.generic) else str(value)

@@ -1,0 +1,78 @@
+"""Names and interface of the learners; imports none of their libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol, cast
+
+from unstable_lite import plugins
+from unstable_lite.config import Config
+from unstable_lite.types import Logprobs, TrainItem
+
+CRITIC_HEAD = "value_head.safetensors"
+"""File of the value head, beside a critic's adapter."""
+UPDATED = "updated.json"
+"""File of the reply to the update that made a learner's state; a process that replaces the learner reads it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """Facts about an algorithm for processes that do not load torch."""
+
+    target: str
+    """Class, as `module:Class`."""
+    batches: Literal["steps", "episodes"] = "steps"
+    """Content of a batch: single steps, each with the whole reward, or whole trajectories with the reward on the last
+    step."""
+    has_critic: bool = False
+    is_clipped: bool = False
+    """Whether an update makes several steps, clipped around its first policy."""
+
+
+LEARNERS = {
+    "reinforce": Algorithm(target="unstable_lite.learner.algorithms.reinforce:REINFORCELearner"),
+    "a2c": Algorithm(target="unstable_lite.learner.algorithms.a2c:A2CLearner", batches="episodes", has_critic=True),
+    "ppo": Algorithm(
+        target="unstable_lite.learner.algorithms.ppo:PPOLearner", batches="episodes", has_critic=True, is_clipped=True
+    ),
+    "grpo": Algorithm(target="unstable_lite.learner.algorithms.grpo:GRPOLearner", is_clipped=True),
+    # Leave-one-out is the baseline of the group's rewards; the update is that of REINFORCE.
+    "rloo": Algorithm(target="unstable_lite.learner.algorithms.reinforce:REINFORCELearner"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    metrics: dict[str, float]
+    """Metrics by name, without the prefix `learner/`, which the tracker adds."""
+    skipped: str | None
+    """Reason why the update was skipped, or None."""
+    logprobs: tuple[Logprobs, ...] = ()
+    """Log-probabilities of each item's trained tokens before the step; may be empty."""
+    advantages: tuple[float, ...] = ()
+    """Advantages of the trained items; empty if they are the items' rewards."""
+
+
+class Learner(Protocol):
+    """Algorithm; its class is called with the config and a torch device.
+
+    A custom class that learns from whole trajectories needs `buffer.kind = "episodes"` in its config.
+    """
+
+    training: Any
+    """Policy, optimisers and counters, which the worker saves and loads: a `learner.training.Training`."""
+
+    def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
+        """Make adapter `version` with one update; if it is skipped, change nothing and return the reason."""
+
+
+def load_learner(config: Config, device: str) -> Learner:
+    """Return the class of `config.algorithm`: a registered name, or `module:Class`. Raises ConfigError."""
+    known_one = LEARNERS.get(config.algorithm)
+    target = known_one.target if known_one else config.algorithm
+    learner_class: Callable[..., Learner] = plugins.find("algorithm", target, cast(Any, LEARNERS))
+    made = partial(learner_class, config, device)
+    plugins.check_keywords("algorithm", target, made, config.learner.options)
+    return made(**config.learner.options)

@@ -1,0 +1,65 @@
+"""GRPO: PPO's clipped steps without a critic.
+
+An item's reward is its advantage within its group of games (the same start, the same seat), computed before it reaches
+the learner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unstable_lite.config import Config
+from unstable_lite.learner import UpdateResult, losses
+from unstable_lite.learner.old_policy import OldPolicy, proximal_policy, shuffled_minibatches
+from unstable_lite.learner.training import Training, Update
+from unstable_lite.learner.training_stats import Clipped
+from unstable_lite.types import TrainItem
+
+
+class GRPOLearner:
+    def __init__(self, config: Config, device: str) -> None:
+        self.training = Training(config, device)
+        self.policy = self.training.policy
+
+    def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
+        """Make adapter `version` by `ppo_epochs` passes over `items` in `ppo_minibatches` steps each.
+
+        If the loss or the gradient of a step is not finite all steps are undone, and nothing changes. A step whose
+        gradient is zero changes no parameter and no moment.
+        """
+        update = Update(self.training, items)
+        if update.items:
+            with update.steps(several=True):
+                proximal = proximal_policy(self.policy, update.items, self.training.config)
+                last_epoch = Clipped()
+                for is_last_epoch, rows in shuffled_minibatches(len(update.items), self.training.config):
+                    clipped = self.add_gradient([update.items[row] for row in rows], proximal.of(rows))
+                    if not update.step(clipped):
+                        break
+                    if is_last_epoch:
+                        last_epoch.extend(clipped)
+            update.report(proximal.trained)
+            update.metrics |= last_epoch.metrics(self.training.config.clip_range)
+            update.metrics |= {"loss": update.loss, "policy_loss": update.loss, "logp_std": proximal.trained.logp_std}
+        return update.end(version)
+
+    def add_gradient(self, items: Sequence[TrainItem], proximal: OldPolicy) -> Clipped:
+        """Add the gradient of the clipped loss on `items`, of this rank's share, to the parameters."""
+        config = self.training.config
+        divisor = self.training.completion_len * len(items)
+        clipped = Clipped()
+        for batch in self.policy.micro_batches(items):
+            logp_N, entropy_N = self.policy.logprobs(batch)
+            old_logp_N = batch.gather(proximal.logp)
+            weight_N = losses.importance_weights(old_logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
+            loss = losses.clipped_loss(logp_N, old_logp_N, weight_N, batch.advantage_N, config.clip_range, divisor)
+            if config.entropy_coefficient:
+                loss = loss - config.entropy_coefficient * entropy_N.sum() / divisor
+            if proximal.reference_logp is not None:
+                reference_logp_N = batch.gather(proximal.reference_logp)
+                # This term is of the present policy.
+                weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
+                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
+            loss.backward()  # type: ignore[no-untyped-call]
+            clipped.add(logp_N, old_logp_N, loss)
+        return clipped

@@ -1,0 +1,50 @@
+"""REINFORCE with truncated importance weights. An item's reward is its advantage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unstable_lite.config import Config
+from unstable_lite.learner import UpdateResult, losses
+from unstable_lite.learner.training import Training, Update
+from unstable_lite.learner.training_stats import Trained
+from unstable_lite.types import TrainItem
+
+
+class REINFORCELearner:
+    def __init__(self, config: Config, device: str) -> None:
+        self.training = Training(config, device)
+        self.policy = self.training.policy
+
+    def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
+        """Take one optimiser step on all of `items`, which makes adapter `version`.
+
+        If the loss or the gradient is not finite the step is skipped and nothing changes. If the gradient is zero no
+        parameter and no moment changes, but the update counts and makes its version.
+        """
+        update = Update(self.training, items)
+        if update.items:
+            with update.steps():
+                trained = self.add_gradient(update.items)
+                update.step(trained)
+            update.report(trained)
+        return update.end(version)
+
+    def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
+        """Add the gradient of the loss on `items`, of this rank's share, to the parameters."""
+        config = self.training.config
+        divisor = self.training.completion_len * len(items)
+        trained = Trained(kl_metric=self.policy.kl_metric)
+        for batch in self.policy.micro_batches(items):
+            logp_N, entropy_N = self.policy.logprobs(batch)
+            weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
+            loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
+            if config.entropy_coefficient:
+                loss = loss - config.entropy_coefficient * entropy_N.sum() / divisor
+            reference_logp_N = None
+            if config.kl_coefficient:
+                reference_logp_N = self.policy.reference_logprobs(batch)
+                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
+            loss.backward()  # type: ignore[no-untyped-call]
+            trained.add(batch, logp_N, entropy_N, reference_logp_N, loss)
+        return trained

@@ -1,0 +1,260 @@
+"""Turn steps into padded micro-batches.
+
+Decides which tokens are trained: those of the completion with its stop token, and no others. Each trained token is
+listed with the position that predicts it, so that padding and prompts cannot be trained by accident. Knows nothing of
+models, losses or the meaning of rewards. `N` counts a micro-batch's trained tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from unstable_lite.errors import RequestError
+from unstable_lite.learner.advantages import ROUNDING
+from unstable_lite.types import Logprobs, TrainItem
+
+BATCH_COST = 128
+"""Fixed cost of one more micro-batch, in tokens: each starts its own forward and backward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Rows padded on the right. Under causal attention no token sees its right, so no mask is needed."""
+
+    tokens_BT: Tensor
+    source_N: Tensor
+    """Position in the flattened `tokens_BT` that predicts each trained token."""
+    target_N: Tensor
+    """Trained tokens."""
+    behaviour_logp_N: Tensor
+    """Log-probabilities of these tokens when they were sampled (μ)."""
+    advantage_N: Tensor
+    """Reward of each token's item; exactly 0 if it differs from 0 only by rounding."""
+    version_N: Tensor
+    """Version of the adapter that sampled each token."""
+    num_padding: int
+    rows: tuple[int, ...]
+    """Indices of these items, in this order."""
+
+    def gather(self, per_item: Sequence[Tensor]) -> Tensor:
+        """Return `N` values, from one tensor per item over its trained tokens."""
+        return torch.cat([self.behaviour_logp_N[:0], *(per_item[row] for row in self.rows)])
+
+    def scatter(self, figures_N: Tensor, per_item: list[Tensor]) -> None:
+        """Store this micro-batch's `N` values at its items in `per_item`."""
+        lengths = torch.bincount(self.source_N // self.tokens_BT.shape[1], minlength=len(self.rows)).tolist()
+        for row, part in zip(self.rows, torch.split(figures_N, lengths), strict=True):
+            per_item[row] = part
+
+    def to(self, device: torch.device) -> MicroBatch:
+        if device.type == "cpu":
+            return self
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
+        return replace(self, **moved)
+
+
+_TENSORS = ("tokens_BT", "source_N", "target_N", "behaviour_logp_N", "advantage_N", "version_N")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptBatch:
+    """Prompts, padded on the right."""
+
+    tokens_BT: Tensor
+    last_B: Tensor
+    """Position of each prompt's last token."""
+    rows: tuple[int, ...]
+    """Indices of these items, in this order."""
+
+    def to(self, device: torch.device) -> PromptBatch:
+        return replace(self, tokens_BT=self.tokens_BT.to(device), last_B=self.last_B.to(device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """Items that are trained on, and the fate of the others."""
+
+    items: list[TrainItem]
+    kept: list[int]
+    """Index of each of `items` among the given items."""
+    num_dropped: int
+    """Number of steps that are too long to train on, or have no completion token."""
+
+    @property
+    def mean_completion_len(self) -> float:
+        """Mean number of completion tokens of `items`, of which there is at least one."""
+        return sum(len(item.completion_ids) for item in self.items) / len(self.items)
+
+    def spread(self, of_items: Sequence[Logprobs]) -> tuple[Logprobs, ...]:
+        """Map values of `items` back to the given items; a dropped item gets an empty array."""
+        spread = [np.empty(0, np.float32)] * (len(self.kept) + self.num_dropped)
+        for index, values in zip(self.kept, of_items, strict=True):
+            spread[index] = values
+        return tuple(spread)
+
+
+def length(item: TrainItem) -> int:
+    return len(item.prompt_ids) + len(item.completion_ids)
+
+
+def check(items: Sequence[TrainItem], vocab_size: int) -> None:
+    """Raise RequestError for an item that no engine can have sampled; a GPU would fail with a device assert."""
+    for i, item in enumerate(items):
+        ids = np.concatenate([item.prompt_ids, item.completion_ids])
+        if len(item.logprobs) != len(item.completion_ids):
+            raise RequestError(
+                f"item {i}: {len(item.logprobs)} logprobs for {len(item.completion_ids)} completion tokens"
+            )
+        if not len(item.prompt_ids):
+            raise RequestError(f"item {i}: an empty prompt predicts no token; begin the template with one")
+        outside = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(outside):
+            raise RequestError(
+                f"item {i}: token id {outside[0]} is outside the learner's vocabulary of {vocab_size}; "
+                "engine and learner must load the same model"
+            )
+
+
+def fit(items: Sequence[TrainItem], max_train_len: int | None) -> Fitted:
+    """Drop the steps that cannot be trained on.
+
+    Answers are not truncated, because the move is at the end of the answer and the advantage belongs to the move.
+    """
+    limit = math.inf if max_train_len is None else max_train_len
+    kept = [index for index, item in enumerate(items) if len(item.completion_ids) and length(item) <= limit]
+    return Fitted(items=[items[index] for index in kept], kept=kept, num_dropped=len(items) - len(kept))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One rank's part of a batch that several ranks divide."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    in_step: bool = False
+    """Whether every rank makes the same number of micro-batches, empty ones if necessary, because they meet in each."""
+
+
+WHOLE = Share()
+
+
+def make_micro_batches(
+    items: Sequence[TrainItem], max_tokens: int, max_rows: int | None, share: Share = WHOLE
+) -> list[MicroBatch]:
+    """Return micro-batches of prompts and completions, with rows of similar length together."""
+    groups = _groups([length(item) for item in items], max_tokens, max_rows, share)
+    return [replace(pad([items[row] for row in rows]), rows=tuple(rows)) if rows else _NOTHING for rows in groups]
+
+
+def make_prompt_batches(
+    items: Sequence[TrainItem], max_tokens: int, max_rows: int | None, share: Share = WHOLE
+) -> list[PromptBatch]:
+    """Return micro-batches of prompts, with rows of similar length together."""
+    groups = _groups([len(item.prompt_ids) for item in items], max_tokens, max_rows, share)
+    return [_pad_prompts(items, rows) if rows else _NO_PROMPT for rows in groups]
+
+
+def cut(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
+    """Divide rows into `num_parts` with nearly equal numbers of tokens, and long ones spread evenly."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    tokens = [0] * num_parts
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        part = tokens.index(min(tokens))
+        parts[part].append(row)
+        tokens[part] += lengths[row]
+    return parts
+
+
+def _groups(lengths: Sequence[int], max_tokens: int, max_rows: int | None, share: Share) -> list[list[int]]:
+    """Return the rows of each micro-batch of one rank."""
+    parts = cut(lengths, share.num_ranks) if share.num_ranks > 1 else [list(range(len(lengths)))]
+    if not share.in_step:
+        return _group(lengths, parts[share.rank], max_tokens, max_rows)
+    of_ranks = [_group(lengths, rows, max_tokens, max_rows) for rows in parts]
+    ours = of_ranks[share.rank]
+    return ours + [[]] * (max(map(len, of_ranks)) - len(ours))
+
+
+def _group(lengths: Sequence[int], all_rows: Sequence[int], max_tokens: int, max_rows: int | None) -> list[list[int]]:
+    """Group rows of similar length, the largest group first, so that a lack of memory shows at once.
+
+    The rows are sorted by length and cut at the lowest cost: a token of padding costs one token, a group BATCH_COST
+    tokens.
+    """
+    order = sorted(all_rows, key=lengths.__getitem__, reverse=True)
+    cost = np.full(len(order) + 1, np.inf)  # of the best cut of the first n rows
+    cost[0] = 0.0
+    begin = np.zeros(len(order) + 1, np.int64)  # start of its last group
+    for first, row in enumerate(order):
+        most = min(max(1, max_tokens // lengths[row]), max_rows or len(order), len(order) - first)
+        sizes = np.arange(1, most + 1)
+        with_group = cost[first] + BATCH_COST + sizes * lengths[row]
+        is_better = with_group < cost[first + sizes]
+        cost[first + sizes[is_better]] = with_group[is_better]
+        begin[first + sizes[is_better]] = first
+    groups: list[list[int]] = []
+    end = len(order)
+    while end:
+        groups.append(order[begin[end] : end])
+        end = int(begin[end])
+    return sorted(groups[::-1], key=lambda rows: len(rows) * lengths[rows[0]], reverse=True)
+
+
+def _pad_prompts(items: Sequence[TrainItem], rows: list[int]) -> PromptBatch:
+    lengths = [len(items[row].prompt_ids) for row in rows]
+    tokens_BT = np.zeros((len(rows), max(lengths)), np.int64)
+    for i, row in enumerate(rows):
+        tokens_BT[i, : lengths[i]] = items[row].prompt_ids
+    return PromptBatch(
+        tokens_BT=torch.from_numpy(tokens_BT), last_B=torch.tensor(lengths, dtype=torch.int64) - 1, rows=tuple(rows)
+    )
+
+
+def pad(rows: Sequence[TrainItem]) -> MicroBatch:
+    """Return `rows` as one padded rectangle, with the list of its trained tokens."""
+    width = max(map(length, rows))
+    tokens_BT = np.zeros((len(rows), width), np.int64)
+    sources: list[npt.NDArray[np.int64]] = []
+    for i, row in enumerate(rows):
+        num_prompt = len(row.prompt_ids)
+        tokens_BT[i, :num_prompt] = row.prompt_ids
+        tokens_BT[i, num_prompt : length(row)] = row.completion_ids
+        # A token is predicted from the position before it.
+        sources.append(i * width + np.arange(num_prompt - 1, length(row) - 1))
+    repeats = [len(row.completion_ids) for row in rows]
+    advantages = np.array([row.reward for row in rows], np.float64)
+    advantages[np.abs(advantages) <= ROUNDING] = 0.0
+    versions = np.array([row.adapter_version for row in rows], np.int64)
+    return MicroBatch(
+        tokens_BT=torch.from_numpy(tokens_BT),
+        source_N=torch.from_numpy(np.concatenate(sources)),
+        target_N=torch.from_numpy(np.concatenate([row.completion_ids for row in rows]).astype(np.int64)),
+        behaviour_logp_N=torch.from_numpy(np.concatenate([row.logprobs for row in rows]).astype(np.float32)),
+        advantage_N=torch.from_numpy(np.repeat(advantages, repeats).astype(np.float32)),
+        version_N=torch.from_numpy(np.repeat(versions, repeats)),
+        num_padding=tokens_BT.size - sum(map(length, rows)),
+        rows=tuple(range(len(rows))),
+    )
+
+
+_NOTHING = MicroBatch(
+    tokens_BT=torch.zeros(1, 1, dtype=torch.int64),
+    source_N=torch.zeros(0, dtype=torch.int64),
+    target_N=torch.zeros(0, dtype=torch.int64),
+    behaviour_logp_N=torch.zeros(0),
+    advantage_N=torch.zeros(0),
+    version_N=torch.zeros(0, dtype=torch.int64),
+    num_padding=1,
+    rows=(),
+)
+"""Micro-batch without a trained token."""
+_NO_PROMPT = PromptBatch(
+    tokens_BT=torch.zeros(1, 1, dtype=torch.int64), last_B=torch.zeros(0, dtype=torch.int64), rows=()
+)

@@ -1,0 +1,156 @@
+"""Orchestrator side of the learner: sends steps, receives metrics and a new adapter version."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from unstable_lite.config.training import LearnerConfig
+from unstable_lite.errors import WorkerDied
+from unstable_lite.learner import UPDATED
+from unstable_lite.transport.messages import (
+    AdapterDigest,
+    LoadLearner,
+    Message,
+    SaveLearner,
+    Score,
+    Scored,
+    Update,
+    Updated,
+    WriteAdapter,
+)
+from unstable_lite.transport.rpc import Router, WorkerChannel
+from unstable_lite.types import Batch, Generation, LearnerLogprobs, StepContext, TrainItem
+
+SAVE_TIMEOUT_S = 600.0
+DEADLINE_FACTOR = 2
+"""Number of time-outs that a request outlives, because a hung learner is killed and its replacement asked again."""
+
+
+class LearnerClient:
+    """Client of the learner. After a death it repeats the request once a replacement has restored the state."""
+
+    def __init__(self, router: Router, config: LearnerConfig) -> None:
+        self.channel = WorkerChannel(router, "learner")
+        self._config = config
+        self._state: Path | None = None
+        """State of the newest version."""
+        self._is_state_current = False
+        """Whether `_state` is exact; a skipped batch changes random states without a new version."""
+        self._being_saved: set[Path] = set()
+        """States that stay until they are copied."""
+        self._next_state: Path | None = None
+        """State of the version in progress."""
+        self._origin: Path | None = None
+        """Checkpoint from which the learner resumed."""
+
+    async def update(self, batch: Batch, version: int, path: Path, state_path: Path) -> Updated:
+        """Make an update on `batch`, steps or whole trajectories; unless it is skipped, `path` then holds `version`.
+
+        `state_path`: a new directory for the learner's state after it; the one before is removed.
+        """
+        timeout_s, self._next_state = self._config.update_timeout_s, state_path
+        updated: Updated = await self._ask(
+            Update, timeout_s, items=train_items(batch), version=version, path=str(path), state_path=str(state_path)
+        )
+        self._is_state_current = False
+        if updated.skipped is None:
+            self._go_on_from(state_path)
+        return updated
+
+    async def write_adapter(self, version: int, path: Path, state_path: Path) -> str:
+        """Write the adapter that training starts from, as `version`, and return its digest."""
+        self._next_state = state_path
+        written: AdapterDigest = await self._ask(
+            WriteAdapter, SAVE_TIMEOUT_S, version=version, path=str(path), state_path=str(state_path)
+        )
+        self._go_on_from(state_path)
+        return written.digest
+
+    async def score(self, generations: Sequence[Generation]) -> tuple[LearnerLogprobs, ...]:
+        """Return the learner's log-probabilities of sampled tokens, in the same order."""
+        items = tuple(
+            _train_item(generation, reward=0.0, trajectory=index) for index, generation in enumerate(generations)
+        )
+        scored: Scored = await self._ask(Score, self._config.update_timeout_s, items=items)
+        return scored.logprobs
+
+    async def save(self, directory: Path) -> None:
+        """Write the current adapter and optimiser state into `directory`.
+
+        They are copied from the saved state of the newest version while the learner continues, so that it never waits
+        for a disk. Raises OSError, or RequestError, if they cannot be written.
+        """
+        state = self._state
+        if state is None or not self._is_state_current:
+            await self._ask(SaveLearner, SAVE_TIMEOUT_S, path=str(directory))
+            return
+        self._being_saved.add(state)
+        try:
+            await asyncio.to_thread(_copy_state, state, directory)
+        finally:
+            self._being_saved.discard(state)
+            if state != self._state:
+                shutil.rmtree(state, ignore_errors=True)
+
+    async def load(self, checkpoint: Path) -> None:
+        """Load a state that `save` wrote."""
+        self._origin = checkpoint
+        await self._ask(LoadLearner, SAVE_TIMEOUT_S, path=str(checkpoint))
+
+    async def restore(self) -> None:
+        """Give a replacement the state of the learner that died, and mark it ready."""
+        candidates = [
+            path for path in (self._next_state, self._state, self._origin) if path is not None and path.is_dir()
+        ]
+        if candidates:
+            await self.channel.ask(LoadLearner, SAVE_TIMEOUT_S, path=str(candidates[0]))
+        self.channel.mark_ready()
+
+    async def _ask(self, message_type: Callable[..., Message], timeout_s: float, **fields: Any) -> Any:
+        while True:
+            await self.channel.until_ready()
+            with contextlib.suppress(WorkerDied):
+                return await self.channel.ask(message_type, DEADLINE_FACTOR * timeout_s, **fields)
+
+    def _go_on_from(self, state_path: Path) -> None:
+        if self._state is not None and self._state not in self._being_saved:
+            shutil.rmtree(self._state, ignore_errors=True)
+        self._state, self._is_state_current = state_path, True
+
+
+def _copy_state(state: Path, directory: Path) -> None:
+    for path in sorted(state.rglob("*")):
+        copy = directory / path.relative_to(state)
+        if path.is_dir():
+            copy.mkdir(exist_ok=True)
+        elif path.name != UPDATED:
+            shutil.copyfile(path, copy)
+
+
+def train_items(batch: Batch) -> tuple[TrainItem, ...]:
+    """Return the learner's view of each step; a single step is its own trajectory."""
+    trajectories = [entry if isinstance(entry, list) else [entry] for entry in batch]
+    return tuple(
+        _train_item(step.generation, step.reward, trajectory=index, context=step.context)
+        for index, steps in enumerate(trajectories)
+        for step in steps
+    )
+
+
+def _train_item(
+    generation: Generation, reward: float, trajectory: int, context: StepContext | None = None
+) -> TrainItem:
+    return TrainItem(
+        prompt_ids=generation.prompt_ids,
+        completion_ids=generation.completion_ids,
+        logprobs=generation.logprobs,
+        reward=reward,
+        adapter_version=generation.adapter_version,
+        trajectory=trajectory,
+        context=context,
+    )

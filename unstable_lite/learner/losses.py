@@ -1,0 +1,100 @@
+"""Losses and their metrics, as functions of per-token log-probabilities. `N` counts trained tokens.
+
+Knows nothing of models, batches or optimisers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def importance_weights(logp_N: Tensor, behaviour_logp_N: Tensor, cap: float) -> Tensor:
+    """Return min(π/μ, cap), a constant weight without a gradient."""
+    return (logp_N.detach() - behaviour_logp_N).exp().clamp(max=cap)
+
+
+def policy_gradient_loss(logp_N: Tensor, weight_N: Tensor, advantage_N: Tensor, divisor: float) -> Tensor:
+    """Return the negative advantage-weighted log-likelihood.
+
+    divisor: a constant number of tokens × the steps of the whole batch, the same for every micro-batch, so that a
+    token's weight depends neither on the length of its answer nor on the rest of its micro-batch.
+    """
+    return -(weight_N * advantage_N * logp_N).sum() / divisor
+
+
+def clipped_loss(
+    logp_N: Tensor, old_logp_N: Tensor, weight_N: Tensor, advantage_N: Tensor, clip_range: float, divisor: float
+) -> Tensor:
+    """Return PPO's clipped objective per token, with the sign of a loss.
+
+    The ratio is relative to the policy at the start of the update. `weight_N`, the ratio of that policy to the sampling
+    one, is a constant, so that stale tokens count less but are clipped around the right centre.
+    Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; Hilton et al. 2022, arXiv:2110.00641 (decoupled).
+    """
+    ratio_N = (logp_N - old_logp_N).exp()
+    clipped_N = ratio_N.clamp(1 - clip_range, 1 + clip_range)
+    return -(weight_N * torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)).sum() / divisor
+
+
+def kl_estimates(logp_N: Tensor, reference_logp_N: Tensor) -> Tensor:
+    """Return an estimate of KL(policy ‖ reference) per sampled token: never negative, unbiased (Schulman's k3)."""
+    difference_N = reference_logp_N - logp_N
+    return difference_N.expm1() - difference_N
+
+
+def kl_penalty(logp_N: Tensor, reference_logp_N: Tensor, weight_N: Tensor, divisor: float) -> Tensor:
+    """Return KL(policy ‖ reference) with its exact gradient.
+
+    The tokens are the policy's and change with it, so the estimate's derivative at fixed tokens would be that of
+    KL(reference ‖ policy). The derivative of the expectation is that of (log π − log reference) · log π, with the
+    first factor constant.
+    """
+    gradient_N = (logp_N - reference_logp_N).detach() * (logp_N - logp_N.detach())
+    return (weight_N * (kl_estimates(logp_N.detach(), reference_logp_N) + gradient_N)).sum() / divisor
+
+
+def kl_metrics(
+    name: str, logp_N: Tensor, reference_logp_N: Tensor, behaviour_logp_N: Tensor, cap: float
+) -> dict[str, float]:
+    """Return two estimates of KL(policy ‖ reference) in nats a token, the first under `name`.
+
+    The first is the mean of k3 over the tokens as they were sampled. It has no bound, and one token that was likely
+    only for a stale policy can make it large. The second is k1 with importance weights, of the policy itself; it may be
+    negative.
+    Source: Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
+    """
+    weight_N = importance_weights(logp_N, behaviour_logp_N, cap)
+    return {
+        name: kl_estimates(logp_N, reference_logp_N).mean().item(),
+        "kl_k1": (weight_N * (logp_N - reference_logp_N)).mean().item(),
+    }
+
+
+def clipping_metrics(logp_N: Tensor, old_logp_N: Tensor, clip_range: float) -> dict[str, float]:
+    """Return how far the policy has moved since the start of the update."""
+    is_clipped_N = ((logp_N - old_logp_N).exp() - 1).abs() > clip_range
+    return {
+        "clip_fraction": is_clipped_N.float().mean().item(),
+        "approx_kl": kl_estimates(old_logp_N, logp_N).mean().item(),
+    }
+
+
+def importance_metrics(logp_N: Tensor, behaviour_logp_N: Tensor, cap: float) -> dict[str, float]:
+    ratio_N = (logp_N - behaviour_logp_N).exp()
+    return {
+        "importance_weight_mean": ratio_N.clamp(max=cap).mean().item(),
+        "importance_weight_clipped": (ratio_N > cap).float().mean().item(),
+    }
+
+
+def mismatch_metrics(logp_N: Tensor, behaviour_logp_N: Tensor) -> dict[str, float]:
+    """Return how far engine and learner disagree on tokens, both with the adapter that sampled them.
+
+    With no token there is neither mean nor max.
+    """
+    difference = (logp_N - behaviour_logp_N).abs()
+    figures = {"mismatch_tokens": float(difference.numel())}
+    if difference.numel():
+        figures |= {"mismatch_mean": difference.mean().item(), "mismatch_max": difference.max().item()}
+    return figures

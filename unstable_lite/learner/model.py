@@ -1,0 +1,384 @@
+"""Policy: a frozen base, a LoRA adapter in float32, and log-probabilities of completion tokens.
+
+Owns loading, precision, checkpointing and the language model head. Knows nothing of rewards, losses, optimisers
+or text. Works with any stock causal LM of transformers; it refuses a model whose head it does not reproduce.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from unstable_lite.adapters import writer
+from unstable_lite.config import Config
+from unstable_lite.config.training import LoraConfig
+from unstable_lite.errors import ModelError, RequestError
+from unstable_lite.learner import batching, distributed
+from unstable_lite.learner.base_model import (
+    ADAPTER,
+    add_lora,
+    cast_by_autocast_alone,
+    choose_dtype,
+    load_base,
+    peft_config,
+    shard,
+    straight,
+)
+from unstable_lite.models import resolve_model
+from unstable_lite.models.positions import longrope_limit, position_limit
+from unstable_lite.rng import derive_seed
+from unstable_lite.types import LearnerLogprobs, TrainItem
+
+_REFERENCE = "reference"
+
+
+class Policy:
+    """The learner's model, π. The base never changes; the adapter is never merged into it."""
+
+    def __init__(self, config: Config, device: str) -> None:
+        torch.manual_seed(config.run.seed)
+        self.device = torch.device(device)
+        self.dtype = choose_dtype(config.learner.dtype, self.device)
+        self._temperature = config.engine.temperature
+        self._chunk_tokens = config.learner.logits_chunk_tokens
+        self._has_entropy_bonus = config.learner.entropy_coefficient > 0
+        self._seed, self._has_dropout = config.run.seed, config.lora.lora_dropout > 0
+        self.max_tokens_per_micro_batch = config.learner.max_tokens_per_micro_batch
+        """Limit of a micro-batch; lower than configured once memory has run out."""
+        self._max_rows = config.learner.mini_batch_size
+        path = resolve_model(config.model_name)
+        self.is_sharded = config.learner.shard_base and distributed.num_ranks() > 1
+        """Whether every rank holds a part of the base, so that all must pass through it together."""
+        place = torch.device("cpu") if self.is_sharded else self.device
+        self._base = load_base(path, self.dtype, place, config.trust_remote_code)
+        self.num_base_parameters = sum(parameter.numel() for parameter in self._base.parameters())
+        self.model = add_lora(self._base, config.lora, path)
+        self.parameters: dict[str, nn.Parameter] = {
+            name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        }
+        if config.lora.initial_lora_path is not None:
+            self.load_adapter(config.lora.initial_lora_path)
+        if config.learner.activation_checkpointing:
+            self._base.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
+        if self.device.type == "cuda":
+            # cuDNN plans every new shape, which takes longer than a pass, and every micro-batch has a new one.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        self._through = shard(self._base, self.device) if self.is_sharded else straight
+        self.model.eval()
+        self._check_head()
+        self._train()
+        distributed.copy_from_first(self.parameters)
+        learner, initial = config.learner, config.lora.initial_lora_path
+        self._has_reference = bool(learner.kl_coefficient) and learner.kl_reference == "initial" and initial is not None
+        if self._has_reference and initial is not None:
+            # A frozen copy; a resumed run reads it from the same directory.
+            for parameter in self.add_adapter(_REFERENCE, config.lora).values():
+                parameter.requires_grad_(False)
+            self.load_adapter(initial, _REFERENCE)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._base.config.get_text_config().vocab_size)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._base.config.get_text_config().hidden_size)
+
+    @property
+    def base_bytes(self) -> int:
+        """Size in bytes of this rank's part of the base."""
+        frozen = [weight for name, weight in self._base.named_parameters() if "lora_" not in name]
+        return sum((weight.to_local() if hasattr(weight, "to_local") else weight).nbytes for weight in frozen)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Size in bytes of the adapter's tensors."""
+        return sum(tensor.nbytes for tensor in self.adapter_state()[0].values())
+
+    @property
+    def position_limit(self) -> int:
+        """Number of tokens of the longest sequence that it computes as engines do."""
+        return position_limit(self._base.config)
+
+    def micro_batches(
+        self, items: Sequence[TrainItem], max_tokens: int | None = None, share: batching.Share | None = None
+    ) -> Iterator[batching.MicroBatch]:
+        """Return this rank's share of `items`, or the given one, in parts that fit the memory, on the device.
+
+        Raises RequestError for a sequence that the engine rotated differently.
+        """
+        longest, limit = max(map(batching.length, items), default=0), longrope_limit(self._base.config)
+        if longest > limit:
+            raise RequestError(
+                f"a sequence of {longest} tokens: beyond {limit} the model's LongRoPE rotates all rows of a batch by "
+                f"other factors; set engine.max_model_len or learner.max_train_len = {limit}"
+            )
+        max_tokens = max_tokens or self.max_tokens_per_micro_batch
+        for batch in batching.make_micro_batches(items, max_tokens, self._max_rows, share or self.share):
+            yield batch.to(self.device)
+
+    @property
+    def share(self) -> batching.Share:
+        """Share of a batch that this rank computes."""
+        return batching.Share(rank=distributed.rank(), num_ranks=distributed.num_ranks(), in_step=self.is_sharded)
+
+    def draw_apart(self, version: int) -> None:
+        """Give each other rank its own random stream for dropout; rank 0 keeps that of its state."""
+        if self._has_dropout and distributed.rank():
+            torch.manual_seed(derive_seed(self._seed, "dropout", version, distributed.rank()))
+
+    def logprobs(self, batch: batching.MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the log-probability of each trained token and the entropy of its distribution, in nats.
+
+        The entropy has a gradient only if `learner.entropy_coefficient` is set.
+        """
+        logp_N, entropy_N = self._through(self._logprobs, batch)
+        return logp_N, entropy_N
+
+    def _logprobs(self, batch: batching.MicroBatch) -> tuple[Tensor, Tensor]:
+        with self._autocast():
+            hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1)[batch.source_N]
+            logps, entropies = [], []
+            chunks = torch.split(hidden_ND, self._chunk_tokens), torch.split(batch.target_N, self._chunk_tokens)
+            for hidden_KD, target_K in zip(*chunks, strict=True):
+                logp_K, entropy_K = self._token_logprobs(hidden_KD, target_K)
+                logps.append(logp_K)
+                entropies.append(entropy_K)
+        return torch.cat(logps), torch.cat(entropies)
+
+    @torch.no_grad()
+    def is_most_likely(self, batch: batching.MicroBatch) -> Tensor:
+        """Return whether each trained token is the one that greedy decoding would choose."""
+        with self._autocast():
+            hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1)[batch.source_N]
+            chunks = [self._logits(hidden_KD).argmax(-1) for hidden_KD in torch.split(hidden_ND, self._chunk_tokens)]
+        return torch.cat(chunks) == batch.target_N
+
+    @torch.no_grad()
+    def score(self, items: Sequence[TrainItem], max_tokens: int | None = None) -> list[LearnerLogprobs]:
+        """Return the log-probabilities of each item's completion tokens under the adapter, and under the base alone.
+
+        max_tokens: limit of a micro-batch; default: that of training. With a sharded base every rank is called and
+        computes its share; else this one alone. Raises RequestError for an item that no engine can have sampled.
+        """
+        batching.check(items, self.vocab_size)
+        adapter_logp = self._score(items, max_tokens)
+        with self.model.disable_adapter():
+            base_logp = self._score(items, max_tokens)
+        return [
+            LearnerLogprobs(adapter=adapter.numpy(), base=base.numpy())
+            for adapter, base in zip(adapter_logp, base_logp, strict=True)
+        ]
+
+    @torch.no_grad()
+    def logprobs_with(
+        self, parameters: Mapping[str, Tensor], items: Sequence[TrainItem], max_tokens: int | None = None
+    ) -> list[Tensor]:
+        """Return the log-probabilities of each item's completion tokens under an adapter with these `parameters`.
+
+        They replace the policy's parameters of the same names until it returns. If the base is sharded, all ranks must
+        call it.
+        """
+        own = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        try:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(parameters[name])
+            return self._score(items, max_tokens)
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(own[name])
+
+    def _score(self, items: Sequence[TrainItem], max_tokens: int | None) -> list[Tensor]:
+        """Return the log-probabilities of each item's completion tokens, in float32 on the CPU."""
+        share = self.share if self.is_sharded else batching.WHOLE
+        logp = [torch.empty(0)] * len(items)
+        rows: list[int] = []
+        for batch in self.micro_batches(items, max_tokens, share):
+            rows += batch.rows
+            with self.evaluating():
+                logp_N, _ = self.logprobs(batch)
+            batch.scatter(logp_N.float().cpu(), logp)
+        if self.is_sharded:
+            distributed.fill(rows, logp, like=torch.empty(0))
+        return logp
+
+    @property
+    def kl_metric(self) -> str:
+        """Name of the KL metric, which names the reference of `reference_logprobs`."""
+        return "kl_to_initial" if self._has_reference else "kl_to_base"
+
+    @torch.no_grad()
+    def reference_logprobs(self, batch: batching.MicroBatch) -> Tensor:
+        """Return each trained token's log-probability under the reference policy of `kl_coefficient`.
+
+        That is the adapter from which training started, or the base if there was none or `kl_reference` is "base".
+        """
+        if not self._has_reference:
+            return self.base_logprobs(batch)
+        with self.evaluating(), self.using(_REFERENCE):
+            logp_N, _ = self.logprobs(batch)
+        return logp_N
+
+    @torch.no_grad()
+    def base_logprobs(self, batch: batching.MicroBatch) -> Tensor:
+        """Return the log-probability of each trained token under the base alone."""
+        with self.evaluating(), self.model.disable_adapter():
+            logp_N, _ = self.logprobs(batch)
+        return logp_N
+
+    def last_hidden(self, batch: batching.PromptBatch) -> Tensor:
+        """Return the decoder's output at each prompt's last token, B × D."""
+        with self._autocast():
+            hidden_BTD: Tensor = self._through(self._hidden, batch.tokens_BT)
+        return hidden_BTD[torch.arange(len(batch.last_B), device=self.device), batch.last_B]
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Compute in the body without checkpointing, which costs a forward pass, and without the adapter's dropout."""
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self._train()
+
+    def _train(self) -> None:
+        """Set training mode for checkpointed layers and the adapter's dropout only.
+
+        In training mode a base may sample, as the routers of PhiMoE and Mixtral do, and is then not the policy that
+        sampled the tokens. If no layer is transformers' own (remote code), the checkpointed layers are unknown, and the
+        whole base is in training mode.
+        """
+        if not any(isinstance(module, GradientCheckpointingLayer) for module in self._base.modules()):
+            self.model.train()
+        for name, module in self.model.named_modules():
+            if isinstance(module, GradientCheckpointingLayer) or ".lora_dropout." in name:
+                module.training = True
+
+    def add_adapter(self, name: str, lora: LoraConfig) -> dict[str, nn.Parameter]:
+        """Add a fresh adapter to the same base, inactive outside of `using`; return its parameters."""
+        self.model.add_adapter(name, peft_config(lora, self.model.peft_config[ADAPTER].base_model_name_or_path))
+        cast_by_autocast_alone(self.model)
+        return {key: parameter for key, parameter in self.model.named_parameters() if f".{name}." in key}
+
+    @contextlib.contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Replace the policy's adapter by adapter `name` in the body, which must contain the backward pass too.
+
+        Checkpointing repeats layers in the backward pass, with the adapter that is active then. PEFT computes gradients
+        of the active adapter only.
+        """
+        self.model.set_adapter(name)
+        try:
+            yield
+        finally:
+            self.model.set_adapter(ADAPTER)
+
+    def adapter_state(self, name: str = ADAPTER) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors and config as PEFT saves them: names without the adapter's, float32, plain lists."""
+        # save_embedding_layers="auto" would query the hub for the size of the vocabulary.
+        state = peft.get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
+        config = self.model.peft_config[name].to_dict() | {"inference_mode": True}
+        return tensors, config | {k: sorted(v) for k, v in config.items() if isinstance(v, set)}
+
+    def load_adapter(self, directory: Path, name: str = ADAPTER) -> None:
+        """Load a PEFT directory. Raises ModelError unless it has this run's rank, targets and scale."""
+        tensors, stored = writer.read(directory)
+        own_tensors, own = self.adapter_state(name)
+        for key in ("r", "lora_alpha", "target_modules", "bias", "use_rslora", "use_dora", "rank_pattern"):
+            theirs, ours = _comparable(stored.get(key)), _comparable(own.get(key))
+            if theirs != ours:
+                raise ModelError(f"{directory}: {key} is {theirs}, this run's is {ours}; set [lora] alike")
+        theirs, ours = _shapes(tensors), _shapes(own_tensors)
+        if theirs != ours:
+            key, _ = min(theirs.items() ^ ours.items())
+            raise ModelError(
+                f"{directory} is for another base: {key} has shape {theirs.get(key)} there, {ours.get(key)} here"
+            )
+        peft.set_peft_model_state_dict(self.model, tensors, adapter_name=name)
+
+    def _hidden(self, tokens_BT: Tensor) -> Tensor:
+        decoder = self._base.get_decoder()  # type: ignore[no-untyped-call]
+        hidden_BTD: Tensor = decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        return hidden_BTD
+
+    def _logits(self, hidden_KD: Tensor) -> Tensor:
+        """Return the logits of the model's head, with its scale and soft cap, in float32 or more."""
+        logits_KV: Tensor = self._base.get_output_embeddings()(hidden_KD)  # type: ignore[no-untyped-call]
+        logits_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32))
+        config = self._base.config.get_text_config()
+        if scale := getattr(config, "logit_scale", None):  # Cohere
+            logits_KV = logits_KV * scale
+        if scale := getattr(config, "logits_scaling", None):  # Granite
+            logits_KV = logits_KV / scale
+        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+            logits_KV = torch.tanh(logits_KV / cap) * cap
+        return logits_KV
+
+    def _token_logprobs(self, hidden_KD: Tensor, target_K: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute one chunk's logits once, together with the gradient with respect to the hidden state.
+
+        A token's log-probability depends on its own row only, so every loss needs only this gradient, scaled. Autograd
+        covers only the head: through the softmax it would take twice the time and twice the memory.
+        """
+        leaf_KD = hidden_KD.detach().requires_grad_(hidden_KD.requires_grad)
+        logits_KV = self._logits(leaf_KD)
+        with torch.no_grad():
+            shifted_KV = logits_KV.detach().div_(self._temperature)
+            shifted_KV -= shifted_KV.amax(-1, keepdim=True)
+            weight_KV = shifted_KV.exp()
+            total_K = weight_KV.sum(-1)
+            logp_K = shifted_KV.gather(-1, target_K[:, None]).squeeze(-1) - total_K.log()
+            product_KV = shifted_KV.mul_(weight_KV)
+            entropy_K = total_K.log() - product_KV.sum(-1) / total_K
+        if logits_KV.requires_grad:
+            # Adds 0, and connects the gradient to the hidden state.
+            distance_KD = (hidden_KD - leaf_KD.detach()).to(logp_K.dtype)
+            if self._has_entropy_bonus:
+                # −d entropy / d logits = p (log p + entropy) / temperature, with p = weight / total.
+                product_KV.addcmul_(weight_KV, (entropy_K - total_K.log())[:, None])
+                (slope_KD,) = torch.autograd.grad(logits_KV, leaf_KD, product_KV, retain_graph=True)
+                entropy_K = entropy_K - (distance_KD * slope_KD).sum(-1) / (total_K * self._temperature)
+            # −d log p(target) / d logits = (weight / total − one-hot) / temperature; values of a whole row come last.
+            weight_KV.scatter_add_(-1, target_K[:, None], -total_K[:, None])
+            (slope_KD,) = torch.autograd.grad(logits_KV, leaf_KD, weight_KV)
+            logp_K = logp_K - (distance_KD * slope_KD).sum(-1) / (total_K * self._temperature)
+        return logp_K, entropy_K
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Multiply the float32 adapter in bfloat16 on a bfloat16 base, as engines do; its gradient is float32."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """Refuse an architecture whose head is not that of `_logits`, because it would train on wrong probabilities."""
+        tokens_BT = torch.arange(8, device=self.device)[None] % self.vocab_size
+
+        def both() -> tuple[Tensor, Tensor]:
+            return self._base(input_ids=tokens_BT).logits.float(), self._logits(self._hidden(tokens_BT)).float()
+
+        with self._autocast():
+            theirs, ours = self._through(both)
+        # bfloat16 models round once more than this code.
+        tolerance = (0.02 if self.dtype == torch.bfloat16 else 1e-4) * theirs.abs().max().item()
+        if not torch.allclose(ours, theirs, rtol=0, atol=tolerance):
+            raise ModelError(
+                f"{type(self._base).__name__}: the learner does not reproduce this architecture's logits "
+                f"(off by {(ours - theirs).abs().max().item():.3g}); it would train on wrong probabilities"
+            )
+
+
+def _comparable(value: Any) -> Any:
+    """Return a canonical form, because PEFT writes sets and lists in any order, and nothing as None, false or {}."""
+    return sorted(value) if isinstance(value, (set, list, tuple)) else value or None
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -1,0 +1,400 @@
+"""Learner process: `python -m unstable_lite.transport unstable_lite.learner.worker`.
+
+Owns the loop and the handling of each message. Knows nothing of algorithms, rewards, games or text. With several
+ranks, rank 0 receives the orchestrator's messages, forwards them to the others, replies, and alone writes files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from unstable_lite.adapters import writer
+from unstable_lite.adapters.store import NO_ROOM
+from unstable_lite.config import Config
+from unstable_lite.config.training import LearnerConfig
+from unstable_lite.errors import AdapterError, ConfigError, RequestError, UnstableError, is_out_of_memory
+from unstable_lite.learner import UPDATED, Learner, UpdateResult, distributed, load_learner, losses
+from unstable_lite.learner.batching import check, fit, length
+from unstable_lite.learner.histograms import histograms_of
+from unstable_lite.learner.past_adapters import PastAdapters
+from unstable_lite.learner.ready_info import ready_info
+from unstable_lite.learner.update_result import checked
+from unstable_lite.transport.messages import (
+    AdapterDigest,
+    Done,
+    Failed,
+    LoadLearner,
+    Message,
+    Ready,
+    SaveLearner,
+    Score,
+    Scored,
+    Stop,
+    Update,
+    Updated,
+    WriteAdapter,
+)
+from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec
+from unstable_lite.types import LearnerLogprobs, TrainItem
+
+CHECK_EVERY = 10
+"""Number of updates between two checks that all ranks hold the same adapter and critic."""
+OOM_ADVICE = (
+    "lower learner.max_train_len or learner.logits_chunk_tokens, set learner.activation_checkpointing = true, or leave "
+    "it more memory"
+)
+
+log = logging.getLogger(__name__)
+
+
+def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
+    torch.set_num_threads(spec.threads)
+    config = spec.config
+    if spec.num_ranks > 1:
+        distributed.join_as(spec)
+    worker = make_worker(config, spec.device)
+    socket.send(Ready(info=ready_info(worker.learner.training.policy, spec)))
+    if spec.rank:
+        worker.follow()
+        return
+    while True:
+        for message in socket.receive(wait_s=1.0):
+            if isinstance(message, Stop):
+                distributed.broadcast(message)
+                return
+            socket.send(worker.answer(message))
+
+
+def make_worker(config: Config, device: str) -> _Worker:
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if (share := config.learner.gpu_memory_utilization) is not None and device != "cpu":
+        torch.cuda.set_per_process_memory_fraction(share, device)
+    return _Worker(
+        load_learner(config, device),
+        config.learner,
+        config.tracker.keep_tokens,
+        takes_turns=config.engine.when_shared == "sleep",
+        max_staleness=config.buffer.max_staleness,
+        saves_past=config.run.schedule == "sync",
+    )
+
+
+class _Worker:
+    """A learner, and the handling of each message."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        config: LearnerConfig,
+        keeps_tokens: bool = False,
+        takes_turns: bool = False,
+        *,
+        max_staleness: int = 8,
+        saves_past: bool = False,
+    ) -> None:
+        """`takes_turns`: an engine needs the device's memory after each update.
+
+        saves_past: write the past adapters with the state, so that a resumed run measures the same mismatch.
+        """
+        self.learner = learner
+        self._config = config
+        self._keeps_tokens = keeps_tokens
+        self._takes_turns = takes_turns
+        self._oom_retries = 0
+        """Number of times that an update restarted because memory had run out."""
+        self._state: Path | None = None
+        """Directory of the learner's state after the last update."""
+        self._made: dict[str, float] | None = None
+        """Result of the newest update, by this process or its predecessor, which the orchestrator may not have
+        received."""
+        self._saves_past = saves_past
+        self._policy = learner.training.policy
+        self.past_adapters = PastAdapters(self._policy, max_staleness)
+        self.past_adapters.hold(learner.training.version)
+
+    def answer(self, message: Message) -> Message:
+        assert isinstance(message, (Update, WriteAdapter, Score, SaveLearner, LoadLearner)), message
+        learner, started = self.learner, time.perf_counter()
+        try:
+            if isinstance(message, Update):
+                return self._update(message)
+            if isinstance(message, Score):
+                if self._policy.is_sharded:
+                    distributed.broadcast(message)
+                return Scored(request_id=message.request_id, logprobs=tuple(self._score(message.items)))
+            if isinstance(message, WriteAdapter):
+                distributed.broadcast(message)
+                learner.training.version = message.version
+                self.past_adapters.hold(message.version)
+                if not Path(message.state_path).exists():
+                    self._keep(message.state_path, None)
+                digest = self._write_adapter(message.path)
+                seconds = time.perf_counter() - started
+                return AdapterDigest(request_id=message.request_id, seconds=seconds, digest=digest)
+            if isinstance(message, LoadLearner):
+                self._load(Path(message.path), message)
+            else:
+                return self._save(message)
+            return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
+        except RequestError as error:
+            return Failed(request_id=message.request_id, error=str(error))
+        except AdapterError as error:
+            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in NO_ROOM):
+                raise
+            return Failed(request_id=message.request_id, error=str(error), is_no_room=True)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = f"{self._policy.device} is out of memory: {OOM_ADVICE} ({error})"
+            if self._policy.is_sharded:
+                raise UnstableError(reason) from error
+        _free_memory()
+        return Failed(request_id=message.request_id, error=reason)
+
+    def follow(self) -> None:
+        """Carry out the messages that rank 0 forwards, until `Stop`.
+
+        An invalid request fails on every rank, and rank 0 replies.
+        """
+        while not isinstance(message := distributed.receive(), Stop):
+            if isinstance(message, Update):
+                with contextlib.suppress(RequestError):
+                    if self._policy.is_sharded:
+                        self._mismatch(message.items, message.version)
+                    self._update_within_memory(message.items, message.version)
+            elif isinstance(message, Score):
+                with contextlib.suppress(RequestError):
+                    self._score(message.items)
+            elif isinstance(message, WriteAdapter):
+                self.learner.training.version = message.version
+                self.past_adapters.hold(message.version)
+            else:
+                assert isinstance(message, LoadLearner), message
+                with distributed.broadcast_directory(None) as copy:
+                    assert copy is not None
+                    self.learner.training.load(copy)
+                    self._recall(copy)
+
+    def _score(self, items: Sequence[TrainItem]) -> list[LearnerLogprobs]:
+        scored: list[LearnerLogprobs] = self._pass(items, self._policy.score)
+        return scored
+
+    def _pass(self, items: Sequence[TrainItem], score: Callable[[Sequence[TrainItem], int], Any]) -> Any:
+        """Call `score` with the items and the tokens of a micro-batch; with fewer tokens if memory runs out.
+
+        Memory may run out, because no update has determined the fitting size yet.
+        """
+        policy, longest = self._policy, max(map(length, items), default=0)
+        max_tokens = min(policy.max_tokens_per_micro_batch, longest * len(items))
+        while True:
+            try:
+                return score(items, max_tokens)
+            except (RuntimeError, MemoryError) as error:
+                if policy.is_sharded or max_tokens <= longest or not is_out_of_memory(error):
+                    raise
+            _free_memory()
+            max_tokens = max(longest, max_tokens // 2)
+
+    def _update(self, message: Update) -> Updated:
+        if self._made is not None and message.version == self.learner.training.version:
+            if not Path(message.state_path).exists():
+                self._keep(message.state_path, self._made)
+            digest = self._write_adapter(message.path)
+            return Updated(request_id=message.request_id, metrics=self._made, skipped=None, digest=digest)
+        if self._state is None:
+            self._keep(f"{message.state_path}.before", None)
+        is_sharded = self._policy.is_sharded
+        if is_sharded:  # all ranks take part in the measurement
+            distributed.broadcast(message)
+        mismatch = self._mismatch(message.items, message.version)
+        if not is_sharded:
+            distributed.broadcast(message)
+        result = self._update_within_memory(message.items, message.version)
+        result = replace(result, metrics=result.metrics | mismatch)
+        digest = ""
+        if result.skipped is None:
+            self._made = result.metrics
+            self._keep(message.state_path, result.metrics)
+            digest = self._write_adapter(message.path)
+        return Updated(
+            request_id=message.request_id,
+            metrics=result.metrics,
+            skipped=result.skipped,
+            logprobs=result.logprobs if self._keeps_tokens else (),
+            histograms=histograms_of(message.items, result, self._config.importance_weight_cap)
+            if result.skipped is None
+            else (),
+            digest=digest,
+        )
+
+    def _update_within_memory(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
+        """Make the update; if memory runs out, repeat it from its start in micro-batches of half the size.
+
+        With a sharded base this raises UnstableError instead, because the other ranks wait for this one within a pass.
+        """
+        is_sharded = self._policy.is_sharded
+        while True:
+            try:
+                with contextlib.nullcontext() if is_sharded else distributed.all_ranks_or_none():
+                    result = self._update_as_one(items, version)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error)
+                if is_sharded:
+                    where = f"{self._policy.device}, which holds a part of the base, is out of memory"
+                    advice = f"lower learner.max_tokens_per_micro_batch, or {OOM_ADVICE}"
+                    raise UnstableError(f"{where}: {advice} ({reason})") from error
+            else:
+                if self._takes_turns:
+                    _free_memory()
+                memory_metrics = {
+                    "oom_retries": float(self._oom_retries),
+                    "max_tokens_per_micro_batch": float(self._policy.max_tokens_per_micro_batch),
+                }
+                return replace(result, metrics=result.metrics | memory_metrics)
+            _free_memory()
+            self._halve_micro_batches(items, reason)
+            with distributed.broadcast_directory(self._state) as copy:
+                before = copy or self._state
+                assert before is not None
+                self.learner.training.load(before)
+
+    def _update_as_one(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
+        """Make one update.
+
+        Raises ConfigError for an algorithm that gives each rank a different adapter, or returns no UpdateResult: a
+        restart would not help.
+        """
+        num_sums = distributed.num_sums()
+        self._policy.draw_apart(version)
+        result = checked(type(self.learner).__name__, self.learner.update(items, version))
+        if distributed.num_ranks() > 1 and result.skipped is None:
+            if distributed.num_sums() == num_sums:
+                raise ConfigError(
+                    f"{type(self.learner).__name__} does not call ranks.sum_gradients before its step, so that learner "
+                    "ranks would learn different adapters; use one entry in learner.devices"
+                )
+            if version % CHECK_EVERY == 1:
+                critic = self._critic
+                distributed.check_alike(self._policy.parameters | (critic.parameters if critic is not None else {}))
+        if result.skipped is None:
+            self.past_adapters.hold(version)
+        return result
+
+    def _mismatch(self, items: Sequence[TrainItem], version: int) -> dict[str, float]:
+        """Measure the mismatch of engines and learner on a sample of the batch, before update `version`.
+
+        Each step is scored with the adapter that sampled it, so that its tokens are on-policy. A step whose adapter is
+        not held is left out. Nothing of the learner changes. Raises RequestError as an update of these items would.
+        """
+        policy = self._policy
+        check(items, policy.vocab_size)
+        fitted = fit(items, self._config.max_train_len).items
+        logp, behaviour_logp = [torch.empty(0)], [torch.empty(0)]
+        for past, own in self.past_adapters.sample(fitted, version).items():
+            logp += self._pass(own, partial(policy.logprobs_with, self.past_adapters[past]))
+            behaviour_logp += [torch.from_numpy(item.logprobs.copy()) for item in own]
+        return losses.mismatch_metrics(torch.cat(logp), torch.cat(behaviour_logp))
+
+    @property
+    def _critic(self) -> Any:
+        """Critic, or None if the algorithm has none."""
+        return self.learner.training.critic
+
+    def _halve_micro_batches(self, items: Sequence[TrainItem], reason: str) -> None:
+        """Halve the micro-batches. Raises RequestError if they hold one sequence already."""
+        config, policy = self._config, self._policy
+        longest = max(map(length, fit(items, config.max_train_len).items or items))
+        most_rows = config.mini_batch_size or sys.maxsize
+        if self._critic is not None:
+            most_rows = max(most_rows, config.infer_mini_batch_size)
+        most_rows = min(most_rows, len(items))
+        largest = min(policy.max_tokens_per_micro_batch, longest * most_rows)
+        if largest <= longest:
+            raise RequestError(
+                f"{policy.device} is out of memory for one sequence of {longest} tokens: {OOM_ADVICE} ({reason})"
+            )
+        policy.max_tokens_per_micro_batch = max(longest, largest // 2)
+        self._oom_retries += 1
+        log.warning(
+            "out of memory (%s): the update restarts with max_tokens_per_micro_batch = %d",
+            reason,
+            policy.max_tokens_per_micro_batch,
+        )
+
+    def _keep(self, path: str, metrics: dict[str, float] | None) -> None:
+        """Save the whole state or nothing; a process that replaces this one continues from it."""
+        unfinished = Path(f"{path}.partial")
+        try:
+            for left_behind in (unfinished, path):  # by a process that died
+                shutil.rmtree(left_behind, ignore_errors=True)
+            unfinished.mkdir()
+            self._write_state(unfinished)
+            (unfinished / UPDATED).write_text(json.dumps(metrics))
+            unfinished.rename(path)
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise AdapterError(writer.explain(error, Path(path), 3 * self._policy.adapter_bytes)) from error
+        if self._state is not None and self._state.suffix == ".before":  # the orchestrator removes the others
+            shutil.rmtree(self._state, ignore_errors=True)
+        self._state = Path(path)
+
+    def _write_state(self, directory: Path) -> None:
+        """Write the learner's state, and with a sync schedule the past adapters, into a directory that exists."""
+        self.learner.training.save(directory)
+        if self._saves_past:
+            self.past_adapters.save(directory)
+
+    def _save(self, message: SaveLearner) -> Message:
+        started = time.perf_counter()
+        try:
+            self._write_state(Path(message.path))
+        except OSError as error:
+            reason = writer.explain(error, Path(message.path), 3 * self._policy.adapter_bytes)
+            return Failed(request_id=message.request_id, error=reason)
+        return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
+
+    def _write_adapter(self, path: str) -> str:
+        """Write the adapter, unless a predecessor did, and return the digest of the one that this process holds."""
+        state = self._policy.adapter_state()
+        if not Path(path).exists():  # a process may have died just after it wrote it
+            writer.write_adapter(Path(path), *state)
+        return writer.digest(*state)
+
+    def _load(self, directory: Path, message: LoadLearner) -> None:
+        self.learner.training.load(directory)
+        distributed.broadcast(message)
+        with distributed.broadcast_directory(directory):
+            self._state = directory
+            self._made = self._recall(directory)
+
+    def _recall(self, directory: Path) -> dict[str, float] | None:
+        """Return the result of the update that made this state, if one did, and read the past adapters."""
+        self.past_adapters.load(directory)
+        self.past_adapters.hold(self.learner.training.version)
+        updated = directory / UPDATED
+        made: dict[str, float] | None = json.loads(updated.read_text()) if updated.is_file() else None
+        if made is not None:  # its predecessor found the size that fits this machine's memory
+            self._oom_retries = int(made["oom_retries"])
+            self._policy.max_tokens_per_micro_batch = int(made["max_tokens_per_micro_batch"])
+        return made
+
+
+def _free_memory() -> None:
+    gc.collect()  # a traceback may hold the tensors of the failed update
+    torch.cuda.empty_cache()

@@ -1,0 +1,181 @@
+"""Weight sync: load a written adapter on every engine, check it there, and unload it when nothing uses it.
+
+Identity first: the learner reports the digest of each adapter that it writes, and each engine the digest of the files
+that it read, so another version, another adapter or a damaged file is refused, however small the difference. Then the
+canary; see canary_checks.py. adapters/table.py owns the states; this module performs the transitions on the engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from unstable_lite.adapters.store import AdapterStore
+from unstable_lite.adapters.table import AdapterTable, Origin
+from unstable_lite.engines.client import EngineClient, EnginePool
+from unstable_lite.errors import AdapterError, RequestError, WorkerDied
+from unstable_lite.orchestrator.canary_checks import CanaryChecks, all_of
+
+log = logging.getLogger(__name__)
+
+UNLOAD_RETRY_S = 1.0
+
+
+class AdapterSync:
+    def __init__(self, engines: EnginePool, store: AdapterStore, table: AdapterTable, canaries: CanaryChecks) -> None:
+        self.num_waits = 0
+        """Number of new adapters that had to wait for a slot."""
+        self._engines = engines
+        self._store = store
+        self._table = table
+        self._canaries = canaries
+        self._changed = asyncio.Event()
+        table.on_change = self._changed_now
+
+    async def check_base(self) -> dict[str, float]:
+        """See `CanaryChecks.check_base`."""
+        return await self._canaries.check_base()
+
+    async def sync(self, version: int, digest: str) -> dict[str, float]:
+        """Load a new version of the learner on every engine and check it; return the canary's metrics.
+
+        `digest`: of the adapter that the learner wrote. Waits for a free adapter slot. Raises AdapterError if an engine
+        read another adapter or the canary fails, RequestError if an engine cannot load it.
+        """
+        table = self._table
+        table.add(version, Origin("update", str(version)), digest)
+        if not table.has_free_slot:
+            self.num_waits += 1
+            used, most = table.num_used_slots, table.num_slots
+            log.warning("adapter %d waits: %d are loaded, engine.max_loras = %d", version, used, most)
+            await self._until(lambda: table.has_free_slot)
+        table.load(version)
+        await self._engines.load_adapter(version, self._store.path(version))
+        await all_of((self._confirm(engine, version) for engine in self._engines.up), but=WorkerDied)
+        metrics = await self._canaries.check_new(version)
+        table.check(version)
+        return metrics
+
+    async def reload(self, id: int) -> None:
+        """Load weights that were on the engines before, as `id`, which has a reserved slot, and check them.
+
+        Raises RequestError if no engine can load them, or if their files were damaged in the meantime; AdapterError if
+        only some engines can, or if one does not answer as it did.
+        """
+        table = self._table
+        table.load(id)
+        await self._load_again(id, table.weights[table.origin(id)].digest)
+        await all_of((self._confirm(engine, id) for engine in self._engines.up), but=WorkerDied)
+        # An engine that dies is checked when it was restarted.
+        await all_of((self._canaries.check_returned(e, id) for e in self._engines.up), but=WorkerDied)
+        table.check(id)
+
+    async def restore(self, engine: EngineClient) -> None:
+        """Load on a restarted engine the adapters that the others hold, and check them; then it may be asked again.
+
+        Raises AdapterError if it does not answer as it did before its death.
+        """
+        table = self._table
+        given: set[int] = set()
+        checked: set[int] = set()
+        # Adapters come and go while this engine loads. One that `sync` is loading has no answers yet: `sync` checks it.
+        while True:
+            # First, because a version that was retired while this engine loaded it takes up a slot.
+            while retired := engine.adapters - set(table.held):
+                await engine.unload_adapter(min(retired))
+            new = sorted(id for id in {0, *table.held} - checked if id not in given or table.is_answered(id))
+            if not new:
+                break
+            given.update(new)
+            checked.update(filter(table.is_answered, new))
+            await all_of(self._give_back(engine, id) for id in new)
+        self._engines.mark_ready(engine)
+
+    async def run(self) -> None:
+        """Unload adapters that nothing uses any more, until cancelled."""
+        begun: set[int] = set()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                retiring = set(self._table.retiring())
+                for id in sorted(retiring - begun):
+                    tasks.create_task(self._retire(id))
+                begun = retiring
+                await self._changed.wait()
+
+    async def retired(self) -> None:
+        """Wait until every adapter that nothing uses is unloaded, so that its slot is free."""
+        await self._until(lambda: not self._table.is_freeing)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_waits": self.num_waits, "canaries": self._canaries.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_waits = state["num_waits"]
+        self._canaries.load_state_dict(state["canaries"])
+
+    async def _load_again(self, id: int, expected: str) -> None:
+        failure: RequestError | None = None
+        try:
+            await self._engines.load_adapter(id, self._store.path(id))
+        except* RequestError as errors:
+            failure = RequestError(str(errors.exceptions[0]))
+        if failure is not None:
+            if any(id in engine.adapters for engine in self._engines.engines):
+                raise AdapterError(f"adapter {id} is loaded by some engines, not by others: {failure}")
+            raise failure
+        digests = await all_of((engine.adapter_digest(id) for engine in self._engines.up), but=WorkerDied)
+        if len(set(digests)) == 1 and digests[0] not in (None, expected):
+            await self._engines.unload_adapter(id)
+            raise RequestError(f"its files were damaged: their digest is {digests[0]}, the learner wrote {expected}")
+
+    async def _give_back(self, engine: EngineClient, id: int) -> None:
+        table = self._table
+        if id and id not in table.held:  # retired in the meantime
+            return
+        try:
+            if id:
+                await engine.load_adapter(id, self._store.path(id))
+                await self._confirm(engine, id)
+            if id in (0, *table.held) and table.is_answered(id):
+                await self._canaries.check_returned(engine, id)
+        except RequestError:
+            if not id or id in table.held:  # else it was retired in the meantime
+                raise
+
+    async def _confirm(self, engine: EngineClient, id: int) -> None:
+        """Raise AdapterError if the engine holds another adapter as `id` than the learner wrote."""
+        if id not in self._table.adapters:  # retired in the meantime
+            return
+        origin = self._table.origin(id)
+        expected, found = self._table.weights[origin].digest, await engine.adapter_digest(id)
+        if found != expected:
+            raise AdapterError(
+                f"{engine.channel.name} holds another adapter as version {id} than the learner wrote"
+                f"{f' as version {origin.name}' * (origin.name != str(id))}: the digest of the files that it read is "
+                f"{found}, the learner's is {expected}. It read another version or adapter, or its file was damaged"
+            )
+
+    async def _retire(self, id: int) -> None:
+        while True:
+            try:
+                await self._engines.unload_adapter(id)
+                while any(id in engine.adapters for engine in self._engines.up):  # one was restored in the meantime
+                    await self._engines.unload_adapter(id)
+            except* RequestError as errors:
+                # A game that was given up may still have a request in an engine.
+                log.info("adapter %d stays a little longer: %s", id, errors.exceptions[0])
+            else:
+                break
+            await asyncio.sleep(UNLOAD_RETRY_S)
+        self._store.unlink(id)
+        self._table.remove(id)
+
+    def _changed_now(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._changed.wait()

@@ -1,0 +1,369 @@
+"""Alarms: signs that learning goes wrong, and a sentence for each that says what to try.
+
+Owns when an alarm is on. Knows no runs, files or terminals, and does not perform an alarm's action.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from statistics import NormalDist
+from typing import Any, Literal
+
+from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig
+from unstable_lite.tracking.evaluations import Evaluation
+from unstable_lite.tracking.intervals import Z_95, mean_interval, points_interval
+
+SAY_EVERY = 20
+"""Number of further readings after which an alarm that stays on is repeated, with its action."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """Description of one alarm."""
+
+    measured: str
+    """Format of the measurement, with `value`, `n`, `subject` and `detail` of the reading."""
+    threshold: str
+    """Format of the threshold."""
+    means: str
+    advice: str
+    metric: str | None = None
+    """Metric of an update that the alarm reads; None if another module takes its readings."""
+    n: str | None = None
+    """Metric that counts the samples of `metric`."""
+    is_under: bool = False
+
+
+ALARMS = {
+    "mismatch": Alarm(
+        measured="engine and learner disagree by {value:.3f} in mean |Δ log p| over {n} on-policy tokens",
+        threshold="{:g}",
+        means="the gradient is not that of the policy that played",
+        advice="give both the same dtype (engine.dtype, learner.dtype), and look for an engine that was updated",
+        metric="learner/mismatch_mean",
+        n="learner/mismatch_tokens",
+    ),
+    "clipping": Alarm(
+        measured="the importance weights of {value:.1%} of {n} tokens are cut at learner.importance_weight_cap",
+        threshold="{:.0%}",
+        means="the policy has moved far from the one that sampled these tokens, so that the gradient is biased",
+        advice="lower learner.learning_rate or buffer.max_staleness",
+        metric="learner/importance_weight_clipped",
+        n="learner/num_tokens",
+    ),
+    "staleness": Alarm(
+        measured="{n} tokens were trained {value:.1f} updates after they were sampled, on average",
+        threshold="{:g}",
+        means="games take much longer than updates, or the learner is far behind",
+        advice="lower run.num_collection_workers, buffer.buffer_size or buffer.max_staleness, or raise "
+        "learner.batch_size",
+        metric="learner/staleness_mean",
+        n="learner/num_tokens",
+    ),
+    "dropped": Alarm(
+        measured="{value:.1%} of {n} steps that left the buffer were dropped as too stale",
+        threshold="{:.0%}",
+        means="games take more updates than buffer.max_staleness allows, so that short games are trained on more than "
+        "long ones",
+        advice="see collection-{env}/Steps Dropped for which games; raise buffer.max_staleness and engine.max_loras, "
+        "or learner.batch_size, or lower run.num_collection_workers",
+        metric="buffer/dropped_share",
+        n="buffer/left",
+    ),
+    "entropy": Alarm(
+        measured="the policy's entropy is {value:.4f} nats a token over {n} tokens",
+        threshold="{:g}",
+        means="the policy gives the same answer in every state and no longer explores",
+        advice="go back to an earlier checkpoint with a learner.entropy_coefficient or learner.kl_coefficient above "
+        "0, a lower learner.learning_rate, or a higher engine.temperature",
+        metric="learner/entropy",
+        n="learner/num_tokens",
+        is_under=True,
+    ),
+    "high_entropy": Alarm(
+        measured="the policy's entropy over {n} tokens is {value:.2f} nats a token above the first update's",
+        threshold="{:g}",
+        means="the policy has become noise",
+        advice="go back to an earlier checkpoint with a lower learner.learning_rate, and look at games.jsonl for "
+        "rewards that blow up",
+    ),
+    "repetition": Alarm(
+        measured="{value:.1%} of {n} 4-grams of tokens stood in the same completion before",
+        threshold="{:.0%}",
+        means="completions run in circles",
+        advice="go back to an earlier checkpoint with a lower learner.learning_rate or a learner.kl_coefficient above "
+        "0, and look at games.jsonl for the rewards of such completions",
+        metric="batch/repeated_4grams",
+        n="batch/num_4grams",
+    ),
+    "identical": Alarm(
+        measured="{value:.1%} of {n} completions are identical",
+        threshold="{:.0%}",
+        means="the policy ignores the observation",
+        advice="look at games.jsonl for the answers; then a higher engine.temperature, a lower learner.learning_rate, "
+        "or opponents against which this answer does not win",
+        metric="batch/identical_completions",
+        n="batch/num_completions",
+    ),
+    "zero_advantage": Alarm(
+        measured="{value:.1%} of {n} steps have an advantage of 0",
+        threshold="{:.0%}",
+        means="the policy learns almost nothing: the games that are compared all have the same result",
+        advice="choose games or opponents that the policy sometimes beats, a higher engine.temperature, or a "
+        "larger run.group_size",
+        metric="learner/zero_advantage",
+        n="learner/num_items",
+    ),
+    "invalid_moves": Alarm(
+        measured="{value:.1%} of the newest {n} training games of {subject} ended with an invalid move of the policy",
+        threshold="{:.0%}",
+        means="the policy does not know the format of a move, or has unlearnt it",
+        advice="look at games.jsonl for the answers; then another prompt_template or action_extraction_fn, a larger "
+        "engine.max_generation_len, or a warm start (unstable-lite sft)",
+    ),
+    "collapse": Alarm(
+        measured="{detail}; their intervals lie {value:.3f} apart",
+        threshold="{:g}",
+        means="the policy has become worse",
+        advice="continue from the best checkpoint (lora.initial_lora_path) with a lower learner.learning_rate or a "
+        "learner.kl_coefficient above 0",
+    ),
+    "decline": Alarm(
+        measured="{detail}; their intervals lie {value:.3f} apart",
+        threshold="{:g}",
+        means="the policy is becoming worse, or relies on a habit that no longer wins",
+        advice="evaluate its checkpoints (unstable-lite eval) to find the best, and continue from it with a "
+        "lower learner.learning_rate or a learner.kl_coefficient above 0",
+    ),
+    "starved": Alarm(
+        measured="{detail}",
+        threshold="{:.0f} s",
+        means="games are void, left out by run.filter_opponent_invalid or because their group is incomplete, or too "
+        "stale when they end",
+        advice="look at games.jsonl for how games end, and at logs/orchestrator.log for why they are void",
+    ),
+    "skipped": Alarm(
+        measured="{detail}",
+        threshold="{:g}",
+        means="the policy no longer changes",
+        advice="lower learner.learning_rate, or look at games.jsonl for rewards that blow up",
+    ),
+}
+"""Alarms by their names in section `alarms`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One measurement that an alarm judges."""
+
+    alarm: str
+    value: float
+    n: int
+    subject: str = ""
+    """Env, or env and opponent, if the alarm has several; else empty."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Change of one alarm, or the repetition of one that stays on."""
+
+    alarm: str
+    phase: Literal["begins", "stays", "ends"]
+    action: Literal["warn", "pause", "stop"]
+    text: str
+
+
+@dataclass(slots=True)
+class _State:
+    """State of one alarm for one subject."""
+
+    bad: int = 0
+    """Number of consecutive readings beyond the threshold."""
+    good: int = 0
+    """Number of consecutive readings within it."""
+    since: int | None = None
+    """Update after which the alarm began; None if it is off."""
+
+
+class Alarms:
+    def __init__(self, config: AlarmsConfig) -> None:
+        self._config = config
+        self._states: dict[tuple[str, str], _State] = {}
+        self._begun: Counter[str] = Counter()
+
+    def judge(self, update: int, readings: Iterable[Reading]) -> list[Change]:
+        """Return the changes that follow from readings taken after `update`."""
+        changes = (self._judge(update, reading) for reading in readings)
+        return [change for change in changes if change is not None]
+
+    def is_on(self, alarm: str, subject: str = "") -> bool:
+        return self._states.get((alarm, subject), _State()).since is not None
+
+    def on(self) -> list[str]:
+        """Return the names of the alarms that are on."""
+        return list(dict.fromkeys(alarm for (alarm, _), state in self._states.items() if state.since is not None))
+
+    def counts(self) -> dict[str, int]:
+        """Return how often each alarm began, without those that are switched off."""
+        return {name: self._begun[name] for name in ALARMS if self._of(name).action != "off"}
+
+    def state_dict(self) -> dict[str, Any]:
+        states = [{"alarm": alarm, "subject": subject, **asdict(s)} for (alarm, subject), s in self._states.items()]
+        return {"states": states, "begun": dict(self._begun)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._states = {(s.pop("alarm"), s.pop("subject")): _State(**s) for s in map(dict, state["states"])}
+        self._begun = Counter(state["begun"])
+
+    def _of(self, alarm: str) -> AlarmConfig:
+        config: AlarmConfig = getattr(self._config, alarm)
+        return config
+
+    def _judge(self, update: int, reading: Reading) -> Change | None:
+        config, alarm = self._of(reading.alarm), ALARMS[reading.alarm]
+        if config.action == "off":
+            return None
+        state = self._states.setdefault((reading.alarm, reading.subject), _State())
+        is_within = reading.value >= config.threshold if alarm.is_under else reading.value <= config.threshold
+        state.bad, state.good = (0, state.good + 1) if is_within else (state.bad + 1, 0)
+        phase: Literal["begins", "stays", "ends"]
+        if state.since is None and state.bad >= config.updates:
+            phase, state.since = "begins", update
+            state.bad = config.updates  # a resumed run may ask for fewer
+            self._begun[reading.alarm] += 1
+        elif state.since is not None and state.bad and (state.bad - config.updates) % SAY_EVERY == 0:
+            phase = "stays"
+        elif state.since is not None and state.good >= config.updates:
+            phase = "ends"
+        else:
+            return None
+        text = _sentence(reading, config, phase, state.since)
+        if phase == "ends":
+            state.since = None
+        return Change(alarm=reading.alarm, phase=phase, action=config.action, text=text)
+
+
+def _sentence(reading: Reading, config: AlarmConfig, phase: str, since: int) -> str:
+    alarm = ALARMS[reading.alarm]
+    n, threshold = f"{reading.n:,}", alarm.threshold.format(config.threshold)
+    measured = alarm.measured.format(value=reading.value, n=n, subject=reading.subject, detail=reading.detail)
+    if phase == "ends":
+        return f"{reading.alarm}, on since update {since}, has ended: {measured}"
+    beyond = f"{'under' if alarm.is_under else 'over'} {threshold}"
+    times = f", {config.updates} times in a row" * (config.updates > 1 and phase == "begins")
+    still = f", still on since update {since}" * (phase == "stays")
+    return f"{reading.alarm}{still}: {measured} ({beyond}{times}). It usually means: {alarm.means}. Try: {alarm.advice}"
+
+
+def readings_of(metrics: Mapping[str, float]) -> list[Reading]:
+    """Return the readings from the metrics of one update, without metrics of nothing (no on-policy token)."""
+    return [
+        Reading(alarm=name, value=metrics[alarm.metric], n=int(metrics[alarm.n]))
+        for name, alarm in ALARMS.items()
+        if alarm.metric is not None and alarm.n is not None
+        if alarm.metric in metrics and metrics.get(alarm.n, 0) > 0
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Result of the policy at one time: its share of the points, a share of games, or a mean reward."""
+
+    who: str
+    """Name of the policy: `ckpt-20`, `up to update 20`."""
+    update: int
+    mean: float
+    n: int
+    draws: int = 0
+    """Number of draws, which count half in a share of points."""
+    what: str | None = None
+    """Kind of games of which `mean` is the share; None if it is the share of points."""
+    std: float | None = None
+    """Standard deviation of a game's reward; None if `mean` is a share."""
+
+    @classmethod
+    def of(cls, evaluation: Evaluation) -> Result | None:
+        """Return the result of an evaluation, or None if fewer than two games count."""
+        if evaluation.n < 2:
+            return None
+        model, step, n = evaluation.model, evaluation.step, evaluation.n
+        if math.isfinite(evaluation.points):
+            return cls(who=model, update=step, mean=evaluation.points, n=n, draws=evaluation.draws)
+        return cls(who=model, update=step, mean=evaluation.mean_reward, n=n, std=evaluation.reward_std)
+
+    def interval(self, z: float = Z_95) -> tuple[float, float]:
+        if self.std is None:
+            wins = round(self.mean * self.n - self.draws / 2)
+            return points_interval(wins, self.draws, self.n - wins - self.draws, z)
+        return mean_interval(self.mean, self.std, self.n, z)
+
+    def describe(self) -> str:
+        low, high = self.interval()
+        if self.std is None:
+            of = f"{self.n} games {self.what}" if self.what else f"the points in {self.n} games"
+            return f"{self.who} {self.mean:.1%} of {of} (95 %: {low:.1%} – {high:.1%})"
+        return f"{self.who} a mean reward of {self.mean:.3f} in {self.n} games (95 %: {low:.3f} – {high:.3f})"
+
+
+@dataclass(slots=True)
+class Contest:
+    """Comparison of the newest result of one subject with the best result before it."""
+
+    best: Result | None = None
+    newest: Result | None = None
+    compared: int = 0
+    """Number of results so far."""
+
+    def add(self, result: Result) -> tuple[Result, float] | None:
+        """Return the best result of an earlier update, and the gap between its interval and that of the newest result.
+
+        Returns None if there is no earlier result, or if the newest is the best. Evaluations overlap, so the result of
+        an earlier update may come after the newest. The intervals hold at 95 % for all comparisons together
+        (Bonferroni), because the best of many results was lucky and one of many newest results will be unlucky.
+        """
+        z = NormalDist().inv_cdf(1 - 0.025 / max(self.compared, 1))
+        self.compared += 1
+        before = self.best
+        if before is None or result.interval()[0] > before.interval()[0]:
+            self.best = result
+        is_late = self.newest is not None and result.update < self.newest.update
+        if self.newest is None or not is_late:
+            self.newest = result
+        rival = self.best if is_late else before
+        if rival is None or rival == self.newest or (is_late and rival is before):  # else it was reported before
+            return None
+        return rival, rival.interval(z)[0] - self.newest.interval(z)[1]
+
+
+class Contests:
+    """Comparisons by subject, an env and an opponent."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, Contest] = {}
+
+    def add(self, alarm: str, subject: str, result: Result) -> list[Reading]:
+        """Return the reading of `alarm` that follows from a result; the first result of a subject has none."""
+        contest = self.of.setdefault(subject, Contest())
+        compared = contest.add(result)
+        if compared is None or contest.newest is None:
+            return []
+        (best, gap), newest = compared, contest.newest
+        detail = f"{subject}: {newest.describe()}, but {best.describe()}"
+        return [Reading(alarm=alarm, value=gap, n=newest.n, subject=subject, detail=detail)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {subject: asdict(contest) for subject, contest in self.of.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.of = {
+            subject: Contest(_result(saved["best"]), _result(saved["newest"]), saved["compared"])
+            for subject, saved in state.items()
+        }
+
+
+def _result(saved: dict[str, Any] | None) -> Result | None:
+    return None if saved is None else Result(**saved)

@@ -1,0 +1,272 @@
+"""The checkpoint pool: a bounded set of checkpoints that may be opponents beside the current policy.
+
+Owns the pool's pins in the adapter table, the copies on disk, and the ids under which adapters return. The samplers
+choose the opponents. A checkpoint leaves for new games at once, and its slot is free when its last game is over; one
+returns in the background, in a slot that no new adapter needs, so that training waits for neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from unstable_lite.adapters.store import AdapterStore
+from unstable_lite.adapters.table import AdapterTable
+from unstable_lite.config.games import LeagueConfig
+from unstable_lite.errors import RequestError
+from unstable_lite.league.model_registry import ModelMeta, ModelRegistry
+from unstable_lite.orchestrator.adapter_sync import AdapterSync
+
+log = logging.getLogger(__name__)
+
+FIRST_RETURNED_VERSION = 1 << 30
+"""First id of adapters that return. Those of updates count from 1, so the two never meet, and both fit the 32 bits that
+engines have for them."""
+
+
+class CheckpointPool:
+    def __init__(
+        self,
+        config: LeagueConfig,
+        size: int,
+        registry: ModelRegistry,
+        table: AdapterTable,
+        store: AdapterStore,
+        adapter_sync: AdapterSync,
+        directory: Path,
+        alarm: Callable[[str], None],
+    ) -> None:
+        """`size`: limit on active checkpoints, the current one included. `directory`: of the copies on disk."""
+        self.num_returned = 0
+        """Number of checkpoints that returned."""
+        self._config = config
+        self._size = size
+        self._registry = registry
+        self._table = table
+        self._store = store
+        self._adapter_sync = adapter_sync
+        self._directory = directory
+        self._alarm = alarm
+        self._left: set[str] = set()
+        """Uids whose copies are too old to return."""
+        self._needed: deque[set[str]] = deque(maxlen=2)
+        """Uids that had a copy at each of the last two checkpoints, from which a run may resume."""
+        self._saving: set[str] = set()
+        """Uids that had a copy when the checkpoint began that is being written."""
+        self._to_store: deque[tuple[str, int]] = deque()
+        """Uid and version of checkpoints that have a pin and need a copy."""
+        self._is_due = False
+        self._next_version = FIRST_RETURNED_VERSION
+        self._admitted = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    def admit(self, uid: str, version: int, update: int) -> None:
+        """Make a checked version the current policy, and let the surplus checkpoint leave."""
+        self._table.pin(version)
+        self._table.offer(version)
+        self._registry.add_checkpoint(uid, adapter_version=version, iteration=update)
+        if self._size > 1 or self._is_kept(update):
+            self._store_later(uid, version)
+        self._trim()
+        self._is_due = self._is_due or update % self._config.rotate_checkpoints_every == 0
+        self._admitted.set()
+        self._settled.clear()
+
+    def evict_if_needed(self) -> None:
+        """Let an opponent leave that no game uses, if the next adapter would have to wait for a slot."""
+        if self._table.has_free_slot or self._table.is_freeing:
+            return
+        for meta in reversed(self._ranked(self._others())):
+            if meta.adapter_version and self._table.num_users(meta.adapter_version) == 1:
+                self._leave(meta)
+                return
+
+    async def run(self) -> None:
+        """Copy to disk and reload, until cancelled. Raises AdapterError if an engine computes a checkpoint wrongly."""
+        while True:
+            if not self._admitted.is_set():
+                self._settled.set()
+            await self._admitted.wait()
+            self._admitted.clear()
+            while self._to_store:
+                await self._copy_to_disk(*self._to_store.popleft())
+            if self._is_due:
+                self._is_due = False
+                await self._adapter_sync.retired()
+                await self._rotate()
+            await self._clear_out()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next_version": self._next_version, "num_returned": self.num_returned}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._next_version = state["next_version"]
+        self.num_returned = state["num_returned"]
+
+    async def resume(self) -> None:
+        """Reload the active checkpoints, after the states of registry, table and pool were loaded.
+
+        The current policy is on the engines already. Another active checkpoint returns under the id that it had, if it
+        has a copy on disk.
+        """
+        num_returned, stored = self.num_returned, self._table.stored()
+        self._needed.append(set(stored))
+        for path in self._directory.glob("*"):
+            if path.name not in stored:
+                shutil.rmtree(path)
+        current = self._registry.current
+        if current.adapter_version:
+            self._table.pin(current.adapter_version)
+            self._table.offer(current.adapter_version)
+            iteration = self._registry.get(current.uid).iteration
+            if current.uid not in stored and (self._size > 1 or self._is_kept(iteration or 0)):
+                self._store_later(current.uid, current.adapter_version)
+        for meta in self._others():
+            self._registry.set_active(meta.uid, False)
+            if not self._can_play(meta):
+                self._alarm(f"{meta.uid} was an opponent, and its adapter was not stored: it does not return")
+            elif not await self._return(meta, meta.adapter_version or 0):
+                self._alarm(f"{meta.uid} was an opponent, and the engines have no slot left for it: it waits for one")
+        self.num_returned = num_returned
+
+    def tell_saving(self) -> None:
+        """Note that a checkpoint begins, which will need the copies that are on disk now."""
+        self._saving = set(self._table.stored())
+
+    async def tell_saved(self) -> None:
+        """Note that it was written, and remove copies that only older ones than the last two needed."""
+        self._needed.append(self._saving)
+        await self._remove_unneeded()
+
+    async def settled(self) -> None:
+        """Wait until the work of the last `admit` is done, so that every copy is on disk."""
+        await self._settled.wait()
+
+    def _others(self) -> list[ModelMeta]:
+        """Return the active checkpoints except the current policy."""
+        current = self._registry.get_current_ckpt()
+        return [meta for meta in self._registry.checkpoints() if meta.uid != current]
+
+    def _is_kept(self, update: int) -> bool:
+        every = self._config.keep_every
+        return update in self._config.keep_checkpoints or (every is not None and update % every == 0)
+
+    def _is_candidate(self, meta: ModelMeta) -> bool:
+        least, most = self._config.opponent_lag
+        lag = self._registry.lag(meta.uid)
+        assert meta.iteration is not None
+        return lag > 0 and lag >= least and (lag <= most or self._is_kept(meta.iteration))
+
+    def _ranked(self, metas: list[ModelMeta]) -> list[ModelMeta]:
+        """Return the most wanted first; among equals the newest."""
+        registry, current = self._registry, self._registry.get_current_ckpt()
+        mu = registry.get(current).rating.mu
+        keys: dict[str, Callable[[ModelMeta], float]] = {
+            "recency": lambda meta: 0.0,  # noqa: ARG005
+            "match-quality": lambda meta: -registry.match_quality(current, meta.uid),
+            "nearest-rating": lambda meta: abs(meta.rating.mu - mu),
+        }
+        key = keys[self._config.active_checkpoints_by]
+        return sorted(metas, key=lambda meta: (key(meta), -(meta.iteration or 0)))
+
+    def _trim(self) -> None:
+        """Let surplus checkpoints leave. If none is a candidate yet, the oldest stays, because it is not the policy."""
+        others = self._others()
+        staying = self._ranked([meta for meta in others if self._is_candidate(meta)]) or others[:1]
+        for meta in others:
+            if meta not in staying[: self._size - 1]:
+                self._leave(meta)
+
+    def _leave(self, meta: ModelMeta) -> None:
+        self._registry.set_active(meta.uid, False)
+        if meta.adapter_version:
+            self._table.unpin(meta.adapter_version)
+
+    async def _rotate(self) -> None:
+        """Reload checkpoints that are wanted more than the active ones, best first, as far as there are slots."""
+        for _ in range(self._size - 1):
+            known = [meta for meta in self._registry.get_all_models().values() if meta.kind == "checkpoint"]
+            candidates = [meta for meta in known if self._is_candidate(meta) and self._can_play(meta)]
+            absent = [meta for meta in self._ranked(candidates)[: self._size - 1] if not meta.active]
+            if not absent or not await self._return(absent[0], self._next_version):
+                return
+            self._next_version += 1
+            self._trim()
+
+    def _can_play(self, meta: ModelMeta) -> bool:
+        return meta.active or not meta.adapter_version or meta.uid in self._table.stored()
+
+    async def _return(self, meta: ModelMeta, id: int) -> bool:
+        """Reload a checkpoint as `id`, which is new to these engines; return False if it has to wait for a slot."""
+        uid, table = meta.uid, self._table
+        if not meta.adapter_version:
+            self._registry.bring_back(uid, 0)
+            return True
+        if not table.has_spare_slot:
+            return False
+        origin = table.stored()[uid]
+        table.reserve(id, origin)
+        try:
+            await _in_thread(shutil.copytree, self._directory / uid, self._store.path(id))
+            await self._adapter_sync.reload(id)
+        except (OSError, RequestError) as error:
+            self._alarm(f"{uid} cannot return as an opponent: {error}")
+            table.discard(origin)
+            self._store.unlink(id)
+            table.abandon(id)
+            return True
+        table.pin(id)
+        table.offer(id)
+        self._registry.bring_back(uid, id)
+        self.num_returned += 1
+        log.info("%s is back as an opponent, as adapter %d", uid, id)
+        return True
+
+    def _store_later(self, uid: str, version: int) -> None:
+        self._table.pin(version)
+        self._to_store.append((uid, version))
+
+    async def _copy_to_disk(self, uid: str, version: int) -> None:
+        partial = self._directory / f".{uid}.partial"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            await _in_thread(shutil.copytree, self._store.path(version), partial)
+            partial.rename(self._directory / uid)
+            self._table.store(self._table.origin(version), uid)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            self._alarm(f"{uid} is not kept on disk and cannot return as an opponent: {error}")
+        finally:
+            self._table.unpin(version)
+
+    async def _clear_out(self) -> None:
+        """Give up copies that are too old to return, except those that the config keeps."""
+        most = self._config.opponent_lag[1]
+        for uid, origin in self._table.stored().items():
+            iteration = self._registry.get(uid).iteration
+            assert iteration is not None
+            if self._registry.lag(uid) > most and not self._is_kept(iteration):
+                self._table.discard(origin)
+                self._left.add(uid)
+        await self._remove_unneeded()
+
+    async def _remove_unneeded(self) -> None:
+        for uid in self._left.difference(self._saving, *self._needed):
+            self._left.discard(uid)
+            await _in_thread(shutil.rmtree, self._directory / uid, True)
+
+
+async def _in_thread(function: Callable[..., Any], *arguments: Any) -> None:
+    """Run `function` in a thread, and end after the thread even if cancelled: the directories are removed next."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise

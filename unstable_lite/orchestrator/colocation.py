@@ -1,0 +1,78 @@
+"""Share one device between engines and learner: while the learner learns, the engines sleep.
+
+Owns the device's lock. The caller restores an engine before it plays again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+
+from unstable_lite.engines.client import EngineClient
+from unstable_lite.errors import WorkerDied
+
+
+class Colocation:
+    def __init__(
+        self,
+        engines: Sequence[EngineClient],
+        restore: Callable[[EngineClient], Awaitable[None]],
+        learning: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        """`engines`: those on the learner's device. `learning`: entered while they do not play.
+
+        `restore`: loads an engine's adapters, checks them and marks the engine ready.
+        """
+        self.engines = engines
+        self._restore = restore
+        self._learning = learning
+        self._device = asyncio.Lock()
+        self._asleep_s = 0.0
+        """Time of the last turn of the learner, from putting the engines to sleep until they are ready again."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the time that the engines last slept, in seconds, if any share the device."""
+        return {"inference/asleep_s": self._asleep_s} if self.engines else {}
+
+    @contextlib.asynccontextmanager
+    async def learner(self) -> AsyncIterator[None]:
+        """Give the device to the learner: every engine that shares it is asleep or dead."""
+        if not self.engines:
+            yield
+            return
+        started = time.monotonic()
+        async with self._device:
+            with self._learning():
+                asleep = await asyncio.gather(*(_put_to_sleep(engine) for engine in self.engines))
+                yield  # if it raises the run is over, and no engine needs to wake
+                await asyncio.gather(*(self._wake_up(engine) for engine in asleep if engine is not None))
+        self._asleep_s = time.monotonic() - started
+
+    @contextlib.asynccontextmanager
+    async def starting(self) -> AsyncIterator[None]:
+        """Let an engine that died take memory again, but not while the learner learns."""
+        async with self._device:
+            yield
+
+    async def restore(self, engine: EngineClient) -> None:
+        """Restore an engine after its start, unless it slept and was restored since."""
+        async with self._device:
+            if not engine.is_up:
+                await self._restore(engine)
+
+    async def _wake_up(self, engine: EngineClient) -> None:
+        with contextlib.suppress(WorkerDied):  # its supervisor restarts it
+            await engine.wake_up()
+            await self._restore(engine)
+
+
+async def _put_to_sleep(engine: EngineClient) -> EngineClient | None:
+    """Put an engine to sleep; return None if it is dead."""
+    try:
+        await engine.sleep()
+    except WorkerDied:
+        return None
+    return engine

@@ -1,0 +1,79 @@
+"""The event loop of a run or an evaluation: how it starts, how signals end it, and which error is reported."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import signal
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+from unstable_lite.errors import UnstableError
+
+T = TypeVar("T")
+
+COLLECT_AFTER = 100_000
+"""Number of new objects before a garbage collection. Thousands of games that start and end in waves are tens of
+thousands of objects."""
+
+
+def run_in_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine like `asyncio.run`, on uvloop if it is installed, with few garbage collections."""
+    loop_factory: Any = asyncio.new_event_loop
+    with contextlib.suppress(ImportError):
+        from uvloop import new_event_loop as loop_factory
+    with _few_collections(), asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(coroutine)
+
+
+@contextlib.contextmanager
+def _few_collections() -> Iterator[None]:
+    """Collect garbage rarely: reference counts free nearly everything that games leave behind.
+
+    Python's default, a search every 700 objects through everything ever imported, was a third of the cost of a turn
+    (bench/LOG.md).
+    """
+    threshold = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, *threshold[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*threshold)
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def cancelled_by_signals() -> Iterator[None]:
+    """Cancel the current task on Ctrl-C or SIGTERM, so that the workers end before this process does."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, task.cancel)
+    try:
+        yield
+    finally:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(signum)
+
+
+async def unless_set(waiting: Coroutine[Any, Any, T], *events: asyncio.Event) -> T | None:
+    """Return the result of `waiting`, or None if one of `events` is set first; `waiting` is cancelled then."""
+    task = asyncio.ensure_future(waiting)
+    watching = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait({task, *watching}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for one in (task, *watching):
+            one.cancel()
+        await asyncio.wait([task])
+
+
+def first_reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error to report: the first of our own errors in the group, else its first error."""
+    reason: BaseException = group.subgroup(UnstableError) or group
+    while isinstance(reason, BaseExceptionGroup):
+        reason = reason.exceptions[0]
+    return reason

@@ -1,0 +1,331 @@
+"""Watch a run's learning, and perform the actions of alarms: warn, pause, stop.
+
+Owns the windows over training games and the file PAUSED. alarms.py defines the alarms; the train loop decides when it
+is safe to pause or to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from unstable_lite.config import Config
+from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Change, Contests, Reading, Result, readings_of
+from unstable_lite.rollout.episode_buffer import EpisodeBuffer
+from unstable_lite.rollout.step_buffer import StepBuffer
+from unstable_lite.tracking.evaluations import POINTS, Evaluation
+from unstable_lite.tracking.in_order import InOrder
+from unstable_lite.tracking.repetition import repetition
+from unstable_lite.tracking.run_directory import PAUSED, by_update
+from unstable_lite.tracking.tracker import Tracker
+from unstable_lite.tracking.train_data import steps_of
+from unstable_lite.tracking.windows import WINDOW
+from unstable_lite.types import Batch, GameRecord, GameSpec
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+"""Time between two checks whether the file PAUSED still exists."""
+MIN_GAMES = 100
+"""Number of games of a kind below which their share is not judged."""
+SCORED, VALID = "points", "without an own invalid move"
+"""Kinds of windows over the newest games."""
+
+
+class TrainingHealth:
+    def __init__(
+        self,
+        config: Config,
+        directory: Path,
+        buffer: StepBuffer | EpisodeBuffer,
+        tracker: Tracker,
+        say: Callable[[str], None],
+        unpaused: asyncio.Event,
+        stop: asyncio.Event,
+    ) -> None:
+        """`unpaused`: games start while it is set. `stop`: if set, the run saves and ends."""
+        self.stopped_by: str | None = None
+        """The alarm that ends the run, if one does."""
+        self.asks_for_pause = asyncio.Event()
+        self._config = config
+        self._directory = directory
+        self._buffer = buffer
+        self._tracker = tracker
+        self._say = say
+        self._unpaused = unpaused
+        self._stop = stop
+        self._alarms = Alarms(config.alarms)
+        self._contests = Contests()
+        self._num_evaluations = 0
+        """Number of evaluations that were compared."""
+        self._windows: dict[str, dict[str, deque[float]]] = defaultdict(lambda: defaultdict(_new_window))
+        """The newest values, by kind of window and by games."""
+        self._counted: InOrder[list[tuple[str, str, float]]] = InOrder()
+        """Entries of training games for the windows, in the order of their numbers."""
+        self._first_entropy: float | None = None
+        """Entropy of the policy in the run's first update, in nats a token."""
+        self._update = 0
+        self._reasons: list[str] = []
+        """Alarms that ask for a pause."""
+        self._fed_at = time.monotonic()
+        """Time at which the newest step entered the buffer, or a batch still waited in it."""
+        self._steps_kept, self._filtered = buffer.added - buffer.dropped_stale, buffer.filtered
+        self._trained_of: dict[str, tuple[int, float]] = {}
+        """Number of trained steps by env, and the time at which it last grew."""
+        self._ended_of: Counter[str] = Counter()
+        """Number of training games that ended since then, by env."""
+        self._since_fed: Counter[str] = Counter()
+        """Number of training games that ended since then, by how they ended."""
+        (directory / PAUSED).unlink(missing_ok=True)
+
+    def begin_game(self, spec: GameSpec) -> None:
+        """Note a training game that begins: the windows count no later one before it ends."""
+        self._counted.begin(spec.game_idx)
+
+    def add_record(self, record: GameRecord) -> None:
+        """Count a finished game, before the buffer receives it."""
+        spec = record.spec
+        if spec.kind == "train":
+            self._since_fed["void" if record.end == "void" else "whole"] += 1
+            self._ended_of[spec.env_id] += 1
+        entries = [] if record.end == "void" or spec.eval_label is not None else list(self._entries(record))
+        for of_game in self._counted.end(spec.game_idx, entries) if spec.kind == "train" else [entries]:
+            for what, games, value in of_game:
+                self._windows[what][games].append(value)
+
+    def _entries(self, record: GameRecord) -> Iterator[tuple[str, str, float]]:
+        """Yield kind of window, games, and this game's value."""
+        spec = record.spec
+        is_training = spec.kind == "train"
+        own = [a.pid for a in spec.agent_specs if (a.collect_data if is_training else a.model.name is None)]
+        others = {a.model.name for a in spec.agent_specs if a.pid not in own}
+        opponent = others.pop() if len(others) == 1 else None
+        if is_training:
+            yield VALID, spec.env_id, float(not set(own).intersection(record.invalid_pids))
+        for pid in own:
+            if opponent is not None and record.outcomes[pid] != "na":
+                games = f"{'training' if is_training else 'evaluation'} games of {spec.env_id} against {opponent}"
+                yield SCORED, games, POINTS[record.outcomes[pid]]
+
+    async def measure(self, batch: Batch) -> dict[str, float]:
+        """Return the repetition metrics of a batch; in a thread, because it may have millions of tokens."""
+        metrics = await asyncio.to_thread(repetition, list(steps_of(batch)))
+        return {f"batch/{name}": value for name, value in metrics.items()}
+
+    def check_update(self, update: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Judge an update by its metrics and the games so far; return how often each alarm began."""
+        self._update = update
+        self.check_skipped(0)
+        self._judge(
+            [*readings_of(metrics), *self._entropy_rise(metrics), *self._readings_of_games(), *self._env_starvation()]
+        )
+        return {f"alarms/{name}": count for name, count in self._alarms.counts().items()}
+
+    def check_skipped(self, in_a_row: int, reason: str = "") -> None:
+        """Judge the number of batches that were skipped since the last update."""
+        detail = f"{in_a_row} batches in a row were skipped, the last because of {reason}" if in_a_row else "an update"
+        self._judge([Reading(alarm="skipped", value=in_a_row, n=in_a_row, detail=detail)])
+
+    def check_evaluation(self, evaluation: Evaluation) -> None:
+        """Compare an evaluation with the best earlier one of the same env and opponent."""
+        self._judge(self._compared(evaluation))
+
+    async def run(self) -> None:
+        """Check until cancelled that the steps that games play reach the learner."""
+        while True:
+            await asyncio.sleep(self._config.alarms.starved.threshold / SAY_EVERY)
+            self._judge([self._starvation()])
+
+    async def pause_if_asked(self, save: Callable[[], Awaitable[tuple[Path | None, int]]]) -> None:
+        """Save, start no game, and wait until PAUSED is deleted or the run is stopped, if an alarm asks for a pause.
+
+        `save`: returns the newest checkpoint and its update, which is an earlier one if saving failed.
+        """
+        is_over = self._stop.is_set() or self._update >= self._config.run.learning_steps
+        if is_over or not self.asks_for_pause.is_set():
+            return
+        self._unpaused.clear()
+        saved = self._saved(*await save())
+        path = self._directory / PAUSED
+        reasons, self._reasons = self._reasons, []
+        try:
+            path.write_text("\n".join([*reasons, saved, "Delete this file to continue the run.", ""]), encoding="utf-8")
+            self._say(f"paused after update {self._update}. {saved} To continue: rm {path}  (Ctrl-C: end)")
+            while path.exists() and not self._stop.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), LOOK_S)
+        except OSError as error:
+            reason = f"{path}: {error.strerror}; free some space, and make it writable"
+            self._tracker.alarm(self._update, f"the run cannot pause and continues. {saved} {reason}")
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+            self.asks_for_pause.clear()
+            self._fed_at = time.monotonic()
+            self._unpaused.set()
+        self._say("ending" if self._stop.is_set() else "continuing")
+
+    def status(self) -> str:
+        """Return the number of alarms, and those that are on, for the live line."""
+        if not self._tracker.alarms:
+            return ""
+        on = ", ".join(self._alarms.on())
+        return f"  alarms {len(self._tracker.alarms)}{f', on: {on}' if on else ''}"
+
+    def collapsed(self) -> list[str]:
+        """Return each comparison in which the last policy is worse than an earlier one."""
+        return [
+            f"the last policy is worse than the best one: {subject}: {contest.newest.describe()}, but "
+            f"{contest.best.describe()}. {self._where(contest.best)}"
+            for subject, contest in self._contests.of.items()
+            if self._alarms.is_on("collapse", subject) or self._alarms.is_on("decline", subject)
+            if contest.newest and contest.best
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "alarms": self._alarms.state_dict(),
+            "contests": self._contests.state_dict(),
+            "num_evaluations": self._num_evaluations,
+            "windows": {
+                what: {games: list(window) for games, window in windows.items()}
+                for what, windows in self._windows.items()
+            },
+            "first_entropy": self._first_entropy,
+            "update": self._update,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state; evaluations that ended after it was saved have been reported."""
+        self._alarms.load_state_dict(state["alarms"])
+        self._contests.load_state_dict(state["contests"])
+        self._num_evaluations, self._update = state["num_evaluations"], state["update"]
+        self._first_entropy = state.get("first_entropy")  # a checkpoint of an earlier version has none
+        for what, windows in state["windows"].items():
+            for games, results in windows.items():
+                self._windows[what][games].extend(results)
+        for evaluation in self._tracker.evaluations[self._num_evaluations :]:
+            self._alarms.judge(self._update, self._compared(evaluation))
+
+    def _compared(self, evaluation: Evaluation) -> list[Reading]:
+        self._num_evaluations += 1
+        result = Result.of(evaluation)
+        subject = f"evaluation of {evaluation.env_id} against {evaluation.opponent}"
+        return [] if result is None else self._contests.add("collapse", subject, result)
+
+    def _judge(self, readings: Iterable[Reading]) -> None:
+        for change in self._alarms.judge(self._update, readings):
+            if change.phase == "ends":
+                log.info("after update %d: %s", self._update, change.text)
+                self._say(change.text)
+            else:
+                self._act(change)
+
+    def _act(self, change: Change) -> None:
+        log.warning("after update %d: %s", self._update, change.text)
+        self._tracker.alarm(self._update, change.text, is_repeat=change.phase == "stays")
+        if change.action == "pause":
+            self._reasons.append(f"after update {self._update}: {change.text}")
+            self.asks_for_pause.set()
+        elif change.action == "stop":
+            self.stopped_by = self.stopped_by or change.text
+            self._stop.set()
+
+    def _entropy_rise(self, metrics: Mapping[str, float]) -> list[Reading]:
+        """Compare the policy's entropy with the first update's: some models start at 0.5 nats a token, others at 3."""
+        entropy, n = metrics.get("learner/entropy"), int(metrics.get("learner/num_tokens", 0))
+        if entropy is None or not n:
+            return []
+        if self._first_entropy is None and math.isfinite(entropy):
+            self._first_entropy = entropy
+        rise = 0.0 if self._first_entropy is None else entropy - self._first_entropy
+        return [Reading(alarm="high_entropy", value=rise, n=n)]
+
+    def _readings_of_games(self) -> list[Reading]:
+        readings: list[Reading] = []
+        for what, windows in self._windows.items():
+            for games, window in windows.items():
+                n, share = len(window), sum(window) / len(window)
+                if n < MIN_GAMES:
+                    continue
+                if what == VALID:
+                    readings.append(Reading(alarm="invalid_moves", value=1 - share, n=n, subject=games))
+                result = Result(
+                    who=f"up to update {self._update}",
+                    update=self._update,
+                    mean=share,
+                    n=n,
+                    draws=sum(value == POINTS["draw"] for value in window),
+                    what=VALID if what == VALID else None,
+                )
+                subject = f"training games of {games}" if what == VALID else games
+                readings += self._contests.add("decline", subject, result)
+        return readings
+
+    def _starvation(self) -> Reading:
+        """Return for how long games have ended without a step for the learner."""
+        now, ended = time.monotonic(), self._since_fed.total()
+        kept = self._buffer.added - self._buffer.dropped_stale
+        is_fed = kept > self._steps_kept or self._buffer.has_steps_for(self._config.learner.batch_size)
+        if is_fed or not self._unpaused.is_set() or not ended:
+            self._fed_at, self._steps_kept, self._filtered = now, max(kept, self._steps_kept), self._buffer.filtered
+            self._since_fed.clear()
+            return Reading(alarm="starved", value=0.0, n=ended, detail="the learner gets steps again")
+        seconds, num_filtered = now - self._fed_at, self._buffer.filtered - self._filtered
+        detail = (
+            f"the learner has received no step for {seconds:.0f} s, although {ended} training games ended: "
+            f"{self._since_fed['void']} void, {num_filtered} players left out by run.filter_opponent_invalid, "
+            f"{self._buffer.dropped_stale} steps dropped as too stale since the start; "
+            f"{self._buffer.size()} steps wait, and a batch is {self._config.learner.batch_size}"
+        )
+        return Reading(alarm="starved", value=seconds, n=ended, detail=detail)
+
+    def _env_starvation(self) -> list[Reading]:
+        """Return for how long games of each env have ended without a step of it being trained on."""
+        readings, now = [], time.monotonic()
+        for env_id in [env.env_id for env in self._config.train_envs]:
+            of_env = [counts for (name, _), counts in self._buffer.counts.items() if name == env_id]
+            trained = sum(counts.trained for counts in of_env)
+            before, since = self._trained_of.get(env_id, (0, now))
+            if trained > before or not self._unpaused.is_set() or not self._ended_of[env_id]:
+                since = now
+                self._ended_of[env_id] = 0
+            self._trained_of[env_id] = trained, since
+            dropped, played = sum(c.dropped for c in of_env), sum(c.played for c in of_env)
+            detail = (
+                f"no step of {env_id} has been trained on for {now - since:.0f} s, although "
+                f"{self._ended_of[env_id]} of its games ended; since the start {played} of its steps were played, "
+                f"{trained} trained on and {dropped} dropped as too stale, and the rest waits or was left out"
+            )
+            readings.append(
+                Reading(alarm="starved", value=now - since, n=self._ended_of[env_id], subject=env_id, detail=detail)
+            )
+        return readings
+
+    def _saved(self, checkpoint: Path | None, update: int) -> str:
+        """Return which update is saved, for a person who may end the paused run."""
+        if update < self._update:
+            newest = f"the newest checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint yet"
+            return f"Update {self._update} could NOT be saved (an alarm says why); {newest}."
+        return f"Everything is saved in {checkpoint}." if checkpoint else "No checkpoint exists yet."
+
+    def _where(self, best: Result) -> str:
+        if best.update == 0:
+            return "That is the policy from which training started."
+        kept = by_update(self._directory / "adapters") | by_update(self._directory / "checkpoints")
+        if best.update in kept:
+            return f"That is {kept[best.update]}"
+        nearest = min(kept, key=lambda update: abs(update - best.update), default=None)
+        found = "no checkpoint was kept" if nearest is None else f"the nearest is {kept[nearest]}"
+        return f"Update {best.update} itself has no checkpoint (run.checkpoint_every); {found}"
+
+
+def _new_window() -> deque[float]:
+    return deque(maxlen=WINDOW)

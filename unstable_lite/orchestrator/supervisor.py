@@ -1,0 +1,126 @@
+"""Keep a worker alive: restart it if it dies, kill it if it is stuck, within a budget of restarts.
+
+Owns the budget. The caller restores a worker before it may work again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+
+from unstable_lite.config.training import RunConfig
+from unstable_lite.errors import WorkerDied
+from unstable_lite.transport.processes import WorkerProcess
+
+log = logging.getLogger(__name__)
+
+WINDOW_S = 3600.0
+"""Deaths that are older do not count against the budget."""
+
+
+class Supervisor:
+    """Supervisor of one worker."""
+
+    def __init__(
+        self,
+        process: WorkerProcess,
+        config: RunConfig,
+        start_timeout_s: float,
+        stall_timeout_s: float,
+        restore: Callable[[], Awaitable[None]],
+        alarm: Callable[[str], None],
+        starting: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
+        is_dispensable: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`restore`: gives a restarted worker its adapters or its state; then it may be asked.
+
+        `starting`: entered while the worker starts. `is_dispensable`: whether other workers do its work while the
+        server that it speaks to is away.
+        """
+        self.restarts = 0
+        self._process = process
+        self._config = config
+        self._start_timeout_s = start_timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._restore = restore
+        self._alarm = alarm
+        self._starting = starting
+        self._is_dispensable = is_dispensable
+        self._deaths: deque[float] = deque()
+        self._is_waited_for = False
+        """Whether an alarm has said that the worker's server is away."""
+
+    async def run(self) -> None:
+        """Supervise until the worker is asked to stop.
+
+        Raises WorkerDied if it dies more often than `run.max_restarts`, or if its successor would die in the same way.
+        """
+        while True:
+            try:
+                async with asyncio.TaskGroup() as life:
+                    companions = [life.create_task(self._kill_when_silent())]
+                    if not self._process.channel.is_up:
+                        companions.append(life.create_task(self._make_ready()))
+                    await self._process.watch()
+                    for companion in companions:
+                        companion.cancel()
+                return
+            except* WorkerDied as deaths:
+                death = deaths.exceptions[0]
+                assert isinstance(death, WorkerDied)
+            await self._restart(death)
+
+    async def _make_ready(self) -> None:
+        await self._process.ready(self._start_timeout_s)
+        await self._restore()
+        self._is_waited_for = False
+
+    async def _restart(self, death: WorkerDied) -> None:
+        while True:
+            if death.is_away and not death.is_final and self._is_dispensable():
+                self._wait_for_server(death)
+            else:
+                self._count(death)
+            await asyncio.sleep(self._config.restart_backoff_s * 2 ** max(len(self._deaths) - 1, 0))
+            try:
+                async with self._starting():
+                    await self._process.start()
+                    await self._process.ready(self._start_timeout_s)
+            except WorkerDied as another:
+                death = another
+            else:
+                self.restarts += 1
+                return
+
+    def _wait_for_server(self, death: WorkerDied) -> None:
+        log.warning("%s", death)
+        if not self._is_waited_for:
+            self._is_waited_for = True
+            self._alarm(f"{str(death).splitlines()[0]} The run continues on the other engines and waits for it.")
+
+    def _count(self, death: WorkerDied) -> None:
+        if death.is_final:
+            raise death
+        now, most = time.monotonic(), self._config.max_restarts
+        while self._deaths and self._deaths[0] < now - WINDOW_S:
+            self._deaths.popleft()
+        self._deaths.append(now)
+        if len(self._deaths) > most:
+            if most == 0:
+                raise death
+            raise WorkerDied(f"{death}\n({len(self._deaths)} deaths within the hour; run.max_restarts = {most})")
+        log.warning("%s", death)
+        self._alarm(f"{str(death).splitlines()[0]} It is restarted ({len(self._deaths)} of {most}).")
+
+    async def _kill_when_silent(self) -> None:
+        """Kill the worker if it owes an answer and says nothing; one that owes none does no harm."""
+        channel = self._process.channel
+        while True:
+            silent_s = await channel.wait_for_stall(self._stall_timeout_s, look_every_s=self._stall_timeout_s / 10)
+            self._alarm(f"{channel.name} owes an answer and has said nothing for {silent_s:.0f} s: it is killed")
+            await self._process.kill_stuck()

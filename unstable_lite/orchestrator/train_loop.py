@@ -1,0 +1,112 @@
+"""The run on one page: evaluate, play and learn at the same time, evaluate again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+
+from unstable_lite.orchestrator.evaluations import Evaluations
+from unstable_lite.orchestrator.event_loop import unless_set
+from unstable_lite.orchestrator.parts import RunParts
+from unstable_lite.orchestrator.policy import Policy
+from unstable_lite.orchestrator.progress import Progress
+from unstable_lite.orchestrator.saving import CheckpointSaver
+from unstable_lite.types import Batch
+
+
+class TrainLoop:
+    def __init__(self, parts: RunParts) -> None:
+        self.parts = parts
+        self.progress = Progress(parts)
+        self.evaluations = Evaluations(parts, self.progress)
+        self.saver = CheckpointSaver(parts, self.progress, self.evaluations)
+        self.policy = Policy(parts, self.progress, self.saver)
+
+    async def run(self) -> None:
+        parts = self.parts
+        async with asyncio.TaskGroup() as tasks:
+            loops = [supervisor.run for supervisor in parts.supervisors]
+            loops += [parts.adapter_sync.run, parts.pool.run, parts.health.run]
+            background = [tasks.create_task(loop()) for loop in loops]
+            with parts.terminal.doing(lambda: "checking the adapter on every engine"):
+                await self.policy.start()
+            if parts.resume_from is None:
+                await self.evaluations.evaluate("before")
+            elif self.evaluations.is_due:
+                await self.evaluations.evaluate(f"update {self.progress.updates}")
+            await (self._learn_in_turns() if parts.plan.config.run.schedule == "sync" else self._learn(tasks))
+            saved, _ = await self.saver.save_newest(is_last=True)
+            if parts.stop.is_set():
+                parts.terminal.say(f"{f'{saved.name} is saved' if saved else 'nothing to save'}; ending the workers")
+            else:
+                await self.evaluations.evaluate("after")
+            for task in background:
+                task.cancel()
+
+    async def _learn(self, tasks: asyncio.TaskGroup) -> None:
+        """Learn while games are played."""
+        parts, config = self.parts, self.parts.plan.config.run
+        collecting = tasks.create_task(parts.collector.run(config.num_collection_workers, parts.plan.num_eval_workers))
+        evaluating: list[asyncio.Task[None]] = []
+        with self.progress.training():
+            while not self.progress.is_over:
+                if await self._update():
+                    self.saver.save_in_background_if_due(tasks)
+                    if self.evaluations.is_due:
+                        evaluation = self.evaluations.evaluate(f"update {self.progress.updates}")
+                        evaluating.append(tasks.create_task(evaluation))
+                await parts.health.pause_if_asked(self.saver.save_newest)
+        collecting.cancel()
+        for task in evaluating:
+            await task
+
+    async def _learn_in_turns(self) -> None:
+        """Play a round, learn from it, and so on; nothing runs beside it, so a run repeats bit by bit."""
+        parts, config = self.parts, self.parts.plan.config
+        with self.progress.training():
+            while not self.progress.is_over:
+                await parts.pool.settled()
+                await parts.adapter_sync.retired()
+                if not parts.buffer.has_batch(config.learner.batch_size, self.progress.version):
+                    await parts.collector.play_round(config.run.num_collection_workers)
+                elif await self._update():
+                    await self.saver.save_if_due()
+                    if self.evaluations.is_due:
+                        await self.evaluations.evaluate(f"update {self.progress.updates}")
+                await parts.health.pause_if_asked(self.saver.save_newest)
+
+    async def _next_batch(self) -> Batch:
+        return await self.parts.buffer.get_batch(self.parts.plan.config.learner.batch_size, self.progress.version)
+
+    async def _update(self) -> bool:
+        """Learn from one batch, sync the new adapter to every engine, and let games use it.
+
+        Returns False if there was no update: the batch was skipped, or the run is to stop or to pause.
+        """
+        parts, version, metrics = self.parts, self.progress.version + 1, dict[str, float]()
+        with _timed(metrics, "learner/wait_for_batch_s"):
+            batch = await unless_set(self._next_batch(), parts.stop, parts.health.asks_for_pause)
+        if batch is None:
+            return False
+        parts.pool.evict_if_needed()
+        async with parts.colocation.learner():
+            updated = await self.policy.update(batch, version)
+        if updated.skipped is not None:
+            self.progress.count_skipped(updated.skipped)
+            return False
+        with _timed(metrics, "learner/publish_s"):
+            metrics |= await parts.adapter_sync.sync(version, updated.digest)
+            self.progress.updates += 1
+            self.policy.promote(f"ckpt-{self.progress.updates}", version)
+        await self.progress.report(batch, updated, metrics)
+        self.saver.mark_due()
+        return True
+
+
+@contextlib.contextmanager
+def _timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    metrics[name] = time.monotonic() - started

@@ -1,0 +1,293 @@
+"""The worker processes of a run: start them on their devices, wait until they are up, end them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from unstable_lite.engines.client import EngineClient, EnginePool
+from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
+from unstable_lite.engines.vllm_server.config_checks import server_keys
+from unstable_lite.errors import WorkerDied
+from unstable_lite.learner.client import LearnerClient
+from unstable_lite.planning.plan import Plan
+from unstable_lite.transport.messages import Message
+from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
+from unstable_lite.transport.rpc import Router, WorkerChannel, make_socket_directory
+from unstable_lite.transport.worker_main import WorkerSpec
+
+T = TypeVar("T")
+
+LATE_SERVER_S = 10.0
+"""Time that a run waits for more vLLM servers after the last one that came up."""
+
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
+}
+"""Environment of the learner. By default glibc returns a large block to the system as soon as it is free, so that every
+chunk of logits needs new pages: with a large vocabulary that is most of the time of an update on a CPU (bench/LOG.md).
+On a GPU every micro-batch has another shape, and blocks of fixed sizes would fragment the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineWorkers:
+    """Engines without a learner: enough to play, not to learn."""
+
+    engines: EnginePool
+    processes: list[WorkerProcess]
+    info: dict[str, Any]
+    """Facts of one engine; all engines have the same."""
+
+    @property
+    def prompts(self) -> dict[str, Any]:
+        """Facts of the engines' tokenizer about prompts; see `templates_for`."""
+        return self.info.get("prompts", {})  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers(EngineWorkers):
+    learner: LearnerClient
+    adapter_bytes: int
+    """Size of one adapter, as the learner writes it."""
+    router: Router
+
+
+@contextlib.asynccontextmanager
+async def started_workers(
+    plan: Plan, logs: Path, say: Callable[[str], None], is_restart: bool = False
+) -> AsyncIterator[Workers]:
+    """Start every worker of `plan`, and stop it on exit. `is_restart`: other workers began this run.
+
+    Raises WorkerDied if a worker exits, UnstableError if one is not up in time.
+    """
+    async with _worker_fleet(plan, logs, is_restart) as fleet:
+        engines = EnginePool(await fleet.start_engines())
+        if any(isinstance(device, int) for device in plan.shared_devices):
+            # An engine that starts measures the free memory, so the learner must not allocate any before it is up.
+            for process in fleet.processes:
+                await process.ready(plan.config.engine.start_timeout_s)
+        learner = LearnerClient(fleet.router, plan.config.learner)
+        await fleet.start_learner(learner.channel)
+        info = await fleet.wait_until_up(say, may_servers_be_late=True)
+        yield Workers(
+            engines=engines,
+            learner=learner,
+            processes=fleet.processes,
+            info=next(facts for name, facts in info.items() if name.startswith("engine-")),
+            adapter_bytes=int(info["learner"]["adapter_bytes"]),
+            router=fleet.router,
+        )
+
+
+@contextlib.asynccontextmanager
+async def started_engines(
+    plan: Plan, logs: Path, say: Callable[[str], None], is_restart: bool = False
+) -> AsyncIterator[EngineWorkers]:
+    """Start only the engines of `plan`; see `started_workers`."""
+    async with _worker_fleet(plan, logs, is_restart) as fleet:
+        engines = EnginePool(await fleet.start_engines())
+        info = await fleet.wait_until_up(say)
+        yield EngineWorkers(engines=engines, processes=fleet.processes, info=info["engine-0"])
+
+
+@contextlib.asynccontextmanager
+async def started_fine_tuner(
+    plan: Plan, logs: Path, say: Callable[[str], None], on_message: Callable[[Message], None]
+) -> AsyncIterator[WorkerProcess]:
+    """Start a worker that fine-tunes, on the learner's device; see `started_workers`."""
+    async with _worker_fleet(plan, logs) as fleet:
+        channel = WorkerChannel(fleet.router, "sft", on_message)
+        await fleet.start("unstable_lite.sft.worker", channel, plan.learner_device, plan.learner_threads)
+        await fleet.wait_until_up(say)
+        yield fleet.processes[0]
+
+
+async def while_alive(processes: Iterable[WorkerProcess], work: Awaitable[T]) -> T:
+    """Return the result of `work`; raise WorkerDied at once if one of `processes` ends before it."""
+    working = asyncio.ensure_future(work)
+    watching = [asyncio.ensure_future(process.watch()) for process in processes]
+    try:
+        await asyncio.wait({working, *watching}, return_when=asyncio.FIRST_COMPLETED)
+        for watch in watching:
+            if watch.done():
+                watch.result()
+        return await working
+    finally:
+        for task in (working, *watching):
+            task.cancel()
+        await asyncio.gather(working, *watching, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _worker_fleet(plan: Plan, logs: Path, is_restart: bool = False) -> AsyncIterator[WorkerFleet]:
+    """Yield a fleet without workers; stop every worker that it started on exit."""
+    sockets = make_socket_directory()
+    router = Router(sockets)
+    fleet = WorkerFleet(plan, logs, router, sockets, is_restart)
+    try:
+        yield fleet
+    finally:
+        await asyncio.gather(*(process.stop() for process in fleet.processes))
+        router.close()
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+class WorkerFleet:
+    """The worker processes on one router."""
+
+    def __init__(self, plan: Plan, logs: Path, router: Router, sockets: Path, is_restart: bool) -> None:
+        self.router = router
+        self._sockets = sockets
+        self.processes: list[WorkerProcess] = []
+        self._plan = plan
+        self._logs = logs
+        self._is_restart = is_restart
+
+    async def start_engines(self) -> list[EngineClient]:
+        plan = self._plan
+        names = [f"engine-{index}" for index in range(len(plan.engine_devices))]
+        engines = [EngineClient(self.router, name, plan.config.engine) for name in names]
+        keys = server_keys() if plan.config.engine.kind == VLLM_SERVER else None
+        for index, (engine, device) in enumerate(zip(engines, plan.engine_devices, strict=True)):
+            if isinstance(device, int) and device in plan.engine_devices[:index]:
+                # vLLM measures the memory of the whole GPU while it starts, so the others there must be up.
+                for process in self.processes:
+                    await process.ready(plan.config.engine.start_timeout_s)
+            await self.start("unstable_lite.engines.worker", engine.channel, device, plan.engine_threads, keys)
+        return engines
+
+    async def start_learner(self, channel: WorkerChannel) -> None:
+        """Start the learner's ranks; rank 0 answers as `channel`."""
+        plan, module = self._plan, "unstable_lite.learner.worker"
+        ranks = [
+            self._make(
+                module,
+                WorkerChannel(self.router, f"{channel.name}-{rank}") if rank else channel,
+                device,
+                plan.learner_threads,
+                KEEP_MEMORY,
+                rank=rank,
+                num_ranks=len(plan.learner_devices) + plan.config.learner.remote_ranks,
+            )
+            for rank, device in enumerate(plan.learner_devices)
+        ]
+        process = WorkerGroup(ranks, self._sockets) if len(ranks) > 1 else ranks[0]
+        self.processes.append(process)
+        await process.start()
+
+    async def start(
+        self,
+        module: str,
+        channel: WorkerChannel,
+        device: int | str,
+        threads: int,
+        more: Mapping[str, str] | None = None,
+    ) -> None:
+        process = self._make(module, channel, device, threads, more or {})
+        self.processes.append(process)
+        await process.start()
+
+    def _make(
+        self,
+        module: str,
+        channel: WorkerChannel,
+        device: int | str,
+        threads: int,
+        more: Mapping[str, str],
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> WorkerProcess:
+        spec = WorkerSpec(
+            name=channel.name,
+            endpoint=self.router.endpoint,
+            device=device if isinstance(device, str) else "cuda:0",
+            threads=threads,
+            config_json=self._plan.divided.model_dump_json(),
+            is_restart=self._is_restart,
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+        log_path = self._logs / f"{channel.name}.log"
+        return WorkerProcess(channel, log_path, module, spec, environment(device, threads) | dict(more))
+
+    async def wait_until_up(
+        self, say: Callable[[str], None], may_servers_be_late: bool = False
+    ) -> dict[str, dict[str, Any]]:
+        """Return the facts of each worker that is up, by name.
+
+        That is every worker; with `may_servers_be_late` one vLLM server is enough, and the others may come later.
+        """
+        config = self._plan.config
+        names = [process.channel.name for process in self.processes]
+        has_engines = any(name.startswith("engine-") for name in names)
+        engine = f" ({config.engine.kind}: {self._plan.engine_reason})" * has_engines
+        say(f"waiting for {', '.join(names)}{engine}")
+        of_servers: list[WorkerProcess] = []
+        if may_servers_be_late and config.engine.kind == VLLM_SERVER:
+            of_servers = [process for process in self.processes if process.channel.name.startswith("engine-")]
+        info = await self._first_servers(of_servers, say) if of_servers else {}
+        for name, process in zip(names, self.processes, strict=True):
+            if process not in of_servers:
+                section = config.engine if name.startswith("engine-") else config.learner
+                info[name] = await process.ready(section.start_timeout_s)
+                say(f"{name} is up: {shown(info[name])}")
+        return info
+
+    async def _first_servers(
+        self, processes: Sequence[WorkerProcess], say: Callable[[str], None]
+    ) -> dict[str, dict[str, Any]]:
+        """Wait until a server is up, and a little longer for the others.
+
+        Raises WorkerDied if a server cannot be used at all, or if none is up in time.
+        """
+        timeout_s = self._plan.config.engine.start_timeout_s
+        starting = {asyncio.ensure_future(process.ready(timeout_s)): process.channel.name for process in processes}
+        pending, info, away = set(starting), dict[str, dict[str, Any]](), []
+        try:
+            while pending:
+                patience_s = LATE_SERVER_S if info else None
+                done, pending = await asyncio.wait(pending, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    break
+                for task in done:
+                    error = task.exception()
+                    if isinstance(error, WorkerDied) and error.is_away:
+                        away.append(error)
+                        continue
+                    info[starting[task]] = task.result()
+                    say(f"{starting[task]} is up: {shown(task.result())}")
+        finally:
+            for task in pending:
+                task.cancel()
+        if not info:
+            raise away[0]
+        if late := [name for name in starting.values() if name not in info]:
+            say(f"starting without {', '.join(late)}: the run uses each server as soon as it is up")
+        return info
+
+
+def shown(info: Mapping[str, Any]) -> str:
+    """Return a worker's facts as one line."""
+    return ", ".join(f"{key} {value}" for key, value in info.items() if not isinstance(value, (dict, list)))
+
+
+def environment(device: int | str, threads: int) -> dict[str, str]:
+    """Return the environment of a worker: its own device and no other, and its number of threads."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    cuda = "" if isinstance(device, str) else (visible[int(device)] if visible != [""] else str(device))
+    return {
+        "CUDA_VISIBLE_DEVICES": cuda,
+        # CUDA's default order is the fastest first; nvidia-smi, and so `check` and `top`, count by bus.
+        "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,0 +1,47 @@
+"""Number of adapters that a run holds at once, in the engines' slots and in shared memory."""
+
+from __future__ import annotations
+
+from unstable_lite.config import Config
+from unstable_lite.league.samplers import strategies, uses_checkpoints
+from unstable_lite.learner import LEARNERS
+
+
+def active_checkpoints(config: Config) -> int:
+    """Return the number of checkpoints that can be played at once, the current one included."""
+    league = config.league
+    if league.max_active_checkpoints is not None:
+        return league.max_active_checkpoints
+    has_opponents = any(spec.num_actors < spec.num_players for spec in config.train_envs)
+    if not uses_checkpoints(league) or not has_opponents:
+        return 1
+    least, most = league.opponent_lag
+    wanted = 1 + max(1, most - max(least, 1) + 1)
+    if "lagged" in strategies(league):
+        return wanted
+    return max(2, min(wanted, config.engine.max_loras - _slots_besides_active(config, has_pool=True)))
+
+
+def adapter_slots_needed(config: Config) -> int:
+    """Return the number of adapter slots for the active checkpoints and for adapters in transition."""
+    active = active_checkpoints(config)
+    return active + _slots_besides_active(config, has_pool=active > 1)
+
+
+def adapters_in_memory(config: Config) -> int:
+    """Return the shared memory that a run may need, as a multiple of one adapter's size.
+
+    It holds the loaded adapters, the next one, and one that is loaded again. The learner adds three versions (this one,
+    the next one, and the one that is being saved), each with two moments, and the same again for a critic.
+    """
+    known = LEARNERS.get(config.algorithm)
+    return config.engine.max_loras + 2 + 3 * 3 * (2 if known is not None and known.has_critic else 1)
+
+
+def _slots_besides_active(config: Config, has_pool: bool) -> int:
+    """Return the number of slots beside those of the active checkpoints.
+
+    One is for the next adapter while the last one is still played, one for an opponent that is replaced by another, and
+    one for the checkpoint that is evaluated while training continues.
+    """
+    return 1 + has_pool + bool(config.run.eval_every)

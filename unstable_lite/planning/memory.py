@@ -1,0 +1,307 @@
+"""Memory that a learner and an engine will need, computed from the model's shape before anything is loaded.
+
+The values are computed, not measured. The coefficients of the learner's activations are those of transformers 5 and
+PEFT 0.18 for the usual decoder layer (RMSNorm, grouped-query attention, gated MLP); they were found by counting every
+allocation on the CPU (`tests/learners/test_memory.py` repeats the count). A CPU keeps attention in float32, so a GPU
+needs somewhat less. Loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unstable_lite.config import Config
+from unstable_lite.config.training import EngineConfig, LearnerConfig, LoraConfig
+from unstable_lite.errors import ConfigError
+from unstable_lite.learner import LEARNERS
+from unstable_lite.models import read_json, resolve_model
+
+GIB = 1 << 30
+RESERVED_BYTES = GIB
+"""CUDA's context and the memory that its allocator cannot use."""
+ENGINE_PASS_BYTES = 3 * GIB // 2
+"""Memory of an engine's forward pass and its CUDA graphs."""
+LOGIT_BYTES = 8
+"""Bytes per token of a logits chunk and vocabulary entry: logits and log-probabilities, each in float32. The gradient
+reuses the memory of the logits; a bfloat16 base needs the gradient once more, in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder that determine its memory, in elements; `queries` and `keys` are sums over all heads."""
+
+    hidden: int
+    inner: int
+    queries: int
+    keys: int
+    layers: int
+    vocab_size: int
+    is_tied: bool
+    """Whether head and embedding share their weights."""
+
+    @property
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """Sizes (in, out) of a decoder layer's linear layers."""
+        return {
+            "q_proj": (self.hidden, self.queries),
+            "k_proj": (self.hidden, self.keys),
+            "v_proj": (self.hidden, self.keys),
+            "o_proj": (self.queries, self.hidden),
+            "gate_proj": (self.hidden, self.inner),
+            "up_proj": (self.hidden, self.inner),
+            "down_proj": (self.inner, self.hidden),
+        }
+
+    @property
+    def base_parameters(self) -> int:
+        """Parameters of the base model without its norms, which are less than one in a thousand."""
+        return self.layers * sum(rows * columns for rows, columns in self.linear_layers.values()) + self.end_parameters
+
+    @property
+    def end_parameters(self) -> int:
+        """Parameters of the embedding and the head."""
+        return self.vocab_size * self.hidden * (1 if self.is_tied else 2)
+
+    def lora_parameters(self, lora: LoraConfig) -> int:
+        """Return the number of LoRA parameters; 0 if none of the targets is a usual linear layer."""
+        linear = self.linear_layers
+        sizes = [sum(linear[name]) for name in lora.target_modules if name in linear]
+        return lora.lora_rank * self.layers * sum(sizes)
+
+
+def _shape(
+    hidden: int, inner: int, heads: tuple[int, int, int], layers: int, vocab_size: int, tied: bool
+) -> ModelShape:
+    queries, keys, size = heads
+    return ModelShape(
+        hidden=hidden,
+        inner=inner,
+        queries=queries * size,
+        keys=keys * size,
+        layers=layers,
+        vocab_size=vocab_size,
+        is_tied=tied,
+    )
+
+
+KNOWN_SHAPES = {
+    "Qwen/Qwen3-0.6B": _shape(1024, 3072, (16, 8, 128), 28, 151_936, True),
+    "Qwen/Qwen3-1.7B": _shape(2048, 6144, (16, 8, 128), 28, 151_936, True),
+    "Qwen/Qwen3-4B": _shape(2560, 9728, (32, 8, 128), 36, 151_936, True),
+    "Qwen/Qwen3-8B": _shape(4096, 12_288, (32, 8, 128), 36, 151_936, False),
+    "Qwen/Qwen3-14B": _shape(5120, 17_408, (40, 8, 128), 40, 151_936, False),
+    "meta-llama/Llama-3.2-1B": _shape(2048, 8192, (32, 8, 64), 16, 128_256, True),
+    "meta-llama/Llama-3.2-3B": _shape(3072, 8192, (24, 8, 128), 28, 128_256, True),
+    "meta-llama/Llama-3.1-8B": _shape(4096, 14_336, (32, 8, 128), 32, 128_256, False),
+    "google/gemma-3-1b-pt": _shape(1152, 6912, (4, 1, 256), 26, 262_144, True),
+}
+"""Shapes from the models' published config.json, for machines without the model; also for `-Base` and `-Instruct`."""
+
+
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
+
+def shape_of(model_name: str) -> ModelShape | None:
+    """Return the shape from the model's local config.json or from `KNOWN_SHAPES`; None if neither has it.
+
+    Raises ModelError if a path or a built-in name is not a model, or if config.json cannot be read.
+    """
+    path = Path(resolve_model(model_name)) / "config.json"
+    if not path.is_file():
+        names = [name for name in KNOWN_SHAPES if model_name == name or model_name.startswith(f"{name}-")]
+        return KNOWN_SHAPES[names[0]] if names else None
+    model = read_json(path)
+    sizes = [size for key in _SIZES if isinstance(size := model.get(key), int) and size > 0]
+    if len(sizes) < len(_SIZES):
+        return None
+    hidden, inner, heads, layers, vocab_size = sizes
+    key_heads, size = model.get("num_key_value_heads") or heads, model.get("head_dim") or hidden // heads
+    return _shape(hidden, inner, (heads, key_heads, size), layers, vocab_size, bool(model.get("tie_word_embeddings")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerMemory:
+    """Bytes of one rank of a learner. Padding counts as tokens of a micro-batch."""
+
+    base: int
+    """The whole frozen base, or the rank's shard of it."""
+    lent: int
+    """Most bytes of other ranks' shards that a rank holds in the middle of a pass."""
+    adapter: int
+    """Weights, gradient and both of Adam's moments."""
+    head: int
+    """Logits of one chunk."""
+    kept_per_token: int
+    """Activations that are kept for the backward pass."""
+    layer_per_token: int
+    """Additional memory of one layer's backward pass."""
+
+    def total(self, tokens: int) -> int:
+        """Return the bytes needed with a micro-batch of `tokens` tokens."""
+        # The head's backward pass comes before the layers', so their memory does not add up.
+        passing = max(self.head, self.layer_per_token * tokens)
+        return self.base + self.lent + self.adapter + self.kept_per_token * tokens + passing
+
+    def longest(self, memory_bytes: int) -> int:
+        """Return the tokens of the largest micro-batch that fits, and so of the longest sequence; 0 if none fits."""
+        room = memory_bytes - self.base - self.lent - self.adapter
+        under_head = (room - self.head) // self.kept_per_token
+        under_layer = room // (self.kept_per_token + self.layer_per_token)
+        return max(0, min(under_head, under_layer))
+
+
+def learner_memory(
+    shape: ModelShape,
+    learner: LearnerConfig,
+    lora: LoraConfig,
+    is_bfloat16: bool = True,
+    has_critic: bool = False,
+    num_ranks: int = 1,
+) -> LearnerMemory:
+    """Return the memory of each of `num_ranks` ranks, which divide the base if `learner.shard_base` is set.
+
+    `is_bfloat16`: type of the frozen base; adapter and optimiser are float32. A critic counts as a second adapter.
+    """
+    h, i, q, k, r = shape.hidden, shape.inner, shape.queries, shape.keys, lora.lora_rank
+    if is_bfloat16:
+        width, layer, recomputed, ends = 2, 12.4 * h + 8 * i + 14 * q + 12 * k + 18 * r, 2.4 * h + 4 * i, 19 * h
+    else:
+        width, recomputed, ends = 4, 3.8 * h + 6.5 * i, 31 * h
+        layer = 13.1 * h + 17.5 * i + 12.3 * q + 12.1 * k + 28 * r
+    if learner.activation_checkpointing:
+        kept, passing = float(shape.layers * width * h), layer + recomputed
+    else:
+        kept, passing = shape.layers * layer + ends, 0.0
+    base, lent = width * shape.base_parameters, 0
+    if learner.shard_base and num_ranks > 1:
+        ends = width * shape.end_parameters
+        one_layer = (base - ends) // shape.layers
+        # Gathered weights exist twice until they are copied into place: first embedding, head and the first layer;
+        # later the next layer, beside the layer that computes.
+        base, lent = -(-base // num_ranks), max(2 * (ends + one_layer), ends + 3 * one_layer)
+    return LearnerMemory(
+        base=base,
+        lent=lent,
+        adapter=(2 if has_critic else 1) * 16 * shape.lora_parameters(lora),
+        head=(LOGIT_BYTES + (2 if is_bfloat16 else 0)) * learner.logits_chunk_tokens * shape.vocab_size,
+        kept_per_token=round(kept),
+        layer_per_token=round(passing),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Bytes of an engine."""
+
+    base: int
+    adapters: int
+    """All adapter slots together."""
+    kv_per_token: int
+
+    def kv_tokens(self, memory_bytes: int) -> int:
+        """Return the number of tokens, over all sequences, whose keys and values fit beside the rest; 0 if none."""
+        return max(0, memory_bytes - self.base - self.adapters - ENGINE_PASS_BYTES) // self.kv_per_token
+
+
+def engine_memory(shape: ModelShape, engine: EngineConfig, lora: LoraConfig) -> EngineMemory:
+    """Return the memory of an engine on a GPU, where base, adapters and KV cache have 16-bit numbers."""
+    return EngineMemory(
+        base=2 * shape.base_parameters,
+        adapters=2 * engine.max_loras * shape.lora_parameters(lora),
+        kv_per_token=4 * shape.layers * shape.keys,
+    )
+
+
+def describe(
+    model_name: str, vram_gib: float, sections: Config | None = None, num_ranks: int = 1
+) -> list[tuple[str, str]]:
+    """Return readable rows (name, amount) for a GPU of `vram_gib` and `num_ranks` ranks of the learner.
+
+    The memory-related keys are those of the config `sections` or the defaults. Raises ConfigError if the model's shape
+    is not known.
+    """
+    shape = shape_of(model_name)
+    if shape is None:
+        raise ConfigError(
+            f"--memory {model_name}: the shape of this model is not known; give the directory of a downloaded model "
+            f"(with its config.json), or one of {', '.join(KNOWN_SHAPES)}"
+        )
+    rows = [("model", f"{shape.base_parameters / 1e9:.2f} billion parameters, {shape.layers} layers")]
+    learner, engine = (sections.learner, sections.engine) if sections else (LearnerConfig(), EngineConfig())
+    lora = sections.lora if sections else LoraConfig()
+    algorithm = LEARNERS.get(sections.algorithm) if sections else None
+    has_critic = algorithm is not None and algorithm.has_critic
+    usable = int(vram_gib * GIB) - RESERVED_BYTES
+    rows += _describe_learner(shape, learner, lora, has_critic, num_ranks, usable)
+    serving = engine_memory(shape, engine, lora)
+    tokens = serving.kv_tokens(int(usable * engine.gpu_share))
+    fits = (
+        f"{tokens:,} tokens at {serving.kv_per_token / 1e3:.0f} kB: {tokens // engine.max_model_len} sequences of "
+        f"engine.max_model_len = {engine.max_model_len} at once"
+    )
+    return [
+        *rows,
+        ("engine: base", _gib(serving.base)),
+        (f"engine: {engine.max_loras} adapter slots", _gib(serving.adapters)),
+        ("engine: keys and values", fits if tokens else "do not fit"),
+    ]
+
+
+def _describe_learner(
+    shape: ModelShape, learner: LearnerConfig, lora: LoraConfig, has_critic: bool, num_ranks: int, usable: int
+) -> Iterator[tuple[str, str]]:
+    """Yield rows of one rank. `usable`: bytes of its GPU."""
+    memory = _learner(shape, learner, lora, True, has_critic, num_ranks)
+    yield "learner: frozen base", _gib(memory.base) + f", one of {num_ranks} shards" * bool(memory.lent)
+    if memory.lent:
+        yield "learner: gathered in a pass", f"{_gib(memory.lent)} of other ranks' shards"
+    adapters = f"adapter{'s of policy and critic,' * has_critic} of rank {lora.lora_rank}"
+    yield f"learner: {adapters}", f"{_gib(memory.adapter)} with gradient and optimiser"
+    yield f"learner: logits of {learner.logits_chunk_tokens} tokens", _gib(memory.head)
+    for is_checkpointed, how in ((True, "with checkpointing"), (False, "without")):
+        memory = _learner(shape, learner, lora, is_checkpointed, has_critic, num_ranks)
+        per_token = (memory.kept_per_token + memory.layer_per_token) / 1e6
+        tokens = memory.longest(usable)
+        fits = f"{tokens:,} tokens" if tokens else "does not fit"
+        yield f"learner {how}: largest micro-batch", f"{fits}, at {per_token:.2f} MB per token"
+
+
+def table(models: Sequence[str], vram_gib: Sequence[float]) -> list[list[str]]:
+    """Return a table of models by GPUs, with all defaults: longest sequence trained / sequences served at once."""
+    rows = [["model", *(f"{size:g} GB" for size in vram_gib)]]
+    for name in models:
+        shape = shape_of(name)
+        assert shape is not None
+        cells = []
+        for size in vram_gib:
+            usable = int(size * GIB) - RESERVED_BYTES
+            trained = _learner(shape, LearnerConfig(), LoraConfig(), True).longest(usable)
+            engine = EngineConfig()
+            served = engine_memory(shape, engine, LoraConfig()).kv_tokens(int(usable * engine.gpu_share))
+            at_once = served // engine.max_model_len
+            cells.append(f"{_tokens(trained)} / {at_once or '–'}")
+        rows.append([name, *cells])
+    return rows
+
+
+def _learner(
+    shape: ModelShape,
+    learner: LearnerConfig,
+    lora: LoraConfig,
+    is_checkpointed: bool,
+    has_critic: bool = False,
+    num_ranks: int = 1,
+) -> LearnerMemory:
+    learner = learner.model_copy(update={"activation_checkpointing": is_checkpointed})
+    return learner_memory(shape, learner, lora, learner.dtype != "float32", has_critic, num_ranks)
+
+
+def _tokens(count: int) -> str:
+    """Return a count in thousands, rounded down, because a computed value is not more exact than that."""
+    return f"{count // 1000}k" if count >= 1000 else "–"
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"

@@ -1,0 +1,195 @@
+"""Colocation of engine and learner on one device: the share of memory of each, and whether it can be enough.
+
+Computed from the model's shape, if that is known, before anything is loaded; see `memory.py`. Does not load torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from unstable_lite.config import Config
+from unstable_lite.engines.devices import gpu_memory_bytes, resolve_devices
+from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
+from unstable_lite.learner import LEARNERS
+from unstable_lite.planning.memory import GIB, LearnerMemory, engine_memory, learner_memory, shape_of
+
+ENGINE_SHARE = {"split": 0.5, "sleep": 0.7}
+"""Engines' default share of a shared GPU's memory by `engine.when_shared`."""
+UNASSIGNED = 0.05
+"""Share of a shared GPU that neither side gets: CUDA's contexts, and memory that allocators cannot use."""
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+Devices = Sequence[int | str]
+
+
+def shared(engine_devices: Devices, learner_devices: Devices) -> list[int | str]:
+    """Return the devices that both an engine and the learner use."""
+    return [device for device in dict.fromkeys(engine_devices) if device in learner_devices]
+
+
+def divide(config: Config, engine_devices: Devices, learner_devices: Devices) -> Config:
+    """Return the config with `gpu_memory_utilization` set in each section whose workers share a GPU.
+
+    The learner's share may be 0.
+    """
+    engine, learner, takes_turns = config.engine, config.learner, config.engine.when_shared == "sleep"
+    gpus = [device for device in shared(engine_devices, learner_devices) if isinstance(device, int)]
+    num_engines = max((list(engine_devices).count(gpu) for gpu in engine_devices if isinstance(gpu, int)), default=1)
+    if not gpus:
+        if num_engines == 1 or engine.gpu_memory_utilization:
+            return config
+        part = {"gpu_memory_utilization": engine.gpu_share / num_engines}
+        return config.model_copy(update={"engine": engine.model_copy(update=part)})
+    ours = engine.gpu_memory_utilization or ENGINE_SHARE[engine.when_shared] / num_engines
+    rest = max(0.0, round(1 - UNASSIGNED - ours * num_engines, 4))
+    theirs = learner.gpu_memory_utilization or (None if takes_turns else rest)
+    return config.model_copy(
+        update={
+            "engine": engine.model_copy(update={"gpu_memory_utilization": ours}),
+            "learner": learner.model_copy(update={"gpu_memory_utilization": theirs}),
+        }
+    )
+
+
+def sharing_problems(config: Config, kind: str, engine_devices: Devices, learner_devices: Devices) -> Iterable[str]:
+    """Yield each reason why engine and learner cannot share their devices. `kind`: the engine kind that was chosen."""
+    takes_turns, devices = config.engine.when_shared == "sleep", shared(engine_devices, learner_devices)
+    if takes_turns and not devices:
+        yield (
+            f"engine.when_shared = 'sleep': the engines ({_listed(engine_devices)}) and the learner "
+            f"({_listed(learner_devices)}) share no device; name the same one in engine.devices and learner.devices, "
+            "or leave out engine.when_shared"
+        )
+    if takes_turns and kind == "vllm" and "cpu" in devices:
+        yield (
+            "engine.when_shared = 'sleep': vLLM can sleep only on GPUs; set engine.kind = 'transformers', which can "
+            "sleep here, or engine.when_shared = 'split', which needs no sleep"
+        )
+    divided = divide(config, engine_devices, learner_devices)
+    for device in devices:
+        yield from _too_small(divided, device, engine_devices, learner_devices)
+
+
+def describe_sharing(config: Config, engine_devices: Devices, learner_devices: Devices) -> Iterator[tuple[str, str]]:
+    """Yield readable rows (name, description) of the schedule and of each shared device."""
+    devices, schedule, when = shared(engine_devices, learner_devices), config.run.schedule, config.engine.when_shared
+    schedules = {"async": "games are played while the learner learns", "sync": "a round of games, then an update"}
+    yield "schedule", f"{schedule}: {schedules[schedule]}"
+    uses = {
+        "split": "engine and learner compute at the same time",
+        "sleep": "engines sleep and games wait while the learner learns; each engine is checked when it wakes",
+    }
+    yield "shared devices", f"{when}: {uses[when]}" if devices else "none: engine and learner have their own"
+    config = divide(config, engine_devices, learner_devices)
+    for device in devices:
+        yield f"memory of {_name(device)}", "; ".join(_parts(config, device, engine_devices, learner_devices))
+
+
+def _parts(config: Config, device: int | str, engine_devices: Devices, learner_devices: Devices) -> Iterator[str]:
+    engine_share, learner_share = _engines_share(config, device, engine_devices), config.learner.gpu_memory_utilization
+    size = f" of {room / GIB:.1f} GiB" if (room := memory_bytes(device)) else ""
+    if device == "cpu":
+        yield f"both allocate as needed{size}"
+    elif config.engine.when_shared == "sleep":
+        yield f"engine {engine_share:.0%}{size} while it is awake, learner all free memory while the engine sleeps"
+    else:
+        yield f"engine {engine_share:.0%}, learner {learner_share:.0%}{size}"
+    needs, learner = _needs(config, device, engine_devices), _learner(config, learner_devices)
+    if needs is not None and learner is not None:
+        least = _resident(learner) * list(learner_devices).count(device)
+        yield f"minimum {needs / GIB:.2f} GiB and {least / GIB:.2f} GiB without a micro-batch (computed)"
+
+
+def _too_small(config: Config, device: int | str, engine_devices: Devices, learner_devices: Devices) -> Iterator[str]:
+    """Yield the problems that no batch size can avoid: a base that does not fit, or shares above the whole."""
+    takes_turns, engine_share = config.engine.when_shared == "sleep", _engines_share(config, device, engine_devices)
+    learner_share = config.learner.gpu_memory_utilization or 0.0
+    is_too_much = engine_share > 1 or (not takes_turns and (engine_share + learner_share > 1 or not learner_share))
+    if device != "cpu" and is_too_much:
+        yield (
+            f"engine.gpu_memory_utilization ({engine_share:g} for all engines there) and "
+            f"learner.gpu_memory_utilization ({learner_share:g}) exceed the memory of {_name(device)} or leave the "
+            "learner nothing; lower engine.gpu_memory_utilization"
+        )
+        return
+    room, needs = memory_bytes(device), _needs(config, device, engine_devices)
+    learner = _learner(config, learner_devices)
+    if room is None or needs is None or learner is None:
+        return
+    ranks = list(learner_devices).count(device)
+    least = _resident(learner) * ranks
+    if device == "cpu":
+        if needs + least > room:
+            yield (
+                f"engine and learner share {room / GIB:.1f} GiB of memory, but need at least {needs / GIB:.1f} and "
+                f"{least / GIB:.1f} GiB (computed); lower engine.kv_cache_gb, engine.max_loras or lora.lora_rank, or "
+                "use a smaller model"
+            )
+        return
+    learner_room = room * (1 - UNASSIGNED - engine_share if takes_turns else learner_share)
+    for section, needed, has in (("engine", needs, room * engine_share), ("learner", least, learner_room)):
+        if needed > has:
+            yield (
+                f"engine.when_shared = {config.engine.when_shared!r}: the {section}'s share of {_name(device)} is "
+                f"{has / GIB:.1f} GiB, but it needs at least {needed / GIB:.1f} (computed); change "
+                f"engine.gpu_memory_utilization ({engine_share:g}), or use a smaller model or two GPUs"
+            )
+
+
+def memory_bytes(device: int | str) -> int | None:
+    """Return the memory of a device; for the CPU, the part of the machine's memory that this process may use."""
+    if isinstance(device, int):
+        return gpu_memory_bytes(device)
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in map(Path, CGROUP_LIMITS):
+        if path.is_file() and (limit := path.read_text().strip()).isdecimal():
+            limits.append(int(limit))
+    return min(limits)
+
+
+def _engines_share(config: Config, device: int | str, engine_devices: Devices) -> float:
+    """Return the share of a GPU's memory that all engines on it take together."""
+    return config.engine.gpu_share * list(engine_devices).count(device)
+
+
+def _needs(config: Config, device: int | str, engine_devices: Devices) -> int | None:
+    """Return the least memory of all engines on `device` together; None if the model's shape is not known."""
+    shape = shape_of(config.model_name)
+    if shape is None or config.engine.kind in ("scripted", VLLM_SERVER):
+        return None
+    memory = engine_memory(shape, config.engine, config.lora)
+    one = memory.base + memory.adapters + memory.kv_per_token * config.engine.max_model_len
+    return one * list(engine_devices).count(device)
+
+
+def _learner(config: Config, devices: Devices) -> LearnerMemory | None:
+    shape, algorithm = shape_of(config.model_name), LEARNERS.get(config.algorithm)
+    if shape is None:
+        return None
+    has_critic = algorithm is not None and algorithm.has_critic
+    is_bfloat16 = config.learner.dtype != "float32"
+    num_ranks = len(devices) + config.learner.remote_ranks
+    return learner_memory(shape, config.learner, config.lora, is_bfloat16, has_critic, num_ranks)
+
+
+def _resident(learner: LearnerMemory) -> int:
+    """Return the memory that a rank holds between updates."""
+    return learner.base + learner.adapter
+
+
+def _name(device: int | str) -> str:
+    return "the CPU" if device == "cpu" else f"GPU {device}"
+
+
+def _listed(devices: Devices) -> str:
+    return ", ".join(map(str, devices)) or "none"
+
+
+def devices_of(config: Config) -> tuple[tuple[int | str, ...], tuple[int | str, ...]]:
+    """Return the devices of engines and learner; for a server's engine, the server's URL."""
+    engine, learner = config.engine, config.learner
+    if engine.kind == VLLM_SERVER:
+        return engine.urls, resolve_devices(("cpu",), learner.devices)[1]
+    return resolve_devices(engine.devices, learner.devices)

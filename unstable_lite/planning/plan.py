@@ -1,0 +1,205 @@
+"""Plan of a run, made before any process starts: its devices and memory, or every reason why the config cannot run.
+
+Loads neither torch nor transformers; makes and resets each env once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from unstable_lite.config import Config
+from unstable_lite.config.reading import read_config
+from unstable_lite.engines.devices import choose_engine
+from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
+from unstable_lite.engines.vllm_server.config_checks import delivery
+from unstable_lite.errors import ConfigError
+from unstable_lite.games.env_catalogue import is_isolated
+from unstable_lite.games.trial_games import trial_lengths
+from unstable_lite.league.samplers import uses_fixed
+from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slots_needed, adapters_in_memory
+from unstable_lite.planning.algorithm_defaults import (
+    describe_rewards,
+    resolve_defaults,
+)
+from unstable_lite.planning.memory import shape_of
+from unstable_lite.planning.placement import describe_sharing, devices_of, divide, shared
+from unstable_lite.planning.staleness import describe as describe_pace
+from unstable_lite.planning.validation import critic_warnings, find_problems, played_otherwise
+from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
+
+MIB = 1 << 20
+
+ENGINE_THREADS_ON_GPU = 1
+"""Number of CPU threads above which vLLM warns that threads wait for each other in its host code."""
+LEARNER_THREADS_ON_GPU = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A config that can run, with the decisions about it."""
+
+    config: Config
+    """Config in which `engine.kind` and all settings that depend on the algorithm are decided."""
+    engine_reason: str
+    engine_devices: tuple[int | str, ...]
+    learner_devices: tuple[int | str, ...]
+    """Device of each rank on this machine."""
+    engine_threads: int
+    learner_threads: int
+    adapter_slots_needed: int
+    active_checkpoints: int
+    """Number of checkpoints that can be played at once, the current one included."""
+    adapter_bytes: int | None
+    """Size of one adapter in float32; None if the model's shape is not known."""
+    game_lengths: dict[str, list[int]]
+    """Turns of some games of random moves, by training env; empty if no random player knows the moves."""
+
+    @property
+    def shared_devices(self) -> list[int | str]:
+        """Devices that both an engine and the learner use."""
+        return shared(self.engine_devices, self.learner_devices)
+
+    @property
+    def divided(self) -> Config:
+        """Config that workers receive, with their shares of a shared GPU."""
+        return divide(self.config, self.engine_devices, self.learner_devices)
+
+    @property
+    def learner_device(self) -> int | str:
+        """Device of rank 0."""
+        return self.learner_devices[0]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of the learner's ranks on all machines."""
+        return len(self.learner_devices) + self.config.learner.remote_ranks
+
+    @property
+    def num_eval_workers(self) -> int:
+        """Number of evaluation games in flight beside training."""
+        return self.config.run.num_eval_workers if self.config.eval_envs else 0
+
+    def opponents(self) -> str:
+        """Return a readable description of the players at the seats that the current policy does not take."""
+        league = self.config.league
+        if all(spec.num_actors == spec.num_players for spec in self.config.train_envs):
+            ignored = league.opponent_sampling_strategy != "none"
+            remark = f" (so opponent_sampling_strategy = {league.opponent_sampling_strategy} is not used)" * ignored
+            return f"none: num_actors = num_players, every seat is the current policy's{remark}"
+        fixed = f", fixed ones: {', '.join(league.fixed_opponents) or 'none'}" * uses_fixed(league)
+        return f"{league.opponent_sampling_strategy}{fixed}"
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Return readable rows (name, description) of the run's processes, memory, games and batches."""
+        sharing = describe_sharing(self.config, self.engine_devices, self.learner_devices)
+        return [*self._describe_workers(), *sharing, *self._describe_models(), *self._describe_games()]
+
+    def _describe_workers(self) -> Iterator[tuple[str, str]]:
+        config = self.config
+        for index, device in enumerate(self.engine_devices):
+            yield f"engine-{index}", f"{config.engine.kind} on {_device(device, self.engine_threads)}"
+        yield "engine choice", self.engine_reason
+        for rank, device in enumerate(self.learner_devices):
+            place = _device(device, self.learner_threads)
+            yield (f"learner-{rank}", place) if rank else ("learner", f"{config.algorithm} on {place}")
+        if remote := config.learner.remote_ranks:
+            join = f"torchrun … -m unstable_lite.learner.remote_rank {config.learner.rendezvous}"
+            yield "remote ranks", f"{remote} more ranks of the learner: {join}"
+        if self.num_ranks > 1:
+            base = ", and of the frozen base" * config.learner.shard_base
+            yield "learner ranks", f"{self.num_ranks}: each has a part of every batch, split by tokens{base}"
+
+    def _describe_models(self) -> Iterator[tuple[str, str]]:
+        config = self.config
+        yield "base model", config.model_name
+        for difference in played_otherwise(config):
+            yield "differs", difference
+        yield "opponents", self.opponents()
+        if self.active_checkpoints > 1:
+            least, most = config.league.opponent_lag
+            by = f"by {config.league.active_checkpoints_by}, {least} to {most} updates back"
+            yield "older checkpoints", f"at most {self.active_checkpoints - 1} as opponents, {by}"
+        yield "adapter slots", f"{config.engine.max_loras} per worker; at least {self.adapter_slots_needed} needed"
+        if self.adapter_bytes is not None:
+            total = self.adapter_bytes * adapters_in_memory(config)
+            size = f"{self.adapter_bytes / MIB:.1f} MiB per adapter, up to {total / MIB:.0f} MiB in shared memory"
+            yield "adapters", size
+        memory = f"up to {config.engine.kv_cache_gb:g} GB for the KV cache"
+        if config.engine.kind == VLLM_SERVER:
+            yield "adapters to the servers", delivery(config.engine)
+            memory = "set by the servers"
+        elif set(self.engine_devices) != {"cpu"}:
+            memory = f"{self.divided.engine.gpu_share:.0%} of the GPU"
+        yield "engine memory", memory
+
+    def _describe_games(self) -> Iterator[tuple[str, str]]:
+        config = self.config
+        games = f"{config.run.num_collection_workers} training, {self.num_eval_workers} evaluation"
+        if config.run.schedule == "sync":
+            games = f"complete rounds of at most {config.run.num_collection_workers}, each followed by an update"
+        yield "games in flight", games
+        yield from describe_pace(config, self.game_lengths, self.active_checkpoints)
+        specs: list[TrainEnvSpec | EvalEnvSpec] = [*config.train_envs, *config.eval_envs]
+        isolated = [
+            spec.env_id for spec in specs if is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated)
+        ]
+        if isolated:
+            yield "isolated", f"{', '.join(dict.fromkeys(isolated))}: in processes that can be killed"
+        if config.run.group_size > 1:
+            yield "groups", f"{config.run.group_size} games from each start, compared by {config.group_baseline}"
+        whole = ", whole trajectories" * (config.buffer.kind == "episodes")
+        yield "buffer", f"{config.buffer_size} steps, batches of {config.learner.batch_size}{whole}"
+        yield "rewards", describe_rewards(config.rewards)
+        for text in critic_warnings(config):
+            yield "warning", text
+
+
+def load_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
+    """Read, validate and plan a config. Raises ConfigError with every problem at once, of form and of meaning."""
+    config, problems = read_config(path, overrides)
+    if config is not None:
+        problems += [f"{path}: {problem}" for problem in find_problems(config)]
+    if problems or config is None:
+        raise ConfigError(*problems)
+    return make_plan(config)
+
+
+def make_plan(config: Config, side_by_side: bool = True) -> Plan:
+    """Decide devices, engine and threads for a config. Raises ConfigError with every problem of meaning.
+
+    `side_by_side`: plan a run, which has engines and a learner (perhaps on a shared device) and a run directory.
+    """
+    if problems := find_problems(config, side_by_side):
+        raise ConfigError(*problems)
+    config = resolve_defaults(config)
+    engine_devices, learner_devices = devices_of(config)
+    kind, reason = choose_engine(config.engine.kind, engine_devices)
+    workers_on_cpu = [*engine_devices, *learner_devices].count("cpu")
+    share = max(1, len(os.sched_getaffinity(0)) // max(1, workers_on_cpu))
+    return Plan(
+        config=config.model_copy(update={"engine": config.engine.model_copy(update={"kind": kind})}),
+        engine_reason=reason,
+        engine_devices=engine_devices,
+        learner_devices=learner_devices,
+        engine_threads=config.engine.threads or (share if "cpu" in engine_devices else ENGINE_THREADS_ON_GPU),
+        learner_threads=config.learner.threads or (share if "cpu" in learner_devices else LEARNER_THREADS_ON_GPU),
+        adapter_slots_needed=adapter_slots_needed(config),
+        active_checkpoints=active_checkpoints(config),
+        adapter_bytes=_adapter_bytes(config),
+        game_lengths={spec.env_id: trial_lengths(spec) for spec in config.train_envs} if side_by_side else {},
+    )
+
+
+def _adapter_bytes(config: Config) -> int | None:
+    """Return the float32 size of the LoRA on the usual linear layers; None if the model's shape is not known."""
+    shape = shape_of(config.model_name)
+    return (4 * shape.lora_parameters(config.lora) or None) if shape else None
+
+
+def _device(device: int | str, threads: int) -> str:
+    if isinstance(device, str) and device != "cpu":
+        return device
+    return f"the CPU, {threads} thread{'s' if threads > 1 else ''}" if device == "cpu" else f"GPU {device}"

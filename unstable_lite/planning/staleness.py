@@ -1,0 +1,161 @@
+"""Prediction of the number of games in flight, and of the age of their steps when the learner trains on them.
+
+Assumes the lengths of random games and a learner that is faster than the engines, because games age most then.
+Knows nothing of processes or of a run's measurements, which replace the prediction as soon as games end.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from statistics import fmean
+
+from unstable_lite.config import Config
+from unstable_lite.config.games import LeagueConfig
+from unstable_lite.rollout.back_pressure import InFlight, max_age, spread_of
+from unstable_lite.types import TrainEnvSpec
+
+SYNC_SPARE = 1.1
+"""Expected steps of a sync round, as a multiple of a batch; with 1, every second round would lack a few."""
+GROUPS = 64
+"""Number of groups that are drawn to estimate the length of a group's longest game."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Predicted pace of a run."""
+
+    games: float
+    """Number of games in flight, or in a round of a sync schedule."""
+    steps_per_game: float
+    spread: float
+    """Lifetime of a long game as a multiple of the mean lifetime."""
+    mean_age: float
+    """Updates from the start of a game to the training on its steps, on average over steps."""
+    most_age: float
+    """Updates from start to training for the longest games."""
+    adapters: int
+    """Number of adapter versions that are loaded at once."""
+
+
+def steps_per_seat(config: Config, lengths: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """Return the expected steps per seat of each training env; if no lengths are known, computed from its turn cap."""
+    return {
+        spec.env_id: fmean(lengths.get(spec.env_id) or [spec.max_turns]) / spec.num_players
+        for spec in config.train_envs
+    }
+
+
+def in_flight(config: Config, lengths: Mapping[str, Sequence[int]]) -> InFlight:
+    """Return the limit on games in flight for a run's buffer. `lengths`: turns of some games, by env id."""
+    least = config.buffer.batch_delay_buffer * config.learner.batch_size
+    oldest = max_age(config.buffer.max_staleness, config.engine.max_loras)
+    if config.run.schedule == "sync":
+        least *= SYNC_SPARE if config.buffer.max_staleness else 1.0
+        oldest = 0
+    least = min(math.ceil(least), config.buffer_size)
+    return InFlight(config.learner.batch_size, least, oldest, steps_per_seat(config, lengths))
+
+
+def predict(config: Config, lengths: Mapping[str, Sequence[int]], active_checkpoints: int) -> Pace | None:
+    """Return the predicted pace; None if the lengths of some env's games are not known."""
+    if not all(lengths.get(spec.env_id) for spec in config.train_envs):
+        return None
+    run, batch_size = config.run, config.learner.batch_size
+    collected = {spec.env_id: _collected_share(spec, config.league) for spec in config.train_envs}
+    of_env = {env_id: collected[env_id] * fmean(lengths[env_id]) for env_id in collected}
+    steps_per_game = max(fmean(of_env.values()), 1e-9)
+    lifetimes = list(chain.from_iterable(_lifetimes(lengths[e], collected[e], run.group_size) for e in collected))
+    spread, mean = spread_of(lifetimes), fmean(lifetime for lifetime, _ in lifetimes)
+    limit = in_flight(config, lengths)
+    limit.spread = spread
+    steps = max(limit.limit, limit.least)
+    games = min(run.num_collection_workers, max(steps / steps_per_game, run.group_size))
+    if run.schedule == "sync":
+        return Pace(games=games, steps_per_game=steps_per_game, spread=spread, mean_age=0.0, most_age=1.0, adapters=2)
+    updates = games * steps_per_game / batch_size
+    """Updates during a mean lifetime."""
+    mean_age = updates * sum(life * n for life, n in lifetimes) / sum(n for _, n in lifetimes) / mean
+    most_age = 1 + spread * updates
+    return Pace(
+        games=games,
+        steps_per_game=steps_per_game,
+        spread=spread,
+        mean_age=mean_age,
+        most_age=most_age,
+        adapters=math.floor(most_age) + 1 + active_checkpoints,
+    )
+
+
+def describe(config: Config, lengths: Mapping[str, Sequence[int]], active_checkpoints: int) -> list[tuple[str, str]]:
+    """Return readable rows (name, prediction), and a row "warning" for every contradiction."""
+    run, staleness = config.run, config.buffer.max_staleness
+    pace = predict(config, lengths, active_checkpoints)
+    if pace is None:
+        unknown = ", ".join(spec.env_id for spec in config.train_envs if not lengths.get(spec.env_id))
+        return [("back-pressure", f"the run measures the length of games of {unknown}; few are in flight until then")]
+    share = f"a game brings {pace.steps_per_game:.1f} steps, if moves are random"
+    if run.schedule == "sync":
+        return [("back-pressure", f"rounds of about {pace.games:.0f} games: enough for a batch; {share}")]
+    rows = [
+        (
+            "back-pressure",
+            f"about {pace.games:.0f} of {run.num_collection_workers} games in flight; {share}; a long one lasts "
+            f"{pace.spread:.1f} times the mean",
+        ),
+        (
+            "staleness",
+            f"about {pace.mean_age:.1f} updates on average and {pace.most_age:.1f} for the longest games, if the "
+            f"learner waits for games; buffer.max_staleness = {staleness}",
+        ),
+        ("adapters loaded", f"about {pace.adapters} at that staleness; engine.max_loras = {config.engine.max_loras}"),
+    ]
+    return rows + [("warning", text) for text in _warnings(config, pace)]
+
+
+def _warnings(config: Config, pace: Pace) -> Iterable[str]:
+    slots, staleness, batch_size = config.engine.max_loras, config.buffer.max_staleness, config.learner.batch_size
+    if pace.most_age > staleness:
+        yield (
+            f"steps of long games will be {pace.most_age:.1f} updates old, but buffer.max_staleness = {staleness}: "
+            "some will be dropped. Raise buffer.max_staleness or learner.batch_size, or lower "
+            "run.num_collection_workers"
+        )
+    if pace.adapters > slots:
+        yield (
+            f"games in flight and opponents will need {pace.adapters} adapter slots, but engine.max_loras = {slots}: "
+            f"updates will wait until games end. Raise engine.max_loras to {pace.adapters}, or lower "
+            "buffer.max_staleness"
+        )
+    is_held_back = pace.games < config.run.num_collection_workers
+    if is_held_back and slots - 1 < staleness - 1:
+        yield (
+            f"engine.max_loras = {slots} keeps games younger than buffer.max_staleness = {staleness} allows: with "
+            f"engine.max_loras = {staleness + 1} more games could be in flight"
+        )
+    of_group = config.run.group_size * pace.steps_per_game
+    if config.run.group_size > 1 and of_group > 2 * batch_size:
+        yield (
+            f"a group of run.group_size = {config.run.group_size} games brings about {of_group:.0f} steps at once, "
+            f"{of_group / batch_size:.1f} batches of learner.batch_size = {batch_size}: raise learner.batch_size"
+        )
+
+
+def _collected_share(spec: TrainEnvSpec, league: LeagueConfig) -> float:
+    """Return the policy's share of a game's turns."""
+    strategy = league.opponent_sampling_strategy
+    given = {strategy: 1.0} if isinstance(strategy, str) else strategy
+    weights = {name: w.get("weight", 1.0) if isinstance(w, Mapping) else float(w) for name, w in given.items()}
+    mirrored = weights.get("mirror", 0.0) / sum(weights.values())
+    others = spec.num_players - spec.num_actors
+    return (spec.num_actors + mirrored * others) / spec.num_players
+
+
+def _lifetimes(lengths: Sequence[int], collected: float, group_size: int) -> list[tuple[float, float]]:
+    """Return `GROUPS` pairs (lifetime in turns, number of steps), one for each drawn group."""
+    rng = random.Random(0)
+    groups = [rng.choices(lengths, k=group_size) for _ in range(GROUPS)]
+    return [(float(max(group)), collected * sum(group)) for group in groups]

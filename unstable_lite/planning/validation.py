@@ -1,0 +1,369 @@
+"""Find every reason why a config cannot run, and settings that deserve a warning. Makes and resets each env once.
+
+Loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from unstable_lite.adapters.peft_files import check_adapter
+from unstable_lite.config import Config
+from unstable_lite.config.games import OpponentsConfig
+from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig
+from unstable_lite.config.training import EMBEDDINGS, LoraConfig, no_adapter_at
+from unstable_lite.engines.devices import choose_engine
+from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
+from unstable_lite.engines.vllm_server.config_checks import server_problems
+from unstable_lite.errors import AdapterError, ConfigError, ModelError
+from unstable_lite.games.api_keys import url_problem
+from unstable_lite.games.env_catalogue import probe
+from unstable_lite.games.environments import Environment
+from unstable_lite.games.players.factory import opponent_problem
+from unstable_lite.games.templates import chats_in_use, extraction_problems, known_templates, template_problems
+from unstable_lite.league.samplers import check_league, uses_checkpoints, uses_fixed
+from unstable_lite.learner import LEARNERS
+from unstable_lite.models import has_chat_template, resolve_model
+from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slots_needed
+from unstable_lite.planning.algorithm_defaults import (
+    algorithm_problems,
+    dropout_problems,
+    resolve_defaults,
+)
+from unstable_lite.planning.memory import shape_of
+from unstable_lite.planning.placement import devices_of, sharing_problems
+from unstable_lite.plugins import suggestion
+from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
+from unstable_lite.types import BASE, INHERITED, EvalEnvSpec, TrainEnvSpec
+
+LEAST_TRAINED_TEMPERATURE = 0.01
+"""Lowest temperature that engines sample at. vLLM raises lower ones to it, and at the very lowest all engines take the
+most probable token and report its log-probability at temperature 1; the learner would divide by the configured one."""
+_SHARES = ("clipping", "dropped", "repetition", "identical", "zero_advantage", "invalid_moves")
+"""Alarms whose threshold is a share."""
+
+
+def find_problems(config: Config, side_by_side: bool = True) -> list[str]:
+    """Return every impossible combination and every unknown name."""
+    config = resolve_defaults(config)
+    problems = [*_env_problems(config), *check_league(config), *_number_problems(config), *algorithm_problems(config)]
+    problems += [*_rank_problems(config), *(_directory_problems(config) if side_by_side else [])]
+    problems += [*learning_problems(config), *dropout_problems(config)] if side_by_side else []
+    problems += [no_adapter_at(target) for target in config.lora.target_modules if target in EMBEDDINGS]
+    problems += [*template_problems(config.templates), *_spending_problems(config.opponents)]
+    problems += _alarm_problems(config.alarms)
+    try:
+        build_reward_transformations(config.rewards)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        shape_of(config.model_name)
+        problems += _chat_problems(config)
+    except ModelError as error:
+        problems.append(str(error))
+    for key in ("initial_lora_path", "initial_critic_path"):
+        if (path := getattr(config.lora, key)) is not None:
+            problems += adapter_problems(f"lora.{key}", path, config.lora)
+    problems += _unknown("algorithm", config.algorithm, LEARNERS, may_be_import=True)
+    engine_kinds = ("auto", "vllm", "transformers", VLLM_SERVER, "scripted")
+    problems += _unknown("engine.kind", config.engine.kind, engine_kinds, may_be_import=True)
+    problems += server_problems(config.engine)
+    if not problems:
+        try:
+            engine_devices, learner_devices = devices_of(config)
+            kind, _ = choose_engine(config.engine.kind, engine_devices)
+        except ConfigError as error:
+            problems += error.problems
+        else:
+            problems += sharing_problems(config, kind, engine_devices, learner_devices) if side_by_side else []
+    if config.tracker.wandb_project and importlib.util.find_spec("wandb") is None:
+        problems.append("tracker.wandb_project: wandb is not installed; pip install 'unstable-lite[wandb]'")
+    return problems
+
+
+def learning_problems(config: Config) -> Iterable[str]:
+    """Yield each reason why a run cannot train on its samples or label its results. Not for an evaluation."""
+    if config.engine.temperature < LEAST_TRAINED_TEMPERATURE:
+        yield (
+            f"engine.temperature = {config.engine.temperature:g}: below {LEAST_TRAINED_TEMPERATURE} engines do not "
+            "sample at the temperature that the learner divides by; set at least that (only training, not `eval`, "
+            "needs it)"
+        )
+    for env_id, n in Counter(env.env_id for env in config.train_envs).items():
+        if n > 1:
+            yield f"train_envs: {env_id} is listed {n} times, but averages, curves and samplers use env_id; keep one"
+    for (env_id, opponent), n in Counter((env.env_id, env.opponent) for env in config.eval_envs).items():
+        if n > 1:
+            yield f"eval_envs: {env_id} against {opponent} is listed {n} times, but results use these two; keep one"
+
+
+def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterable[str]:
+    """Yield each reason why the adapter in `directory` does not fit section `lora`."""
+    try:
+        stored, header = check_adapter(directory)
+    except AdapterError as error:
+        yield f"{where}: {error}"
+        return
+    if not isinstance(stored.get("target_modules"), list):
+        names = sorted({name.split(".")[-3] for name in header})
+        yield (
+            f"{where}: {directory} does not name its target_modules; set them in its adapter_config.json: "
+            f"{json.dumps(names)}"
+        )
+        return
+    theirs = {
+        "lora_rank": stored["r"],
+        "lora_alpha": float(stored["lora_alpha"]),
+        "target_modules": sorted(stored["target_modules"]),
+    }
+    ours = {
+        "lora_rank": lora.lora_rank,
+        "lora_alpha": float(lora.lora_alpha),
+        "target_modules": sorted(lora.target_modules),
+    }
+    different = [f"{key} is {value}, not {ours[key]}" for key, value in theirs.items() if value != ours[key]]
+    if different:
+        yield f"{where}: {directory} does not fit section lora: {'; '.join(different)}; set section lora to the same"
+
+
+def _rank_problems(config: Config) -> Iterable[str]:
+    learner = config.learner
+    devices = () if learner.devices == "auto" else learner.devices
+    num_ranks = max(1, len(devices)) + learner.remote_ranks
+    if learner.shard_base and num_ranks < 2:
+        yield "learner.shard_base needs several ranks: name two or more devices in learner.devices"
+    if num_ranks > learner.batch_size:
+        yield (
+            f"learner.batch_size = {learner.batch_size} is less than {num_ranks} ranks (learner.devices, "
+            "learner.remote_ranks): some would have no step to train on"
+        )
+    if "cpu" in devices and set(devices) != {"cpu"}:
+        yield f"learner.devices = {list(devices)}: put all ranks on GPUs or all on the CPU"
+    if bool(learner.remote_ranks) != bool(learner.rendezvous):
+        yield "learner.remote_ranks (how many ranks join) and learner.rendezvous (where) need each other: set both"
+    host, _, port = (learner.rendezvous or "localhost:1").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        yield f"learner.rendezvous = {learner.rendezvous!r}: write the address of this machine as HOST:PORT"
+
+
+def _number_problems(config: Config) -> Iterable[str]:
+    engine, batch_size = config.engine, config.learner.batch_size
+    if config.buffer_size < batch_size:
+        yield (
+            f"buffer.buffer_size = {config.buffer_size} is less than learner.batch_size = {batch_size}: "
+            "the learner would wait forever"
+        )
+    if engine.top_p < 1 and not engine.allow_top_p:
+        yield (
+            f"engine.top_p = {engine.top_p}: importance weights need the whole distribution; set it to 1, or "
+            "engine.allow_top_p = true to train on wrong weights"
+        )
+    if engine.max_generation_len >= engine.max_model_len:
+        yield (
+            f"engine.max_generation_len = {engine.max_generation_len} leaves no room for a prompt in "
+            f"engine.max_model_len = {engine.max_model_len}"
+        )
+    if engine.max_loras < (needed := adapter_slots_needed(config)):
+        way_out = "; raise it, or lower league.max_active_checkpoints" * (active_checkpoints(config) > 1)
+        yield f"engine.max_loras = {engine.max_loras}: this league needs at least {needed} adapter slots{way_out}"
+    if uses_checkpoints(config.league) and config.league.max_active_checkpoints == 1:
+        yield (
+            "league.max_active_checkpoints = 1 allows only the current policy, but "
+            f"opponent_sampling_strategy = {config.league.opponent_sampling_strategy!r} draws older ones: set 2 or more"
+        )
+    if config.buffer.batch_delay_buffer * batch_size > config.buffer_size >= batch_size:
+        yield (
+            f"buffer.batch_delay_buffer = {config.buffer.batch_delay_buffer:g} times learner.batch_size = {batch_size} "
+            f"is more than buffer.buffer_size = {config.buffer_size}: the learner would wait forever"
+        )
+    yield from _group_problems(config)
+    if config.run.loop_stall_s <= config.run.env_timeout_s:
+        yield (
+            f"run.loop_stall_s = {config.run.loop_stall_s:g} must be more than run.env_timeout_s = "
+            f"{config.run.env_timeout_s:g}, because a call into an env may block the event loop for that long"
+        )
+    yield from _evaluation_problems(config)
+
+
+def _evaluation_problems(config: Config) -> Iterable[str]:
+    if config.run.eval_every and not config.run.eval_games:
+        yield "run.eval_every needs run.eval_games, the number of games per evaluation"
+    if config.run.max_eval_games_per_ckpt and not config.run.num_eval_workers:
+        yield "run.max_eval_games_per_ckpt limits the games of run.num_eval_workers, which is 0"
+    if config.run.eval_games and not config.eval_envs:
+        yield f"run.eval_games = {config.run.eval_games}, but there are no eval_envs"
+
+
+def _directory_problems(config: Config) -> Iterable[str]:
+    """Yield each reason why a run directory cannot be made, or would not be found by `runs` and `top`."""
+    name = config.run.name or ""
+    if "/" in name or not name.isprintable() or name.startswith("."):
+        yield (
+            f"run.name = {name!r} becomes part of a directory name: it must not contain a slash or a control character "
+            "or start with a dot"
+        )
+    output = config.run.output_dir
+    try:
+        parent = next(path for path in (output, *output.absolute().parents) if path.exists())
+    except OSError as error:
+        yield f"run.output_dir = {str(output)[:100]!r}: {error.strerror}"
+        return
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        yield f"run.output_dir = {output}: {parent} is not a directory that can be written to"
+
+
+def _group_problems(config: Config) -> Iterable[str]:
+    group_size, baseline = config.run.group_size, config.group_baseline
+    if baseline is not None and group_size < 2:
+        key = f"algorithm = {config.algorithm!r}" if config.rewards.group_baseline is None else "rewards.group_baseline"
+        yield f"{key} compares the games of a group, so run.group_size = {group_size} must be at least 2"
+    if group_size > 1 and baseline is None:
+        yield (
+            f"run.group_size = {group_size}: no baseline compares the games of a group; "
+            "set rewards.group_baseline to 'grpo' or 'rloo'"
+        )
+    if config.algorithm in ("grpo", "rloo") and baseline != config.algorithm:
+        yield f"rewards.group_baseline = {baseline!r} contradicts algorithm = {config.algorithm!r}; leave it out"
+    if group_size > config.buffer_size:
+        yield f"run.group_size = {group_size}: a group does not fit buffer.buffer_size = {config.buffer_size}"
+    if baseline is None:
+        return
+    if config.buffer.kind == "episodes":
+        yield f"rewards.group_baseline = {baseline!r}: {config.algorithm} uses the critic as baseline; leave it out"
+    for key in ("final_reward_transformation", "sampling_reward_transformation"):
+        for name in _baselines(config, key):
+            yield f"rewards.{key}: {name} is a baseline, but the group already is one; remove it (or set [])"
+
+
+def _baselines(config: Config, key: str) -> list[str]:
+    """Return the names of the baselines among the transforms of a key of section `rewards`."""
+    names = [entry if isinstance(entry, str) else entry.name for entry in getattr(config.rewards, key)]
+    return [name for name in names if name in BASELINES]
+
+
+def _env_problems(config: Config) -> Iterable[str]:
+    entries: list[tuple[str, TrainEnvSpec | EvalEnvSpec]] = [
+        *((f"train_envs.{index}", spec) for index, spec in enumerate(config.train_envs)),
+        *((f"eval_envs.{index}", spec) for index, spec in enumerate(config.eval_envs)),
+    ]
+    for where, spec in entries:
+        info = probe(spec.env_id, spec.num_players, spec.observation)
+        if info.problem is not None:
+            yield f"{where}: env_id = {spec.env_id!r}: {info.problem}"
+        if spec.max_turns < 1:
+            yield f"{where}: max_turns = {spec.max_turns} must be at least 1"
+        yield from _unknown(f"{where}: prompt_template", spec.prompt_template, known_templates(config.templates))
+        for problem in extraction_problems(spec.action_extraction_fn):
+            yield f"{where}: {problem}"
+        for name in _opponents(config, spec):
+            observation = None
+            if info.problem is None:
+                observation = Environment(spec.env_id, spec.num_players, 0, spec.observation).observe()[1]
+            if (reason := opponent_problem(name, spec.env_id, observation, config.opponents)) is not None:
+                yield f"{where}: {reason}"
+
+
+def _chat_problems(config: Config) -> Iterable[str]:
+    """Yield problems of chat templates if the model's files are local; for others the engine checks when it starts."""
+    model = Path(resolve_model(config.model_name))
+    needs_one = [repr(chat.name) for chat in chats_in_use(config)]
+    if not needs_one:
+        return
+    if config.engine.kind == "scripted":
+        yield f"prompt_template {', '.join(needs_one)}: engine.kind = 'scripted' has no tokenizer and no chat template"
+    elif model.is_dir() and not has_chat_template(model):
+        yield (
+            f"prompt_template {', '.join(needs_one)}: the tokenizer of {config.model_name} has no chat template; "
+            "choose a template with its own markup"
+        )
+
+
+def _spending_problems(opponents: OpponentsConfig) -> Iterable[str]:
+    if opponents.base_url is not None and (problem := url_problem(opponents.base_url)) is not None:
+        yield f"opponents.base_url: {problem}"
+    if opponents.max_usd and not (
+        opponents.usd_per_million_prompt_tokens or opponents.usd_per_million_completion_tokens
+    ):
+        yield (
+            "opponents.max_usd needs the prices; set opponents.usd_per_million_prompt_tokens and "
+            "opponents.usd_per_million_completion_tokens"
+        )
+    if opponents.pause_s > opponents.max_pause_s:
+        yield f"opponents.pause_s = {opponents.pause_s:g} exceeds opponents.max_pause_s = {opponents.max_pause_s:g}"
+
+
+def _opponents(config: Config, spec: TrainEnvSpec | EvalEnvSpec) -> Iterable[str]:
+    """Return the fixed opponents that may play in this env."""
+    if spec.num_players == 1:
+        return []
+    if isinstance(spec, EvalEnvSpec):
+        return [spec.fixed_opponent] if spec.fixed_opponent != BASE else []
+    is_seated = spec.num_actors < spec.num_players and uses_fixed(config.league)
+    return config.league.fixed_opponents if is_seated else []
+
+
+def _unknown(where: str, name: str, known: Iterable[str], may_be_import: bool = False) -> list[str]:
+    if name in known:
+        return []
+    if may_be_import and ":" in name:
+        module = name.partition(":")[0]
+        try:
+            found = importlib.util.find_spec(module)  # does not load the module, which may import torch
+        except (ImportError, ValueError):
+            found = None
+        return [] if found else [f"{where} = {name!r}: no module {module!r} can be imported from here"]
+    return [f"{where} = {name!r} is not known; {suggestion(name, known)}"]
+
+
+def played_otherwise(config: Config) -> Iterator[str]:
+    """Yield the differences between each eval env and the training env of the same id."""
+    trained = {env.env_id: env for env in config.train_envs}
+    for env in config.eval_envs:
+        if (other := trained.get(env.env_id)) is None:
+            continue
+        pairs = ((key, getattr(env, key), getattr(other, key)) for key in INHERITED)
+        if differing := [f"{key} = {own!r}, trained with {its!r}" for key, own, its in pairs if own != its]:
+            yield f"{env.env_id} against {env.opponent} is evaluated with {'; '.join(differing)}"
+
+
+def critic_warnings(config: Config) -> Iterator[str]:
+    """Yield the reward transforms that change which policy is best for an algorithm with a critic."""
+    known, gamma = LEARNERS.get(config.algorithm), config.learner.gamma
+    if known is None or not known.has_critic:
+        return
+    way_out = "The critic already is the baseline; remove the transform (or set [])"
+    if gamma < 1:
+        for name in _baselines(config, "final_reward_transformation"):
+            yield (
+                f"rewards.final_reward_transformation: with learner.gamma = {gamma:g}, {name} changes which policy is "
+                f"best, because the transformed reward is discounted instead of the reward. {way_out}"
+            )
+    for name in _baselines(config, "sampling_reward_transformation"):
+        yield (
+            f"rewards.sampling_reward_transformation: {name} subtracts a baseline from every turn, and "
+            f"{config.algorithm} adds up the turns of a game, so their number changes which policy is best. {way_out}"
+        )
+
+
+def _alarm_problems(config: AlarmsConfig) -> Iterable[str]:
+    """Yield thresholds that no value of the metric can cross, or that every value crosses."""
+    for name in AlarmsConfig.model_fields:
+        alarm: AlarmConfig = getattr(config, name)
+        if name in _SHARES and not 0 <= alarm.threshold < 1:
+            yield (
+                f"alarms.{name}.threshold = {alarm.threshold:g} applies to a share: set at least 0 and less than 1; "
+                f'alarms.{name}.action = "off" disables the alarm'
+            )
+        elif alarm.threshold < 0 or (name == "starved" and alarm.threshold == 0):
+            yield (
+                f"alarms.{name}.threshold = {alarm.threshold:g}: "
+                f"must be {'over' if name == 'starved' else 'at least'} 0"
+            )
+    for name in ("starved", "skipped"):
+        if getattr(config, name).updates != 1:
+            yield f"alarms.{name}.updates: this alarm does not count updates; use alarms.{name}.threshold instead"

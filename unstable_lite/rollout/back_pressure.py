@@ -1,0 +1,191 @@
+"""Limit the training games in flight so that their steps are trained on before they are too old.
+
+Owns the estimates of how many steps a game brings and how long games last. Knows nothing of engines or learners.
+
+All steps of a game have the adapter version of its start, so a game ages while it is played. Its lifetime is measured
+in steps, as the number that all games brought during it, because each batch of steps is an update. By Little's law the
+mean lifetime is the number of steps in flight, and a long game's lifetime is `spread` times as much. The buffer gives
+out the oldest steps first, so a long game's steps are in the next batch after its end. Less than a batch waits when the
+game starts, so its steps are trained on in time, at an age of at most `max_age` updates, if
+
+    1 + spread * steps in flight / batch_size <= max_age.
+
+Steps that wait beyond a batch count as in flight, too. Games may always start while the learner would lack steps
+without them: games that grow too old are better than a learner that waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import fmean
+from typing import Any
+
+from unstable_lite.types import GameSpec
+
+PRIOR_GAMES = 4
+"""Weight, in games, of the initial estimate of a game's steps."""
+GAMES = 256
+"""Number of games that an env's running mean of steps spans."""
+WINDOW = 512
+"""Number of newest lifetimes from which `spread` is computed."""
+FEW = 64
+"""Number of lifetimes below which `spread` is at least `USUAL_SPREAD`: the first games to end are the short ones."""
+USUAL_SPREAD = 2.0
+IN_TIME = 0.99
+"""Share of the steps whose lifetime `spread` covers."""
+
+
+def max_age(max_staleness: int, max_loras: int) -> int:
+    """Return the age limit of a step when it is trained on, in updates.
+
+    The next adapter would have to wait for the end of any game that is older than there are adapter slots.
+    """
+    return min(max_staleness, max_loras - 1)
+
+
+def most_in_flight(batch_size: int, max_age: int, spread: float) -> float:
+    """Return how many steps may be in flight while less than a batch waits."""
+    return batch_size * max(0, max_age - 1) / spread
+
+
+def spread_of(lifetimes: Iterable[tuple[float, float]]) -> float:
+    """Return the ratio of a long lifetime to the mean. Each lifetime comes with its number of steps.
+
+    The long lifetime is the shortest one that a share of `IN_TIME` of all steps does not exceed.
+    """
+    longest_first = sorted(lifetimes, reverse=True)
+    mean = fmean(lifetime for lifetime, _ in longest_first)
+    beyond = (1 - IN_TIME) * sum(steps for _, steps in longest_first)
+    if not mean or not beyond:
+        return 1.0
+    so_far = accumulate(steps for _, steps in longest_first)
+    longest = next(life for (life, _), steps in zip(longest_first, so_far, strict=True) if steps > beyond)
+    return max(1.0, longest / mean)
+
+
+@dataclass(slots=True)
+class _Game:
+    env_id: str
+    seats: int
+    """Number of seats whose steps are collected."""
+    born: int
+    """Number of steps that all games had brought when it started."""
+    steps: int | None = None
+    """Number of steps that it brought; None while it is played."""
+
+
+class InFlight:
+    """Training games that have started and not ended, and the steps expected from them.
+
+    A game's birth is the number of steps that all games had brought when it started.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        least: int,
+        max_age: int | None,
+        steps_per_seat: Mapping[str, float],
+    ) -> None:
+        """Start without a game.
+
+        least: number of steps that the learner waits for. max_age: largest number of updates from the start of a game
+        to the training on its steps; None: unlimited. steps_per_seat: initial estimate of a seat's steps, by env id.
+        """
+        self._batch_size = batch_size
+        self.least = least
+        """Number of steps that the learner waits for."""
+        self._max_age = max_age
+        self._means = dict(steps_per_seat)
+        self._ended: Counter[str] = Counter()
+        """Number of games in each mean, by env id."""
+        self._seats: Counter[str] = Counter()
+        """Number of collecting seats in flight, by env id."""
+        self._games: dict[int, _Game] = {}
+        self._in_order: deque[_Game] = deque()
+        """Games in the order of their start, from the oldest one in flight."""
+        self._produced = 0
+        self._lifetimes: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+        self.spread = USUAL_SPREAD
+        """Ratio of a long game's lifetime to the mean."""
+
+    def __len__(self) -> int:
+        """Return the number of games."""
+        return len(self._games)
+
+    @property
+    def steps(self) -> float:
+        """Number of steps that the games in flight are expected to bring."""
+        return sum(seats * self._means[env_id] for env_id, seats in self._seats.items())
+
+    @property
+    def limit(self) -> float:
+        """Number of steps, waiting and in flight, at which no further game starts."""
+        if self._max_age is None:
+            return float("inf")
+        return most_in_flight(self._batch_size, self._max_age, self.spread)
+
+    def has_room(self, held: int) -> bool:
+        """Return whether a game may start while `held` steps wait."""
+        steps = self.steps
+        return held + steps < self.least or max(0, held - self.least) + steps < self.limit
+
+    def begin(self, spec: GameSpec) -> None:
+        """Count a game that starts now."""
+        seats = sum(agent.collect_data for agent in spec.agent_specs)
+        game = self._games[spec.game_idx] = _Game(spec.env_id, seats, self._produced)
+        self._in_order.append(game)
+        self._seats[spec.env_id] += seats
+        self._means.setdefault(spec.env_id, float(spec.max_turns) / spec.num_players)
+
+    def end(self, game_idx: int, steps: int) -> int:
+        """Count a game's end and its steps; return its birth, for `arrive`."""
+        game = self._games.pop(game_idx, None)
+        if game is None:  # the buffer is used without a collector
+            return self._produced
+        self._seats[game.env_id] -= game.seats
+        self._produced += steps
+        game.steps = steps
+        self._learn()
+        return game.born
+
+    def arrive(self, born: int, steps: int) -> None:
+        """Record the lifetime of a game or group whose steps are ready for the learner."""
+        self._lifetimes.append((self._produced - born, steps))
+
+    def measure(self) -> None:
+        """Compute `spread` from the newest lifetimes."""
+        if self._lifetimes:
+            spread = spread_of(self._lifetimes)
+            self.spread = spread if len(self._lifetimes) >= FEW else max(spread, USUAL_SPREAD)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the estimates; games in flight are lost when the process ends."""
+        return {
+            "means": {env_id: [self._ended[env_id], mean] for env_id, mean in self._means.items()},
+            "lifetimes": [list(one) for one in self._lifetimes],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for env_id, (ended, mean) in state["means"].items():
+            self._ended[env_id], self._means[env_id] = ended, mean
+        self._lifetimes.extend((lifetime, steps) for lifetime, steps in state["lifetimes"])
+        self.measure()
+
+    def _learn(self) -> None:
+        """Update the means in the order in which games started, because the first games to end are the short ones."""
+        order = self._in_order
+        while order:
+            game = order[0]
+            if game.steps is None:
+                if len(order) <= len(self._games) + WINDOW:
+                    return
+                order.rotate(-1)  # one very long game must not block the estimate
+                continue
+            order.popleft()
+            self._ended[game.env_id] += 1
+            rate = max(2 / (self._ended[game.env_id] + 1 + PRIOR_GAMES), 1 / GAMES)
+            self._means[game.env_id] += rate * (game.steps / max(game.seats, 1) - self._means[game.env_id])

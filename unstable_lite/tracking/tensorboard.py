@@ -1,0 +1,215 @@
+"""TensorBoard event files: scalars, histograms, texts and the layout of the pages.
+
+Uses only the `tensorboard` package; loads neither torch nor tensorflow. Owns the tag names, and ensures that no text
+becomes markup on the page.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as custom_scalar
+from tensorboard.plugins.histogram import metadata as histogram
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+from tensorboard.plugins.hparams import metadata as hparams
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+from tensorboard.plugins.text.summary_v2 import text_pb
+from tensorboard.summary.writer.record_writer import RecordWriter
+from tensorboard.util.tensor_util import make_tensor_proto
+
+from unstable_lite.config import Config
+from unstable_lite.files import AppendFile
+from unstable_lite.types import Histogram
+
+PREFIX = "events.out.tfevents."
+HPARAMS = (
+    "algorithm",
+    "model_name",
+    "run.seed",
+    "run.learning_steps",
+    "run.group_size",
+    "engine.temperature",
+    "engine.max_generation_len",
+    "learner.batch_size",
+    "learner.learning_rate",
+    "learner.importance_weight_cap",
+    "learner.kl_coefficient",
+    "lora.lora_rank",
+    "lora.lora_alpha",
+    "buffer.max_staleness",
+    "league.opponent_sampling_strategy",
+)
+"""Columns of the hyperparameter table, besides the envs."""
+
+
+CHARTED = re.compile(r"evaluation-.* \(.*\)/(concurrent )?checkpoint Points( low| high)?")
+"""Metrics that are also logged under a second name; see `charted`."""
+
+
+class TensorBoardSink:
+    """Writes complete events at once, not in a thread, which a full disk would end."""
+
+    def __init__(self, directory: Path) -> None:
+        # TensorBoard reads files in the order of their names. With names from the clock, which can jump, the files of
+        # a resumed run could come before the earlier ones.
+        numbers = [int(path.name.removeprefix(PREFIX).partition(".")[0]) for path in directory.glob(f"{PREFIX}*")]
+        number = max(numbers, default=0) + 1
+        self._file = AppendFile(directory / f"{PREFIX}{number:010d}.{socket.gethostname()}")
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        event = Event(wall_time=time.time(), step=step)
+        for name, value in metrics.items():
+            event.summary.MergeFrom(scalar_pb(name, value))
+            if CHARTED.fullmatch(name):
+                event.summary.MergeFrom(scalar_pb(charted(name), value))
+        self._write(event)
+
+    def log_histograms(self, step: int, histograms: Sequence[Histogram]) -> None:
+        event = Event(wall_time=time.time(), step=step)
+        for one in histograms:
+            buckets = np.column_stack([one.edges[:-1], one.edges[1:], one.counts])
+            tensor = make_tensor_proto(buckets, dtype=np.float64)
+            metadata = histogram.create_summary_metadata(display_name=None, description=None)
+            event.summary.value.add(tag=one.name, tensor=tensor, metadata=metadata)
+        self._write(event)
+
+    def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        event = Event(wall_time=time.time(), step=step)
+        for name, text in texts.items():
+            event.summary.MergeFrom(text_pb(name, as_code(text)))
+        self._write(event)
+
+    def lay_out(self, config: Config) -> None:
+        """Write, once per run, its row of the hyperparameter table and the layout of its charts."""
+        event = Event(wall_time=time.time(), step=0)
+        event.summary.value.add(
+            tag=custom_scalar.CONFIG_SUMMARY_TAG,
+            tensor=make_tensor_proto(layout(config).SerializeToString(), dtype=np.object_),
+            metadata=custom_scalar.create_summary_metadata(),
+        )
+        _add_hparams(event.summary, config)
+        self._write(event)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, event: Event) -> None:
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        self._file.write(record.getvalue())
+
+
+def as_code(text: str) -> str:
+    """Return Markdown that shows `text` verbatim: each line is indented, so it is a block of code."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def charted(name: str) -> str:
+    """Return a tag without parentheses, with which the custom scalars page draws no line (TensorBoard 2.21)."""
+    return name.replace("(", "against ", 1).replace("(", "").replace(")", "")
+
+
+def layout(config: Config) -> layout_pb2.Layout:
+    """Return the charts of the custom scalars page, on which tags are regular expressions."""
+    won = [
+        *_points_by_opponent(config),
+        _lines("points in training games", "collection-.*/Points"),
+        _lines("ended by own invalid move", "collection-.*/Ended by own invalid move"),
+    ]
+    healthy = [
+        _lines("staleness (updates)", "learner/staleness_(mean|max)"),
+        _lines("mismatch: |Δ log p| of engine and learner", "learner/mismatch_(mean|max)", "canary/mismatch"),
+        _lines("loss", "learner/(loss|policy_loss|value_loss)"),
+        _lines("entropy (nats)", "learner/entropy"),
+        _lines("importance weights", "learner/importance_weight_(mean|clipped)"),
+        _lines("gradient norm", "learner/(policy|critic)_grad_norm"),
+        _lines(
+            "zero advantages, repetition", "learner/zero_advantage", "batch/(repeated_4grams|identical_completions)"
+        ),
+        _lines("alarms", "run/alarms"),
+    ]
+    fast = [
+        _lines("tokens/s", "run/tokens_per_s", "inference/.*/tok_s", "learner/tokens_per_s"),
+        _lines("seconds per update: wait, learn, sync weights", "learner/(wait_for_batch_s|seconds|publish_s)"),
+        _lines("requests", "inference/.*/(running|queued)"),
+        _lines("turns per game", "collection-.*/Game Length"),
+    ]
+    return layout_pb2.Layout(
+        category=[
+            layout_pb2.Category(title="does it win", chart=won),
+            layout_pb2.Category(title="is learning well", chart=healthy),
+            layout_pb2.Category(title="how fast", chart=fast, closed=True),
+        ]
+    )
+
+
+def _points_by_opponent(config: Config) -> list[layout_pb2.Chart]:
+    return [
+        layout_pb2.Chart(
+            title=f"{env_id}, points against {opponent}, 95 %{remark}",
+            margin=layout_pb2.MarginChartContent(
+                series=[
+                    layout_pb2.MarginChartContent.Series(
+                        value=charted(f"{tag} Points"),
+                        lower=charted(f"{tag} Points low"),
+                        upper=charted(f"{tag} Points high"),
+                    )
+                ]
+            ),
+        )
+        for env_id, opponent, tag, remark in _evaluations(config)
+    ]
+
+
+def _lines(title: str, *tags: str) -> layout_pb2.Chart:
+    whole = [f"^{tag}$" for tag in tags]
+    return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=whole))
+
+
+def _evaluations(config: Config) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (env id, opponent, tag prefix, remark) of each evaluation that can be won."""
+    for env in config.eval_envs:
+        if env.num_players > 1:
+            tag = f"evaluation-{env.env_id} ({env.fixed_opponent})"
+            if config.run.eval_games:
+                yield env.env_id, env.fixed_opponent, f"{tag}/checkpoint", ""
+            if config.run.num_eval_workers and config.run.schedule != "sync":
+                yield env.env_id, env.fixed_opponent, f"{tag}/concurrent checkpoint", ", while training"
+
+
+def _add_hparams(summary: Summary, config: Config) -> None:
+    raw = config.model_dump(mode="json")
+    values: dict[str, Any] = {"train_envs": ", ".join(dict.fromkeys(env.env_id for env in config.train_envs))}
+    for key in HPARAMS:
+        section, _, name = key.rpartition(".")
+        values[key] = (raw[section] if section else raw)[name]
+    session, experiment = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time()), api_pb2.Experiment()
+    experiment.time_created_secs = session.start_time_secs
+    for key, value in values.items():
+        if isinstance(value, int | float):
+            session.hparams[key].number_value = value
+            experiment.hparam_infos.add(name=key, type=api_pb2.DATA_TYPE_FLOAT64)
+        else:
+            session.hparams[key].string_value = value if isinstance(value, str) else json.dumps(value)
+            experiment.hparam_infos.add(name=key, type=api_pb2.DATA_TYPE_STRING)
+    metrics = [f"{tag} Points" for _, _, tag, _ in _evaluations(config)]
+    metrics += [f"collection-{env_id}/reward" for env_id in dict.fromkeys(env.env_id for env in config.train_envs)]
+    for tag in metrics:
+        experiment.metric_infos.add(name=api_pb2.MetricName(tag=tag))
+    for tag, content in (
+        (hparams.EXPERIMENT_TAG, plugin_data_pb2.HParamsPluginData(experiment=experiment)),
+        (hparams.SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=session)),
+    ):
+        summary.value.add(tag=tag, tensor=hparams.NULL_TENSOR, metadata=hparams.create_summary_metadata(content))

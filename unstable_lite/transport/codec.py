@@ -1,0 +1,106 @@
+"""The bytes of messages.
+
+A frame is msgpack: `[PROTOCOL, [[tag, field, …], …]]`. Queued messages share one frame. msgspec checks every field on
+arrival. Token arrays are little-endian `bin`, not lists.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgpack
+import msgspec
+import numpy as np
+
+from unstable_lite.errors import ProtocolError
+from unstable_lite.transport.messages import Message
+from unstable_lite.types import TokenIds
+
+T = TypeVar("T")
+
+PROTOCOL = 8
+MAX_FRAME_BYTES = 1 << 30
+MAX_ITEMS = 1 << 20
+"""Longest accepted list or table, so that a frame cannot claim memory that it does not fill."""
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+
+
+class _Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    protocol: int
+    messages: list[Message]
+
+
+def encode(messages: Sequence[Message]) -> bytes:
+    """Pack messages into one frame. Raises ProtocolError if they cannot be sent."""
+    return _pack(messages)
+
+
+def decode(frame: bytes) -> list[Message]:
+    """Unpack the messages of one frame.
+
+    Raises ProtocolError if the frame is malformed, oversized, of another protocol version, or has fields of a wrong
+    type.
+    """
+    return _convert(_unpack(frame), _Frame).messages
+
+
+def pack_all(values: Iterable[Any]) -> bytes:
+    """Pack values of one type without tags into the content of a file."""
+    return _pack(list(values))
+
+
+def unpack_all(cls: type[T], content: bytes) -> list[T]:
+    """Unpack values that `pack_all` packed. Raises ProtocolError for any other content."""
+    values: list[T] = _convert(_unpack(content)[1], list[cls])  # type: ignore[valid-type]
+    return values
+
+
+def _pack(values: Any) -> bytes:
+    try:
+        plain = msgspec.to_builtins([PROTOCOL, values], builtin_types=(bytes,), enc_hook=_to_plain)
+        frame: bytes = msgpack.packb(plain)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise ProtocolError(f"cannot be sent: {error}") from error
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"cannot be sent: a frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
+    return frame
+
+
+def _unpack(frame: bytes) -> list[Any]:
+    """Return `[PROTOCOL, values]`. Needs at most about 70 bytes of memory per byte of the frame."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
+    try:
+        envelope = msgpack.unpackb(frame, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=0)
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise ProtocolError(f"frame of {len(frame)} bytes is not msgpack: {error}") from error
+    if type(envelope) is not list or len(envelope) != 2 or type(envelope[1]) is not list:
+        raise ProtocolError("frame is not [protocol, messages]")
+    if type(envelope[0]) is not int or envelope[0] != PROTOCOL:
+        raise ProtocolError(f"peer uses protocol {reprlib.repr(envelope[0])}, this process uses {PROTOCOL}")
+    return envelope
+
+
+def _convert(value: Any, cls: type[T]) -> T:
+    try:
+        return msgspec.convert(value, cls, dec_hook=_to_array)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise ProtocolError(str(error)) from error
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.astype(_INT32 if value.dtype.kind == "i" else _FLOAT32, copy=False).tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, str):  # a subclass, such as torch's version
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot be sent")
+
+
+def _to_array(hint: Any, value: Any) -> Any:
+    if type(value) is not bytes:
+        raise ValueError(f"expected the bytes of an array, got {type(value).__name__}")
+    return np.frombuffer(value, _INT32 if hint == TokenIds else _FLOAT32)
