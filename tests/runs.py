@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,7 +52,9 @@ fixed_opponent = "scripted:random"
 
 def write_small(directory: Path) -> Path:
     path = directory / "small.toml"
-    path.write_text(SMALL.replace("OUTPUT", str(directory / "outputs")))
+    # Another test may start a run in the same second: the names of their arenas must differ.
+    name = f"small-{zlib.crc32(bytes(directory)):x}"
+    path.write_text(SMALL.replace("OUTPUT", str(directory / "outputs")).replace('"small"', f'"{name}"'))
     return path
 
 

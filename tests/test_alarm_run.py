@@ -107,7 +107,7 @@ def test_run_without_steps_pauses_and_can_be_stopped(
     directory = runs.run_directory(tmp_path)
     text = (directory / "PAUSED").read_text()
     assert re.search(r"update 0\b.*starved", text)
-    assert "no checkpoint" in text
+    assert "No checkpoint exists yet." in text
     process.send_signal(signal.SIGINT)
     code, out, err = runs.finish(process)
     assert code == 0, out + err

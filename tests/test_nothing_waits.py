@@ -86,8 +86,8 @@ async def test_games_continue_during_updates_and_updates_during_checkpoints(
             await until(lambda: training.progress.updates >= begun + 5)
             assert training.saver.in_background is saving
             assert not saving.done()
-            assert training.checkpoint == before
-            arena = training.store.directory
+            assert training.saver.newest == before
+            arena = training.parts.store.directory
             assert len(list(arena.glob("learner-*"))) <= 3, "the newest version, the next one, and the one in work"
         finally:
             disk_is_ready.set()

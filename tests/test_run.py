@@ -257,7 +257,7 @@ def test_tensorboard_has_the_same_numbers_under_reference_names(finished: tuple[
         counts = [make_ndarray(event.tensor_proto)[:, 2].sum() for event in events.Tensors(tag)]
         assert len(counts) == 3 and min(counts) >= 24, tag
     config, versions = (events.Tensors(f"run/{name}")[0].tensor_proto.string_val[0] for name in ("config", "versions"))
-    assert b'name = "small"' in config and b'"textarena": "0.7.4"' in versions
+    assert b'name = "small-' in config and b'"textarena": "0.7.4"' in versions
     assert [event.step for event in events.Tensors("games/Nim-v0-train")] == [3]
 
 

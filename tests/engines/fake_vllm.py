@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -87,12 +88,22 @@ def error(status: int, message: str) -> Answer:
     return status, {"error": {"message": message, "code": status}}
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(port: int = 0) -> Iterator[FakeVLLM]:
     fake = FakeVLLM()
+    connections: set[socket.socket] = set()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            super().setup()
+            connections.add(self.connection)
+
+        def finish(self) -> None:
+            connections.discard(self.connection)
+            with contextlib.suppress(OSError):  # cut while an answer was being sent
+                super().finish()
 
         def do_GET(self) -> None:
             self.respond(None)
@@ -131,5 +142,8 @@ def serving(port: int = 0) -> Iterator[FakeVLLM]:
     finally:
         fake.is_restart.set()
         http.shutdown()
+        for connection in list(connections):  # else their threads would go on answering
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         http.server_close()
         thread.join()

@@ -63,7 +63,7 @@ async def test_thousands_of_games_need_few_descriptors_and_leak_none(tmp_path: P
             assert not [record.error for record in playing.result() if record.end == "void"]
             assert most_games == GAMES
             assert most_open <= before + 2
-            assert num_open() == before
+            assert num_open() <= before
 
 
 async def test_endpoint_connections_raise_the_descriptor_limit() -> None:

@@ -126,6 +126,22 @@ async def test_replacement_of_a_dead_worker_knows_that_it_is_a_restart(wire: Wir
     assert wire.process.spec.is_restart
 
 
+@pytest.mark.parametrize("is_marked_first", [True, False])
+async def test_worker_that_the_run_began_without_is_up_once_it_has_its_adapters(
+    tmp_path: Path, is_marked_first: bool
+) -> None:
+    async with _engine(tmp_path, "unstable_lite.engines.worker") as late:
+        if is_marked_first:
+            late.engine.channel.mark_late()
+        await late.process.ready(30)
+        assert late.engine.is_up != is_marked_first
+        late.engine.channel.mark_late()
+        pool = EnginePool([late.engine])
+        assert pool.up == []
+        pool.mark_ready(late.engine)
+        assert pool.up == [late.engine]
+
+
 async def test_unanswered_request_fails_at_its_deadline(wire: Wire) -> None:
     os.kill(wire.process.pid, signal.SIGSTOP)
     started = time.monotonic()

@@ -269,8 +269,11 @@ class WorkerFleet:
                 task.cancel()
         if not info:
             raise away[0]
-        if late := [name for name in starting.values() if name not in info]:
-            say(f"starting without {', '.join(late)}: the run uses each server as soon as it is up")
+        if late := [process.channel for process in processes if process.channel.name not in info]:
+            for channel in late:
+                channel.mark_late()
+            names = ", ".join(channel.name for channel in late)
+            say(f"starting without {names}: the run uses each server as soon as it is up")
         return info
 
 

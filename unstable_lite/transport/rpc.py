@@ -145,13 +145,14 @@ class Router:
 class WorkerState(enum.Enum):
     """State of a worker; its `WorkerChannel` owns it.
 
-    STARTING → READY (its first life) or RESTORING → READY ⇄ ASLEEP → RESTORING …; DEAD from any, then STARTING again.
+    STARTING → READY if the run begins with it, else RESTORING → READY ⇄ ASLEEP → RESTORING …; DEAD from any, then
+    STARTING again.
     """
 
     STARTING = "starting"
     """The process starts and has not said that it is up."""
     RESTORING = "restoring"
-    """The worker is up, after a death or a sleep, and gets its adapters or its state."""
+    """The worker is up, late or after a death or a sleep, and gets its adapters or its state."""
     READY = "ready"
     """The worker is complete and accepts requests."""
     ASLEEP = "asleep"
@@ -177,6 +178,7 @@ class WorkerChannel:
         """Future, deadline and expected reply type by request id."""
         self._sweep: asyncio.TimerHandle | None = None
         self._ids = itertools.count(1)
+        self._begins_with_run = True
         self._death: WorkerDied | None = None
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -195,6 +197,12 @@ class WorkerChannel:
     def is_up(self) -> bool:
         """Whether the worker may be asked."""
         return self.state is WorkerState.READY
+
+    def mark_late(self) -> None:
+        """Record that the run begins without this worker: once it is up, it must be restored before it is ready."""
+        self._begins_with_run = False
+        if self.is_up:
+            self._enter(WorkerState.RESTORING)
 
     def mark_ready(self) -> None:
         """Record that the worker has its adapters or its state."""
@@ -242,6 +250,7 @@ class WorkerChannel:
         self.crash = None
         self._router.forget(self.identity)
         self.life += 1
+        self._begins_with_run = False
         self.identity = f"{self.name}.{self.life}".encode()
         self._router.expect(self.identity, self)
         self._death = None
@@ -290,7 +299,7 @@ class WorkerChannel:
         elif isinstance(message, Ready):
             if not self.ready.done():
                 self.ready.set_result(message.info)
-                self._enter(WorkerState.RESTORING if self.life else WorkerState.READY)
+                self._enter(WorkerState.READY if self._begins_with_run else WorkerState.RESTORING)
         elif isinstance(message, Crashed):
             self.crash = message
         elif self._on_message is not None:
