@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 OWN_MODULES = {
     "unstable_lite",
     "bench",
+    "fakes",
     *(path.stem for top in ("tests", "examples") for path in (ROOT / top).rglob("*.py")),
 }
 """Modules whose warnings are errors."""

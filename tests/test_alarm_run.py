@@ -8,9 +8,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import runs
+from fakes import runs
 from unstable_lite.tracking.run_directory import find_damage
-from unstable_lite.types import Reply
 
 CONSTANT = (
     "engine.kind=scripted",
@@ -77,16 +76,6 @@ def test_paused_run_that_cannot_save_reports_it(tmp_path: Path) -> None:
     assert find_damage(directory / "checkpoints" / "ckpt-2") is None
 
 
-class Rude:
-    """An opponent whose every move is invalid."""
-
-    def __init__(self, env_id: str, seed: int) -> None:
-        pass
-
-    async def act(self, observation: str) -> Reply:
-        return Reply(action="no", text="no", prompt=observation)
-
-
 def test_run_without_steps_pauses_and_can_be_stopped(
     tmp_path: Path,
 ) -> None:
@@ -99,7 +88,7 @@ def test_run_without_steps_pauses_and_can_be_stopped(
         "run.eval_games=0",
         "run.num_eval_workers=0",
         "run.filter_opponent_invalid=true",
-        'league.fixed_opponents=["test_alarm_run:Rude"]',
+        'league.fixed_opponents=["fakes.rude_player:Rude"]',
         "league.opponent_sampling_strategy=fixed",
         'alarms.starved={ threshold = 0.5, action = "pause" }',
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import safetensors.numpy
 
-from runs import run, undocumented_metrics, write_small
+from fakes.runs import run, undocumented_metrics, write_small
 
 OFF = ("run.eval_games=0", "run.num_eval_workers=0", "learner.critic_learning_rate=1e-3")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_collector import MIRROR, League, any_cell_of_many
 
-from game_records import Observer
+from fakes.game_records import Observer
 from unstable_lite.rollout.back_pressure import FEW, InFlight, most_in_flight, spread_of
 from unstable_lite.rollout.lockstep import LockStep
 from unstable_lite.rollout.step_buffer import StepBuffer

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import runs
 import unstable_lite as unstable
+from fakes import runs
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.planning.plan import make_plan

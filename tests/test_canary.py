@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import runs
+from fakes import runs
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_faulty_engine_ends_the_run_and_is_named(tmp_path: Path, engine: str, sa
     code, _, err = runs.run(
         "run",
         runs.write_small(tmp_path),
-        f"engine.kind=lying_engines:{engine}",
+        f"engine.kind=fakes.lying_engines:{engine}",
         "run.learning_steps=6",  # a small difference may need the evidence of several updates
         "run.eval_games=0",
         "learner.learning_rate=1e-2",

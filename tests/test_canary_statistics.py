@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
+from fakes.noise.simulation import TOLERANCE, World, recorded
 from unstable_lite.adapters.canary import Check, Evidence, NewTokens, Noise
-
-sys.path.append(str(Path(__file__).parent / "noise"))
-
-from simulation import TOLERANCE, World, recorded
 
 EFFECTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Mean change of log p by an adapter, from an untrained one to one far from the base."""

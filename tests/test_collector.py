@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tables
 
-from game_records import Observer, Records
-from openai_server import Server, chat_reply, serving
+from fakes import tables
+from fakes.game_records import Observer, Records
+from fakes.openai_server import Server, chat_reply, serving
 from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.config.training import RunConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import runs
+from fakes import runs
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -82,7 +82,7 @@ def test_engine_that_serves_wrong_returned_weights_ends_the_run(tmp_path: Path) 
         "run",
         runs.write_small(tmp_path),
         *POOL,
-        "engine.kind=lying_engines:ServesBaseForWhatReturns",
+        "engine.kind=fakes.lying_engines:ServesBaseForWhatReturns",
         "learner.learning_rate=1e-2",
         "run.learning_steps=20",
     )

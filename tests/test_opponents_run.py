@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import runs
 import unstable_lite as unstable
-from openai_server import Answer, chat_reply, serving
+from fakes import runs
+from fakes.openai_server import Answer, chat_reply, serving
 
 KEY = "sk-very-secret-key"
 REMOTE = "vendor/model"

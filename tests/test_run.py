@@ -18,7 +18,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
-import runs
+from fakes import runs
 from unstable_lite.config import Config
 from unstable_lite.dashboards.report.games import policy_seats
 from unstable_lite.evaluation.models import BASE_MODEL

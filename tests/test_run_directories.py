@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import runs
+from fakes import runs
 from unstable_lite import files
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.cli.app import app

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import runs
+from fakes import runs
 
 
 def train(directory: Path, engine: str, *overrides: str) -> tuple[int, str, str]:
-    sleeps = ("engine.when_shared=sleep", f"engine.kind=sleeping_engines:{engine}")
+    sleeps = ("engine.when_shared=sleep", f"engine.kind=fakes.sleeping_engines:{engine}")
     return runs.run("run", runs.write_small(directory), "run.eval_games=0", *sleeps, *overrides)
 
 
@@ -43,7 +43,7 @@ def test_engine_that_loses_adapters_while_asleep_ends_the_run(tmp_path: Path) ->
 
 
 def test_engine_that_dies_asleep_restarts_after_the_learner_turn(tmp_path: Path) -> None:
-    changes = ("run.restart_backoff_s=0", "algorithm=slow_learners:TakesItsTime", "run.learning_steps=1")
+    changes = ("run.restart_backoff_s=0", "algorithm=fakes.slow_learners:TakesItsTime", "run.learning_steps=1")
     code, _, err = train(tmp_path, "DiesInItsSleep", *changes)
     assert code == 0, err
     assert runs.num_updates(tmp_path) == 1
@@ -57,7 +57,7 @@ def test_engine_that_dies_asleep_restarts_after_the_learner_turn(tmp_path: Path)
 
 
 def test_learner_turn_does_not_count_as_game_time(tmp_path: Path) -> None:
-    changes = ("algorithm=slow_learners:TakesFourSeconds", "run.game_timeout_s=3", "run.learning_steps=2")
+    changes = ("algorithm=fakes.slow_learners:TakesFourSeconds", "run.game_timeout_s=3", "run.learning_steps=2")
     code, _, err = train(tmp_path, "KeepsADiary", *changes)
     assert code == 0, err
     assert runs.num_updates(tmp_path) == 2

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from byte_tokens import BYTE_TOKENS, ids_of
 
+from fakes.byte_tokens import BYTE_TOKENS, ids_of
 from unstable_lite.engines.detokenizer import IncrementalDetokenizer
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import runs
+from fakes import runs
 from unstable_lite.config import Config
 from unstable_lite.config.reading import read_config
 from unstable_lite.errors import ConfigError

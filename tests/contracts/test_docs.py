@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import runs
+from fakes import runs
 from unstable_lite.cli.app import app
 from unstable_lite.config import Config
 from unstable_lite.orchestrator.checkpoint import newest_checkpoint

@@ -15,7 +15,9 @@ def warn_from(module: str) -> None:
     source.warn()
 
 
-@pytest.mark.parametrize("module", ["unstable_lite.learner.model", "bench", "test_run", "lying_engines", "custom_env"])
+@pytest.mark.parametrize(
+    "module", ["unstable_lite.learner.model", "bench", "test_run", "fakes.lying_engines", "custom_env"]
+)
 def test_warning_of_our_own_module_is_an_error(module: str) -> None:
     with pytest.raises(FutureWarning, match="old"):
         warn_from(module)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from random_models import make_adapter, make_model
-from remote_engine import RemoteEngine
-from vllm_serving import LORA, WHOLE_PROMPTS, VLLMServer
+from fakes.random_models import make_adapter, make_model
+from fakes.remote_engine import RemoteEngine
+from fakes.vllm_serving import LORA, WHOLE_PROMPTS, VLLMServer
 
 
 @pytest.fixture

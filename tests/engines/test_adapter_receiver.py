@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-import runs
+from fakes import runs
 from unstable_lite.adapters.peft_files import CONFIG, WEIGHTS, adapter_digest
 from unstable_lite.engines.vllm_server import sidecar
 from unstable_lite.engines.vllm_server.sidecar import AdapterReceiver

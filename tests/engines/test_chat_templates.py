@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 import transformers
 
-from random_models import make_tokenizer
+from fakes.random_models import make_tokenizer
 from unstable_lite.config import Config
 from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import ConfigError, ModelError

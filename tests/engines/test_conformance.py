@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from random_models import make_adapter
-from remote_engine import START_TIMEOUT_S, RemoteEngine
+from fakes.random_models import make_adapter
+from fakes.remote_engine import START_TIMEOUT_S, RemoteEngine
 from unstable_lite.adapters.peft_files import WEIGHTS, adapter_digest
 from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION
 from unstable_lite.transport.messages import AdapterDigest, ConfirmAdapter, Done, Failed, Ready

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from remote_engine import engine_spec
+from fakes.remote_engine import engine_spec
 from unstable_lite.engines.embedded import engine as embedded_engine
 from unstable_lite.engines.embedded.engine import TransformersEngine
 from unstable_lite.errors import ModelError

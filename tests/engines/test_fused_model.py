@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-from random_models import make_adapter, make_model
-from remote_engine import engine_spec, generate
+from fakes.random_models import make_adapter, make_model
+from fakes.remote_engine import engine_spec, generate
 from unstable_lite.engines.embedded import fused_model
 from unstable_lite.engines.embedded.engine import TransformersEngine
 from unstable_lite.engines.embedded.fused_model import FusedModel

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from remote_engine import engine_spec, generate
+from fakes.remote_engine import engine_spec, generate
 from unstable_lite.engines.embedded.engine import TransformersEngine
 from unstable_lite.engines.lora import Group, Groups, LoraLinear, LoraModel
 from unstable_lite.errors import ModelError

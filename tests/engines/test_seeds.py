@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from remote_engine import engine_spec, finish, request
+from fakes.remote_engine import engine_spec, finish, request
 from unstable_lite.engines.embedded.engine import TransformersEngine
 
 

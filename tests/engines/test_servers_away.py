@@ -12,9 +12,9 @@ from typing import Protocol
 
 import pytest
 
-import runs
-from fake_vllm import serving
-from vllm_serving import LORA, WHOLE_PROMPTS, VLLMServer
+from fakes import runs
+from fakes.fake_vllm import serving
+from fakes.vllm_serving import LORA, WHOLE_PROMPTS, VLLMServer
 
 CONFIG = """
 model_name = "MODEL"

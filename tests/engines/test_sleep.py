@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from remote_engine import START_TIMEOUT_S, RemoteEngine
+from fakes.remote_engine import START_TIMEOUT_S, RemoteEngine
 from unstable_lite.engines.embedded.kv_cache import CacheShape, KVCache
 from unstable_lite.transport.messages import (
     AdapterDigest,

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from random_models import LONGROPE, make_adapter, make_model, make_tokenizer
-from remote_engine import engine_spec, generate
+from fakes.random_models import LONGROPE, make_adapter, make_model, make_tokenizer
+from fakes.remote_engine import engine_spec, generate
 from unstable_lite.engines.embedded.engine import TransformersEngine
 from unstable_lite.engines.embedded.fused_model import FusedModel
 from unstable_lite.engines.lora import LoraModel

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from byte_tokens import BYTE_TOKENS, ids_of
 
-from random_models import make_model, make_tokenizer
+from fakes.byte_tokens import BYTE_TOKENS, ids_of
+from fakes.random_models import make_model, make_tokenizer
 from unstable_lite.engines.tokenization import StopWatch, Tokenizer
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-import fake_vllm
-from fake_vllm import IDS, LOGPROBS, FakeVLLM, error
-from remote_engine import engine_spec
+from fakes import fake_vllm
+from fakes.fake_vllm import IDS, LOGPROBS, FakeVLLM, error
+from fakes.remote_engine import engine_spec
 from unstable_lite.engines.vllm_server import engine as vllm_server_engine
 from unstable_lite.engines.vllm_server import http
 from unstable_lite.engines.vllm_server.engine import VLLMServerEngine
@@ -65,6 +65,7 @@ def connect(server: FakeVLLM, folder: Path) -> Iterator[Connect]:
 @pytest.fixture
 def adapter_dir(tmp_path: Path) -> Path:
     from random_models import make_adapter
+
     from unstable_lite.models import BUILTIN
 
     return make_adapter(BUILTIN["builtin:tiny"], tmp_path / "adapter", 1)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-import runs
-from vllm_serving import VLLMServer
+from fakes import runs
+from fakes.vllm_serving import VLLMServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 

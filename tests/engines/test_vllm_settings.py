@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from remote_engine import engine_spec
+from fakes.remote_engine import engine_spec
 from unstable_lite.engines import vllm
 from unstable_lite.engines.vllm import engine_arguments
 

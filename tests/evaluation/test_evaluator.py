@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from handmade_adapters import small, write_adapter, write_run
 from typer.testing import CliRunner
 
-import runs
+from fakes import runs
+from fakes.handmade_adapters import small, write_adapter, write_run
 from unstable_lite.cli.app import app
 from unstable_lite.errors import AdapterError, ConfigError, EnvError
 from unstable_lite.evaluation.evaluator import Evaluated, evaluate
@@ -430,7 +430,7 @@ async def test_engine_that_silently_serves_the_base_is_detected(
     plan = plan_evaluation(
         [str(trained / "checkpoints" / "ckpt-3")],
         output=tmp_path / "out",
-        overrides=["engine.kind=lying_engines:ServesBaseUnderTheRightName", "engine.threads=1"],
+        overrides=["engine.kind=fakes.lying_engines:ServesBaseUnderTheRightName", "engine.threads=1"],
     )
     with pytest.raises(AdapterError, match=r"engine-0 .*base model .*ckpt-3"):
         await evaluate(plan, say=lambda _: None)

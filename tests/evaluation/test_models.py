@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from handmade_adapters import small, write_adapter, write_run
 
-import runs
+from fakes import runs
+from fakes.handmade_adapters import small, write_adapter, write_run
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.models import check_base, find_models, find_run, find_sides

@@ -6,10 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from handmade_adapters import write_run
 from test_evaluator import SCRIPTED
 
-import runs
+from fakes import runs
+from fakes.handmade_adapters import write_run
 
 SETTINGS = [word for setting in SCRIPTED for word in ("--set", setting)]
 

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 
 import pytest
-from handmade_adapters import write_run
 
-import runs
+from fakes import runs
+from fakes.handmade_adapters import write_run
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.plan import plan_evaluation
 from unstable_lite.evaluation.resampling import entropy, kept_observations, resample

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import runs
+from fakes import runs
 from unstable_lite.adapters import writer
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError, EnvError, ModelError, UnsupportedEnvError

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from game_records import Records
+from fakes.game_records import Records
 from unstable_lite.adapters.table import AdapterTable
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient
@@ -173,13 +173,15 @@ async def test_exceeding_restart_budget_ends_run_with_clear_error(fleet: Fleet) 
     assert "run.max_restarts = 2" in str(death.exceptions[0])
 
 
-@pytest.mark.parametrize("fleet", [{"engine": {"kind": "stuck_engines:Slow"}}], indirect=True)
+@pytest.mark.parametrize("fleet", [{"engine": {"kind": "fakes.stuck_engines:Slow"}}], indirect=True)
 async def test_slow_step_is_logged_by_worker(fleet: Fleet) -> None:
     await fleet.workers.engines.generate("p", 0)
     assert "a step took 5.1 s" in fleet.workers.processes[0].log_path.read_text()
 
 
-@pytest.mark.parametrize("fleet", [{"engine": {"kind": "stuck_engines:Loops", "stall_timeout_s": 2.0}}], indirect=True)
+@pytest.mark.parametrize(
+    "fleet", [{"engine": {"kind": "fakes.stuck_engines:Loops", "stall_timeout_s": 2.0}}], indirect=True
+)
 async def test_stuck_worker_logs_its_stacks(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     (process,) = fleet.workers.processes
     async with asyncio.TaskGroup() as tasks:

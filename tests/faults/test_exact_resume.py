@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import runs
+from fakes import runs
 
 SYNC = (
     'run.schedule="sync"',

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import runs
+from fakes import runs
 from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import AppendFile, RecordLog, read_records, write_whole

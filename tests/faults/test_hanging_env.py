@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import runs
+from fakes import runs
 from unstable_lite.errors import EnvError
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.hang_guard import hang_guard

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import runs
+from fakes import runs
 from unstable_lite.config.reading import parse_config
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import read_records
@@ -130,7 +130,7 @@ def test_keys_that_shape_checkpoints_cannot_change_on_resume(copy: Path) -> None
 
 
 def test_engines_of_a_resumed_run_know_that_it_resumes(tmp_path: Path) -> None:
-    engine, steps = "engine.kind=told_engines:PrintsWhetherResumed", "run.learning_steps={}"
+    engine, steps = "engine.kind=fakes.told_engines:PrintsWhetherResumed", "run.learning_steps={}"
     code, out, err = runs.run("run", runs.write_small(tmp_path), engine, steps.format(1), "run.eval_games=0")
     assert code == 0 and "resumed: False" in out, out + err
     code, out, err = runs.run("run", "--resume", runs.run_directory(tmp_path), steps.format(2))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-import runs
+from fakes import runs
 
 
 def test_run_survives_worker_deaths_and_makes_every_update_once(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_engine_that_restarts_with_other_weights_ends_run(
     process = runs.start(
         "run",
         runs.write_small(tmp_path),
-        "engine.kind=lying_engines:ServesBaseAfterItsDeath",
+        "engine.kind=fakes.lying_engines:ServesBaseAfterItsDeath",
         "run.learning_steps=1000",
         "run.eval_games=0",
         "learner.learning_rate=1e-2",

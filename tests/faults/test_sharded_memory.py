@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-import runs
+from fakes import runs
 
 
 def test_rank_out_of_memory_ends_run_with_advice_and_no_orphans(
@@ -16,7 +16,7 @@ def test_rank_out_of_memory_ends_run_with_advice_and_no_orphans(
     process = runs.start(
         "run",
         runs.write_small(tmp_path),
-        "algorithm=starved_learners:OneRankStarved",
+        "algorithm=fakes.starved_learners:OneRankStarved",
         'learner.devices=["cpu", "cpu"]',
         "learner.shard_base=true",
         "learner.canary_tolerance=1e9",

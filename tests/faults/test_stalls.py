@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import runs
+from fakes import runs
 from unstable_lite.orchestrator.watchdog import EXIT_STALLED, LoopWatchdog
 
 BLOCKS = """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import runs
+from fakes import runs
 from unstable_lite.dashboards.terminal import TerminalInterface
 
 QUICK = ("run.learning_steps=1", "run.eval_games=0", "run.num_eval_workers=0")

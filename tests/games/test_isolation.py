@@ -19,7 +19,7 @@ from unstable_lite.games.env_pool import EnvPool, GameEnvironment, make_in_proce
 from unstable_lite.types import GameSpec
 
 LIMIT_S = 2.0
-NUMPY_ENV = "numpy_env:NumpyNim-v0"
+NUMPY_ENV = "fakes.numpy_env:NumpyNim-v0"
 DRAWING = [("KuhnPoker-v0-train", 2), ("LiarsDice-v0-small-train", 3), ("2048-v0-ultra-easy-train", 1)]
 
 
@@ -66,7 +66,7 @@ _others: set[int] = set()
 async def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EnvPool]:
     """Yield a pool of two processes, in which Nim reacts to five odd moves."""
     _others.update(child.pid for child in psutil.Process().children())
-    monkeypatch.setattr(env_pool, "MODULE", "odd_env_process")
+    monkeypatch.setattr(env_pool, "MODULE", "fakes.odd_env_process")
     monkeypatch.setattr(env_pool, "MOST_PROCESSES", 2)
     async with opened_env_pool(tmp_path, LIMIT_S) as opened:
         yield opened

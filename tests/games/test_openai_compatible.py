@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from openai_server import Server, chat_reply, serving
+from fakes.openai_server import Server, chat_reply, serving
 from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.errors import OpponentError
 from unstable_lite.games.api_keys import OPENROUTER_URL, api_key, endpoint_url, key_variable

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from fakes.vllm_serving import VLLMServer
 from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.games.env_pool import make_in_process
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.models import BUILTIN
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.types import AgentSpec, GameSpec, ModelRef
-from vllm_serving import VLLMServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

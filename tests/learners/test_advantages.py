@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unrolled import returns, z_scores
+from fakes.unrolled import returns, z_scores
 from unstable_lite.errors import RequestError
 from unstable_lite.learner.advantages import (
     estimate_advantages,

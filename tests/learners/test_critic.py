@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from unrolled import double, gradient, grads_of, is_equal, largest_difference, snapshot, value, value_loss
+from fakes.unrolled import double, gradient, grads_of, is_equal, largest_difference, snapshot, value, value_loss
 from unstable_lite.adapters import writer
 from unstable_lite.errors import ModelError
 from unstable_lite.learner import losses

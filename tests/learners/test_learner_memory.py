@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from unrolled import is_equal, snapshot
+from fakes.unrolled import is_equal, snapshot
 from unstable_lite.config import Config
 from unstable_lite.learner import worker
 from unstable_lite.learner.batching import length
@@ -174,7 +174,7 @@ async def starved_process(tmp_path: Path, make_config: Callable[..., Config]) ->
     (tmp_path / "bus").mkdir()
     router = Router(tmp_path / "bus")
     flags = {"activation_checkpointing": False, "max_tokens_per_micro_batch": 10**6}
-    config = make_config("starved_learners:Starved", learner=flags)
+    config = make_config("fakes.starved_learners:Starved", learner=flags)
     spec = WorkerSpec(
         name="learner", endpoint=router.endpoint, device="cpu", threads=1, config_json=config.model_dump_json()
     )

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import runs
 from bench.allocations import peak_bytes
+from fakes import runs
 from unstable_lite.config import Config
 from unstable_lite.config.training import EngineConfig, LearnerConfig, LoraConfig
 from unstable_lite.learner import batching

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import runs
+from fakes import runs
 from unstable_lite.engines.devices import count_gpus
 from unstable_lite.learner import load_learner, worker
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import two_ranks
-from two_ranks import Job, Outcome
-from unrolled import is_equal, largest_difference
+from fakes import two_ranks
+from fakes.two_ranks import Job, Outcome
+from fakes.unrolled import is_equal, largest_difference
 from unstable_lite.adapters import writer
 from unstable_lite.config import Config
 from unstable_lite.learner.batching import Share, cut, length, make_micro_batches, make_prompt_batches
@@ -116,7 +116,7 @@ def outcome(
     add("strayed", "reinforce", [update(1, first)], strayed=1)
     add("strayed critic", "a2c", [update(1, first)], strayed_critic=1)
     add("seeds", "a2c", [update(1, first)], has_seeds=True)
-    add("ignorant", "two_ranks:Alone", [update(1, first)])
+    add("ignorant", "fakes.two_ranks:Alone", [update(1, first)])
     two_ranks.run(directory, list(jobs), num_ranks=2)
     for name in (*ALGORITHMS, "initial", "starved reinforce", "starved ppo", "starved step"):
         two_ranks.perform(directory, name)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from unrolled import (
+from fakes.unrolled import (
     clipped_loss,
     double,
     gradient,

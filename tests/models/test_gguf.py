@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import runs
+from fakes import runs
 from unstable_lite.dashboards.report.tokens import find_tokenizer
 from unstable_lite.errors import ModelError
 from unstable_lite.models import gguf_cache, has_chat_template, resolve_model

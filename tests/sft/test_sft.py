@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import save_file
 
-import runs
-from openai_server import chat_reply, serving
+from fakes import runs
+from fakes.openai_server import chat_reply, serving
 from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.errors import ConfigError

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 import pytest
 import tokenizers
-from byte_tokens import BYTE_TOKENS, ids_of
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from typer.testing import CliRunner
 
+from fakes.byte_tokens import BYTE_TOKENS, ids_of
 from unstable_lite.cli.app import app
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import TrackerConfig

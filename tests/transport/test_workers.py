@@ -169,7 +169,7 @@ async def test_group_dies_of_the_failed_rank_and_not_of_the_first_to_exit(
     for rank in range(2):
         name, log_path, config = f"rank-{rank}", tmp_path / f"{rank}.log", CONFIG.model_dump_json()
         spec = WorkerSpec(name=name, endpoint=router.endpoint, device="cpu", threads=1, config_json=config, rank=rank)
-        ranks.append(WorkerProcess(WorkerChannel(router, name), log_path, "crashing_ranks", spec, {}))
+        ranks.append(WorkerProcess(WorkerChannel(router, name), log_path, "fakes.crashing_ranks", spec, {}))
     group = WorkerGroup(ranks, tmp_path)
     await group.start()
     with pytest.raises(WorkerDied, match="rank-1: UnstableError: lower this or that") as death:

@@ -1,6 +1,6 @@
 """Publishes and returns, simulated from recorded rounding noise and checked by the code that checks a run's.
 
-    python tests/noise/simulation.py
+    python tests/fakes/noise/simulation.py
 
 This prints the table of docs/curves.md: the number of tokens needed to detect wrong weights.
 """

@@ -1,4 +1,4 @@
-"""Slow learners; loaded as `slow_learners:Class`."""
+"""Slow learners; loaded as `fakes.slow_learners:Class`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-TESTS = str(Path(__file__).parent)
+TESTS = str(Path(__file__).parents[1])
 SMALL = """
 model_name = "builtin:tiny"
 [run]
@@ -63,7 +63,7 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    """Start a run as a user would, without a terminal; its config can name modules beside this one."""
+    """Start a run as a user would, without a terminal; its config can name modules in tests/."""
     return subprocess.Popen(
         command(*arguments),
         stdout=subprocess.PIPE,
@@ -102,7 +102,7 @@ def num_updates(directory: Path) -> int:
 
 def undocumented_metrics(directory: Path) -> list[str]:
     """Return a run's metrics that docs/curves.md names neither in full nor, without the group, by their own name."""
-    page = (Path(__file__).parents[1] / "docs" / "curves.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "curves.md").read_text()
     recorded = {name for line in (directory / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)}
     undocumented = []
     for name in recorded - {"step", "time"}:

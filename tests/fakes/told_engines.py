@@ -1,4 +1,4 @@
-"""An engine that logs whether it was restarted. Loaded as `told_engines:PrintsWhetherResumed`."""
+"""An engine that logs whether it was restarted. Loaded as `fakes.told_engines:PrintsWhetherResumed`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run learner ranks in separate processes or in this one: `python two_ranks.py RANK NUM_RANKS DIRECTORY JOB …`.
+"""Run learner ranks in separate processes or in this one: `python -m fakes.two_ranks RANK NUM_RANKS DIRECTORY JOB …`.
 
 A job is a config, the messages for rank 0 and a fault; its outcome is what the rank holds afterwards.
 """
@@ -20,7 +20,7 @@ from msgspec import structs
 from torch import Tensor
 
 from bench.allocations import peak_bytes
-from unrolled import double, snapshot
+from fakes.unrolled import double, snapshot
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.learner import UpdateResult, distributed, load_learner, worker
@@ -98,7 +98,9 @@ def run(directory: Path, names: Sequence[str], num_ranks: int) -> None:
     """Run all jobs, one after the other, on `num_ranks` ranks."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     processes = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(num_ranks), directory, *names], env=environment)
+        subprocess.Popen(
+            [sys.executable, "-m", "fakes.two_ranks", str(rank), str(num_ranks), directory, *names], env=environment
+        )
         for rank in range(num_ranks)
     ]
     assert [process.wait(timeout=280) for process in processes] == [0] * num_ranks

@@ -1,6 +1,6 @@
 """Record the differences of the embedded engine and the learner in bfloat16, on a real pretrained model.
 
-    python tests/noise/record.py MODEL_DIRECTORY
+    python tests/fakes/noise/record.py MODEL_DIRECTORY
 
 Writes smollm2_bfloat16.npz beside this file: completions of opening prompts of several games, at temperature 1, with
 the log-probabilities of their tokens by the engine and by the learner of a run, in order. simulation.py reads it. The

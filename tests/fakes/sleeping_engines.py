@@ -1,4 +1,4 @@
-"""Engines that record their sleep; some do not wake up as they were. Loaded as `sleeping_engines:Class`."""
+"""Engines that record their sleep; some do not wake up as they were. Loaded as `fakes.sleeping_engines:Class`."""
 
 from __future__ import annotations
 

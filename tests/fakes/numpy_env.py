@@ -25,7 +25,7 @@ class NumpyNim(NimEnv):
 
 register(
     id="NumpyNim-v0",
-    entry_point="numpy_env:NumpyNim",
+    entry_point="fakes.numpy_env:NumpyNim",
     default_wrappers=ENV_REGISTRY["Nim-v0-train"].default_wrappers,
     **ENV_REGISTRY["Nim-v0-train"].kwargs,
 )

@@ -1,4 +1,4 @@
-"""Engines with faults seen in real ones; real worker processes load them as `lying_engines:Class`."""
+"""Engines with faults seen in real ones; real worker processes load them as `fakes.lying_engines:Class`."""
 
 from __future__ import annotations
 

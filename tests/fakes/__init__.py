@@ -1,0 +1,1 @@
+"""Helper modules of the tests: fake and faulty peers, models, runs and reference computations."""
