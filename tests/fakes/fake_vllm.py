@@ -142,7 +142,7 @@ def serving(port: int = 0) -> Iterator[FakeVLLM]:
     finally:
         fake.is_restart.set()
         http.shutdown()
-        for connection in list(connections):  # else their threads would go on answering
+        for connection in list(connections):  # else their threads would keep answering
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         http.server_close()
