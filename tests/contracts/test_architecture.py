@@ -133,3 +133,12 @@ def test_files_functions_and_the_root_stay_small() -> None:
                 if node.end_lineno - node.lineno >= 40:
                     long_functions.append(f"{path.name}: {node.name}")
     assert len(long_functions) <= 15, long_functions
+
+
+def test_choosing_an_engine_imports_no_heavy_library() -> None:
+    code = (
+        "import sys; from unstable_lite.engines.devices import choose_engine, resolve_devices;"
+        "choose_engine('auto', resolve_devices('auto', 'auto')[0]);"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'vllm')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, timeout=60).returncode == 0

@@ -123,7 +123,13 @@ def workplace(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=() if page == ROOT / "README.md" else pytest.mark.nightly)
+        for page in PAGES
+    ],
+)
 def test_every_block_of_a_page_runs_or_states_its_needs(
     page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +299,7 @@ def test_gpu_recipe_is_the_example_of_the_reference() -> None:
     assert [spec["env_id"] for spec in raw["eval_envs"]] == ["KuhnPoker-v0-train"]
 
 
+@pytest.mark.nightly
 @pytest.mark.browser
 def test_pictures_are_made_from_a_run(run: Path, tmp_path: Path, chromium: str) -> None:
     for what in ("top", "report"):

@@ -16,6 +16,7 @@ SCRIPTS = sorted({*EXAMPLES.glob("*.py")} - {EXAMPLES / "make_tiny_model.py", EX
 """Scripts that start a run; making the model takes 20 minutes and has its own tests in models/test_tiny_model.py."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.toml")), ids=lambda path: path.name)
 def test_every_example_toml_can_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENROUTER_API_KEY", "not called by a check")
@@ -23,6 +24,7 @@ def test_every_example_toml_can_run(path: Path, monkeypatch: pytest.MonkeyPatch)
     assert load_plan(path, elsewhere if "gpu" in path.stem else ()).describe()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_every_example_script_runs(path: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, path, "2"], cwd=tmp_path, capture_output=True, text=True)

@@ -15,6 +15,7 @@ from unstable_lite.config.reading import parse_config, parse_toml, read_config
 from unstable_lite.errors import ConfigError
 from unstable_lite.planning.validation import find_problems
 
+pytestmark = pytest.mark.nightly
 CASES = 500
 
 

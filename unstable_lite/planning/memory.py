@@ -2,8 +2,8 @@
 
 The values are computed, not measured. The coefficients of the learner's activations are those of transformers 5 and
 PEFT 0.18 for the usual decoder layer (RMSNorm, grouped-query attention, gated MLP); they were found by counting every
-allocation on the CPU (`tests/learners/test_memory.py` repeats the count). A CPU keeps attention in float32, so a GPU
-needs somewhat less. Loads neither torch nor transformers.
+allocation on the CPU (`tests/integration/planning/test_memory.py` repeats the count). A CPU keeps attention in float32,
+so a GPU needs somewhat less. Loads neither torch nor transformers.
 """
 
 from __future__ import annotations

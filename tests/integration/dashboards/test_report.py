@@ -1,0 +1,855 @@
+"""The report as a person uses it: opened from disk in a browser without a network."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import tokenizers
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from typer.testing import CliRunner
+
+from fakes.byte_tokens import BYTE_TOKENS, ids_of
+from unstable_lite.cli.app import app
+from unstable_lite.config import Config
+from unstable_lite.config.tracking import TrackerConfig
+from unstable_lite.dashboards.report import write_report
+from unstable_lite.dashboards.report.games import Sample, read_games
+from unstable_lite.dashboards.report.page import Change, _changes
+from unstable_lite.dashboards.report.prompts import templates_by_env
+from unstable_lite.dashboards.report.runs import RunData, read_run
+from unstable_lite.dashboards.report.tokens import pieces
+from unstable_lite.engines.detokenizer import CUT
+from unstable_lite.errors import UnstableError
+from unstable_lite.files import write_whole
+from unstable_lite.games.environments import outcomes_from_rewards
+from unstable_lite.games.templates import TEMPLATES
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.models import BUILTIN
+from unstable_lite.rollout.step_counts import CountsByLength, StepCounts
+from unstable_lite.tracking.evaluations import Tally, summarise_evaluation
+from unstable_lite.tracking.intervals import T_95, t_95, wilson_interval
+from unstable_lite.tracking.jsonl import JsonlSink
+from unstable_lite.tracking.run_directory import to_toml
+from unstable_lite.tracking.tracker import Tracker
+from unstable_lite.tracking.train_data import step_to_json
+from unstable_lite.types import AgentSpec, GameRecord, GameSpec, Generation, ModelRef, PlayerTrajectory, Step, Turn
+
+ARTEFACTS = Path(__file__).parents[3] / "artefacts" / "report"
+TOKENIZER = tokenizers.Tokenizer.from_file(str(BUILTIN["builtin:tiny"] / "tokenizer.json"))
+BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+CKPT = ModelRef(uid="ckpt-2", kind="checkpoint", adapter_version=2)
+RANDOM = ModelRef(uid="fixed-scripted:random", kind="fixed", name="scripted:random")
+NIM, TTT = "Nim-v0-train", "TicTacToe-v0-train"
+RULES = "Rules, line 1\nRules, line 2\nRules, line 3\n"
+HOSTILE = (
+    "</script><script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    "</pre></details><b id=hacked>bold</b>",
+    "{{ 7 * 7 }}{% raw %}{{ self.__init__ }}",
+    "line\u2028separator\u2029paragraph",
+    "\x1b[31mred\x1b[0m\x07",
+    "nul \x00 and lone \ud800 and \udfff",
+    "\u202ereversed\u202c \ufeff",
+    "javascript:alert(1) --> ]]> &lt;b&gt; &amp;",
+    "x" * 300_000,
+)
+
+
+def sampled(text: str, version: int = 2) -> Generation:
+    """Return `text` as the tiny model would have written it, with its end token."""
+    ids = [*TOKENIZER.encode(text).ids, TOKENIZER.token_to_id("<|im_end|>")]
+    logprobs = np.linspace(-0.1, -3.0, len(ids)).astype(np.float32)
+    return Generation(
+        prompt_ids=np.array([1], np.int32),
+        completion_ids=np.array(ids, np.int32),
+        logprobs=logprobs,
+        text=text,
+        finish_reason="stop",
+        adapter_version=version,
+    )
+
+
+def game(
+    number: int,
+    policy: ModelRef = CKPT,
+    opponent: ModelRef | None = RANDOM,
+    env_id: str = NIM,
+    text: str = "I take two. \\boxed{[2 2]}",
+    **changes: Any,
+) -> GameRecord:
+    """Return a game of three turns, the policy's first and last. With `opponent` None the policy has both seats."""
+    kind = changes.pop("kind", "train")
+    models = (policy, opponent or policy)
+    agents = tuple(
+        AgentSpec(
+            pid=pid,
+            model=model,
+            collect_data=kind == "train" and model is policy,
+            prompt_template="tiny",
+            action_extraction_fn="default",
+        )
+        for pid, model in enumerate(models)
+    )
+    spec = GameSpec(
+        game_idx=number, kind=kind, env_id=env_id, num_players=2, seed=2 * number, agent_specs=agents, max_turns=9
+    )
+    is_tokens = len(text) < 1000 and "\ud800" not in text  # no tokens encode a lone surrogate
+    generation = sampled(text) if is_tokens else None
+    turns = [
+        Turn(
+            pid=pid,
+            observation=f"{RULES}Turn {turn}: board of game {number}",
+            text=text if pid == 0 else "[1 1]",
+            action="[2 2]" if pid == 0 else "[1 1]",
+            format_ok=True,
+            seconds=0.25,
+            generation=generation if pid == 0 else None,
+        )
+        for turn, pid in enumerate((0, 1, 0))
+    ]
+    record = GameRecord(
+        spec=spec,
+        turns=turns,
+        trajectories=[],
+        rewards={0: 1.0, 1: -1.0},
+        outcomes={0: "win", 1: "loss"},
+        end="natural",
+    )
+    return dataclasses.replace(record, **changes)
+
+
+LOST = {"rewards": {0: -1.0, 1: 1.0}, "outcomes": {0: "loss", 1: "win"}}
+OWN_INVALID = {**LOST, "end": "invalid", "invalid_pids": (0,)}
+OTHERS_INVALID = {"end": "invalid", "invalid_pids": (1,)}
+VOID = {"rewards": {}, "outcomes": {}, "end": "void", "error": "EnvError: the board broke"}
+TRAINED = 4
+"""Number of tokens of a trained turn that the learner did not cut off."""
+GAMES = [
+    game(0, BASE, kind="eval"),
+    game(1, BASE, kind="eval", **LOST),
+    game(2, BASE, **OWN_INVALID),
+    game(3, BASE, **OTHERS_INVALID),
+    game(4, BASE, opponent=None),
+    game(5, BASE, **VOID),
+    game(6, CKPT, opponent=BASE, env_id=TTT),
+    game(7, CKPT, opponent=BASE, env_id=TTT, rewards={0: 0.0, 1: 0.0}, outcomes={0: "draw", 1: "draw"}),
+    game(8, CKPT, kind="eval"),
+    game(9, CKPT, text="H\u00e9! \U0001f389 \\boxed{[2 2]}"),
+]
+
+
+def step_of(record: GameRecord, turn: int) -> Step:
+    """Return the batch entry of a turn; each stage has a different reward."""
+    one = record.turns[turn]
+    assert one.generation is not None
+    return Step(
+        pid=one.pid,
+        obs=f"<|im_start|>user\n{one.observation}<|im_end|>",
+        act=one.text,
+        reward=0.875,
+        env_id=record.spec.env_id,
+        generation=one.generation,
+        step_info={
+            "game_idx": record.spec.game_idx,
+            "turn": turn,
+            "raw_reward": 1.0,
+            "env_reward": 0.625,
+            "step_reward": 0.375,
+        },
+    )
+
+
+def write_run(
+    directory: Path,
+    games: list[GameRecord] = GAMES,
+    config: dict[str, Any] | None = None,
+    won_after: int = 90,
+    alarms: tuple[str, ...] = (),
+) -> Path:
+    """Write a run directory with a run's own writers: three updates and two evaluations."""
+    directory.mkdir(parents=True)
+    envs = [{"env_id": NIM, "num_players": 2, "num_actors": 1}]
+    whole = Config.model_validate({"train_envs": envs, "run": {"learning_steps": 3}} | (config or {}))
+    (directory / "config.toml").write_text(to_toml(whole.model_dump(mode="json")))
+    (directory / "versions.json").write_text(
+        json.dumps({"commit": "abc123", "packages": {"torch": "2.13.0", "vllm": None}, "machine": {"cores": 2}})
+    )
+    registry = ModelRegistry()
+    registry.add_fixed("scripted:random")
+    tracker = Tracker(directory, [JsonlSink(directory / "metrics.jsonl")], TrackerConfig(keep_tokens=True))
+    tracker.registry = registry
+    for record in games:
+        trained = [step_of(record, turn) for turn in (0, 2) if record.turns[turn].generation is not None]
+        if record.spec.kind == "train" and record.end != "void":
+            record = dataclasses.replace(
+                record,
+                trajectories=[
+                    PlayerTrajectory(pid=0, env_id=record.spec.env_id, game_idx=0, model=CKPT, steps=trained)
+                ],
+            )
+        tracker.add_record(record)
+    for label, model, update, wins in (("before", "base", 0, 50), ("after", "ckpt-3", 3, won_after)):
+        tally = Tally()
+        for number in range(100):
+            tally.add("win" if number < wins else "loss", 1.0 if number < wins else -1.0, own_invalid=False)
+        tracker.add_evaluation(tally.evaluation(label, model, update, NIM, "scripted:random"))
+    for update in (1, 2, 3):
+        registry.add_checkpoint(f"ckpt-{update}", update, update)
+        registry.update_ratings({0: f"ckpt-{update}", 1: RANDOM.uid}, {0: 1.0, 1: 0.0}, NIM)
+        rating = registry.get(f"ckpt-{update}").rating
+        ratings = {"trueskill/current mu": rating.mu, "trueskill/current sigma": rating.sigma}
+        tracker.log_update(update, {"learner/entropy": 2.0 / update, "run/tokens_per_s": 100.0, **ratings})
+    for alarm in alarms:
+        tracker.alarm(3, alarm)
+    write_whole(
+        directory / "train_data" / "step-000003.jsonl.gz",
+        [
+            step_to_json(
+                step_of(record, 2), 4, record.turns[2].generation.logprobs[:TRAINED] + 0.5 * np.arange(TRAINED)
+            )
+            for record in games
+            if record.spec.game_idx == 9 and record.turns[2].generation
+        ],
+    )
+    tracker.close()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+OpenReport = Callable[..., Page]
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[OpenReport]:
+    """Yield a function that opens a report. Any network request, page error or dialog fails the test."""
+    contexts, problems = [], []
+
+    def open_report(path: Path, **options: Any) -> Page:
+        context = browser.new_context(offline=True, **{"viewport": {"width": 1280, "height": 900}, **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("request", lambda request: request.url.startswith(("file:", "data:")) or problems.append(request.url))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("dialog", lambda dialog: problems.append(f"a dialog: {dialog.message}"))
+        page.on("console", lambda line: line.type == "error" and problems.append(line.text))
+        page.goto(path.as_uri())
+        page.wait_for_selector("html[data-ready]")
+        return page
+
+    yield open_report
+    for context in contexts:
+        context.close()
+    assert not problems
+
+
+@pytest.fixture(scope="module")
+def one_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("one")
+    run = write_run(directory / "12-00-00-mine", alarms=("engine and learner disagree by 0.3",))
+    return write_report([run], directory / "report.html").path
+
+
+def numbers(page: Page) -> list[int]:
+    """Return the numbers of the listed games."""
+    return [int(re.findall(r"#(\d+)", text)[0]) for text in page.locator("#list button").all_inner_texts()]
+
+
+def choose(page: Page, number: int) -> None:
+    page.get_by_role("button", name=re.compile(rf"^#{number} ")).click()
+    expect(page.locator("#game h3")).to_contain_text(f"Game {number}:")
+
+
+@pytest.mark.browser
+def test_report_opens_offline_and_draws_its_curves(one_run: Path, open_page: OpenReport) -> None:
+    page = open_page(one_run)
+    entropy = page.locator("figure", has_text="learner/entropy")
+    entropy.scroll_into_view_if_needed()
+    expect(entropy.locator("svg.main-svg").first).to_be_visible()
+    won = page.locator("figure", has_text="Points against scripted:random").first
+    expect(won.locator(".latest")).to_have_text("90.0 % (82.6 % – 94.5 %, n = 100)")
+    won.get_by_text("Values").click()
+    expect(won.locator("tbody tr")).to_have_count(2)
+    ARTEFACTS.mkdir(parents=True, exist_ok=True)
+    won.scroll_into_view_if_needed()
+    page.screenshot(path=ARTEFACTS / "curves.png")
+
+
+@pytest.mark.browser
+def test_summary_shows_what_training_did_and_the_alarms(one_run: Path, open_page: OpenReport) -> None:
+    page = open_page(one_run)
+    tile = page.locator(".tile")
+    expect(tile).to_contain_text("Points against scripted:random")
+    expect(tile.locator(".before")).to_have_text("50.0 %")
+    expect(tile.locator(".after")).to_have_text("90.0 %")
+    expect(tile).to_contain_text("+40.0 points (+27.8 to +50.6)")
+    expect(tile).to_contain_text("Better, and by more than chance explains.")
+    expect(page.locator(".alarms li")).to_have_text("update 3: engine and learner disagree by 0.3")
+    expect(page.locator("#setup")).to_contain_text("abc123")
+    expect(page.locator("pre.config")).to_contain_text("learning_steps = 3")
+    expect(page.locator("#ladder-chart figure")).to_have_count(1)
+    row = page.get_by_role("region", name="Ladder of seed 0").locator("tbody tr").first
+    expect(row).to_contain_text("ckpt-3")
+    last = page.get_by_role("region", name="Ladder of seed 0").locator("tr", has_text="scripted:random").locator("td")
+    assert last.all_inner_texts()[-4:] == ["3", "2", "0", "4"]
+    matrix = page.get_by_role("region", name="Match matrix of seed 0")
+    assert matrix.locator("thead th").all_inner_texts() == ["base", "ckpt-2", "scripted:random"]
+    of_random = matrix.locator("tr", has=page.locator("th[scope=row]", has_text="scripted:random"))
+    expect(of_random.locator("td").first).to_have_attribute("title", "2 won, 0 drawn, 2 lost")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({"env": TTT}, [6, 7]),
+        ({"kind": "eval"}, [0, 1, 8]),
+        ({"outcome": "win"}, [0, 3, 6, 8, 9]),
+        ({"outcome": "loss"}, [1, 2]),
+        ({"outcome": "draw"}, [7]),
+        ({"outcome": "mirror"}, [4]),
+        ({"opponent": "base"}, [6, 7]),
+        ({"opponent": "itself"}, [4]),
+        ({"checkpoint": "base", "opponent": "fixed-scripted:random"}, [0, 1, 2, 3, 5]),
+        ({"end": "invalid"}, [2, 3]),
+        ({"end": "own"}, [2]),
+        ({"end": "other"}, [3]),
+        ({"end": "void"}, [5]),
+    ],
+    ids=str,
+)
+def test_filters_leave_the_games_that_they_name(one_run: Path, shared_page: Page, chosen, expected) -> None:
+    shared_page.get_by_role("button", name="Clear").click()
+    for name, value in chosen.items():
+        shared_page.locator(f"#filters [name={name}]").select_option(value)
+    expect(shared_page.locator("#count")).to_have_text(f"{len(expected)} of 10 games")
+    assert numbers(shared_page) == expected
+
+
+@pytest.fixture(scope="module")
+def shared_page(browser: Browser, one_run: Path) -> Iterator[Page]:
+    context = browser.new_context(offline=True)
+    page = context.new_page()
+    page.goto(one_run.as_uri())
+    page.wait_for_selector("html[data-ready]")
+    yield page
+    context.close()
+
+
+@pytest.mark.browser
+def test_each_share_has_the_interval_of_its_own_game_count(shared_page: Page) -> None:
+    group = "evaluation-E (o)"
+    series = {
+        f"{group}/n": [512.0],
+        f"{group}/Win Rate": [0.5],
+        f"{group}/checkpoint n": [50.0],
+        f"{group}/checkpoint Win Rate": [0.5],
+        f"{group}/checkpoint Win Rate low": [0.366],
+        f"{group}/concurrent checkpoint n": [20.0],
+        f"{group}/concurrent checkpoint Invalid Rate": [0.1],
+    }
+    run = {"steps": [1], "hours": [0.0], "series": series}
+    points = shared_page.evaluate(
+        "([run, names]) => Object.fromEntries(names.map((name) => [name, metricPoints(run, name)[0]]))",
+        [run, [name for name in series if not name.endswith("n")]],
+    )
+    of = {name.removeprefix(f"{group}/"): point for name, point in points.items()}
+    for name, n in (("Win Rate", 512), ("checkpoint Win Rate", 50), ("concurrent checkpoint Invalid Rate", 20)):
+        point = of[name]
+        assert point["n"] == n
+        assert [point["low"], point["high"]] == pytest.approx(wilson_interval(round(point["y"] * n), n), abs=2e-3)
+    assert of["checkpoint Win Rate low"]["low"] is None
+
+
+@pytest.mark.browser
+def test_games_can_be_stepped_through_by_clicks_and_keys(one_run: Path, open_page: OpenReport) -> None:
+    page = open_page(one_run)
+    choose(page, 9)
+    status, game_pane = page.locator(".turnbar [role=status]"), page.locator("#game")
+    expect(status).to_contain_text("Turn 1 of 3")
+    page.locator("[data-act=next]").click()
+    expect(status).to_contain_text("Turn 2 of 3 by player 1")
+    page.keyboard.press("ArrowRight")
+    expect(status).to_contain_text("Turn 3 of 3")
+    expect(page).to_have_url(re.compile(r"#game=0\.9\.3$"))
+    expect(game_pane).to_contain_text("3 lines")
+    expect(game_pane.locator(".text.thought")).to_have_text("H\u00e9! \U0001f389 ")
+    expect(game_pane.locator("mark")).to_have_text("[2 2]")
+    expect(game_pane.locator(".action")).to_have_text("[2 2]")
+    page.get_by_text("The whole prompt").click()
+    prompt = f"<|im_start|>user\n{GAMES[9].turns[2].observation}<|im_end|>"
+    assert game_pane.locator("details[open] pre").text_content() == prompt
+    page.keyboard.press("k")
+    expect(status).to_contain_text("Turn 2 of 3")
+    page.keyboard.press("p")
+    expect(page.locator("#game h3")).to_contain_text("Game 8:")
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.textContent").startswith("#8 ")
+    page.keyboard.press("/")
+    assert page.evaluate("document.activeElement.name") == "env"
+    choose(page, 5)
+    expect(game_pane).to_contain_text("EnvError: the board broke")
+
+
+@pytest.mark.browser
+def test_prompt_of_an_untrained_turn_is_made_from_its_template(one_run: Path, open_page: OpenReport) -> None:
+    page = open_page(one_run)
+    choose(page, 2)
+    page.get_by_text("The whole prompt, as its template makes it").click()
+    prompt = TEMPLATES["default"].prompt(GAMES[2].turns[0].observation, num_players=2)
+    assert page.locator("#game details[open] pre").text_content() == prompt
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#game")).to_contain_text("player 1")
+    expect(page.get_by_text("The whole prompt")).to_have_count(0)
+    choose(page, 6)
+    expect(page.get_by_text("The whole prompt")).to_have_count(0)
+
+
+def test_prompt_that_cannot_be_reconstructed_is_omitted() -> None:
+    brief = {"user": "{observation}"}
+    envs = [{"env_id": NIM, "prompt_template": "brief"}, {"env_id": TTT}, {"env_id": TTT, "prompt_template": "tiny"}]
+    config = {
+        "templates": {"brief": brief},
+        "train_envs": envs,
+        "eval_envs": [{"env_id": NIM, "prompt_template": "chat"}],
+    }
+    (found,) = templates_by_env(config).items()
+    assert found[0] == ("train", NIM)
+    assert found[1].prompt("board", 2) == "board"
+    assert templates_by_env(config | {"templates": {"brief": {"usr": ""}}}) == {}
+
+
+@pytest.mark.browser
+def test_every_stage_of_a_reward_is_shown(one_run: Path, open_page: OpenReport) -> None:
+    page = open_page(one_run)
+    page.goto(f"{one_run.as_uri()}#game=0.9.3")
+    page.wait_for_selector(".rewards li >> nth=3")
+    assert page.locator(".rewards b").all_inner_texts() == ["+1", "+0.625", "+0.375", "+0.875"]
+    expect(page.locator("#game")).to_contain_text(re.compile("update 3.* 2 updates"))
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#game")).to_contain_text("not trained")
+
+
+@pytest.mark.browser
+def test_coloured_tokens_are_the_sampled_ones(one_run: Path, open_page: OpenReport) -> None:
+    page = open_page(one_run)
+    page.goto(f"{one_run.as_uri()}#game=0.9.3")
+    page.locator("[data-act=mode]").select_option("logprob")
+    tokens = page.locator(".sampled .tok")
+    generation = GAMES[9].turns[2].generation
+    assert generation is not None
+    expected = pieces(generation.completion_ids.tolist(), generation.text, TOKENIZER)
+    assert expected is not None
+    assert [one.text_content() for one in tokens.all()] == [text for text, _ in expected]
+    assert "".join(text for text, _ in expected) == f"{generation.text}<|im_end|>"
+    strength = "element => parseFloat(element.style.getPropertyValue('--strength'))"
+    strengths = [tokens.nth(i).evaluate(strength) for i, (_, count) in enumerate(expected) if count == 1]
+    assert strengths == sorted(strengths)
+    assert strengths[0] < strengths[-1]
+    tokens.first.click()
+    expect(page.locator(".tokbar [role=status]")).to_have_text(
+        f"Token 1: number {generation.completion_ids[0]}, log-probability -0.100 (p = 90.5 %), importance weight 1.000"
+    )
+    page.locator(".sampled").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".tokbar [role=status]")).to_contain_text("Tokens 2 to 3, one character")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator(".tokbar [role=status]")).to_contain_text("Token 1: ")
+    expect(page.locator(".turnbar [role=status]")).to_contain_text("Turn 3 of 3")
+    page.keyboard.press("c")
+    expect(page.locator("#game")).to_contain_text(f"first {TRAINED} tokens")
+    words = [re.findall(r", weight (.*)", one.get_attribute("title") or "") for one in tokens.all()]
+    ends = np.cumsum([count for _, count in expected])
+    trained = [(end - count, end) for (_, count), end in zip(expected, ends, strict=True) if end <= TRAINED]
+    weights = [math.exp(0.5 * sum(range(start, end))) for start, end in trained]
+    assert words == [*([f"{weight:.3f}"] for weight in weights), *([] for _ in expected[len(trained) :])]
+    assert page.locator(".tok.capped").count() == sum(weight > 2.0 for weight in weights) > 0
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#game")).to_contain_text("own models")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("#game")).to_contain_text("importance weights")
+    page.keyboard.press("c")
+    expect(page.locator(".sampled")).to_have_count(0)
+
+
+def test_pieces_of_a_completion_keep_split_characters_together() -> None:
+    ids = TOKENIZER.encode("a \U0001f389 b").ids
+    made = pieces(ids, "a \U0001f389 b", TOKENIZER)
+    assert made is not None
+    assert sum(count for _, count in made) == len(ids)
+    assert ("\U0001f389", 4) in made
+    assert pieces(ids[:-3], "a", TOKENIZER)[-1][0] == CUT  # type: ignore[index]
+    assert pieces(ids, "another text", TOKENIZER) is None
+    assert pieces(ids, "a", None) is None
+
+
+def test_pieces_keep_bytes_that_form_no_character() -> None:
+    ids = ids_of("a", b"\xc3\xa9\x80", "b")
+    made = pieces(ids, BYTE_TOKENS.decode(ids), BYTE_TOKENS)
+    assert made == [("a", 1), ("é", 2), (f"{CUT}b", 2)]
+
+
+@pytest.mark.nightly
+@pytest.mark.browser
+def test_model_text_stays_text(tmp_path: Path, open_page: OpenReport) -> None:
+    hostile_model = ModelRef(uid=f"fixed-{HOSTILE[1]}", kind="fixed", name=HOSTILE[1])
+    games = [game(number, CKPT, opponent=hostile_model, text=text) for number, text in enumerate(HOSTILE)]
+    for record, text in zip(games, HOSTILE, strict=True):
+        record.turns = [
+            dataclasses.replace(turn, observation=f"{text}\n{turn.observation}", action=text) for turn in record.turns
+        ]
+    games.append(game(len(games), CKPT, **{**VOID, "error": HOSTILE[0]}))
+    run = write_run(tmp_path / "12-00-00-<i>run", games, alarms=HOSTILE[:-1])
+    page = open_page(write_report([run], tmp_path / "report.html").path)
+    elements = "[...document.body.querySelectorAll('script, img, iframe, b#hacked, i:not([style])')].length"
+    before = page.evaluate(elements)
+    for number, text in enumerate(HOSTILE):
+        choose(page, number)
+        answer = page.locator("#game pre:not(.thought):not(details pre)").nth(1)
+        shown = answer.text_content() or ""
+        if text.isprintable():
+            assert shown == text[: len(shown)] and len(shown) >= min(len(text), 20_000)
+        else:
+            assert not re.search("[\x00\x07\x1b\u2028\u202e\ufeff]", shown)
+            assert page.locator("#game .ctl").count() > 0
+        for mode in ("logprob", "weight", "off"):
+            page.locator("[data-act=mode]").select_option(mode)
+    page.get_by_role("button", name="Show all 300,000 characters").first.click()
+    choose(page, len(HOSTILE))
+    page.get_by_text("Every recorded curve").click()
+    page.locator("#ladder-chart").scroll_into_view_if_needed()
+    expect(page.locator("#ladder-chart svg.main-svg").first).to_be_visible()
+    assert page.evaluate("window.hacked") is None
+    assert page.evaluate(elements) == before
+    expect(page.locator(".alarms li").nth(3)).to_have_text("update 3: {{ 7 * 7 }}{% raw %}{{ self.__init__ }}")
+
+
+@pytest.mark.nightly
+@pytest.mark.browser
+def test_report_works_in_dark_light_and_on_a_phone(one_run: Path, open_page: OpenReport) -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    light, dark = open_page(one_run), open_page(one_run, color_scheme="dark")
+    was = light.evaluate(background)
+    assert dark.evaluate(background) != was
+    ARTEFACTS.mkdir(parents=True, exist_ok=True)
+    for page, name in ((light, "light"), (dark, "dark")):
+        page.screenshot(path=ARTEFACTS / f"{name}.png")
+    for _ in range(2):
+        light.locator("#theme").click()
+    assert light.locator("#theme").inner_text() == "dark"
+    assert light.evaluate(background) == dark.evaluate(background)
+
+    phone = open_page(one_run, viewport={"width": 390, "height": 844}, color_scheme="dark", has_touch=True)
+    assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+    choose(phone, 9)
+    expect(phone.locator("#list")).to_be_hidden()
+    assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+    phone.screenshot(path=ARTEFACTS / "phone.png")
+    phone.get_by_role("button", name="All games").click()
+    expect(phone.locator("#list")).to_be_visible()
+
+
+@pytest.mark.browser
+def test_every_control_has_a_name_and_every_chart_a_description(one_run: Path, open_page: OpenReport) -> None:
+    page = open_page(one_run)
+    choose(page, 9)
+    page.locator("figure .plot").first.scroll_into_view_if_needed()
+    nameless = page.evaluate(
+        """[...document.querySelectorAll("button, select, input, a, summary")].filter((one) =>
+            !(one.getAttribute("aria-label") || one.labels?.length
+              || one.textContent.trim() && one.tagName !== "SELECT"))
+            .map((one) => one.outerHTML)"""
+    )
+    assert nameless == []
+    labels = page.locator("figure .plot").evaluate_all("all => all.map((one) => one.getAttribute('aria-label'))")
+    assert labels
+    assert all(re.search(r"from .* to ", label) for label in labels)
+    assert page.evaluate(
+        "[...document.querySelectorAll('table')].every((one) => one.caption || one.closest('.values'))"
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.browser
+def test_ten_thousand_games_are_paged_and_found(tmp_path: Path, open_page: OpenReport) -> None:
+    run = write_run(tmp_path / "12-00-00-long", [])
+    template = (write_run(tmp_path / "one", [GAMES[9]]) / "games.jsonl").read_text()
+    with (run / "games.jsonl").open("w") as file:
+        file.writelines(
+            template.replace('"game_idx":9,', f'"game_idx":{number},').replace("board of game 9", f"board {number}")
+            for number in range(10_000)
+        )
+    sampled = write_report([run], tmp_path / "sampled.html")
+    assert (sampled.games, sampled.games_read) == (1250, 10_000)
+    whole = write_report([run], tmp_path / "whole.html", max_games=10_000)
+    assert whole.games == 10_000
+    page = open_page(whole.path)
+    expect(page.locator("#count")).to_have_text("10,000 of 10,000 games")
+    expect(page.locator("#list li")).to_have_count(50)
+    page.get_by_role("button", name="Next").click()
+    assert numbers(page) == list(range(50, 100))
+    page.get_by_label("number").fill("9876")
+    assert numbers(page) == [9876]
+    choose(page, 9876)
+    expect(page.locator("#game pre").first).to_contain_text("board 9876")
+
+
+@pytest.mark.browser
+def test_several_runs_are_drawn_with_mean_and_spread(tmp_path: Path, open_page: OpenReport) -> None:
+    seeds = [
+        write_run(
+            tmp_path / f"12-00-0{seed}-a", config={"run": {"learning_steps": 3, "seed": seed}}, won_after=80 + 10 * seed
+        )
+        for seed in (0, 1)
+    ]
+    other = write_run(tmp_path / "12-00-05-b", config={"learner": {"learning_rate": 0.5}, "run": {"learning_steps": 3}})
+    page = open_page(write_report([seeds[0], other, seeds[1]], tmp_path / "report.html").path)
+    tiles = page.locator(".tile")
+    expect(tiles).to_have_count(2)
+    expect(tiles.first).to_contain_text("learning_rate 1e-05")
+    expect(tiles.first.locator(".after")).to_have_text("85.0 %")
+    expect(tiles.first).to_contain_text("n = 200, SD over 2 seeds 7.1 %")
+    won = page.locator("figure", has_text="Points against scripted:random").first
+    won.get_by_text("Values").click()
+    expect(won.locator("tbody")).to_contain_text("85.0 % ± 7.1 % SD, 2 seeds")
+    page.get_by_label("show").select_option("runs")
+    expect(page.locator("#legend span:not(.swatch)")).to_have_count(3)
+    expect(page.locator("#setup table")).to_contain_text("learner.learning_rate")
+    page.locator("#filters [name=run]").select_option("2")
+    expect(page.locator("#count")).to_have_text("10 of 30 games")
+    won.scroll_into_view_if_needed()
+    page.screenshot(path=ARTEFACTS / "compared.png")
+
+
+@pytest.mark.browser
+def test_run_that_has_just_begun_has_a_report(tmp_path: Path, open_page: OpenReport) -> None:
+    run = write_run(tmp_path / "12-00-00-new", [])
+    for name in ("metrics.jsonl", "eval.jsonl", "games.jsonl", "league.jsonl", "alarms.jsonl"):
+        (run / name).unlink()
+    page = open_page(write_report([run], tmp_path / "report.html").path)
+    expect(page.locator("#summary")).to_contain_text(re.compile("No .*evaluated"))
+    expect(page.locator("#game")).to_contain_text("no games")
+
+
+def test_steps_are_listed_by_env_and_game_length(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "12-00-00-steps", [])
+    counts = CountsByLength()
+    counts["Nim", "9-16 turns"] = StepCounts(1000, 600, 300)
+    counts["Nim", "5-8 turns"] = StepCounts(2000, 2000)
+    counts["Go", "65+ turns"] = StepCounts(0, 0)
+    write_lines(run / "metrics.jsonl", {"step": 1, "time": 0.0, "run/seconds": 1.0, **counts.metrics()})
+    html = write_report([run], tmp_path / "report.html").path.read_text("utf-8")
+    (table,) = re.findall(r"<caption>Steps played.*?<tbody>(.*?)</tbody>", html, re.S)
+    rows = [re.sub(r"<[^>]*>", " ", row).split() for row in table.split("</tr>")[:-1]]
+    assert rows == [
+        ["Go", "any", "0", "0", "0", "–"],
+        ["Go", "65+", "0", "0", "0", "–"],
+        ["Nim", "any", "3,000", "2,600", "300", "10.0", "%"],
+        ["Nim", "5-8", "2,000", "2,000", "0", "0.0", "%"],
+        ["Nim", "9-16", "1,000", "600", "300", "30.0", "%"],
+    ]
+    assert "Steps played" not in write_report([write_run(tmp_path / "new", [])], tmp_path / "2.html").path.read_text()
+
+
+def test_sample_that_grows_too_large_stays_even() -> None:
+    sample = Sample(10)
+    for number in range(1000):
+        sample.add({"turns": [], "game_idx": number})
+    assert sample.stride == 128
+    assert [one["game_idx"] for one in sample.games] == list(range(0, 1000, 128))
+
+
+def test_late_evaluation_is_placed_at_its_own_update(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "12-00-00-late")
+    write_lines(
+        run / "metrics.jsonl",
+        {"step": 0, "time": 0.0, "evaluation/before": 0.1},
+        {"step": 1, "time": 3600.0, "run/seconds": 3600.0, "run/games": 9},
+        {"step": 2, "time": 99999.0, "run/seconds": 7200.0, "run/games": 18},  # after a pause overnight
+        {"step": 1, "time": 9000.0, "evaluation/of 1": 0.5},
+        {"step": 0, "time": 9999.0, "evaluation/of 0": 0.5},
+    )
+    evaluations = map(json.loads, (run / "eval.jsonl").read_text().splitlines())
+    before, after = (line for line in evaluations if line["label"] != "concurrent")
+    write_lines(run / "eval.jsonl", before, after | {"step": 20}, after | {"step": 10, "wins": 40, "losses": 60})
+    data = read_run(run)
+    assert (data.steps, data.hours) == ([0, 1, 2], [0.0, 1.0, 2.0])
+    assert data.series["evaluation/of 1"] == [None, 0.5, None]
+    (change,) = _changes([data])
+    assert (change.first, change.last, change.updates) == (0.5, 0.9, (0, 20))
+
+
+def evaluated(directory: Path, *evaluations: tuple[int, float], n: int = 400, is_share: bool = True) -> RunData:
+    """Return a run as the report reads it.
+
+    evaluations: pairs of an update and the share of games won then, or, with `is_share` false, of games with a reward
+        of 1 instead of 0 in an env of one player.
+    """
+    run = write_run(directory, [])
+    (run / "eval.jsonl").unlink()
+    tracker = Tracker(run, [], TrackerConfig())
+    for update, share in evaluations:
+        tally = Tally()
+        for number in range(n):
+            is_won = number < share * n
+            tally.add(("win" if is_won else "loss") if is_share else "na", float(is_won), own_invalid=False)
+        tracker.add_evaluation(tally.evaluation("x", f"ckpt-{update}", update, NIM, "scripted:random"))
+    tracker.close()
+    return read_run(run)
+
+
+def test_seeds_are_compared_at_the_last_update_they_all_reached(tmp_path: Path) -> None:
+    whole = evaluated(tmp_path / "whole", (0, 0.4), (20, 0.5), (200, 0.9))
+    killed = evaluated(tmp_path / "killed", (0, 0.4), (20, 0.6))
+    (change,) = _changes([whole, killed])
+    assert (change.updates, change.first, change.last, change.games) == ((0, 20), 0.4, 0.55, (800, 800))
+    (change,) = _changes([whole, evaluated(tmp_path / "begun", (0, 0.4))])
+    assert (change.updates, change.last, change.seeds) == ((0, 200), 0.9, 1)  # the other seed has no final result yet
+    assert list(_changes([whole, evaluated(tmp_path / "apart", (0, 0.4), (30, 0.5))])) == []
+
+
+@pytest.mark.parametrize("is_share", [True, False], ids=["won", "reward"])
+def test_spread_between_seeds_counts_as_chance(tmp_path: Path, is_share: bool) -> None:
+    def change(*ends: float) -> Change:
+        directory = tmp_path / str(ends)
+        runs = [evaluated(directory / str(k), (0, 0.3), (20, end), is_share=is_share) for k, end in enumerate(ends)]
+        (one,) = _changes(runs)
+        return one
+
+    apart = change(0.3, 0.5, 0.9)  # 400 games each: pooled, they would be conclusive
+    assert (apart.seeds, apart.verdict) == (3, "undecided")
+    half = 4.303 * math.sqrt(0.28 / 3 / 3)  # gained 0, 0.2 and 0.6: variance 0.28 / 3
+    assert apart.difference == pytest.approx((0.8 / 3, 0.8 / 3 - half, 0.8 / 3 + half))
+    alike = change(0.5, 0.5, 0.5)
+    alone = change(0.5)
+    assert (alike.verdict, alone.verdict) == ("better", "better")
+    assert alike.difference[1] > alone.difference[1]  # it has more games
+
+
+def test_t_quantiles_match_their_tails() -> None:
+    for freedom, quantile in enumerate(T_95, start=1):
+        x = (np.arange(100_000) + 0.5) * quantile / 100_000
+        scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi * freedom)
+        density = scale * (1 + x * x / freedom) ** (-(freedom + 1) / 2)
+        assert 2 * quantile * density.mean() == pytest.approx(0.95, abs=1e-4)
+    assert [t_95(freedom) for freedom in (15, 16, 30, 199)] == pytest.approx([2.131, 2.120, 2.042, 1.972], abs=1e-3)
+
+
+def test_identical_rewards_are_proof_only_in_large_numbers(tmp_path: Path) -> None:
+    for n, verdict in ((3, "undecided"), (400, "better")):
+        (change,) = _changes([evaluated(tmp_path / str(n), (0, 0.0), (20, 1.0), n=n, is_share=False)])
+        rare = wilson_interval(0, n)[1]
+        assert change.first_interval == pytest.approx((-rare, rare))
+        assert change.last_interval == pytest.approx((1 - 2 * rare, 1))
+        assert change.verdict == verdict
+
+
+def test_tile_states_its_number_of_seeds(tmp_path: Path) -> None:
+    runs = [evaluated(tmp_path / f"seed-{seed}", (0, 0.3), (20, 0.9)).directory for seed in range(3)]
+    for among, words in ((runs[:1], "One seed"), (runs, "3 seeds")):
+        text = write_report(among, tmp_path / "report.html").path.read_text("utf-8")
+        (verdict,) = re.findall('<p class="verdict">(.*?)</p>', text, re.S)
+        assert verdict.startswith("Better")
+        assert words in verdict
+
+
+def test_only_update_0_is_before_training(tmp_path: Path) -> None:
+    for first, words in ((0, "before training"), (20, "at update 20")):
+        run = evaluated(tmp_path / f"from-{first}", (first, 0.5), (200, 0.9))
+        text = write_report([run.directory], tmp_path / "report.html").path.read_text("utf-8")
+        assert re.findall("<dt>(before training|at update .*?)</dt>", text) == [words, "at update 200"]
+
+
+def write_lines(path: Path, *lines: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def seated(*models: ModelRef, rewards: tuple[float, ...], has_teams: bool = False) -> GameRecord:
+    """Return a game with these models at its seats, in order."""
+    agents = tuple(
+        AgentSpec(pid=pid, model=model, collect_data=False, prompt_template="tiny", action_extraction_fn="default")
+        for pid, model in enumerate(models)
+    )
+    whole = game(0, kind="eval")
+    spec = msgspec.structs.replace(whole.spec, num_players=len(models), agent_specs=agents)
+    by_pid = dict(enumerate(rewards))
+    return dataclasses.replace(whole, spec=spec, rewards=by_pid, outcomes=outcomes_from_rewards(by_pid, has_teams))
+
+
+@pytest.mark.parametrize(
+    ("record", "result", "base", "other"),
+    [
+        (seated(BASE, RANDOM, RANDOM, rewards=(1, 0, -1)), "win", "win", "loss"),
+        (seated(RANDOM, BASE, RANDOM, rewards=(1, 0, -1)), "draw", "loss", "win"),
+        (seated(RANDOM, RANDOM, BASE, rewards=(1, 0, -1)), "loss", "loss", "win"),
+        (seated(RANDOM, BASE, RANDOM, rewards=(1, 1, -1)), "win", "draw", "draw"),
+        (seated(RANDOM, BASE, RANDOM, rewards=(1, -1, 1)), "loss", "loss", "win"),
+        (seated(BASE, RANDOM, RANDOM, RANDOM, rewards=(1, 1, -1, -1), has_teams=True), "win", "win", "win"),
+    ],
+    ids=["first", "second", "last", "first with one", "behind both", "in a team"],
+)
+def test_game_counts_once_per_pair_and_per_model(
+    tmp_path: Path, record: GameRecord, result: str, base: str, other: str
+) -> None:
+    run = write_run(tmp_path / "12-00-00-seats", [record])
+    games = read_games(run, None, 10)
+    assert games.results == {("base", RANDOM.uid): {result: 1}}
+    assert games.outcomes == {"base": {base: 1}, RANDOM.uid: {other: 1}}
+    # The table of evaluations counts the model at one seat in the same way.
+    evaluation = summarise_evaluation("x", 0, BASE, NIM, "scripted:random", [record])
+    assert {"win": evaluation.wins, "draw": evaluation.draws, "loss": evaluation.losses}[base] == 1
+
+
+def test_seats_of_one_model_against_itself_are_not_a_match(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "12-00-00-mirror", [seated(BASE, BASE, BASE, rewards=(1, 0, -1))])
+    games = read_games(run, None, 10)
+    assert (games.results, games.outcomes) == ({}, {})
+
+
+def test_every_model_appears_once_in_the_matrix(tmp_path: Path) -> None:
+    others = [ModelRef(uid=f"fixed-gemini-{n}", kind="fixed", name=f"gemini-{n}") for n in range(20)]
+    checkpoints = [ModelRef(uid=f"ckpt-{n}", kind="checkpoint", adapter_version=n) for n in range(30)]
+    for name, few, many in (("others", checkpoints[:3], others), ("checkpoints", checkpoints, others[:3])):
+        games = [game(n, few[n % len(few)], other) for n, other in enumerate(many * len(few))]
+        text = write_report([write_run(tmp_path / name, games)], tmp_path / "report.html").path.read_text("utf-8")
+        matrix = text[text.index('<h3 id="matches"') : text.index('<section id="games"')]
+        rows = re.findall(r'<th scope="row">((?:ckpt|gemini)-\d+)</th>', matrix)
+        columns = re.findall(r'<th scope="col"><span>((?:ckpt|gemini)-\d+)</span></th>', matrix)
+        assert len(rows) == len(set(rows)) <= 16
+        assert len(columns) == len(set(columns)) <= 16
+        assert {f"ckpt-{n}" for n in ((0, 1, 2) if name == "others" else (0, 29))} <= {*rows, *columns}
+
+
+def test_report_command_writes_beside_the_run_and_reports_omissions(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "12-00-00-mine")
+    done = CliRunner().invoke(app, ["report", str(run), "--games", "2"])
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith(f"{run / 'report.html'}: 5 of 10 games")
+    assert b"every 4th" in (run / "report.html").read_bytes()
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert (done.exit_code, "run directory" in done.output) == (1, True)
+
+
+def test_non_run_directory_and_missing_dependency_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnstableError, match=r"config\.toml"):
+        write_report([tmp_path], tmp_path / "report.html")
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(UnstableError, match=r"pip install 'unstable-lite\[report\]'"):
+        write_report([tmp_path], tmp_path / "report.html")

@@ -1,0 +1,427 @@
+"""The dashboard and the files it reads. test_run.py has it watch a real run."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyte
+import pytest
+from rich.console import Console
+
+from unstable_lite.dashboards.run_view import Pace, RunView
+from unstable_lite.dashboards.top import MachineLoad, draw, sparkline
+from unstable_lite.errors import UnstableError
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.orchestrator.workers import environment
+from unstable_lite.tracking.league_log import LeagueLog
+from unstable_lite.tracking.run_directory import newest_run
+
+UPDATES = 12
+CONFIG = """
+model_name = "builtin:tiny"
+[run]
+learning_steps = 20
+[[train_envs]]
+env_id = "Nim-v0-train"
+[[train_envs]]
+env_id = "TicTacToe-v0-train"
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Return the directory of a run of twelve updates whose n-th checkpoint met the base n times."""
+    (tmp_path / "config.toml").write_text(CONFIG)
+    registry, league = ModelRegistry(), LeagueLog(tmp_path / "league.jsonl")
+    with (tmp_path / "metrics.jsonl").open("w") as metrics, (tmp_path / "eval.jsonl").open("w") as evaluations:
+        for step in range(1, UPDATES + 1):
+            registry.add_checkpoint(f"ckpt-{step}", step, step)
+            for _ in range(step):
+                registry.update_ratings({0: f"ckpt-{step}", 1: "base"}, {0: 1.0, 1: -1.0}, "Nim-v0-train")
+            league.log(step, registry)
+            line: dict[str, Any] = {
+                "step": step,
+                "time": 1000.0 + 2 * step,
+                "run/games": 10 * step,
+                "run/seconds": 2.0 * step,
+                "run/tokens_per_s": 1234.0,
+                "learner/loss": -step / 100,
+                **({"learner/mismatch_mean": 0.25} if step == 1 else {}),
+                "learner/mismatch_tokens": 9 if step == 1 else 0,
+                "collection-Nim-v0-train/reward": step / UPDATES,
+            }
+            metrics.write(json.dumps(line) + "\n")
+        for step, wins in ((0, 40), (12, 75)):
+            evaluation: dict[str, Any] = {
+                "label": "before",
+                "model": f"ckpt-{step}",
+                "step": step,
+                "env_id": "Nim-v0-train",
+                "opponent": "scripted:random",
+                "n": 100,
+                "wins": wins,
+                "draws": 0,
+                "losses": 100 - wins,
+                "win_rate": wins / 100,
+                "interval": [wins / 100 - 0.1, wins / 100 + 0.1],
+            }
+            evaluations.write(json.dumps(evaluation) + "\n")
+    league.close()
+    alarm = {"step": 3, "time": 0.0, "text": "a [bold]hostile[/bold] alarm"}
+    (tmp_path / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+    (tmp_path / "live.json").write_text(
+        json.dumps(
+            {
+                "pid": os.getpid(),
+                "has_ended": False,
+                "learning_steps": 20,
+                "time": time.time(),
+                "games": 121,
+                "void_games": 2,
+                "train_games_in_flight": 30,
+                "eval_games_in_flight": 4,
+                "buffer": 17,
+                "buffer_size": 96,
+                "batch_size": 48,
+                "workers": [
+                    {
+                        "name": "engine-0",
+                        "pid": os.getpid(),
+                        "device": "cpu",
+                        "state": "ready",
+                        "waited_for": 3,
+                        "stats": {"tokens_per_s": 99.0, "running": 3, "queued": 1},
+                    },
+                    {"name": "learner", "pid": 2**22, "device": 0, "state": "dead", "waited_for": 0, "stats": None},
+                ],
+            }
+        )
+    )
+    return tmp_path
+
+
+def frame(view: RunView, width: int, height: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
+    console.print(draw(view, width, height, MachineLoad()), width=width, height=height)
+    return console.file.getvalue().rstrip("\n").split("\n")  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 32), (140, 45), (220, 70)])
+def test_frame_fills_the_terminal_and_shows_the_key_facts(directory: Path, width: int, height: int) -> None:
+    view = RunView(directory)
+    view.refresh()
+    lines = frame(view, width, height)
+    assert len(lines) == height
+    assert {len(line) for line in lines} == {width}
+    text = "\n".join(lines)
+    for fact in (
+        "running",
+        "0.25 ▁",
+        "update 12/20",
+        "121 games 5.0/s",
+        "left 00:00:16",
+        "staleness",
+        "+1.00",
+        "-0.12",
+        "ckpt-12",
+        "n=12",
+        "75.0%",
+        "66%–82%",
+    ):
+        assert fact in text, fact
+    assert "engine-0 (cpu)" in text and "99 tok/s" in text
+    assert "learner (GPU 0)" in text and "is dead" in text
+    assert "a [bold]hostile[/bold] alarm" in text
+    assert ("30 + 4 games in flight (train + eval), buffer 17/96, batch 48, void 2" in text) == (height >= 30)
+    assert ("greatest" in text) == (height >= 32)
+    assert ("collection: TicTacToe-v0-train" in text) == (height >= 45)
+    assert ("games between them" in text) == (height >= 45)
+
+
+def test_every_rank_of_the_learner_shows_its_own_load(directory: Path) -> None:
+    live = json.loads((directory / "live.json").read_text())
+    rank = {"state": "ready", "waited_for": 1, "stats": None}
+    live["workers"][1:] = [
+        rank | {"name": "learner", "pid": os.getpid(), "device": "cpu"},
+        rank | {"name": "learner-1", "pid": os.getppid(), "device": "cpu"},
+        rank | {"name": "learner-2", "pid": None, "device": "elsewhere"},
+    ]
+    (directory / "live.json").write_text(json.dumps(live))
+    view = RunView(directory)
+    view.refresh()
+    text = "\n".join(frame(view, 160, 45))
+    for name in ("learner", "learner-1"):
+        assert re.search(rf"{name} \(cpu\) +learns +\d+ % CPU +[\d,]+ MiB", text), text
+    assert re.search(r"learner-2 \(elsewhere\) +learns", text)
+
+
+def test_sleeping_engine_is_shown_as_asleep(directory: Path) -> None:
+    live = json.loads((directory / "live.json").read_text())
+    live["workers"][0]["state"] = "asleep"
+    (directory / "live.json").write_text(json.dumps(live))
+    view = RunView(directory)
+    view.refresh()
+    text = "\n".join(frame(view, 140, 45))
+    assert "sleeps" in text and "99 tok/s" not in text
+
+
+def test_run_that_stops_writing_is_shown_as_silent(directory: Path) -> None:
+    live = json.loads((directory / "live.json").read_text())
+    (directory / "live.json").write_text(json.dumps(live | {"time": time.time() - 60}))
+    view = RunView(directory)
+    view.refresh()
+    assert "silent for 6" in frame(view, 80, 24)[1]
+
+
+def test_pace_is_that_of_the_newest_updates_regardless_of_the_clock(
+    directory: Path,
+) -> None:
+    path = directory / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [
+        {
+            **lines[-1],
+            "step": step,
+            "time": 5000.0 + 3 * step + (36000 if step > 35 else 0),
+            "run/seconds": 100.0 + 3 * step,
+            "run/games": 900 + 6 * step,
+        }
+        for step in range(13, 43)
+    ]
+    with path.open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+    view = RunView(directory)
+    view.refresh()
+    assert view.pace() == Pace(seconds_per_update=3.0, games_per_s=2.0)
+    view.at = 1
+    assert view.pace() is None  # a single update has no pace
+    with path.open("a") as file:
+        file.write(json.dumps({**lines[-1], "step": 43, "run/seconds": 1.0}) + "\n")
+    view.at = None
+    view.refresh()
+    assert view.pace() is None
+
+
+class NoMeter:
+    """The NVML of a machine with two GPUs, the second of which has no power meter."""
+
+    class NVMLError(Exception):
+        pass
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index > 1:
+            raise self.NVMLError
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return self.nvmlDeviceGetHandleByIndex(["GPU-a", "GPU-b"].index(uuid))
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        if handle == 1:
+            raise self.NVMLError
+        return 345_600
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(used=3 << 30, total=80 << 30)
+
+
+def test_gpu_shows_the_power_and_memory_that_it_reports() -> None:
+    load = MachineLoad()
+    load._nvml = NoMeter()
+    shown = [load.of({"device": device, "pid": 2**22}) for device in (0, 1, 2)]
+    assert shown == ["346 W  3.0/80 GiB", "3.0/80 GiB", ""]
+    assert load.of({"device": "cpu", "pid": 2**22}) == ""
+    assert "% CPU" in load.of({"device": "cpu", "pid": os.getpid()})
+    load._nvml = None
+    assert "MiB" in load.of({"device": 0, "pid": os.getpid()})
+
+
+@pytest.mark.parametrize("visible", ["1,0", "1, 0", "GPU-b,GPU-a"])
+def test_gpu_of_the_run_is_matched_through_its_visible_devices(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    given = [environment(device, threads=1)["CUDA_VISIBLE_DEVICES"] for device in (0, 1)]
+    load = MachineLoad()
+    load._nvml = NoMeter()
+    shown = [load.of({"device": device, "gpu": gpu, "pid": 2**22}) for device, gpu in enumerate(given)]
+    assert shown == ["3.0/80 GiB", "346 W  3.0/80 GiB"]
+
+
+def test_busy_process_shows_load_at_the_first_look() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        shown = MachineLoad().of({"device": "cpu", "pid": process.pid})
+        process.kill()
+    assert int(shown.split(" % CPU")[0]) > 0
+
+
+def test_looking_back_at_a_running_run_does_not_show_it_as_stopped(directory: Path) -> None:
+    view = RunView(directory)
+    view.refresh()
+    view.at = 3
+    text = "\n".join(frame(view, 100, 32))
+    assert "not recorded" in text
+    assert "not running" not in text
+
+
+def test_replay_shows_the_league_as_of_that_update(directory: Path) -> None:
+    view = RunView(directory)
+    view.refresh()
+    assert view.matches()["ckpt-12", "base"] == view.matches()["base", "ckpt-12"] == 12
+    assert next(row[0] for row in view.ladder() if row[5]) == "ckpt-12"
+    view.at = 2
+    assert view.alarms() == []
+    view.at = 3
+    assert view.alarms() == ["update 3: a [bold]hostile[/bold] alarm"]
+    assert {row[0] for row in view.ladder()} == {"base", "ckpt-1", "ckpt-2", "ckpt-3"}
+    assert ("ckpt-4", "base") not in view.matches()
+    assert view.series("learner/loss") == [-0.01, -0.02, -0.03]
+    assert [line["step"] for line in view.evaluations()] == [0]
+    assert "replay" in frame(view, 100, 32)[1]
+
+
+def test_league_log_holds_only_changed_models(directory: Path) -> None:
+    last = json.loads((directory / "league.jsonl").read_text().splitlines()[-1])
+    assert set(last["models"]) == {"base", "ckpt-11", "ckpt-12"}  # ckpt-11 is no longer the current one
+    assert last["matches"] == [["base", "ckpt-12", 12]]
+
+
+def test_rewritten_file_is_read_again_and_a_partial_line_waits(directory: Path) -> None:
+    view = RunView(directory)
+    view.refresh()
+    path = directory / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    with path.open("a") as file:
+        file.write(lines[0].replace('"step": 1', '"step": 13')[:20])
+        file.flush()
+        view.refresh()
+        assert view.num_updates == UPDATES
+        file.write(lines[0].replace('"step": 1', '"step": 13')[20:])
+    view.refresh()
+    assert view.num_updates == UPDATES + 1
+    (directory / "new").write_text("".join(lines[:5]))
+    (directory / "new").rename(path)  # as a resumed run does
+    view.refresh()
+    assert view.num_updates == 5
+
+
+def test_line_that_is_not_json_is_named(directory: Path) -> None:
+    with (directory / "eval.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n")
+    with pytest.raises(UnstableError, match=r"eval\.jsonl.* JSON"):
+        RunView(directory).refresh()
+
+
+def test_run_that_has_not_begun_or_lost_its_files_is_drawn(directory: Path) -> None:
+    for name in ("metrics.jsonl", "league.jsonl", "eval.jsonl", "live.json"):
+        (directory / name).unlink()
+        view = RunView(directory)
+        view.refresh()
+        assert not view.live or view.is_running
+        assert len(frame(view, 80, 24)) == 24
+    assert "not running" in frame(view, 80, 24)[1]
+
+
+def test_directory_that_is_not_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnstableError, match="run directory"):
+        RunView(tmp_path)
+    with pytest.raises(UnstableError, match="no run"):
+        newest_run(tmp_path)
+
+
+def test_sparkline_scales_to_the_range_and_skips_nan() -> None:
+    assert sparkline([0.0, 1.0, float("nan"), 2.0], 10) == "▁▅█"
+    assert sparkline([3.0] * 5, 3) == "▁▁▁"
+    assert sparkline([], 10) == ""
+
+
+class Terminal:
+    """A `top` process in its own terminal, as a person sees it."""
+
+    def __init__(self, directory: Path, width: int, height: int, *arguments: str) -> None:
+        self.screen = pyte.Screen(width, height)
+        self._stream = pyte.ByteStream(self.screen)
+        self._master, slave = pty.openpty()
+        self._resize(width, height)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "unstable_lite", "top", str(directory), *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+            | {"TERM": "xterm-256color"},
+            start_new_session=True,
+        )
+        os.close(slave)
+
+    def _resize(self, width: int, height: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+
+    def resize(self, width: int, height: int) -> None:
+        self.screen.resize(height, width)
+        self._resize(width, height)
+
+    def press(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def wait_for(self, condition: Callable[[str], bool]) -> str:
+        deadline = time.monotonic() + 60
+        while not condition(text := "\n".join(self.screen.display)):
+            assert time.monotonic() < deadline, text
+            if select.select([self._master], [], [], 0.2)[0]:
+                try:
+                    self._stream.feed(os.read(self._master, 65536))
+                except OSError:  # the terminal is closed
+                    time.sleep(0.05)
+        return text
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture
+def terminal(directory: Path) -> Iterator[Terminal]:
+    terminal = Terminal(directory, 100, 32)
+    yield terminal
+    terminal.close()
+
+
+def test_user_can_watch_step_back_and_forth_resize_and_quit(terminal: Terminal) -> None:
+    terminal.wait_for(lambda text: "running" in text and "update 12/20" in text)
+    terminal.press("\x1b[D")
+    terminal.wait_for(lambda text: "replay" in text and "update 11/20" in text)
+    terminal.press("\x1b[D")
+    terminal.wait_for(lambda text: "update 10/20" in text)
+    terminal.press("\x1b[C")
+    terminal.wait_for(lambda text: "update 11/20" in text)
+    terminal.resize(70, 20)
+    terminal.wait_for(lambda text: "80 × 24" in text and "70 × 20" in text)
+    terminal.resize(80, 24)
+    terminal.wait_for(lambda text: "update 11/20" in text and "workers" in text)
+    terminal.press("q")
+    assert terminal.process.wait(30) == 0
+
+
+@pytest.mark.nightly
+def test_replay_steps_through_all_updates(directory: Path) -> None:
+    terminal = Terminal(directory, 100, 32, "--replay")
+    terminal.wait_for(lambda text: "replay" in text and any(f"update {n}/20" in text for n in range(5)))
+    terminal.wait_for(lambda text: "update 12/20" in text)
+    terminal.press("q")
+    assert terminal.process.wait(30) == 0
+    terminal.close()

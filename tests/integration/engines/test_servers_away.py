@@ -1,0 +1,147 @@
+"""Runs on two vLLM servers of which one is away for a while: fake ones over real HTTP, and real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from fakes import runs
+from fakes.fake_vllm import serving
+from fakes.vllm_serving import LORA, WHOLE_PROMPTS, VLLMServer
+
+pytestmark = pytest.mark.nightly
+CONFIG = """
+model_name = "MODEL"
+[run]
+learning_steps = 100000
+num_collection_workers = 12
+num_eval_workers = 0
+eval_games = 0
+max_restarts = 0
+restart_backoff_s = 0.1
+output_dir = "OUTPUT"
+name = "away"
+[engine]
+kind = "vllm-server"
+urls = ["FIRST", "SECOND"]
+adapter_folder = "FOLDER"
+max_generation_len = 16
+max_model_len = 512
+[learner]
+batch_size = 12
+canary_tolerance = TOLERANCE
+[alarms]
+invalid_moves = { action = "off" }
+[[train_envs]]
+env_id = "Nim-v0-train"
+num_players = 2
+num_actors = 2
+prompt_template = "tiny"
+"""
+
+
+class Server(Protocol):
+    url: str
+
+    def start(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class FakeServer:
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._up = contextlib.ExitStack()
+
+    def start(self) -> None:
+        self._up.enter_context(serving(self._port))
+
+    def kill(self) -> None:
+        self._up.close()
+
+
+@pytest.fixture
+def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Server]]:
+    made: list[Server] = [FakeServer(), FakeServer()]
+    if request.param == "vllm":
+        model = request.getfixturevalue("model_dir")
+        made = [
+            VLLMServer(model, tmp_path / f"{name}.log", *LORA, *WHOLE_PROMPTS, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1")
+            for name in ("first", "second")
+        ]
+    yield made
+    for server in made:
+        with contextlib.suppress(AttributeError):  # a real one that was never started
+            server.kill()
+
+
+REAL = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(1200)])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("servers", ["fake", REAL], indirect=True)
+def test_server_that_is_away_is_used_again_without_spending_restarts(
+    servers: list[Server], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    first, second = servers
+    is_real = isinstance(first, VLLMServer)
+    (tmp_path / "folder").mkdir()
+    config = tmp_path / "away.toml"
+    changes = {
+        "MODEL": str(request.getfixturevalue("model_dir")) if is_real else "builtin:tiny",
+        "OUTPUT": str(tmp_path / "outputs"),
+        "FIRST": first.url,
+        "SECOND": second.url,
+        "FOLDER": str(tmp_path / "folder"),
+        "TOLERANCE": "0.1" if is_real else "1e9",  # the fake one makes its log-probabilities up
+    }
+    text = CONFIG
+    for name, value in changes.items():
+        text = text.replace(name, value)
+    config.write_text(text)
+    first.start()
+    process = runs.start("run", config)
+    wait = runs.wait_for
+    patience_s = 400 if is_real else 100
+
+    def until(condition: Callable[[], bool]) -> None:
+        wait(lambda: condition() or process.poll() is not None, timeout_s=patience_s)
+        assert process.poll() is None, process.communicate()
+
+    def state(name: str) -> str:
+        live = json.loads((runs.run_directory(tmp_path) / "live.json").read_text())
+        return next(str(worker["state"]) for worker in live["workers"] if worker["name"] == name)
+
+    def learns() -> None:
+        before = runs.num_updates(tmp_path)
+        until(lambda: runs.num_updates(tmp_path) >= before + 2)
+
+    until(lambda: runs.num_updates(tmp_path) >= 1)
+    assert (state("engine-0"), state("engine-1")) == ("ready", "starting")
+    second.start()
+    until(lambda: state("engine-1") == "ready")
+    learns()
+    second.kill()
+    until(lambda: state("engine-1") != "ready")
+    learns()
+    second.start()
+    until(lambda: state("engine-1") == "ready")
+    learns()
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process)
+    assert code == 0, out + err
+    assert "starting without engine-1" in out + err
+    lines = (runs.run_directory(tmp_path) / "alarms.jsonl").read_text().splitlines()
+    alarms = [json.loads(line)["text"] for line in lines]
+    (away,) = [text for text in alarms if text.startswith("engine-1")]
+    assert second.url in away and "waits for it" in away

@@ -1,0 +1,469 @@
+"""Evaluations as a user starts them: real engine processes, with a model only if the test is about the model."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from typer.testing import CliRunner
+
+from fakes import runs
+from fakes.handmade_adapters import small, write_adapter, write_run
+from unstable_lite.cli.app import app
+from unstable_lite.errors import AdapterError, ConfigError, EnvError
+from unstable_lite.evaluation.evaluator import Evaluated, evaluate
+from unstable_lite.evaluation.loaded_adapters import AdapterSlots
+from unstable_lite.evaluation.models import find_models
+from unstable_lite.evaluation.plan import plan_evaluation
+from unstable_lite.evaluation.results import Results, results_tables, write_tables
+from unstable_lite.files import read_records
+from unstable_lite.orchestrator.workers import started_engines
+from unstable_lite.tracking.evaluations import POINTS
+from unstable_lite.tracking.intervals import wilson_interval
+
+TESTS = Path(__file__).parents[2]
+PWN = "def read(text):\n    return text, True\nopen(__file__ + '.ran', 'w').close()\n"
+SCRIPTED = (
+    "engine.kind=scripted",
+    'engine.replies=["\\\\boxed{[1 1]}", "\\\\boxed{[2 1]}", "\\\\boxed{[3 1]}"]',
+    "engine.max_generation_len=32",
+    "engine.max_model_len=4096",
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Write a run with four checkpoints that only the scripted engine can load."""
+    return write_run(tmp_path / "run", runs.write_small(tmp_path), checkpoints=4)
+
+
+async def evaluated(models: Sequence[str | Path], output: Path, *overrides: str, **options: Any) -> Evaluated:
+    plan = plan_evaluation([*map(str, models)], output=output, overrides=(*SCRIPTED, *overrides), **options)
+    return await evaluate(plan, say=lambda _: None)
+
+
+def lines(output: Path) -> list[dict[str, Any]]:
+    return list(read_records(output / "results.jsonl"))
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+async def test_tables_agree_with_the_games(run: Path, tmp_path: Path) -> None:
+    done = await evaluated(["base", run], tmp_path / "out", games=6)
+    assert done.played == 5 * 6
+    games = lines(tmp_path / "out")
+    assert Counter(game["model"] for game in games) == {m: 6 for m in ("base", "ckpt-1", "ckpt-2", "ckpt-3", "ckpt-4")}
+    table = read_csv(tmp_path / "out" / "table.csv")
+    for row, evaluation in zip(table, done.evaluations, strict=True):
+        own = [game for game in games if game["model"] == row["model"]]
+        assert Counter(game["pid"] for game in own) == {0: 3, 1: 3}
+        assert int(row["n"]) + int(row["void"]) == 6
+        wins = sum(game["outcome"] == "win" for game in own)
+        assert int(row["wins"]) == evaluation.wins == wins
+        assert (float(row["low"]), float(row["high"])) == pytest.approx(wilson_interval(wins, evaluation.n), abs=1e-5)
+        assert float(row["mean_reward"]) == pytest.approx(sum(game["reward"] for game in own) / len(own))
+        assert int(row["own_invalid"]) == sum(game["own_invalid"] for game in own)
+    markdown = (tmp_path / "out" / "table.md").read_text().splitlines()
+    assert len(markdown) == 2 + len(table)
+    assert markdown[2].startswith("| base | scripted:random | Nim-v0-train | 2 | tiny |  | 6 |")
+    reference = read_csv(tmp_path / "out" / "eval_results.csv")
+    assert list(reference[0]) == [
+        "game_idx",
+        "env_id",
+        "eval_model_pid",
+        "eval_model_reward",
+        "avg_opponent_reward",
+        "num_turns",
+    ]
+    assert len(reference) == 30
+
+
+async def test_models_are_compared_on_common_seeds_without_void_games(run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    await evaluated(["base", run], output, games=8)
+    rows = lines(output)
+    chance = random.Random(0)  # the scripted models lose every game
+    for row in rows:
+        row["outcome"] = chance.choice(["win", "draw", "loss"])
+        if (row["model"], row["game"]) == ("ckpt-2", 5):
+            row |= {"end": "void", "outcome": None, "reward": None}
+    (output / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plan = plan_evaluation(["base", str(run)], output=output, games=8, overrides=SCRIPTED)
+    with contextlib.closing(Results(output, plan.settings)) as results:
+        base, *others = write_tables(results, plan.cells, plan.games)
+    (table,) = results_tables([base, *others])
+    changes = str(table.caption).splitlines()
+    assert len(changes) == len(others) == 4
+    in_csv = {row["model"]: row for row in read_csv(output / "table.csv")}
+    assert (in_csv["base"]["compared_with"], in_csv["base"]["change"]) == ("", "")
+    points = {(row["model"], row["game"]): POINTS[row["outcome"]] for row in rows if row["end"] != "void"}
+    for other, change in zip(others, changes, strict=True):
+        gained = []
+        for seed in range(4):
+            both = [n for n in (2 * seed, 2 * seed + 1) if (other.model, n) in points]
+            gained.append(fmean(points[other.model, n] - points["base", n] for n in both))
+        row = in_csv[other.model]
+        assert (row["compared_with"], row["change_seeds"]) == ("base", "4")
+        assert float(row["change"]) == pytest.approx(fmean(gained), abs=1e-6)
+        half = (float(row["change_high"]) - float(row["change_low"])) / 2
+        assert half == pytest.approx(3.182 * stdev(gained) / 2, abs=1e-5)
+        assert change.startswith(f"{other.model}: change since base: {100 * fmean(gained):+.1f} points (95 %: ")
+    assert in_csv["ckpt-2"]["void"] == "1" and "7 (+1 void)" in table.columns[1].cells
+
+
+async def test_second_call_plays_only_missing_games(run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    await evaluated(["base", run / "checkpoints" / "ckpt-1"], output, games=8)
+    path = output / "results.jsonl"
+    kept = path.read_text().splitlines()[:11]
+    path.write_text("\n".join(kept) + '\n{"cell": "bas')  # as after a crash
+    again = await evaluated(["base", run / "checkpoints" / "ckpt-1"], output, games=8)
+    assert again.played == 5
+    assert path.read_text().splitlines()[:11] == kept
+    assert Counter((g["model"], g["game"]) for g in lines(output)) == {
+        (model, number): 1 for model in ("base", "ckpt-1") for number in range(8)
+    }
+    added = await evaluated(["base", run], output, games=10)
+    assert added.played == 2 * 2 + 3 * 10
+    assert (await evaluated(["base", run], output, games=10)).played == 0
+    fewer = await evaluated(["base"], output, games=4, config=run / "config.toml")
+    assert fewer.played == 0
+    assert fewer.evaluations[0].n == 4
+
+
+def evaluate_nim(model: str, run: Path, output: Path, games: int, *added: str) -> str:
+    """Run `eval` as a user does and return its output."""
+    overrides = [word for override in SCRIPTED for word in ("--set", override)]
+    where = ("--config", run / "config.toml", "--output", output, "--games", str(games))
+    code, out, err = runs.run("eval", model, *where, *added, *overrides)
+    assert code == 0, err
+    return out
+
+
+def test_later_model_is_added_to_the_tables(run: Path, tmp_path: Path) -> None:
+    evaluate_nim("scripted:optimal", run, tmp_path / "out", 10)
+    (before,) = read_csv(tmp_path / "out" / "table.csv")
+    out = evaluate_nim("base", run, tmp_path / "out", 4)
+    base, optimal = read_csv(tmp_path / "out" / "table.csv")
+    assert (base["model"], int(base["n"]) + int(base["void"])) == ("base", 4)
+    compared = {name: optimal[name] for name in optimal if name == "compared_with" or name.startswith("change")}
+    assert (optimal, compared["compared_with"]) == (before | compared, "base")
+    assert len((tmp_path / "out" / "table.md").read_text().splitlines()) == 4
+    assert "base" in out and "scripted:optimal" not in out
+    assert len(read_csv(tmp_path / "out" / "eval_results.csv")) == 4
+
+
+def test_cells_that_differ_in_env_settings_are_distinguished(run: Path, tmp_path: Path) -> None:
+    envs = ("--env", "Nim-v0-train:2:tiny", "--env", "Nim-v0-train:2:default")
+    out = evaluate_nim("base", run, tmp_path / "out", 2, *envs)
+    table = read_csv(tmp_path / "out" / "table.csv")
+    assert [(row["num_players"], row["prompt_template"]) for row in table] == [("2", "tiny"), ("2", "default")]
+    assert re.search(r"model.+template.+games", out) and "players" not in out
+    assert re.search(r"base .+tiny ", out) and re.search(r"base .+default ", out)
+    assert "template" not in evaluate_nim("base", run, tmp_path / "out", 2, *envs[:2])
+    assert len(read_csv(tmp_path / "out" / "table.csv")) == 2
+
+
+async def test_other_env_settings_are_listed(run: Path, tmp_path: Path) -> None:
+    config = run / "config.toml"
+    text = config.read_text()
+    env = text[text.index("[[eval_envs]]") :]
+    config.write_text(f'{text}\n{env}\nmax_turns = 7\nobservation = "first-last"\n')
+    await evaluated(["base"], tmp_path / "out", games=2, config=config)
+    settings = [row["other_settings"] for row in read_csv(tmp_path / "out" / "table.csv")]
+    assert settings == ["", "max_turns=7, observation=first-last"]
+
+
+async def test_models_of_one_name_from_two_calls_are_distinguished(run: Path, tmp_path: Path) -> None:
+    others = [
+        write_adapter(tmp_path / name / "checkpoints" / "ckpt-1", small(seed)) for name, seed in (("a", 8), ("b", 9))
+    ]
+    for other in others:
+        await evaluated([other], tmp_path / "out", games=2, config=run / "config.toml")
+    names = [row["model"] for row in read_csv(tmp_path / "out" / "table.csv")]
+    assert len({*names}) == 2
+    assert all(re.fullmatch(r"ckpt-1 \([\w-]+\)", name) for name in names)
+
+
+async def test_more_checkpoints_than_slots_play_in_turns(run: Path, tmp_path: Path) -> None:
+    done = await evaluated([run, "base"], tmp_path / "out", "engine.max_loras=2", games=4, tournament=True)
+    assert done.played == 10 * 4
+    assert {e.void for e in done.evaluations} == {0}
+    assert [(placed.games) for placed in done.ladder] == [16] * 5
+    ladder = read_csv(tmp_path / "out" / "ladder.csv")
+    assert [row["model"] for row in ladder] == [placed.model for placed in done.ladder]
+    matrix = read_csv(tmp_path / "out" / "matches.csv")
+    for row in matrix:
+        for other in matrix:
+            mine, theirs = row[other["model"]], other[row["model"]]
+            assert (mine == theirs == "") if row is other else float(mine) + float(theirs) == pytest.approx(1)
+
+
+async def test_impossible_evaluation_is_refused_before_an_engine_starts(run: Path, tmp_path: Path) -> None:
+    for options, says in (
+        ({"envs": ["NoSuchEnv-v0"]}, "NoSuchEnv-v0"),
+        ({"envs": ["Nim-v0-train:two"]}, "env_id:players"),
+        ({"envs": ["nowhere:MyGame-v0:2"]}, "'nowhere'"),
+        ({"opponents": ["scripted:perfectt"]}, "scripted"),
+        ({"tournament": True, "opponents": ["base"]}, "--opponent"),
+        ({"config": tmp_path / "none.toml"}, "none.toml"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            plan_evaluation(["base", str(run)], output=tmp_path / "out", **options)  # type: ignore[arg-type]
+        assert any(says in problem for problem in caught.value.problems), (says, caught.value.problems)
+    with pytest.raises(ConfigError, match="--config"):
+        plan_evaluation(["base"], output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+async def test_equally_numbered_checkpoints_of_two_runs_are_distinguished(run: Path, tmp_path: Path) -> None:
+    other = write_adapter(tmp_path / "other" / "checkpoints" / "ckpt-1", small(99))
+    done = await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", games=2, opponents=[str(other)])
+    assert [(e.model, e.opponent) for e in done.evaluations] == [("run/ckpt-1", "other/ckpt-1")]
+
+
+async def test_env_without_winners_shows_the_reward(run: Path, tmp_path: Path) -> None:
+    ones = [run / "checkpoints" / "ckpt-1"]
+    done = await evaluated(ones, tmp_path / "out", games=3, envs=["GuessTheNumber-v0-train:1"])
+    (row,) = read_csv(tmp_path / "out" / "table.csv")
+    assert (row["opponent"], row["win_rate"], int(row["n"]) + int(row["void"])) == ("none", "", 3)
+    assert float(row["mean_reward"]) == pytest.approx(done.evaluations[0].mean_reward)
+
+
+async def test_training_settings_do_not_affect_an_evaluation(run: Path, tmp_path: Path) -> None:
+    of_another_machine = ("algorithm=a2c", "buffer.kind=episodes", "learner.devices=[7]", "run.eval_every=5")
+    assert (await evaluated(["base", run], tmp_path / "out", *of_another_machine, games=1)).played == 5
+
+
+@pytest.mark.parametrize(
+    "learning",
+    [
+        ("algorithm=grpo", "run.group_size=4"),
+        ("algorithm=rloo", "run.group_size=2"),
+        ("rewards.group_baseline=grpo", "run.group_size=4", "rewards.final_reward_transformation=[]"),
+        ("algorithm=ppo", "lora.initial_lora_path=/nowhere", "lora.initial_critic_path=/nowhere/critic"),
+        ("engine.when_shared=sleep", "run.output_dir=/dev/null/of/another/machine", "learner.shard_base=true"),
+        ("run.eval_games=9", "run.max_eval_games_per_ckpt=5", "run.num_eval_workers=0", "buffer.buffer_size=24"),
+        ("league.max_active_checkpoints=6",),
+    ],
+)
+def test_no_learning_key_prevents_an_evaluation(run: Path, tmp_path: Path, learning: tuple[str, ...]) -> None:
+    overrides = (*SCRIPTED, *learning)
+    assert plan_evaluation([str(run)], output=tmp_path, overrides=overrides).plan.config.run.group_size == 1
+
+
+def test_opponent_named_by_an_eval_env_needs_no_slash(run: Path, tmp_path: Path) -> None:
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace('fixed_opponent = "scripted:random"', 'fixed_opponent = "llama3:8b"'))
+    overrides = (*SCRIPTED, "opponents.base_url=http://127.0.0.1:9/v1")
+    cells = plan_evaluation([str(run)], output=tmp_path, overrides=overrides).cells
+    assert {cell.opponent_name for cell in cells} == {"llama3:8b"}
+
+
+def test_model_code_is_trusted_in_an_evaluation_only_on_request(run: Path, tmp_path: Path) -> None:
+    for word, is_trusted in (("true", True), ("false", False)):
+        overrides = (*SCRIPTED, f"trust_remote_code={word}")
+        plan = plan_evaluation([str(run)], output=tmp_path, overrides=overrides).plan
+        assert plan.config.trust_remote_code is is_trusted
+
+
+async def test_foreign_output_directory_or_other_settings_are_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match="full"):
+        await evaluated(["base", run], tmp_path / "full", games=1)
+    await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", games=1)
+    for override, says in (
+        ("engine.temperature=0.5", r"temperature .*1\.0 .*0\.5"),
+        ("opponents.temperature=0.5", r"opponents\.temperature .*0\.5"),
+        ("opponents.base_url=http://localhost:1/v1", r"opponents\.base_url .*http://localhost:1/v1"),
+        ("opponents.max_tokens=9", r"opponents\.max_tokens .*9"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", override, games=1)
+    (tmp_path / "out" / "settings.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"settings\.json"):
+        await evaluated([run / "checkpoints" / "ckpt-1"], tmp_path / "out", games=1)
+
+
+async def test_failing_env_ends_the_evaluation_and_void_games_are_repeated(run: Path, tmp_path: Path) -> None:
+    too_short = ("engine.max_model_len=20", "engine.max_generation_len=4")
+    with pytest.raises(EnvError, match="20 times"):
+        await evaluated(["base", run], tmp_path / "out", *too_short, games=30)
+    assert {game["end"] for game in lines(tmp_path / "out")} == {"void"}
+    again = plan_evaluation(["base"], config=run / "config.toml", output=tmp_path / "out", games=2, overrides=SCRIPTED)
+    (tmp_path / "out" / "settings.json").write_text(json.dumps(again.settings))
+    done = await evaluate(again, say=lambda _: None)
+    assert (done.played, done.evaluations[0].n, done.evaluations[0].void) == (2, 2, 0)
+
+
+def test_bad_input_is_one_message_and_exit_code_1(tmp_path: Path) -> None:
+    code, out, err = runs.run("eval", "base", tmp_path, "--output", tmp_path / "out")
+    assert code == 1
+    assert err.startswith("error: ")
+    assert str(tmp_path) in err
+    assert "Traceback" not in err + out
+
+
+def start_long_evaluation(run: Path, output: Path) -> subprocess.Popen[str]:
+    """Start a long evaluation and return its process after 20 games."""
+    overrides = [word for override in SCRIPTED for word in ("--set", override)]
+    process = runs.start("eval", "base", run, "--output", output, "--games", "100000", *overrides)
+    runs.wait_for(lambda: (output / "results.jsonl").exists() and len(lines(output)) > 20)
+    return process
+
+
+def test_ctrl_c_keeps_the_games_and_the_same_command_continues(run: Path, tmp_path: Path) -> None:
+    process = start_long_evaluation(run, tmp_path / "out")
+    children = runs.children_of(process)
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process, 30)
+    assert code == 130
+    assert "Traceback" not in out + err
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    kept = lines(tmp_path / "out")
+    overrides = [word for override in SCRIPTED for word in ("--set", override)]
+    code, out, err = runs.run("eval", "base", run, "--output", tmp_path / "out", "--games", "5", *overrides)
+    assert code == 0, err
+    assert lines(tmp_path / "out")[: len(kept)] == kept
+
+
+def test_dead_engine_ends_the_evaluation_and_is_named(run: Path, tmp_path: Path) -> None:
+    process = start_long_evaluation(run, tmp_path / "out")
+    (engine,) = runs.children_of(process)
+    engine.kill()
+    code, _, err = runs.finish(process, 30)
+    assert code == 1
+    assert "engine-0 was killed by SIGKILL" in err
+    assert "Traceback" not in err
+
+
+# The tests below use the model.
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of three updates, evaluated before and after on 60 games."""
+    directory = tmp_path_factory.mktemp("trained")
+    overrides = ("run.eval_games=60", "run.checkpoint_every=1", "run.num_eval_workers=0")
+    code, out, err = runs.run("run", runs.write_small(directory), *overrides)
+    assert code == 0, out + err
+    return runs.run_directory(directory)
+
+
+def scaled(directory: Path, checkpoint: Path, of_a: float, of_b: float) -> Path:
+    """Write a copy of the checkpoint with its A and B matrices multiplied."""
+    arrays = safetensors.numpy.load_file(checkpoint / "adapter_model.safetensors")
+    made = {name: (of_a if ".lora_A." in name else of_b) * array for name, array in arrays.items()}
+    config = json.loads((checkpoint / "adapter_config.json").read_text())
+    return write_adapter(directory, {name: array.astype(np.float32) for name, array in made.items()}, **config)
+
+
+def test_offline_results_agree_with_those_of_training(trained: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    zero = scaled(tmp_path / "zero", trained / "checkpoints" / "ckpt-3", 1, 0)
+    models = ("base", trained / "checkpoints" / "latest", zero)
+    code, out, err = runs.run("eval", *models, "--output", output, "--games", "60", "--set", "engine.threads=1")
+    assert code == 0, out + err
+    assert "180 games played" in out
+    assert "Nim-v0-train against scripted:random" in out
+    offline = {row["model"]: row for row in read_csv(output / "table.csv")}
+    online = {row["model"]: row for row in map(json.loads, (trained / "eval.jsonl").read_text().splitlines())}
+    for model, trained_as in (("base", "base"), ("ckpt-3", "ckpt-3"), ("zero", "base")):
+        row, (low, high) = offline[model], online[trained_as]["interval"]
+        assert int(row["n"]) + int(row["void"]) == 60
+        assert float(row["low"]) <= high, model
+        assert low <= float(row["high"]), model
+
+
+async def test_unfitting_or_indistinguishable_adapters_are_errors(trained: Path, tmp_path: Path) -> None:
+    checkpoint = trained / "checkpoints" / "ckpt-3"
+    plan = plan_evaluation([str(checkpoint)], output=tmp_path / "out", overrides=["engine.threads=1"])
+    other_base = write_adapter(tmp_path / "other", small())
+    twin = scaled(tmp_path / "twin", checkpoint, 2, 0.5)
+    faint = scaled(tmp_path / "faint", checkpoint, 1, 1e-20)
+    (tmp_path / "logs").mkdir()
+    async with started_engines(plan.plan, tmp_path / "logs", say=lambda _: None) as workers:
+        slots = AdapterSlots(
+            workers,
+            plan.plan.config.engine.max_loras,
+            "<|im_start|>user\nAvailable Moves: [0]<|im_end|>\n<|im_start|>assistant\n",
+        )
+
+        async def hold(*paths: Path) -> None:
+            await slots.hold({model.key: model for model in find_models(map(str, paths))})
+
+        await hold(checkpoint)
+        for path, says in (
+            (other_base, r"model\.layers\.0"),
+            (twin, "engine-0 .*ckpt-3 .*twin"),
+            (faint, "engine-0 .*base model .*faint"),
+        ):
+            with pytest.RaisesGroup(pytest.RaisesExc(AdapterError, match=says), allow_unwrapped=True):
+                await hold(checkpoint, path)
+        await hold(trained / "checkpoints" / "ckpt-1", trained / "checkpoints" / "ckpt-2")
+        untrained = [scaled(tmp_path / f"zero-{of_a}", checkpoint, of_a, 0) for of_a in (1, 2)]
+        await hold(*untrained)  # both equal the base, and their weights show it
+
+
+async def test_engine_that_silently_serves_the_base_is_detected(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]))
+    plan = plan_evaluation(
+        [str(trained / "checkpoints" / "ckpt-3")],
+        output=tmp_path / "out",
+        overrides=["engine.kind=fakes.lying_engines:ServesBaseUnderTheRightName", "engine.threads=1"],
+    )
+    with pytest.raises(AdapterError, match=r"engine-0 .*base model .*ckpt-3"):
+        await evaluate(plan, say=lambda _: None)
+    assert lines(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "RUN", "--output", "OUT"],
+        ["eval", "base", "RUN/checkpoints/ckpt-1", "--tournament", "--output", "OUT"],
+        ["play", "RUN"],
+        ["resample", "RUN"],
+        ["run", "--resume", "RUN"],
+    ],
+)
+def test_foreign_run_executes_none_of_its_code_unless_trusted(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    module = f"evil_{'_'.join(words[:2]).replace('-', '_').lower()}"
+    (tmp_path / f"{module}.py").write_text(PWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    env = f'num_players = 2\naction_extraction_fn = "{module}:read"'
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("num_players = 2", env))
+    (run / "games.jsonl").touch()
+    command = [word.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")) for word in words]
+    ended = CliRunner().invoke(app, command)
+    assert ended.exit_code == 1
+    assert f"action_extraction_fn = '{module}:read'" in ended.output and "--trust-config" in ended.output
+    assert not list(tmp_path.glob("*.ran"))
+    # An invalid key, so that nothing starts.
+    overrides = ["run.env_timeout_s=-1"] if words[0] == "run" else ["--set", "run.max_action_chars=-1"]
+    ended = CliRunner().invoke(app, [*command, *overrides, "--trust-config"])
+    assert ended.exit_code == 1
+    assert " = -1" in ended.output and "--trust-config" not in ended.output

@@ -1,0 +1,396 @@
+"""A killed run resumes from its newest intact checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fakes import runs
+from unstable_lite.config.reading import parse_config
+from unstable_lite.errors import UnstableError
+from unstable_lite.files import read_records
+from unstable_lite.orchestrator.checkpoint import newest_checkpoint, read_checkpoint, save_checkpoint
+from unstable_lite.tracking.run_directory import find_damage, replace_config, to_toml
+from unstable_lite.transport import codec
+from unstable_lite.types import Generation, Step
+
+LEAGUE = (
+    "run.checkpoint_every=2",
+    "run.num_eval_workers=0",
+    "league.opponent_sampling_strategy={ mirror = 0.4, lagged = 0.4, fixed = 0.2 }",
+    "league.opponent_lag=[1, 2]",
+)
+
+
+def games_of(state: dict[str, Any]) -> dict[str, int]:
+    models = state["registry"]["models"]
+    return dict(zip(models["uid"], models["games"], strict=True))
+
+
+def updates_of(directory: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "learner/loss" in line]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a run killed after about five updates; its newest checkpoint is ckpt-4."""
+    tmp_path = tmp_path_factory.mktemp("killed")
+    process = runs.start("run", runs.write_small(tmp_path), *LEAGUE, "run.learning_steps=10000")
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 5)
+    os.kill(process.pid, signal.SIGKILL)
+    runs.finish(process)
+    return runs.run_directory(tmp_path)
+
+
+@pytest.fixture
+def copy(killed: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(killed, tmp_path / "run", symlinks=True)
+
+
+def test_resumed_run_records_every_update_and_game_once(copy: Path) -> None:
+    newest = max(int(path.name.removeprefix("ckpt-")) for path in (copy / "checkpoints").glob("ckpt-*"))
+    state = json.loads((copy / "checkpoints" / f"ckpt-{newest}" / "league.json").read_text())
+    config = (copy / "config.toml").read_text()
+    early = {"label": "concurrent", "model": f"ckpt-{newest}", "step": newest, "n": 777}  # written before the kill
+    with (copy / "eval.jsonl").open("a") as file:
+        first = (copy / "eval.jsonl").read_text().splitlines()[0]
+        file.write(json.dumps(json.loads(first) | early) + "\n")
+    count = state["buffer"]["counters"]
+    last = newest + 3 + (count["added"] - count["taken"]) // 24  # more updates than the waiting steps allow
+    code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={last}")
+    assert code == 0, out + err
+    assert (copy / "config.toml").read_text() == config.replace("steps = 10000", f"steps = {last}") != config
+    assert (copy / f"config-{newest}.toml").read_text() == config
+    assert f"ckpt-{newest}" in out
+    updates = updates_of(copy)
+    assert [line["step"] for line in updates] == list(range(1, last + 1))
+    assert [line["learner/step"] for line in updates] == list(range(1, last + 1))
+    assert all(line["learner/staleness_max"] <= 8 for line in updates)
+    games = [record["game_idx"] for record in read_records(copy / "games.jsonl")]
+    assert len(games) == len(set(games))
+    league = [json.loads(line) for line in (copy / "league.jsonl").read_text().splitlines()]
+    assert sorted({line["step"] for line in league}) == list(range(last + 1))
+    assert updates[newest]["run/games"] >= state["tracker"]["games"]
+    events = EventAccumulator(str(copy / "tensorboard"), {"tensors": 0})  # 0 loads all events
+    events.Reload()
+    assert [event.step for event in events.Tensors("learner/loss")] == list(range(1, last + 1))
+    rated = games_of(state)
+    after = json.loads((copy / "checkpoints" / f"ckpt-{last}" / "league.json").read_text())
+    assert all(games >= rated.get(uid, 0) for uid, games in games_of(after).items())
+    assert games_of(after).keys() >= {f"ckpt-{n}" for n in range(1, last + 1)}
+    assert after["buffer"]["counters"]["added"] > count["added"]
+    evaluations = list(read_records(copy / "eval.jsonl"))
+    assert 777 not in [line["n"] for line in evaluations]
+    evaluations = [(line["label"], line["model"], line["env_id"]) for line in evaluations]
+    assert len(evaluations) == len(set(evaluations))
+    assert out.count("evaluation before") == 0
+
+
+@pytest.mark.nightly
+def test_resumed_run_may_change_opponents_and_opponent_sampler(copy: Path) -> None:
+    newest = max(int(path.name.removeprefix("ckpt-")) for path in (copy / "checkpoints").glob("ckpt-*"))
+    num_games = len([*read_records(copy / "games.jsonl")])
+    judge = '{ env_id="Nim-v0-train", num_players=2, prompt_template="tiny", fixed_opponent="scripted:optimal" }'
+    changes = (
+        "league.opponent_sampling_strategy=pfsp",
+        "league.fixed_opponents=['scripted:optimal']",
+        f"eval_envs=[{judge}]",
+        f"run.learning_steps={newest + 8}",
+    )
+    code, out, err = runs.run("run", "--resume", copy, *changes)
+    assert code == 0, out + err
+    assert "PrioritizedFictitiousModelSampler" in out
+    new_games = [*read_records(copy / "games.jsonl")][num_games + 24 :]  # without the games that were played again
+    met = {agent["model"] for game in new_games if game["kind"] == "train" for agent in game["agents"]}
+    assert "fixed-scripted:optimal" in met
+    assert "fixed-scripted:random" not in met
+    assert "pfsp" in (copy / "config.toml").read_text()
+
+
+def test_keys_that_shape_checkpoints_cannot_change_on_resume(copy: Path) -> None:
+    config = (copy / "config.toml").read_text()
+    code, _, err = runs.run("run", "--resume", copy, "algorithm=a2c", "buffer.kind=auto", "lora.lora_rank=4")
+    assert code == 1, err
+    assert re.search('algorithm = "a2c".*"reinforce"', err)
+    assert re.search(r"lora\.lora_rank = 4\b.*\b32\b", err)
+    assert "Traceback" not in err
+    assert (copy / "config.toml").read_text() == config
+
+
+@pytest.mark.nightly
+def test_engines_of_a_resumed_run_know_that_it_resumes(tmp_path: Path) -> None:
+    engine, steps = "engine.kind=fakes.told_engines:PrintsWhetherResumed", "run.learning_steps={}"
+    code, out, err = runs.run("run", runs.write_small(tmp_path), engine, steps.format(1), "run.eval_games=0")
+    assert code == 0 and "resumed: False" in out, out + err
+    code, out, err = runs.run("run", "--resume", runs.run_directory(tmp_path), steps.format(2))
+    assert code == 0 and "resumed: True" in out, out + err
+
+
+def test_pruned_run_can_be_resumed(copy: Path) -> None:
+    numbers = sorted(int(path.name.removeprefix("ckpt-")) for path in (copy / "checkpoints").glob("ckpt-*"))
+    code, out, err = runs.run("runs", "prune", copy, "--train-data", "--yes")
+    assert code == 0 and "freed" in out, out + err
+    kept = [path.name for path in (copy / "checkpoints").glob("ckpt-*")]
+    assert kept == [f"ckpt-{numbers[-1]}"]
+    code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={numbers[-1] + 1}", "run.eval_games=0")
+    assert code == 0, out + err
+    assert [line["step"] for line in updates_of(copy)] == list(range(1, numbers[-1] + 2))
+
+
+@pytest.mark.nightly
+def test_concurrent_evaluation_of_a_stopped_run_is_recorded_once(tmp_path: Path) -> None:
+    overrides = ("run.eval_games=0", "run.learning_steps=3", "learner.batch_size=96")
+    process = runs.start("run", runs.write_small(tmp_path), *overrides)
+    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/games.jsonl")))
+    directory = runs.run_directory(tmp_path)
+
+    def evaluated() -> list[str]:
+        games = [record for record in read_records(directory / "games.jsonl") if record["kind"] == "eval"]
+        return [agent["model"] for game in games for agent in game["agents"]]
+
+    runs.wait_for(lambda: evaluated().count("ckpt-1") >= 3)
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process)
+    assert code == 0, out + err
+    code, out, err = runs.run("run", "--resume", directory, "learner.batch_size=24")
+    assert code == 0, out + err
+    evaluations = [line["model"] for line in read_records(directory / "eval.jsonl")]
+    assert evaluations.count("ckpt-1") == 1
+    assert len(evaluations) == len(set(evaluations))
+
+
+@pytest.mark.nightly
+def test_resume_repeats_only_unfinished_parts_of_the_last_evaluation(tmp_path: Path) -> None:
+    small = runs.write_small(tmp_path)
+    first = small.read_text().partition("[[eval_envs]]")[2]
+    small.write_text(f"{small.read_text()}\n[[eval_envs]]{first.replace('Nim', 'TicTacToe')}")
+
+    def evaluations() -> list[tuple[str, int, str]]:
+        lines = [line for path in tmp_path.glob("outputs/*/*/eval.jsonl") for line in read_records(path)]
+        return [(line["label"], line["step"], line["env_id"]) for line in lines]
+
+    process = runs.start("run", small, "run.eval_games=60", "run.num_eval_workers=0", "run.learning_steps=1")
+    runs.wait_for(lambda: ("after", 1, "Nim-v0-train") in evaluations())
+    os.kill(process.pid, signal.SIGKILL)
+    runs.finish(process)
+    before = [("before", 0, "Nim-v0-train"), ("before", 0, "TicTacToe-v0-train")]
+    assert evaluations() == [*before, ("after", 1, "Nim-v0-train")]
+    directory = runs.run_directory(tmp_path)
+    code, out, err = runs.run("run", "--resume", directory)
+    assert code == 0, out + err
+    assert evaluations() == [*before, ("after", 1, "Nim-v0-train"), ("after", 1, "TicTacToe-v0-train")]
+    assert [line["step"] for line in updates_of(directory)] == [1]
+    code, _, err = runs.run("run", "--resume", directory)
+    assert (code, "1 updates" in err) == (1, True)
+
+
+@pytest.mark.nightly
+def test_actor_and_critic_resume_together(tmp_path: Path) -> None:
+    small = runs.write_small(tmp_path)
+    overrides = ("run.eval_games=0", "run.num_eval_workers=0", "run.checkpoint_every=1")
+    code, out, err = runs.run("run", small, "algorithm=a2c", *overrides, "run.learning_steps=1")
+    assert code == 0, out + err
+    directory = runs.run_directory(tmp_path)
+    assert find_damage(directory / "checkpoints" / "ckpt-1") is None
+    code, out, err = runs.run("run", "--resume", directory, "run.learning_steps=2")
+    assert code == 0, out + err
+    assert [line["learner/step"] for line in updates_of(directory)] == [1, 2]
+    head = directory / "checkpoints" / "ckpt-2" / "critic" / "value_head.safetensors"
+    head.write_bytes(head.read_bytes()[:-1])
+    assert find_damage(directory / "checkpoints" / "ckpt-2") is not None
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "learner.safetensors", "league.json", "waiting.msgpack"])
+def test_damaged_checkpoint_is_set_aside_and_the_previous_one_used(copy: Path, file: str) -> None:
+    newest, before = damage_newest(copy / "checkpoints", file)
+    logged: list[str] = []
+    assert newest_checkpoint(copy / "checkpoints", logged.append).name == f"ckpt-{before}"
+    assert len(logged) == 1
+    assert re.search(rf"ckpt-{newest}\b.*\b{re.escape(file)}\b.*damaged-ckpt-{newest}", logged[0])
+
+
+def test_directories_with_other_names_are_ignored(tmp_path: Path) -> None:
+    (tmp_path / "ckpt-9-best").mkdir()
+    (tmp_path / "ckpt-²").mkdir()
+    logged: list[str] = []
+    with pytest.raises(UnstableError, match="no checkpoint"):
+        newest_checkpoint(tmp_path, logged.append)
+    assert logged == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-9-best", "ckpt-²"]
+
+
+def test_resume_before_damaged_checkpoint_writes_it_again(copy: Path) -> None:
+    newest, before = damage_newest(copy / "checkpoints", "adapter_model.safetensors")
+    code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={newest}", "run.eval_games=0")
+    assert code == 0, out + err
+    assert f"damaged-ckpt-{newest}" in out
+    assert re.search(rf"\bafter update {before}\b", out)
+    assert [line["step"] for line in updates_of(copy)] == list(range(1, newest + 1))
+    assert find_damage(copy / "checkpoints" / f"ckpt-{newest}") is None
+
+
+def damage_newest(checkpoints: Path, file: str) -> tuple[int, int]:
+    """Flip a bit of `file` in the newest checkpoint; return the updates of the newest checkpoint and the one before."""
+    *_, before, newest = sorted(int(path.name.removeprefix("ckpt-")) for path in checkpoints.glob("ckpt-*"))
+    damaged = checkpoints / f"ckpt-{newest}" / file
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    return newest, before
+
+
+def test_run_without_an_intact_checkpoint_is_refused(copy: Path) -> None:
+    for path in (copy / "checkpoints").glob("ckpt-*"):
+        (path / "manifest.json").unlink()
+    code, out, err = runs.run("run", "--resume", copy)
+    assert code == 1
+    assert "manifest.json" in out
+    assert "no checkpoint" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("section", "content", "says"),
+    [
+        ("scheduler", None, "KeyError: 'scheduler'"),
+        (
+            "registry",
+            {"current": "unknown", "models": {}, "match_counts": [], "ratings": {}, "draws": {}},
+            "KeyError: 'unknown'",
+        ),
+    ],
+    ids=["before workers are started", "after"],
+)
+def test_checkpoint_with_unexpected_contents_ends_run_with_advice(
+    copy: Path, section: str, content: Any, says: str
+) -> None:
+    """The checksums are right: another program or version wrote the file."""
+    newest = max((copy / "checkpoints").glob("ckpt-*"), key=lambda path: int(path.name.removeprefix("ckpt-")))
+    state = json.loads((newest / "league.json").read_text())
+    del state[section]
+    write_with_checksum(newest, "league.json", json.dumps(state | ({section: content} if content else {})))
+    assert find_damage(newest) is None
+    code, _, err = runs.run("run", "--resume", copy)
+    assert code == 1
+    assert f"{newest}/league.json" in err
+    assert says in err
+    assert f"remove {newest}" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("name", "content"), [("league.json", "{"), ("waiting.msgpack", "[4, []]")])
+def test_unreadable_checkpoint_file_is_named(copy: Path, name: str, content: str) -> None:
+    newest = max((copy / "checkpoints").glob("ckpt-*"), key=lambda path: int(path.name.removeprefix("ckpt-")))
+    write_with_checksum(newest, name, content)
+    with pytest.raises(UnstableError, match=re.escape(name)):
+        read_checkpoint(newest)
+
+
+async def test_all_waiting_steps_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 1_200_000)  # instead of 1 GiB, which is too much for a test
+
+    async def save_learner(directory: Path) -> None:
+        (directory / "adapter_model.safetensors").write_bytes(b"weights")
+
+    generation = Generation(
+        prompt_ids=np.arange(9, dtype=np.int32),
+        completion_ids=np.array([1], np.int32),
+        logprobs=np.array([-0.5], np.float32),
+        text="a",
+        finish_reason="stop",
+        adapter_version=1,
+    )
+    chunks = [
+        [Step(pid=0, obs="x" * 400, act="a", reward=turn, env_id="E", generation=generation) for turn in range(size)]
+        for size in (1, 700, 999, 5, 0, 1500, 300)
+    ]
+    directory = await save_checkpoint(tmp_path, 1, {}, chunks, save_learner)
+    assert (directory / "waiting.msgpack").stat().st_size > 1_500_000
+    read = read_checkpoint(directory).waiting
+    assert [[step.reward for step in chunk] for chunk in read] == [list(range(len(chunk))) for chunk in chunks]
+
+
+def test_every_config_that_made_updates_is_kept(tmp_path: Path) -> None:
+    def learning_steps() -> dict[str, int]:
+        paths = sorted(tmp_path.glob("config*.toml"))
+        return {path.name: tomllib.loads(path.read_text())["run"]["learning_steps"] for path in paths}
+
+    config = parse_config(tomllib.loads(runs.SMALL))[0]
+    assert config is not None
+    (tmp_path / "config.toml").write_text(to_toml(config.model_dump(mode="json")))
+    for steps, update in ((3, 2), (10, 2), (20, 2), (20, 6), (30, 8)):
+        run = config.run.model_copy(update={"learning_steps": steps})
+        replace_config(tmp_path, config.model_copy(update={"run": run}), update)
+    assert learning_steps() == {"config-2.toml": 3, "config-8.toml": 20, "config.toml": 30}
+
+
+def write_with_checksum(checkpoint: Path, name: str, content: str) -> None:
+    (checkpoint / name).write_text(content)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest[name] = {"bytes": len(content), "sha256": hashlib.sha256(content.encode()).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_finished_running_or_missing_run_is_not_resumed(copy: Path, tmp_path: Path) -> None:
+    config = (copy / "config.toml").read_text()
+    code, _, err = runs.run("run", "--resume", copy, "run.learning_steps=1")
+    assert (code, "updates" in err) == (1, True)
+    assert (copy / "config.toml").read_text() == config
+    code, _, err = runs.run("run", "--resume", tmp_path)
+    assert (code, "config.toml" in err) == (1, True)
+    process = runs.start("run", "--resume", copy)
+    runs.wait_for(lambda: runs.children_of(process))
+    code, _, err = runs.run("run", "--resume", copy)
+    assert (code, "another process" in err) == (1, True)
+    process.kill()
+    runs.finish(process)
+
+
+KILLS = int(os.environ.get("UNSTABLE_LITE_KILLS", "2"))
+"""Number of kills; each takes half a minute."""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600 + 60 * KILLS)
+def test_kills_at_random_moments_leave_a_resumable_run(tmp_path: Path) -> None:
+    """The kills hit start-up, saves, evaluations and updates."""
+    chance = random.Random(5)
+    small = runs.write_small(tmp_path)
+    process = runs.start("run", small, *LEAGUE, "run.checkpoint_every=1", "run.learning_steps=10000")
+    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/checkpoints/ckpt-*")))
+    directory = runs.run_directory(tmp_path)
+    for kill in range(KILLS):
+        runs.wait_for(lambda: len(runs.children_of(process)) == 2)  # noqa: B023
+        children, before = runs.children_of(process), runs.num_updates(tmp_path)
+        if kill % 4 != 3:  # every fourth run is killed during its start
+            runs.wait_for(lambda: runs.num_updates(tmp_path) > before)  # noqa: B023
+        try:
+            process.wait(chance.uniform(0, 1))
+        except runs.subprocess.TimeoutExpired:
+            process.kill()
+        runs.finish(process)
+        runs.wait_for(lambda: runs.are_gone(children), 5)  # noqa: B023
+        process = runs.start("run", "--resume", directory)
+        runs.wait_for(lambda: runs.children_of(process))  # noqa: B023
+        assert len(runs.arenas_named(directory.name)) <= 1  # not the killed process's arena
+    process.send_signal(signal.SIGINT)
+    runs.finish(process)
+    code, out, err = runs.run("run", "--resume", directory, f"run.learning_steps={len(updates_of(directory)) + 2}")
+    assert code == 0, out + err
+    steps = [line["step"] for line in updates_of(directory)]
+    assert steps == list(range(1, len(steps) + 1))
+    games = [record["game_idx"] for record in read_records(directory / "games.jsonl")]
+    assert len(games) == len(set(games))

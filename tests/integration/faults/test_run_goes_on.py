@@ -1,0 +1,63 @@
+"""A whole run whose workers are killed repeatedly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fakes import runs
+
+pytestmark = pytest.mark.nightly
+
+
+def test_run_survives_worker_deaths_and_makes_every_update_once(tmp_path: Path) -> None:
+    process = runs.start(
+        "run", runs.write_small(tmp_path), "run.learning_steps=8", "run.restart_backoff_s=0.1", "run.num_eval_workers=0"
+    )
+    for num_updates, name in ((1, "engines"), (2, "learner"), (4, "engines"), (5, "learner")):
+        runs.wait_for(lambda: runs.num_updates(tmp_path) >= num_updates)  # noqa: B023
+        kill(process.pid, f"{name}.worker")
+    code, out, err = runs.finish(process)
+    assert code == 0, out + err
+    directory = runs.run_directory(tmp_path)
+    metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in metrics if "learner/loss" in line]
+    assert [line["step"] for line in updates] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [line["learner/step"] for line in updates] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert updates[-1]["run/void_games"] == 0
+    assert all(line["canary/mismatch"] < 0.1 for line in updates)
+    assert updates[-1]["run/alarms"] == 4
+    assert runs.arenas_named(directory.name) == []
+
+
+def test_engine_that_restarts_with_other_weights_ends_run(
+    tmp_path: Path,
+) -> None:
+    process = runs.start(
+        "run",
+        runs.write_small(tmp_path),
+        "engine.kind=fakes.lying_engines:ServesBaseAfterItsDeath",
+        "run.learning_steps=1000",
+        "run.eval_games=0",
+        "learner.learning_rate=1e-2",
+    )
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 2)
+    kill(process.pid, "engines.worker")
+    code, _, err = runs.finish(process)
+    assert code == 1
+    # Found at its restart, or at the next weight sync with more evidence.
+    assert "canary: engine-0" in err
+
+
+def kill(orchestrator: int, module: str) -> None:
+    """Kill the worker of `module` once it exists."""
+
+    def find() -> list[psutil.Process]:
+        children = psutil.Process(orchestrator).children(recursive=True)
+        return [child for child in children if any(module in part for part in child.cmdline())]
+
+    runs.wait_for(find)
+    find()[0].kill()

@@ -1,0 +1,117 @@
+"""A run's output is closed, full or limited to few characters; the run continues."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fakes import runs
+from unstable_lite.dashboards.terminal import TerminalInterface
+
+QUICK = ("run.learning_steps=1", "run.eval_games=0", "run.num_eval_workers=0")
+
+
+def saved(directory: Path) -> bool:
+    return (runs.run_directory(directory) / "checkpoints" / "ckpt-1" / "manifest.json").is_file()
+
+
+def test_run_whose_terminal_closes_saves_and_ends(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+
+    def in_terminal() -> None:
+        os.login_tty(theirs)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+
+    process = subprocess.Popen(
+        runs.command("run", runs.write_small(tmp_path), *QUICK[1:], "run.learning_steps=10000"),
+        preexec_fn=in_terminal,
+    )
+    os.close(theirs)
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 1)
+    children = runs.children_of(process)
+    os.close(ours)
+    process.wait(120)
+    directory = runs.run_directory(tmp_path)
+    assert (directory / "checkpoints" / "latest").resolve().name == f"ckpt-{runs.num_updates(tmp_path)}"
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    assert runs.arenas_named(directory.name) == []
+
+
+def test_run_survives_closed_pipe_and_under_nohup_a_closed_terminal(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        ["nohup", *runs.command("run", runs.write_small(tmp_path), *QUICK)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    runs.wait_for(lambda: runs.children_of(process))
+    process.send_signal(signal.SIGHUP)
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=240)
+    assert (process.returncode, err) == (0, "")
+    assert saved(tmp_path)
+
+
+def test_run_without_standard_streams_finishes(tmp_path: Path) -> None:
+    command = runs.command("run", runs.write_small(tmp_path), *QUICK)
+    assert subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], timeout=240).returncode == 0
+    assert saved(tmp_path)
+
+
+@pytest.mark.nightly
+def test_game_without_a_human_to_play_is_refused(tmp_path: Path) -> None:
+    command = runs.command("play", "scripted:random", "--config", runs.write_small(tmp_path), "--seat", "0")
+    ended = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (1, False)
+    assert "input has ended" in ended.stderr
+
+
+@pytest.mark.nightly
+def test_unwritable_summary_is_reported_with_the_run_directory(tmp_path: Path) -> None:
+    command = runs.command("run", runs.write_small(tmp_path), *QUICK)
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240)
+    assert ended.returncode == 1
+    assert str(runs.run_directory(tmp_path)) in ended.stderr
+    assert saved(tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [("envs",), ("run", "--help")], ids=["envs", "help"])
+def test_characters_missing_in_an_old_encoding_become_question_marks(arguments: tuple[str, ...]) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run(runs.command(*arguments), env=environment, capture_output=True, timeout=240)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert ended.stdout.isascii()
+
+
+def test_custom_script_may_print_in_an_old_encoding() -> None:
+    script = "from unstable_lite.dashboards.terminal import TerminalInterface as T; T().say('mean |Δ log p|')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.endswith("mean |? log p|\n")
+
+
+def test_closing_the_terminal_ends_no_run() -> None:
+    ours, theirs = pty.openpty()
+    file = os.fdopen(theirs, "w")
+    terminal = TerminalInterface(Console(file=file, force_terminal=True, highlight=False, markup=False))
+    terminal.start(3)
+    os.close(ours)
+    terminal.say("not seen")
+    with terminal.doing(lambda: "not seen either"):
+        terminal.show_update(1, 3, "")
+    terminal.stop()
+    assert terminal._live is None
+    with contextlib.suppress(OSError):
+        file.close()

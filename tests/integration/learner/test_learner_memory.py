@@ -1,0 +1,204 @@
+"""An update that runs out of memory is repeated in smaller micro-batches, as if it had never begun."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fakes.unrolled import is_equal, snapshot
+from unstable_lite.config import Config
+from unstable_lite.learner import worker
+from unstable_lite.learner.batching import length
+from unstable_lite.transport.messages import Failed, LoadLearner, Update, Updated
+from unstable_lite.transport.processes import WorkerProcess
+from unstable_lite.transport.rpc import Router, WorkerChannel
+from unstable_lite.transport.worker_main import WorkerSpec
+
+MakeLearner = Callable[..., Any]
+MakeItems = Callable[..., Any]
+
+ALGORITHMS = ["reinforce", "a2c", "ppo", "grpo"]
+TOO_MUCH = 1 << 60
+"""Number of bytes beyond any allocator."""
+
+
+def starve(learner: Any, is_too_large: Callable[[int], bool]) -> None:
+    """Run out of memory within a training pass over too many tokens, after dropout has drawn random numbers."""
+
+    def allocate(layer: Any, args: Any) -> None:
+        if layer.training and is_too_large(args[0].shape[:2].numel()):
+            torch.empty(TOO_MUCH)
+
+    learner.policy._base.model.layers[-1].register_forward_pre_hook(allocate)
+
+
+def once(condition: Callable[[int], bool]) -> Callable[[int], bool]:
+    """Return a condition that holds the first time that `condition` does, and never again."""
+    left = iter([True])
+    return lambda size: condition(size) and next(left, False)
+
+
+def update(tmp_path: Path, items: Any, version: int = 1) -> Update:
+    paths = {"path": str(tmp_path / f"v{version}"), "state_path": str(tmp_path / f"learner-{version}")}
+    return Update(request_id=version, items=tuple(items), version=version, **paths)
+
+
+@pytest.mark.parametrize(("algorithm", "num_before"), [("ppo", 0), *((algorithm, 1) for algorithm in ALGORITHMS)])
+def test_update_after_oom_equals_one_with_smaller_micro_batches(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str, num_before: int
+) -> None:
+    """Dropout and shuffling draw the same numbers again, so that the result is equal bit for bit."""
+    items = make_items(8, turns=2)
+    longest = max(map(length, items))
+    settings: dict[str, Any] = {"lora": {"lora_dropout": 0.2}}
+    steps = {"ppo_epochs": 2}
+    starved = make_learner(algorithm, learner=steps, **settings)
+    modest = make_learner(algorithm, learner=steps | {"max_tokens_per_micro_batch": 4 * longest}, **settings)
+    replies = []
+    for learner, place in ((starved, tmp_path / "starved"), (modest, tmp_path / "modest")):
+        place.mkdir()
+        one = worker._Worker(learner, learner.training.config)
+        torch.manual_seed(7)
+        for version in range(1, num_before + 1):
+            learner.policy.max_tokens_per_micro_batch = 4 * longest
+            one.answer(update(place, items, version))
+        if learner is starved:
+            learner.policy.max_tokens_per_micro_batch = 16384
+            starve(learner, lambda size: size > 4 * longest)
+        replies.append(one.answer(update(place, items, num_before + 1)))
+    starved_reply, expected = replies
+    assert isinstance(starved_reply, Updated)
+    assert isinstance(expected, Updated)
+    assert is_equal(snapshot(starved), snapshot(modest))
+    assert (starved_reply.metrics["oom_retries"], expected.metrics["oom_retries"]) == (1, 0)
+    assert starved_reply.metrics["max_tokens_per_micro_batch"] == 4 * longest
+    apart = ("oom_retries", "seconds", "tokens_per_s")
+    assert {k: v for k, v in starved_reply.metrics.items() if k not in apart} == {
+        k: v for k, v in expected.metrics.items() if k not in apart
+    }
+    assert not list((tmp_path / "starved").glob("*.before"))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_oom_within_an_optimizer_step_is_rolled_back(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
+) -> None:
+    items = make_items(8, turns=2)
+    starved, modest = (make_learner(algorithm) for _ in range(2))
+    is_too_much = once(lambda _: True)
+
+    def allocate(*_: object) -> None:
+        if is_too_much(0):
+            torch.empty(TOO_MUCH)
+
+    starved.training.optimizer.register_step_post_hook(allocate)  # after parameters and moments have changed
+    for learner, place in ((starved, tmp_path / "starved"), (modest, tmp_path / "modest")):
+        place.mkdir()
+        torch.manual_seed(7)
+        reply = worker._Worker(learner, learner.training.config).answer(update(place, items))
+        assert isinstance(reply, Updated)
+        modest.policy.max_tokens_per_micro_batch = starved.policy.max_tokens_per_micro_batch
+    assert is_equal(snapshot(starved), snapshot(modest))
+
+
+def test_critic_out_of_memory_evaluates_fewer_prompts_at_once(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
+) -> None:
+    """The size of its training micro-batches does not matter."""
+    learner, items = make_learner("a2c", learner={"mini_batch_size": 1}), make_items(8, turns=2)
+    most = 3 * max(map(length, items))
+
+    def allocate(layer: Any, args: Any) -> None:
+        if not layer.training and args[0].shape[:2].numel() > most:
+            torch.empty(TOO_MUCH)
+
+    learner.policy._base.model.layers[-1].register_forward_pre_hook(allocate)
+    reply = worker._Worker(learner, learner.training.config).answer(update(tmp_path, items))
+    assert isinstance(reply, Updated), reply
+    assert reply.metrics["oom_retries"] >= 1
+
+
+def test_reduced_batch_size_is_kept_for_later_updates_and_restarts(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
+) -> None:
+    learner, successor = (make_learner() for _ in range(2))
+    items = make_items(8)
+    starve(learner, lambda size: size > 60)
+    one = worker._Worker(learner, learner.training.config)
+    first, second = (one.answer(update(tmp_path, items, version)) for version in (1, 2))
+    assert isinstance(first, Updated)
+    assert isinstance(second, Updated)
+    tokens = first.metrics["max_tokens_per_micro_batch"]
+    assert first.metrics["oom_retries"] >= 1
+    assert second.metrics["oom_retries"] == first.metrics["oom_retries"], "it must not run out again"
+    another = worker._Worker(successor, successor.training.config)
+    another.answer(LoadLearner(request_id=9, path=str(tmp_path / "learner-2")))
+    third = another.answer(update(tmp_path, items, 3))
+    assert isinstance(third, Updated)
+    assert third.metrics["max_tokens_per_micro_batch"] == tokens
+    assert third.metrics["oom_retries"] == first.metrics["oom_retries"]
+
+
+def test_single_sequence_that_does_not_fit_fails_with_advice(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
+) -> None:
+    learner, items = make_learner(), make_items(8)
+    starve(learner, lambda size: True)
+    before = snapshot(learner)
+    reply = worker._Worker(learner, learner.training.config).answer(update(tmp_path, items))
+    assert isinstance(reply, Failed)
+    assert f"{max(map(length, items))} tokens" in reply.error
+    assert "learner.max_train_len" in reply.error
+    assert is_equal(before, snapshot(learner))
+
+
+def test_other_errors_are_not_taken_for_oom(make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path) -> None:
+    learner = make_learner()
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("shapes do not fit")
+
+    learner.policy._base.model.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        worker._Worker(learner, learner.training.config).answer(update(tmp_path, make_items(2)))
+
+
+@pytest.fixture
+async def starved_process(tmp_path: Path, make_config: Callable[..., Config]) -> AsyncIterator[WorkerProcess]:
+    (tmp_path / "bus").mkdir()
+    router = Router(tmp_path / "bus")
+    flags = {"activation_checkpointing": False, "max_tokens_per_micro_batch": 10**6}
+    config = make_config("fakes.starved_learners:Starved", learner=flags)
+    spec = WorkerSpec(
+        name="learner", endpoint=router.endpoint, device="cpu", threads=1, config_json=config.model_dump_json()
+    )
+    process = WorkerProcess(
+        WorkerChannel(router, "learner"), tmp_path / "log", "unstable_lite.learner.worker", spec, {}
+    )
+    await process.start()
+    await process.ready(120)
+    yield process
+    await process.stop()
+    router.close()
+
+
+@pytest.mark.nightly
+async def test_learner_within_a_system_limit_finds_a_fitting_size(
+    starved_process: WorkerProcess, make_items: MakeItems, tmp_path: Path
+) -> None:
+    """RLIMIT_AS leaves the process less than the whole batch at once would take."""
+    items = [replace(item, prompt_ids=np.resize(item.prompt_ids, 200)) for item in make_items(256)]
+    message = update(tmp_path, items)
+    fields = {"items": message.items, "version": 1, "path": message.path, "state_path": message.state_path}
+    updated: Updated = await starved_process.channel.ask(Update, 120, **fields)
+    assert updated.skipped is None
+    assert updated.metrics["oom_retries"] >= 1
+    assert updated.metrics["max_tokens_per_micro_batch"] < sum(map(length, items))
+    assert (tmp_path / "v1").is_dir()
+    assert "out of memory" in (tmp_path / "log").read_text()

@@ -1,0 +1,236 @@
+"""A GGUF file is converted into a model directory once; if that fails, there is one clear message and no file left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fakes import runs
+from unstable_lite.dashboards.report.tokens import find_tokenizer
+from unstable_lite.errors import ModelError
+from unstable_lite.models import gguf_cache, has_chat_template, resolve_model
+from unstable_lite.planning.memory import shape_of
+
+WIDTH, INNER, HEADS, LAYERS = 32, 64, 2, 2
+TEMPLATE = "{% for message in messages %}<s>{{ message['content'] }}</s>{% endfor %}"
+
+
+def write_gguf(path: Path, architecture: str = "llama") -> None:
+    """Write a llama of random weights with a byte-level tokenizer of 260 tokens."""
+    rng = np.random.default_rng(0)
+    alphabet = [chr(n) for n in range(33, 127)] + [chr(n) for n in (*range(161, 173), *range(174, 256))]
+    alphabet += [chr(256 + n) for n in range(256 - len(alphabet))]
+    tokens = ["<s>", "</s>", *alphabet, "ab", "cd"]
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(512)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_rope_dimension_count(WIDTH // HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (len(tokens) - 2))
+    writer.add_token_merges(["a b", "c d"])  # transformers 5.6 reads a list of one merge wrongly
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_chat_template(TEMPLATE)
+
+    def add(name: str, *shape: int) -> None:
+        writer.add_tensor(name, rng.normal(0, 0.05, shape).astype(np.float32))
+
+    add("token_embd.weight", len(tokens), WIDTH)
+    add("output.weight", len(tokens), WIDTH)
+    add("output_norm.weight", WIDTH)
+    for layer in range(LAYERS):
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            add(f"blk.{layer}.{name}.weight", WIDTH, WIDTH)
+        for name, *shape in (("ffn_gate", INNER, WIDTH), ("ffn_up", INNER, WIDTH), ("ffn_down", WIDTH, INNER)):
+            add(f"blk.{layer}.{name}.weight", *shape)
+        for name in ("attn_norm", "ffn_norm"):
+            add(f"blk.{layer}.{name}.weight", WIDTH)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def whole_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    write_gguf(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def filled_cache(whole_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a cache directory in which two processes converted `whole_file` at the same time."""
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        first, second = threads.map(resolve_model, [str(whole_file)] * 2)
+    assert first == second
+    return cache
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def left_in(cache: Path) -> list[Path]:
+    return [*cache.glob("unstable_lite/gguf/*"), *cache.glob("unstable_lite/gguf/.*")]
+
+
+def test_converted_model_is_the_one_in_the_file(
+    whole_file: Path, filled_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(filled_cache))
+    directory = Path(resolve_model(str(whole_file)))
+    assert capfd.readouterr().err == ""  # already converted
+    assert left_in(filled_cache) == [directory]  # neither process left anything else
+    shape = shape_of(str(whole_file))
+    assert shape is not None and (shape.hidden, shape.layers, shape.vocab_size) == (WIDTH, LAYERS, 260)
+    assert has_chat_template(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    assert tokenizer.decode(tokenizer("Play [3]!", add_special_tokens=False).input_ids) == "Play [3]!"
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert (model.dtype, model.config.architectures) == (torch.bfloat16, ["LlamaForCausalLM"])
+    assert getattr(model.config, "quantization_config", None) is None
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(whole_file).tensors}
+    for name, weight in (
+        ("token_embd.weight", model.get_input_embeddings().weight),
+        ("blk.1.ffn_down.weight", model.model.layers[1].mlp.down_proj.weight),
+    ):
+        assert torch.equal(weight, torch.from_numpy(tensors[name].copy()).to(torch.bfloat16))
+
+
+@pytest.mark.nightly
+def test_check_run_and_resume_accept_the_file_as_any_model(
+    whole_file: Path, filled_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(filled_cache))
+    config = runs.write_small(tmp_path)
+    model, steps = f'model_name="{whole_file}"', "run.learning_steps=1"
+    code, out, err = runs.run("check", config, model)
+    assert (code, err) == (0, ""), err
+    assert str(whole_file) in out
+    code, _, err = runs.run("run", config, model, steps, "run.eval_games=0")
+    assert code == 0, err
+    directory = runs.run_directory(tmp_path)
+    assert str(whole_file) in (directory / "config.toml").read_text()
+    code, _, err = runs.run("run", "--resume", directory, "run.learning_steps=2")
+    assert code == 0, err
+    assert (directory / "checkpoints" / "ckpt-2").is_dir()
+    assert find_tokenizer(str(whole_file)) is not None
+    assert len(left_in(filled_cache)) == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", ["eval", "play", "sft"])
+def test_every_other_command_accepts_the_file_as_any_model(
+    whole_file: Path, filled_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(filled_cache))
+    config, output = runs.write_small(tmp_path), tmp_path / "out"
+    settings = [f'model_name="{whole_file}"', "engine.max_generation_len=16"]
+    if command == "sft":
+        sft = ['sft.players=["scripted:random"]', "sft.pairs=8", "sft.epochs=1", f'sft.output="{output}"']
+        arguments = [str(config), *settings, *sft]
+    else:
+        arguments = ["base", "--config", str(config), *(word for each in settings for word in ("--set", each))]
+        arguments += ["--seat", "0"] if command == "play" else ["--output", str(output), "--games", "2"]
+    done = subprocess.run(
+        runs.command(command, *arguments), input="[0 9]\n", capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if command == "play":
+        assert "player 0, you: loss by an invalid move (-1)" in done.stdout
+    else:
+        made = {"eval": "table.csv", "sft": "adapter_model.safetensors"}[command]
+        assert list(output.rglob(made)), sorted(output.rglob("*"))
+    assert len(left_in(filled_cache)) == 1
+
+
+def test_changed_file_is_another_model_and_a_report_converts_nothing(
+    whole_file: Path, filled_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(filled_cache))
+    path = tmp_path / "small.gguf"
+    shutil.copy(whole_file, path)
+    assert resolve_model(str(path)) == resolve_model(str(whole_file))  # the content counts
+    with path.open("ab") as file:
+        file.write(b"\0")
+    assert find_tokenizer(str(path)) is None
+    assert len(left_in(filled_cache)) == 1
+
+
+def test_leftovers_of_a_killed_conversion_are_removed_by_the_next(
+    whole_file: Path, cache: Path, tmp_path: Path
+) -> None:
+    old, new = (cache / "unstable_lite" / "gguf" / f".small-{name}" for name in ("old", "new"))
+    for left_behind in (old, new):
+        left_behind.mkdir(parents=True)
+        (left_behind / "model.safetensors").write_bytes(b"half")
+    os.utime(old, (0, 0))
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(whole_file.read_bytes()[:100])
+    with pytest.raises(ModelError):
+        resolve_model(str(path))
+    assert set(left_in(cache)) == {new}  # another process may be using it
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.9])
+def test_truncated_file_gives_one_message(whole_file: Path, cache: Path, tmp_path: Path, share: float) -> None:
+    path = tmp_path / "cut.gguf"
+    content = whole_file.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ModelError, match=r"cut\.gguf"):
+        resolve_model(str(path))
+    assert left_in(cache) == []
+
+
+def test_unsupported_architecture_gives_one_message_in_check(cache: Path, tmp_path: Path) -> None:
+    path = tmp_path / "odd.gguf"
+    write_gguf(path, architecture="oddly")
+    code, _, err = runs.run("check", runs.write_small(tmp_path), f'model_name="{path}"')
+    assert code != 0
+    problems = [line for line in err.splitlines() if line.startswith("error:")]
+    assert len(problems) == 1 and "odd.gguf" in problems[0] and "oddly" in problems[0], err
+    assert "Traceback" not in err
+    assert left_in(cache) == []
+
+
+def test_missing_file_gives_one_message(cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="No such file"):
+        resolve_model(str(tmp_path / "none.gguf"))
+    assert not cache.exists()
+
+
+def test_missing_package_is_named(whole_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_cache.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install 'unstable-lite\[gguf\]'"):
+        resolve_model(str(whole_file))
+    assert not cache.exists()
+
+
+def test_resolving_loads_no_torch(whole_file: Path, filled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(filled_cache))
+    code = f"import sys\nfrom unstable_lite.models import resolve_model\nresolve_model({str(whole_file)!r})\n"
+    code += "print({'torch', 'transformers', 'gguf'} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert loaded.stdout == "set()\n"

@@ -1,0 +1,210 @@
+"""The computed memory, compared with the allocated memory and with the table in docs/gpus.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from bench.allocations import peak_bytes
+from fakes import runs
+from unstable_lite.config import Config
+from unstable_lite.config.training import EngineConfig, LearnerConfig, LoraConfig
+from unstable_lite.learner import batching
+from unstable_lite.learner.model import Policy
+from unstable_lite.planning import memory
+from unstable_lite.types import TrainItem
+
+GPUS = Path(__file__).parents[3] / "docs" / "gpus.md"
+WIDE = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+DEEP = {"hidden_size": 96, "intermediate_size": 384, "num_attention_heads": 6, "num_key_value_heads": 3}
+
+
+def make_policy(directory: Path, shape: dict[str, int], layers: int, vocab_size: int, **learner: Any) -> Policy:
+    config = Qwen3Config(
+        **shape,
+        num_hidden_layers=layers,
+        head_dim=32,
+        vocab_size=vocab_size,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    return Policy(config_of(directory, **learner), "cpu")
+
+
+def config_of(directory: Path, **learner: Any) -> Config:
+    env = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2}
+    return Config.model_validate(
+        {"model_name": str(directory), "train_envs": [env], "learner": learner, "lora": {"lora_rank": 16}}
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("is_checkpointed", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "layers", "vocab_size"), [(WIDE, 3, 400), (DEEP, 8, 400), (DEEP, 2, 30_000)], ids=["wide", "deep", "head"]
+)
+def test_computed_memory_of_an_update_matches_the_allocated(
+    tmp_path: Path, dtype: str, is_checkpointed: bool, shape: dict[str, int], layers: int, vocab_size: int
+) -> None:
+    learner = {
+        "dtype": dtype,
+        "activation_checkpointing": is_checkpointed,
+        "logits_chunk_tokens": 256,
+    }
+    policy = make_policy(tmp_path, shape, layers, vocab_size, **learner)
+    ids = np.arange(600, dtype=np.int32) % 400
+    item = TrainItem(
+        prompt_ids=ids[:200],
+        completion_ids=ids[200:],
+        logprobs=np.zeros(400, np.float32),
+        reward=1.0,
+        adapter_version=0,
+        trajectory=0,
+    )
+    batch = batching.pad([item, item])
+
+    def update() -> None:
+        logp_N, _ = policy.logprobs(batch)
+        (-logp_N.sum() / 1000).backward()
+
+    update()  # allocates the gradients
+    config = config_of(tmp_path, **learner)
+    found = memory.shape_of(str(tmp_path))
+    assert found is not None
+    computed = memory.learner_memory(found, config.learner, config.lora, is_bfloat16=dtype == "bfloat16")
+    activations = computed.total(batch.tokens_BT.numel()) - computed.base - computed.adapter
+    assert activations == pytest.approx(peak_bytes(update), rel=0.2)
+
+
+def test_computed_parameter_counts_match_the_model(tmp_path: Path) -> None:
+    policy = make_policy(tmp_path, WIDE, 3, 400, dtype="float32")
+    shape = memory.shape_of(str(tmp_path))
+    assert shape is not None
+    lora = config_of(tmp_path).lora
+    assert shape.lora_parameters(lora) == sum(parameter.numel() for parameter in policy.parameters.values())
+    assert shape.base_parameters == pytest.approx(policy.num_base_parameters, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({}, 4 * 16),
+        ({"num_key_value_heads": None}, 4 * 16),  # one for each query head
+        ({"num_key_value_heads": 2}, 2 * 16),
+        ({"head_dim": None}, 4 * 8),
+        ({"num_attention_heads": None}, None),
+        ({"num_hidden_layers": "3"}, None),
+    ],
+)
+def test_optional_sizes_have_defaults_and_required_ones_are_needed(
+    tmp_path: Path, changes: dict[str, Any], keys: int | None
+) -> None:
+    config = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3}
+    whole = {**config, "vocab_size": 300, "head_dim": 16, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    shape = memory.shape_of(str(tmp_path))
+    assert (None if shape is None else shape.keys) == keys
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen3-0.6B", 0.60),
+        ("Qwen/Qwen3-1.7B-Base", 1.72),
+        ("Qwen/Qwen3-4B", 4.02),
+        ("Qwen/Qwen3-8B", 8.19),
+        ("Qwen/Qwen3-14B", 14.77),
+        ("meta-llama/Llama-3.2-1B-Instruct", 1.24),
+        ("meta-llama/Llama-3.2-3B", 3.21),
+        ("meta-llama/Llama-3.1-8B", 8.03),
+        ("google/gemma-3-1b-pt", 1.00),
+    ],
+)
+def test_known_shapes_have_their_published_number_of_parameters(name: str, billions: float) -> None:
+    shape = memory.shape_of(name)
+    assert shape is not None
+    assert shape.base_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_largest_micro_batch_fits_and_one_more_token_does_not() -> None:
+    for name, shape in memory.KNOWN_SHAPES.items():
+        for is_checkpointed in (True, False):
+            learner = LearnerConfig(activation_checkpointing=is_checkpointed)
+            needed = memory.learner_memory(shape, learner, LoraConfig())
+            limit = 80 * memory.GIB
+            tokens = needed.longest(limit)
+            assert needed.total(tokens) <= limit < needed.total(tokens + 1), name
+    small = memory.learner_memory(memory.KNOWN_SHAPES["Qwen/Qwen3-14B"], LearnerConfig(), LoraConfig())
+    assert small.longest(8 * memory.GIB) == 0
+
+
+def test_sharded_base_is_divided_by_the_ranks() -> None:
+    shape = memory.KNOWN_SHAPES["Qwen/Qwen3-14B"]
+    whole = memory.learner_memory(shape, LearnerConfig(), LoraConfig(), num_ranks=4)
+    sharded = memory.learner_memory(shape, LearnerConfig(shard_base=True), LoraConfig(), num_ranks=4)
+    alone = memory.learner_memory(shape, LearnerConfig(shard_base=True), LoraConfig())
+    assert alone == whole, "a single rank has nothing to divide"
+    assert (whole.base, whole.lent) == (2 * shape.base_parameters, 0)
+    assert 4 * sharded.base == pytest.approx(whole.base, abs=4)
+    one_layer = 2 * sum(rows * columns for rows, columns in shape.linear_layers.values())
+    assert sharded.lent > 2 * shape.vocab_size * shape.hidden * 2 + one_layer
+    limit = 40 * memory.GIB
+    tokens = sharded.longest(limit)
+    assert tokens > whole.longest(limit)
+    assert sharded.total(tokens) <= limit < sharded.total(tokens + 1)
+    assert sharded.adapter == whole.adapter
+
+
+def test_check_memory_divides_a_sharded_base_by_its_ranks(tmp_path: Path) -> None:
+    ranks = 'learner.devices=["cpu", "cpu", "cpu", "cpu"]'
+    outputs = []
+    for overrides in ((ranks,), (ranks, "learner.shard_base=true")):
+        code, out, err = runs.run("check", runs.write_small(tmp_path), *overrides, "--memory", "Qwen/Qwen3-4B", "24")
+        assert (code, err) == (0, "")
+        outputs.append(out)
+    assert "7.49 GiB\n" in outputs[0] and "lent" not in outputs[0]
+    assert "1.87 GiB" in outputs[1]
+    assert "lent" in outputs[1] or "ranks" in outputs[1]
+
+
+def test_keys_and_values_are_counted_as_the_engine_stores_them() -> None:
+    engine = memory.engine_memory(memory.KNOWN_SHAPES["Qwen/Qwen3-1.7B"], EngineConfig(), LoraConfig())
+    assert engine.kv_per_token == 2 * 2 * 28 * 8 * 128  # keys and values, 16 bits, 28 layers, 8 heads of 128
+
+
+def test_critic_counts_as_a_second_adapter() -> None:
+    shape = memory.KNOWN_SHAPES["Qwen/Qwen3-1.7B"]
+    alone = memory.learner_memory(shape, LearnerConfig(), LoraConfig())
+    both = memory.learner_memory(shape, LearnerConfig(), LoraConfig(), has_critic=True)
+    assert both.total(0) - alone.total(0) == alone.adapter == 16 * shape.lora_parameters(LoraConfig())
+
+
+def test_check_memory_works_with_and_without_a_config(tmp_path: Path) -> None:
+    code, out, err = runs.run("check", "--memory", "Qwen/Qwen3-1.7B-Base", "24")
+    assert (code, err) == (0, "")
+    assert "24 GiB" in out
+    code, small, _ = runs.run("check", runs.write_small(tmp_path), "--memory", "Qwen/Qwen3-1.7B-Base", "24")
+    assert code == 0
+    assert small != out
+    code, _, err = runs.run("check", "--memory", "unknown/model", "24")
+    assert code == 1
+    assert "unknown/model" in err
+
+
+@pytest.mark.parametrize(("dtype", "base"), [("auto", "7.49"), ("bfloat16", "7.49"), ("float32", "14.98")])
+def test_check_memory_counts_the_base_in_the_learner_dtype(tmp_path: Path, dtype: str, base: str) -> None:
+    rows = dict(memory.describe("Qwen/Qwen3-4B", 80, config_of(tmp_path, dtype=dtype)))
+    assert rows["learner: frozen base"] == f"{base} GiB"
+
+
+def test_table_in_the_docs_matches_the_computation() -> None:
+    rows = memory.table(["Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B"], [16, 24, 48, 80, 141])
+    text = GPUS.read_text()
+    for row in rows:
+        assert f"| {' | '.join(row)} |" in text

@@ -1,0 +1,125 @@
+"""Alarms in whole runs with real causes, and each of the three actions."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes import runs
+from unstable_lite.tracking.run_directory import find_damage
+
+CONSTANT = (
+    "engine.kind=scripted",
+    'engine.replies=["[0][0][0][0][0] \\\\boxed{[0]}"]',
+    "engine.max_generation_len=64",
+    "algorithm=grpo",
+    "run.group_size=4",
+    "learner.ppo_epochs=1",
+    "learner.batch_size=8",
+    "run.eval_games=0",
+    "run.num_eval_workers=0",
+    "run.checkpoint_every=1000",
+    "learner.canary_tolerance=1e9",
+    "alarms.mismatch.action=off",
+    'alarms.identical={ updates = 1, action = "warn" }',
+    'alarms.repetition={ updates = 2, action = "pause", threshold = 0.3 }',
+    'alarms.zero_advantage={ updates = 4, action = "stop" }',
+)
+
+
+def updates_of(directory: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "learner/loss" in line]
+
+
+def test_policy_that_repeats_itself_warns_pauses_and_stops_the_run(tmp_path: Path) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), *CONSTANT, "run.learning_steps=1000")
+    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/PAUSED")))
+    directory = runs.run_directory(tmp_path)
+    assert re.search(r"update 2\b.*repetition", (directory / "PAUSED").read_text())
+    assert [line["step"] for line in updates_of(directory)] == [1, 2]
+    assert find_damage(directory / "checkpoints" / "ckpt-2") is None
+    (directory / "PAUSED").unlink()
+    code, out, err = runs.finish(process)
+    assert code == 1
+    assert [line["step"] for line in updates_of(directory)] == [1, 2, 3, 4]
+    assert re.search(r"update 1: identical: 100\.0% of 8 .*95%", out)
+    assert re.search(r"(?i)\bpaused\b.*\bupdate 2\b", out)
+    assert re.search(r"zero_advantage: 100\.0% of 8\b", err)
+    assert f"{directory / 'checkpoints' / 'ckpt-4'}" in err
+    assert find_damage(directory / "checkpoints" / "ckpt-4") is None
+    last = updates_of(directory)[-1]
+    assert {name: last[f"alarms/{name}"] for name in ("identical", "repetition", "zero_advantage", "skipped")} == {
+        "identical": 1,
+        "repetition": 1,
+        "zero_advantage": 1,
+        "skipped": 0,
+    }
+
+
+@pytest.mark.nightly
+def test_paused_run_that_cannot_save_reports_it(tmp_path: Path) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), *CONSTANT, "run.learning_steps=1000")
+    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/checkpoints")))
+    directory = runs.run_directory(tmp_path)
+    in_the_way = directory / "checkpoints" / "ckpt-2" / "in the way"
+    in_the_way.mkdir(parents=True)
+    runs.wait_for((directory / "PAUSED").exists)
+    text = (directory / "PAUSED").read_text()
+    assert re.search(r"(?i)update 2\b.*\bnot\b.*no checkpoint", text)
+    in_the_way.rmdir()
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process)
+    assert code == 0, out + err
+    assert find_damage(directory / "checkpoints" / "ckpt-2") is None
+
+
+@pytest.mark.nightly
+def test_run_without_steps_pauses_and_can_be_stopped(
+    tmp_path: Path,
+) -> None:
+    process = runs.start(
+        "run",
+        runs.write_small(tmp_path),
+        "engine.kind=scripted",
+        'engine.replies=["\\\\boxed{[0 1]}"]',
+        "learner.canary_tolerance=1e9",
+        "run.eval_games=0",
+        "run.num_eval_workers=0",
+        "run.filter_opponent_invalid=true",
+        'league.fixed_opponents=["fakes.rude_player:Rude"]',
+        "league.opponent_sampling_strategy=fixed",
+        'alarms.starved={ threshold = 0.5, action = "pause" }',
+    )
+    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/PAUSED")))
+    directory = runs.run_directory(tmp_path)
+    text = (directory / "PAUSED").read_text()
+    assert re.search(r"update 0\b.*starved", text)
+    assert "No checkpoint exists yet." in text
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process)
+    assert code == 0, out + err
+    assert not (directory / "PAUSED").exists()
+    assert updates_of(directory) == []
+
+
+@pytest.mark.nightly
+def test_collapsed_run_reports_the_collapse_and_its_best_policy(tmp_path: Path) -> None:
+    code, out, err = runs.run(
+        "run",
+        runs.write_small(tmp_path),
+        "learner.learning_rate=100",  # two such steps destroy the base's abilities
+        "learner.canary_tolerance=1e9",
+        "run.learning_steps=2",
+        "run.eval_games=60",
+        "run.num_eval_workers=0",
+    )
+    assert code == 0, out + err
+    assert re.search(r"update 2: collapse: .*Nim-v0-train.*scripted:random.*ckpt-2 ", out)
+    (collapsed,) = [line for line in out.splitlines() if line.startswith("collapsed: ")]
+    assert "base " in collapsed

@@ -1,0 +1,58 @@
+"""Real runs of the algorithms with a critic: small model, real games, real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from fakes.runs import run, undocumented_metrics, write_small
+
+pytestmark = pytest.mark.nightly
+OFF = ("run.eval_games=0", "run.num_eval_workers=0", "learner.critic_learning_rate=1e-3")
+
+
+def metrics_of(directory: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "learner/loss" in line]
+
+
+def directory_of(tmp_path: Path, name: str) -> Path:
+    (found,) = (tmp_path / "outputs").glob(f"*/*{name}")
+    return found
+
+
+def test_ppo_continues_from_the_adapter_and_critic_of_an_a2c_run(tmp_path: Path) -> None:
+    config = write_small(tmp_path)
+    warm_up = ("learner.critic_warmup_updates=1", "run.checkpoint_every=1", "run.learning_steps=2")
+    code, out, err = run("run", config, "algorithm=a2c", "run.name=first", *OFF, *warm_up)
+    assert code == 0, out + err
+    first = directory_of(tmp_path, "first")
+    updates = metrics_of(first)
+    assert [update["learner/step"] for update in updates] == [1, 2]
+    for update in updates:
+        assert update["learner/num_steps"] >= 24
+        assert {"learner/value_loss", "learner/value_mae", "learner/explained_variance"} <= update.keys()
+    checkpoints = [first / "checkpoints" / f"ckpt-{update}" for update in (1, 2)]
+    adapters = [safetensors.numpy.load_file(path / "adapter_model.safetensors") for path in checkpoints]
+    critics = [safetensors.numpy.load_file(path / "critic/adapter_model.safetensors") for path in checkpoints]
+    assert not any(
+        np.any(tensor) for name, tensor in adapters[0].items() if "lora_B" in name
+    )  # only the critic was trained
+    assert any(np.any(tensor) for name, tensor in adapters[1].items() if "lora_B" in name)
+    assert any(not np.array_equal(critics[0][name], critics[1][name]) for name in critics[0])
+
+    start = (f"lora.initial_lora_path={checkpoints[1]}", f"lora.initial_critic_path={checkpoints[1] / 'critic'}")
+    steps = ("learner.ppo_epochs=2", "learner.ppo_minibatches=2", "run.learning_steps=2")
+    code, out, err = run("run", config, "algorithm=ppo", "run.name=second", *OFF, *start, *steps)
+    assert code == 0, out + err
+    second = directory_of(tmp_path, "second")
+    updates = metrics_of(second)
+    assert [update["learner/step"] for update in updates] == [1, 2]
+    assert updates[0]["learner/value_mean"] != 0  # a fresh critic estimates 0
+    assert {"learner/clip_fraction", "learner/approx_kl"} <= updates[0].keys()
+    assert undocumented_metrics(first) == undocumented_metrics(second) == []
+    assert (second / "checkpoints/ckpt-2/critic/value_head.safetensors").is_file()

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unstable_lite as unstable
+from fakes import runs
+from unstable_lite.config import Config
+from unstable_lite.errors import ConfigError
+from unstable_lite.planning.plan import make_plan
+
+NIM = unstable.TrainEnvSpec(env_id="Nim-v0-train", num_players=2, num_actors=2, prompt_template="tiny")
+
+
+def small(tmp_path: Path, **keywords: Any) -> unstable.Run:
+    return unstable.build(
+        train_envs=[NIM],
+        max_generation_len=12,
+        batch_size=16,
+        learning_rate=1e-3,
+        vllm_config={"temperature": 1.0, "max_model_len": 512},
+        run={"output_dir": str(tmp_path)},
+        **keywords,
+    )
+
+
+def test_keywords_set_the_same_keys_as_a_toml(tmp_path: Path) -> None:
+    config = small(tmp_path, lora_config={"lora_rank": 8}, engine={"max_loras": 5}, mini_batch_size=2).plan.config
+    assert config.lora.lora_rank == 8
+    assert config.engine.max_loras == 5
+    assert config.engine.max_generation_len == 12
+    assert config.engine.temperature == 1.0
+    assert config.learner.mini_batch_size == 2
+    assert config.train_envs == (NIM,)
+
+
+def test_build_takes_the_aliases_of_the_reference() -> None:
+    learner = unstable.build(train_envs=[NIM], gradient_checkpointing=False, use_trainer_cache=True).plan.config.learner
+    assert not learner.activation_checkpointing
+
+
+def test_build_without_keywords_equals_a_toml_without_keys() -> None:
+    run = unstable.build(train_envs=[NIM])
+    assert run.plan.config == make_plan(Config.model_validate({"train_envs": [NIM]})).config
+
+
+@pytest.mark.parametrize(
+    ("keywords", "says"),
+    [
+        ({"buffer_size": 3}, "buffer.buffer_size = 3"),
+        ({"vllm_config": {"temprature": 1}}, "vllm_config.temprature"),
+        ({"enginee": {"kind": "vllm"}}, "'engine'"),
+        ({"algorithm": "a3c"}, "algorithm"),
+        ({"learning_rate": -1.0}, "learner.learning_rate"),
+    ],
+)
+def test_impossible_config_is_refused_by_build(keywords: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        unstable.build(train_envs=[NIM], **keywords)
+
+
+@pytest.mark.nightly
+def test_background_run_can_be_stopped_and_awaited(tmp_path: Path) -> None:
+    run = small(tmp_path)
+    assert run.start(learning_steps=10_000, num_collection_workers=16, num_eval_workers=0, block=False) is None
+    deadline = time.monotonic() + 120
+    while not any(tmp_path.glob("*/*/metrics.jsonl")) or time.monotonic() > deadline:
+        time.sleep(0.1)
+    time.sleep(1)
+    run.stop()
+    summary = run.wait()
+    assert summary.updates < 10_000
+    if summary.updates:
+        assert summary.checkpoint is not None
+        assert summary.checkpoint.name == f"ckpt-{summary.updates}"
+
+
+@pytest.mark.nightly
+def test_run_can_be_stopped_before_start_up_and_after_its_end(tmp_path: Path) -> None:
+    run = small(tmp_path)
+    run.start(learning_steps=10_000, num_collection_workers=16, num_eval_workers=0, block=False)
+    run.stop()
+    assert run.wait().updates == 0
+    run.stop()
+
+
+@pytest.mark.nightly
+def test_run_is_started_only_once(tmp_path: Path) -> None:
+    run = small(tmp_path)
+    run.start(learning_steps=1, num_collection_workers=8, num_eval_workers=0)
+    with pytest.raises(ConfigError, match="started"):
+        run.start(learning_steps=2)
+
+
+def test_unguarded_script_does_not_start_again_when_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unguarded_script.py").write_text(
+        "import unstable_lite as unstable\n"
+        "class Same:\n"
+        "    def __call__(self, reward, pid, env_id):\n"
+        "        return reward\n"
+        f"run = unstable.build(train_envs=[unstable.{NIM}], run={{'output_dir': {str(tmp_path)!r}}})\n"
+        "run.start(learning_steps=1)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match='if __name__ == "__main__"'):
+        small(tmp_path, rewards={"final_reward_transformation": ["unguarded_script:Same"]})
+    assert [path.suffix for path in tmp_path.iterdir() if path.name != "__pycache__"] == [".py"]
+
+
+def test_error_of_a_background_run_is_raised_by_wait(tmp_path: Path) -> None:
+    run = small(tmp_path, lora_config={"target_modules": ["no_such_proj"]})
+    run.start(learning_steps=1, num_collection_workers=4, num_eval_workers=0, block=False)
+    with pytest.raises(unstable.errors.UnstableError, match="no_such_proj"):
+        run.wait()
+
+
+@pytest.mark.nightly
+async def test_run_inside_an_event_loop_requires_block_false(tmp_path: Path) -> None:
+    run = small(tmp_path)
+    with pytest.raises(ConfigError, match=r"event loop.*start\(block=False\)"):
+        run.start(learning_steps=1)
+    run.start(learning_steps=1, num_collection_workers=8, num_eval_workers=0, block=False)
+    assert (await asyncio.to_thread(run.wait)).updates == 1
+
+
+def test_waiting_for_an_unstarted_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"start\(block=False\)"):
+        small(tmp_path).wait()
+
+
+SCRIPT = """
+import unstable_lite as unstable
+nim = unstable.TrainEnvSpec(env_id="Nim-v0-train", num_players=2, num_actors=2, prompt_template="tiny")
+run = unstable.build(
+    train_envs=[nim], max_generation_len=12, batch_size=16, run={"output_dir": "OUTPUT"},
+    vllm_config={"temperature": 1.0, "max_model_len": 512},
+)
+run.start(learning_steps=STEPS, num_collection_workers=8, num_eval_workers=0, block=False)
+"""
+
+
+def script(tmp_path: Path, steps: int, end: str = "") -> subprocess.Popen[str]:
+    source = SCRIPT.replace("OUTPUT", str(tmp_path / "outputs")).replace("STEPS", str(steps)) + end
+    return subprocess.Popen([sys.executable, "-c", source], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.mark.nightly
+def test_background_run_outlives_its_script(tmp_path: Path) -> None:
+    code, out, err = runs.finish(script(tmp_path, steps=3))
+    assert code == 0, out + err
+    assert (runs.run_directory(tmp_path) / "checkpoints" / "ckpt-3").is_dir()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param("print(run.wait().updates, 'made')", id="in wait"),
+        pytest.param("", id="after the script's end", marks=pytest.mark.nightly),
+    ],
+)
+def test_interrupted_background_run_saves(tmp_path: Path, end: str) -> None:
+    process = script(tmp_path, 100_000, end)
+    runs.wait_for(lambda: runs.num_updates(tmp_path))
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process)
+    assert code == 0, out + err
+    assert list((runs.run_directory(tmp_path) / "checkpoints").glob("ckpt-*"))
+    assert " made" in out or not end
+
+
+def test_start_refuses_impossible_numbers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="learning_steps"):
+        small(tmp_path).start(learning_steps=0)

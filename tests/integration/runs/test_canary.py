@@ -1,0 +1,49 @@
+"""Engines that serve wrong weights end the run before a game uses them. Real processes, real training."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fakes import runs
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ("ServesBase", r"engine-0 .* 0\b.* 1\b"),
+        ("HotterThanItSays", "engine-0 .*learner.* base"),
+        ("ServesThePreviousVersion", r"engine-0 .*adapter.* version 2\b"),
+        *(
+            pytest.param(engine, says, marks=pytest.mark.nightly)
+            for engine, says in [
+                ("ServesBaseUnderTheRightName", "base .*scaling"),
+                ("ScalesTwiceAsMuch", "engine-0 .*learner.* adapter"),
+                ("HotterWithAdapters", "engine-0 .*learner.* adapter"),
+                ("ServesThePreviousVersionUnderTheRightName", "engine-0 .*learner.* adapter"),
+                ("ReadsADamagedFile", r"engine-0 .*adapter.* version 1\b"),
+            ]
+        ),
+    ],
+)
+def test_faulty_engine_ends_the_run_and_is_named(tmp_path: Path, engine: str, says: str) -> None:
+    code, _, err = runs.run(
+        "run",
+        runs.write_small(tmp_path),
+        f"engine.kind=fakes.lying_engines:{engine}",
+        "run.learning_steps=6",  # a small difference may need the evidence of several updates
+        "run.eval_games=0",
+        "learner.learning_rate=1e-2",
+    )
+    assert code == 1
+    assert re.search(says, err), err
+
+
+def test_overflowing_weights_are_not_blamed_on_the_engine(tmp_path: Path) -> None:
+    code, _, err = runs.run(
+        "run", runs.write_small(tmp_path), "run.learning_steps=3", "run.eval_games=0", "learner.learning_rate=1e30"
+    )
+    assert code == 1
+    assert re.search(r"adapter 1\b.*log-probabilities", err), err

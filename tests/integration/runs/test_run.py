@@ -1,0 +1,465 @@
+"""Whole runs as a user starts them: real processes, real games, real training of the tiny model."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+
+from fakes import runs
+from unstable_lite.config import Config
+from unstable_lite.dashboards.report.games import policy_seats
+from unstable_lite.evaluation.models import BASE_MODEL
+from unstable_lite.evaluation.plan import plan_evaluation
+from unstable_lite.files import read_part, read_records
+
+pytestmark = pytest.mark.timeout(300)
+
+
+SECOND_EVAL_ENV = """
+[[eval_envs]]
+env_id = "TicTacToe-v0-train"
+num_players = 2
+prompt_template = "tiny"
+fixed_opponent = "scripted:random"
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Return the directory and the output of a run of three updates."""
+    directory = tmp_path_factory.mktemp("finished")
+    code, out, err = runs.run(
+        "run", runs.write_small(directory), "tracker.keep_tokens=true", "tracker.transcript_every=3"
+    )
+    assert code == 0, out + err
+    assert err == ""
+    return runs.run_directory(directory), out
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def metrics(directory: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_n_learning_steps_make_n_updates_and_n_consecutive_versions(finished: tuple[Path, str]) -> None:
+    updates = [line for line in metrics(finished[0]) if "learner/loss" in line]
+    assert [line["step"] for line in updates] == [1, 2, 3]
+    assert [line["learner/step"] for line in updates] == [1, 2, 3]
+    assert updates[-1]["learner/samples_seen"] == 3 * 24
+
+
+def test_live_view_of_a_finished_run_shows_its_end(finished: tuple[Path, str]) -> None:
+    live = json.loads((finished[0] / "live.json").read_text())
+    assert (live["learning_steps"], live["has_ended"]) == (3, True)
+    assert {worker["name"]: worker["state"] for worker in live["workers"]} == {"engine-0": "ready", "learner": "ready"}
+    assert [worker["gpu"] for worker in live["workers"]] == ["", ""]
+    state = json.loads((finished[0] / "checkpoints" / "ckpt-3" / "league.json").read_text())
+    steps = [json.loads(line) for line in (finished[0] / "league.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps] == [0, 1, 2, 3, 3]  # including the evaluations
+    seen = {uid: row for line in steps for uid, row in line["models"].items()}
+    assert seen.keys() == set(state["registry"]["models"]["uid"])
+    assert seen["ckpt-3"][2] >= 6
+    code, out, _ = runs.run("top", finished[0])
+    assert code == 0
+    for fact in ("ended", "update 3/3", "ckpt-3", "Nim-v0-train", "evaluations"):
+        assert fact in out, fact
+
+
+def test_every_update_measures_canary_mismatch_and_staleness(finished: tuple[Path, str]) -> None:
+    for line in metrics(finished[0]):
+        if "learner/loss" in line:
+            assert 0 <= line["canary/mismatch"] < 0.1
+            assert line["canary/n"] > 0
+            assert line["learner/staleness_max"] <= 8
+            assert line["transport/dropped_frames"] == 0
+            assert line["learner/mismatch_tokens"] == line["learner/num_tokens"], "all 24 steps"
+            assert 0 < line["learner/mismatch_mean"] < 0.1
+
+
+def test_checkpoints_are_complete_and_latest_is_the_last(finished: tuple[Path, str]) -> None:
+    checkpoints = finished[0] / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"ckpt-2", "ckpt-3", "latest"}
+    assert (checkpoints / "latest").resolve().name == "ckpt-3"
+    for name in ("adapter_model.safetensors", "adapter_config.json", "league.json"):
+        assert (checkpoints / "ckpt-3" / name).is_file()
+    state = json.loads((checkpoints / "ckpt-3" / "league.json").read_text())
+    assert state["updates"] == 3
+    assert state["registry"]["current"] == "ckpt-3"
+
+
+def test_saved_config_is_resolved_and_loads_again(finished: tuple[Path, str]) -> None:
+    raw = tomllib.loads((finished[0] / "config.toml").read_text())
+    config = Config.model_validate(raw)
+    assert config.learner.batch_size == 24
+    assert config.engine.kind == "transformers"
+    assert config.league.opponent_sampling_strategy == {"mirror": 0.5, "fixed": 0.5}
+
+
+def test_games_are_kept_with_turns_and_evaluations_with_counts(finished: tuple[Path, str]) -> None:
+    games = [json.loads(line) for line in (finished[0] / "games.jsonl").read_text().splitlines()]
+    assert {game["kind"] for game in games} == {"train", "eval"}
+    assert len({game["game_idx"] for game in games}) == len(games)
+    evaluations = [json.loads(line) for line in (finished[0] / "eval.jsonl").read_text().splitlines()]
+    with_quota = [line for line in evaluations if line["label"] != "concurrent"]
+    assert [(line["label"], line["model"], line["n"] + line["void"]) for line in with_quota] == [
+        ("before", "base", 6),
+        ("after", "ckpt-3", 6),
+    ]
+    concurrent = [line for line in evaluations if line["label"] == "concurrent"]
+    played = [
+        next(agent["model"] for agent in game["agents"] if not agent["model"].startswith("fixed-"))
+        for game in games
+        if game["kind"] == "eval" and game["eval_label"] is None
+    ]
+    assert {line["model"]: line["n"] + line["void"] for line in concurrent} == Counter(played)
+
+
+def test_metrics_include_every_name_of_the_reference(finished: tuple[Path, str]) -> None:
+    names = {name for line in metrics(finished[0]) for name in line}
+    collection = (
+        "reward",
+        "Win Rate",
+        "Loss Rate",
+        "Draw",
+        "Reward (pid=0)",
+        "Reward (pid=1)",
+        "Game Length",
+        "Respone Length (char)",
+        "Observation Length (char)",
+        "Format Success Rate - correct_answer_format",
+        "Format Success Rate - invalid_move",
+        "step",
+    )
+    evaluation = ("Reward", "Reward (pid=0)", "Reward (pid=1)", "Win Rate", "Loss Rate", "Draw Rate", "step")
+    learner = (
+        "loss",
+        "logp_mean",
+        "avg_train_len",
+        "pct_truncated",
+        "step",
+        "samples_seen",
+        "lr",
+        "policy_grad_norm",
+    )
+    grams = [f"exploration/Nim-v0-train/Pct. Unique Action {n}-gram" for n in (1, 2, 3, 4)]
+    missing = {
+        *(f"collection-Nim-v0-train/{name}" for name in collection),
+        *(f"evaluation-Nim-v0-train (scripted:random)/{name}" for name in evaluation),
+        *(f"inference/engine-0/{name}" for name in ("queued", "running", "tok_s")),
+        *(f"learner/{name}" for name in learner),
+        *grams,
+    } - names
+    assert missing == set()
+
+
+def test_train_data_is_kept_and_exported_with_the_reference_columns(finished: tuple[Path, str], tmp_path: Path) -> None:
+    run = finished[0]
+    rows = [row for update in (1, 2, 3) for row in read_part(run / "train_data" / f"step-{update:06d}.jsonl.gz")]
+    assert len(rows) == 3 * 24
+    assert all(0 <= row["staleness"] <= 8 and row["completion_tokens"] <= 12 for row in rows)
+    code, out, err = runs.run("export", run, "--output", tmp_path / "csv")
+    assert code == 0, err
+    assert "3 files in training_data/" in out
+    exported = [
+        row for k in range(3) for row in read_csv(tmp_path / "csv" / "training_data" / f"train_data_step_{k}.csv")
+    ]
+    assert list(exported[0]) == ["pid", "obs", "act", "reward", "env_id", "step_info"]
+    assert [row["act"] for row in exported] == [row["act"] for row in rows]
+    assert [ast.literal_eval(row["step_info"]) for row in exported] == [row["step_info"] for row in rows]
+    games = {game["game_idx"]: game for game in read_records(run / "games.jsonl") if game["end"] != "void"}
+    evaluated = list((tmp_path / "csv" / "eval_data").iterdir())
+    assert len(evaluated) == sum(game["kind"] == "eval" for game in games.values())
+    for path in evaluated:
+        turns = read_csv(path)
+        game = games[int(turns[0]["game_idx"])]
+        assert path.name == f"Nim-v0-train-{game['game_idx']}.csv"
+        assert [turn["obs"] for turn in turns] == [turn[1] for turn in game["turns"]]
+        assert {turn["eval_opponent_name"] for turn in turns} == {"scripted:random"}
+        assert {float(turn["final_reward"]) for turn in turns} <= set(game["rewards"].values())
+    collected = [turn for path in (tmp_path / "csv" / "collection").iterdir() for turn in read_csv(path)]
+    assert {turn["env_id"] for turn in collected} == {"Nim-v0-train"}
+    assert len(collected) == sum(len(game["turns"]) for game in games.values() if game["kind"] == "train")
+    code, _, err = runs.run("export", run, "--output", tmp_path / "csv")
+    assert (code, "not empty" in err, "Traceback" in err) == (1, True, False)
+    code, _, err = runs.run("export", tmp_path)
+    assert (code, "run directory" in err) == (1, True)
+
+
+@pytest.mark.nightly
+def test_games_against_the_base_record_the_evaluated_seat(tmp_path: Path) -> None:
+    config = runs.write_small(tmp_path)
+    config.write_text(config.read_text().replace('fixed_opponent = "scripted:random"', 'fixed_opponent = "base"'))
+    # Games beside the training (num_eval_workers) alternate the seats, but end at any number.
+    settings = ("run.learning_steps=1", "run.checkpoint_every=1", "run.eval_games=4", "run.num_eval_workers=0")
+    code, out, err = runs.run("run", config, *settings)
+    assert code == 0, out + err
+    run = runs.run_directory(tmp_path)
+    assert runs.run("export", run, "--output", tmp_path / "csv")[0] == 0
+    seats: list[list[int]] = []
+    for game in read_records(run / "games.jsonl"):
+        if game["kind"] == "eval":
+            rows = read_csv(tmp_path / "csv" / "eval_data" / f"Nim-v0-train-{game['game_idx']}.csv")
+            (row,) = {(row["eval_opponent_name"], int(row["eval_model_pid"])) for row in rows}
+            seats.append(policy_seats(game))
+            assert row == ("base", *seats[-1])
+    assert seats.count([0]) == seats.count([1]) == len(seats) / 2 > 0
+    cells = plan_evaluation([str(run)], output=tmp_path / "eval").cells
+    assert [cell.opponent for cell in cells] == [BASE_MODEL]
+
+
+def test_logprobs_of_engine_and_learner_are_kept_per_token(finished: tuple[Path, str]) -> None:
+    run = finished[0]
+    games = {game["game_idx"]: game for game in read_records(run / "games.jsonl")}
+    differences = []
+    for update in (1, 2, 3):
+        for row in read_part(run / "train_data" / f"step-{update:06d}.jsonl.gz"):
+            *_, sampled = games[row["step_info"]["game_idx"]]["turns"][row["step_info"]["turn"]]
+            assert len(row["learner_logprobs"]) == len(sampled["completion_ids"]) == row["completion_tokens"]
+            if row["staleness"] == 0:
+                pairs = zip(row["learner_logprobs"], sampled["logprobs"], strict=True)
+                differences += [abs(mine - its) for mine, its in pairs]
+    assert differences
+    assert max(differences) < 0.05
+
+
+def test_tensorboard_has_the_same_numbers_under_reference_names(finished: tuple[Path, str]) -> None:
+    events = EventAccumulator(str(finished[0] / "tensorboard"))
+    events.Reload()
+    tags = events.Tags()["tensors"]
+    group = "collection-Nim-v0-train"
+    for tag in (
+        "learner/loss",
+        "learner/policy_grad_norm",
+        f"{group}/Win Rate",
+        f"{group}/Respone Length (char)",
+        f"{group}/Format Success Rate - invalid_move",
+        "inference/engine-0/tok_s",
+    ):
+        assert tag in tags
+    assert [event.step for event in events.Tensors("learner/loss")] == [1, 2, 3]
+    for tag in ("learner/advantage", "learner/importance_weight", "learner/completion_tokens"):
+        counts = [make_ndarray(event.tensor_proto)[:, 2].sum() for event in events.Tensors(tag)]
+        assert len(counts) == 3 and min(counts) >= 24, tag
+    config, versions = (events.Tensors(f"run/{name}")[0].tensor_proto.string_val[0] for name in ("config", "versions"))
+    assert b'name = "small-' in config and b'"textarena": "0.7.4"' in versions
+    assert [event.step for event in events.Tensors("games/Nim-v0-train")] == [3]
+
+
+def test_output_ends_with_a_table_and_the_paths(finished: tuple[Path, str]) -> None:
+    directory, out = finished
+    assert "Nim-v0-train against scripted:random" in out
+    assert "95 % interval" in out
+    assert str(directory / "checkpoints" / "ckpt-3") in out
+
+
+def test_nothing_stays_in_shared_memory(finished: tuple[Path, str]) -> None:
+    assert runs.arenas_named(finished[0].name) == []
+
+
+def test_each_process_has_one_log_file(finished: tuple[Path, str]) -> None:
+    assert {path.name for path in (finished[0] / "logs").iterdir()} == {
+        "orchestrator.log",
+        "engine-0.log",
+        "learner.log",
+    }
+
+
+def test_orchestrator_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from unstable_lite.planning.plan import load_plan\n"
+        "from unstable_lite.orchestrator.run import Run\n"
+        "run = Run(load_plan(Path(sys.argv[1]), ('run.learning_steps=1', 'run.eval_games=0')))\n"
+        "run.start()\n"
+        "heavy = {'torch', 'transformers', 'peft', 'vllm'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(runs.write_small(tmp_path))], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_ctrl_c_finishes_the_update_saves_and_exits_cleanly(tmp_path: Path) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), "run.learning_steps=10000")
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 2)
+    children = runs.children_of(process)
+    assert len(children) == 2
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process)
+    assert code == 0, out + err
+    directory = runs.run_directory(tmp_path)
+    last = max(line["step"] for line in metrics(directory))
+    assert re.search(rf"\bckpt-{last}\b.*saved", out)
+    assert (directory / "checkpoints" / "latest").resolve().name == f"ckpt-{last}"
+    assert re.search(rf"^updates +{last}$", out, re.M)
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    assert runs.arenas_named(directory.name) == []
+
+
+@pytest.mark.nightly
+def test_ctrl_c_interrupts_an_evaluation(tmp_path: Path) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), "run.eval_games=100000")
+    runs.wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("outputs/*/*/games.jsonl")))
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process, 60)
+    assert code == 0, out + err
+    assert re.search(r"evaluation before: Nim-v0-train, \d+ of 100000 games", out)
+    assert re.search(r"^updates +0$", out, re.M)
+    assert (runs.run_directory(tmp_path) / "eval.jsonl").read_text() == ""
+
+
+@pytest.mark.nightly
+def test_evaluation_on_two_envs_uses_one_policy(tmp_path: Path) -> None:
+    small = runs.write_small(tmp_path)
+    small.write_text(small.read_text() + SECOND_EVAL_ENV)
+    overrides = ("run.learning_steps=12", "run.eval_every=4", "run.eval_games=150", "run.num_eval_workers=0")
+    code, out, err = runs.run("run", small, *overrides, 'league.opponent_sampling_strategy="mirror"')
+    assert code == 0, out + err
+    lines = [json.loads(line) for line in (runs.run_directory(tmp_path) / "eval.jsonl").read_text().splitlines()]
+    evaluated = Counter((line["label"], line["model"], line["n"] + line["void"]) for line in lines)
+    policies = {"before": "base", "update 4": "ckpt-4", "update 8": "ckpt-8", "after": "ckpt-12"}
+    assert evaluated == {(label, model, 150): 2 for label, model in policies.items()}
+    assert not any(line["void"] for line in lines)
+
+
+def test_ctrl_c_during_start_up_ends_the_workers_at_once(tmp_path: Path) -> None:
+    process = runs.start("run", runs.write_small(tmp_path))
+    runs.wait_for(lambda: len(runs.children_of(process)) == 2)
+    children = runs.children_of(process)
+    process.send_signal(signal.SIGINT)
+    code, out, err = runs.finish(process, 60)
+    assert (code, "Traceback" in err) == (130, False), out + err
+    assert "interrupted" in out
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    assert runs.arenas_named(runs.run_directory(tmp_path).name) == []
+
+
+def test_second_ctrl_c_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), "run.learning_steps=10000", "learner.batch_size=100000")
+    runs.wait_for(lambda: any(tmp_path.glob("outputs/*/*/eval.jsonl")) and len(runs.children_of(process)) == 2)
+    children = runs.children_of(process)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    code, _, err = runs.finish(process, 30)
+    assert code in (0, 130)
+    assert "Traceback" not in err
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    assert runs.arenas_named(runs.run_directory(tmp_path).name) == []
+
+
+def test_workers_of_a_killed_orchestrator_end_and_next_start_cleans_up(tmp_path: Path) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), "run.learning_steps=10000")
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 1)
+    children = runs.children_of(process)
+    os.kill(process.pid, signal.SIGKILL)
+    runs.finish(process)
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    name = runs.run_directory(tmp_path).name
+    assert runs.arenas_named(name)
+    (tmp_path / "next").mkdir()
+    code, _, _ = runs.run("run", runs.write_small(tmp_path / "next"), "run.learning_steps=1", "run.eval_games=0")
+    assert code == 0
+    assert runs.arenas_named(name) == []
+
+
+@pytest.mark.parametrize("victim", ["engine-0", pytest.param("learner", marks=pytest.mark.nightly)])
+def test_worker_death_ends_the_run_at_once_if_restarts_are_off(tmp_path: Path, victim: str) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), "run.learning_steps=10000", "run.max_restarts=0")
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 1)
+    children = runs.children_of(process)
+    package = "engines.worker" if victim == "engine-0" else "learner.worker"
+    (worker,) = [child for child in children if any(package in part for part in child.cmdline())]
+    worker.kill()
+    code, _, err = runs.finish(process, 60)
+    assert code == 1
+    assert f"{victim} was killed by SIGKILL" in err
+    assert "Traceback" not in err
+    runs.wait_for(lambda: runs.are_gone(children), 5)
+    assert runs.arenas_named(runs.run_directory(tmp_path).name) == []
+
+
+def test_run_without_shared_memory_uses_its_own_directory(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from unstable_lite.adapters import store as adapters\n"
+        "adapters.SHARED_MEMORY = Path(sys.argv[2])\n"
+        "from unstable_lite.cli.app import main\n"
+        "sys.argv = ['unstable-lite', 'run', sys.argv[1], 'run.learning_steps=1', 'run.eval_games=0']\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(runs.write_small(tmp_path)), str(tmp_path / "absent")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "adapters" in done.stdout
+    assert not list(runs.run_directory(tmp_path).glob("unstable_lite-*"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (['lora.target_modules=["no_such_proj"]'], "no_such_proj"),
+        (["model_name=/nowhere/at/all"], "/nowhere/at/all"),
+        (["run.learning_stepps=3"], "did you mean 'learning_steps'"),
+        ([f"run.output_dir={__file__}/x"], "run.output_dir"),
+        (["engine.max_model_len=12"], "engine.max_"),
+    ],
+)
+def test_bad_input_gives_one_clear_message_and_leaves_nothing(tmp_path: Path, overrides: list[str], says: str) -> None:
+    code, _, err = runs.run("run", runs.write_small(tmp_path), "run.name=bad", *overrides)
+    assert code == 1
+    assert says in err
+    assert "Traceback" not in err
+    assert [path for path in runs.arenas_named("") if path.name.endswith("-bad")] == []
+
+
+def test_model_that_is_not_a_causal_lm_is_refused(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "vit", "architectures": ["ViTModel"]}')
+    code, _, err = runs.run("run", runs.write_small(tmp_path), f"model_name={model}")
+    assert code == 1
+    assert str(model) in err
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    code, _, err = runs.run("run", runs.write_small(tmp_path), "model_name=/nowhere", "--debug")
+    assert code == 1
+    assert "Traceback" in err
+
+
+@pytest.mark.nightly
+def test_training_continues_from_an_adapter_and_evaluates_it_first(finished: tuple[Path, str], tmp_path: Path) -> None:
+    adapter = finished[0] / "checkpoints" / "ckpt-3"
+    code, out, err = runs.run("run", runs.write_small(tmp_path), f"lora.initial_lora_path={adapter}")
+    assert code == 0, out + err
+    assert "initial" in out
+    directory = runs.run_directory(tmp_path)
+    evaluations = [json.loads(line) for line in (directory / "eval.jsonl").read_text().splitlines()]
+    assert [line["model"] for line in evaluations if line["label"] in ("before", "after")] == ["initial", "ckpt-3"]
+    updates = [line for line in metrics(directory) if "learner/loss" in line]
+    assert [line["step"] for line in updates] == [1, 2, 3]
+    assert all(0 <= line["learner/staleness_mean"] <= 8 for line in updates)

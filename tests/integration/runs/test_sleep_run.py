@@ -1,0 +1,84 @@
+"""Sleep mode: engine and learner take turns on one device, and a woken engine is checked before it plays."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from fakes import runs
+
+
+def train(directory: Path, engine: str, *overrides: str) -> tuple[int, str, str]:
+    sleeps = ("engine.when_shared=sleep", f"engine.kind=fakes.sleeping_engines:{engine}")
+    return runs.run("run", runs.write_small(directory), "run.eval_games=0", *sleeps, *overrides)
+
+
+def diary(directory: Path) -> list[str]:
+    return [json.loads(line) for line in (directory / "outputs" / "diary.jsonl").read_text().splitlines()]
+
+
+def alarms(directory: Path) -> str:
+    return (runs.run_directory(directory) / "alarms.jsonl").read_text()
+
+
+def test_games_wait_for_the_learner_and_a_woken_engine_is_checked(tmp_path: Path) -> None:
+    code, out, err = train(tmp_path, "KeepsADiary")
+    assert code == 0, err
+    did = diary(tmp_path)
+    assert '"inference/asleep_s"' in (runs.run_directory(tmp_path) / "metrics.jsonl").read_text()
+    assert runs.num_updates(tmp_path) == did.count("sleep") == did.count("wake") == 3
+    for start in (index for index, what in enumerate(did) if what == "sleep"):
+        assert did[start + 1] == "wake"  # no request and no load while it sleeps
+        assert did[:start].count("request") == did[:start].count("answer")  # earlier requests were answered
+    assert "void" not in out or "0 void" in out
+
+
+@pytest.mark.nightly
+def test_engine_that_loses_adapters_while_asleep_ends_the_run(tmp_path: Path) -> None:
+    code, _, err = train(tmp_path, "ForgetsInItsSleep", "learner.learning_rate=1e-2")
+    assert code == 1
+    assert re.search(r"engine-0 .*version 1\b", err), err
+
+
+@pytest.mark.nightly
+def test_engine_that_dies_asleep_restarts_after_the_learner_turn(tmp_path: Path) -> None:
+    changes = ("run.restart_backoff_s=0", "algorithm=fakes.slow_learners:TakesItsTime", "run.learning_steps=1")
+    code, _, err = train(tmp_path, "DiesInItsSleep", *changes)
+    assert code == 0, err
+    assert runs.num_updates(tmp_path) == 1
+    assert [what for what in diary(tmp_path) if what in ("start", "sleep", "learnt")] == [
+        "start",
+        "sleep",
+        "learnt",
+        "start",
+    ]
+    assert "1 of 5" in alarms(tmp_path)
+
+
+@pytest.mark.nightly
+def test_learner_turn_does_not_count_as_game_time(tmp_path: Path) -> None:
+    changes = ("algorithm=fakes.slow_learners:TakesFourSeconds", "run.game_timeout_s=3", "run.learning_steps=2")
+    code, _, err = train(tmp_path, "KeepsADiary", *changes)
+    assert code == 0, err
+    assert runs.num_updates(tmp_path) == 2
+    assert '"void"' not in (runs.run_directory(tmp_path) / "games.jsonl").read_text()
+
+
+@pytest.mark.nightly
+def test_engine_that_cannot_sleep_is_refused_before_the_first_game(tmp_path: Path) -> None:
+    code, _, err = train(tmp_path, "NeverSleeps")
+    assert code == 1
+    assert "engine.when_shared = 'sleep'" in err and "NeverSleeps" in err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["engine.when_shared=split", "engine.when_shared=sleep", "run.schedule=sync"])
+@pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_one_gpu_is_enough_for_a_run(tmp_path: Path, how: str, kind: str) -> None:
+    on_it = (how, f"engine.kind={kind}", "engine.devices=[0]", "learner.devices=[0]")
+    code, out, err = runs.run("run", runs.write_small(tmp_path), *on_it)
+    assert code == 0, out + err
+    assert runs.num_updates(tmp_path) == 3

@@ -1,0 +1,23 @@
+"""A unit test starts no process."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import pytest
+
+HARMLESS = ("nvidia-smi",)
+"""Programs that a plan asks for the machine's devices."""
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen.__init__
+
+    def start_if_harmless(self: Any, args: Any, *rest: Any, **options: Any) -> None:
+        program = args if isinstance(args, str) else str(args[0])
+        assert program in HARMLESS, f"a unit test starts {program}: move it to tests/integration"
+        start(self, args, *rest, **options)
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", start_if_harmless)

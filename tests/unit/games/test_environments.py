@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from unstable_lite.config import Config
+from unstable_lite.errors import EnvError
+from unstable_lite.games.env_catalogue import DENIED, describe_envs, env_family, probe
+from unstable_lite.games.environments import Environment, _checked_rewards, env_ids, outcomes_from_rewards
+from unstable_lite.games.players.scripted import LEGAL_ACTIONS, legal_actions, random_legal_action
+from unstable_lite.planning.validation import find_problems
+from unstable_lite.sft.session import find_sft_problems
+
+# Envs that draw random numbers in the middle of a game (REFERENCE.md 3.6), from `random` or `numpy.random`.
+DRAWING = [
+    ("KuhnPoker-v0-train", 2),
+    ("LiarsDice-v0-small-train", 3),
+    ("PigDice-v0-short-train", 2),
+    ("2048-v0-ultra-easy-train", 1),
+    ("Minesweeper-v0-small-train", 1),
+    ("Snake-v0-train", 2),
+    ("Blackjack-v0-train", 1),
+    ("IndianPoker-v0-short-train", 2),
+    ("Sokoban-v0-train", 1),
+]
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def play(env_id: str, num_players: int, seed: int, max_turns: int = 40) -> list[object]:
+    """Play a game with noise and return everything that a player could see of it."""
+    return list(_turns(env_id, num_players, seed, max_turns))
+
+
+def _turns(env_id: str, num_players: int, seed: int, max_turns: int = 40):  # type: ignore[no-untyped-def]
+    noise = random.Random(seed)
+    env = Environment(env_id, num_players, seed)
+    for _ in range(max_turns):
+        yield env.observe()
+        words = ["[roll]", "[hold]", "[check]", "[bet]", "[call]", "[up]", "[left]", "[hit]", "[stand]", "[Bid: 1, 3]"]
+        if env.step(noise.choice([*words, f"[{noise.randrange(5)} {noise.randrange(5)}]"])):
+            yield env.close()
+            return
+
+
+@pytest.mark.parametrize(("env_id", "num_players"), DRAWING)
+def test_interleaved_games_equal_games_played_alone(env_id: str, num_players: int) -> None:
+    alone = [play(env_id, num_players, seed) for seed in range(8)]
+    interleaved: list[list[object]] = [[] for _ in range(8)]
+    games = dict(enumerate(_turns(env_id, num_players, seed) for seed in range(8)))
+    shuffle = random.Random(1)
+    while games:
+        index = shuffle.choice(list(games))
+        random.random()  # a draw by other code
+        try:
+            interleaved[index].append(next(games[index]))
+        except StopIteration:
+            del games[index]
+    assert interleaved == alone
+
+
+def test_env_that_reseeds_draws_as_the_random_module_does() -> None:
+    env, standing_in = Environment("TicTacToe-v0-train", 2, 3), vars(sys.modules["textarena.core"])["random"]
+
+    def draw() -> float:
+        return env._call(lambda: standing_in.random())  # type: ignore[no-any-return]
+
+    assert draw() == random.Random(3).random()
+    for seed in ("eleven", 11, 11):
+        env._call(standing_in.seed, seed)
+        alone = random.Random(seed)
+        assert [draw() for _ in range(3)] == [alone.random() for _ in range(3)]
+
+
+def test_observation_must_be_text() -> None:
+    env = Environment("TicTacToe-v0-raw", 2, 0)
+    for look in (env.observe, lambda: env.play("[4]")):
+        with pytest.raises(EnvError, match="list"):
+            look()
+
+
+def test_games_leave_the_global_stream_alone() -> None:
+    random.seed(7)
+    before = random.getstate()
+    for env_id, num_players in DRAWING:
+        play(env_id, num_players, seed=3)
+    assert random.getstate() == before
+
+
+def test_different_seeds_deal_different_cards() -> None:
+    hands = {Environment("KuhnPoker-v0-train", 2, seed).observe()[1] for seed in range(20)}
+    assert len(hands) > 1
+
+
+def test_invalid_move_ends_the_game_at_once() -> None:
+    env = Environment("TicTacToe-v0-train", 2, 0)
+    env.observe()
+    assert env.step("[99]")
+    rewards, info = env.close()
+    assert rewards == {0: -1.0, 1: 1.0}
+    assert info[0]["invalid_move"]
+
+
+@pytest.mark.parametrize(
+    "rewards", [None, {0: 1}, {0: "reason", 1: 1}, {0: float("nan"), 1: 0}, {0: True, 1: 0}, {0: 1, 1: 1, 2: 1}]
+)
+def test_rewards_must_be_one_finite_number_per_player(rewards: object) -> None:
+    with pytest.raises(EnvError, match="TicTacToe"):
+        _checked_rewards("TicTacToe-v0", 2, rewards)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "outcomes"),
+    [
+        ({0: 1.0, 1: -1.0}, {0: "win", 1: "loss"}),
+        ({0: 0.0, 1: 0.0}, {0: "draw", 1: "draw"}),
+        ({0: -1.0, 1: -1.0}, {0: "draw", 1: "draw"}),
+        ({0: -0.2, 1: -0.9}, {0: "win", 1: "loss"}),
+        ({0: 1.0, 1: 1.0, 2: -1.0}, {0: "draw", 1: "draw", 2: "loss"}),
+        ({0: 0.05}, {0: "na"}),
+    ],
+)
+def test_outcomes_come_from_ranks_not_from_signs(rewards: dict[int, float], outcomes: dict[int, str]) -> None:
+    assert outcomes_from_rewards(rewards) == outcomes
+
+
+def test_unknown_env_is_refused_with_a_suggestion() -> None:
+    assert "'TicTacToe-v0-train'" in str(probe("TicTacTo-v0-train", 2).problem)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "num_players", "says"),
+    [
+        ("TicTacToe-v0-raw", 2, "-raw"),
+        ("TicTacToe-v0-train", 3, "num_players = 3"),
+        ("MarketEntryGame-v0-train", 4, "loop"),
+        ("Hangman-v0-train", 1, "LookupError"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # from nltk without a network
+def test_unusable_env_says_why(env_id: str, num_players: int, says: str) -> None:
+    assert says in str(probe(env_id, num_players).problem)
+
+
+def test_custom_env_is_found_by_module_and_draws_from_its_own_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    env_id = "custom_env:RaceTo20-v0-train"
+    assert probe(env_id, 2).problem is None
+    before = random.getstate()
+    starts = [Environment(env_id, 2, seed).observe()[1] for seed in (*range(12), *range(12))]
+    assert random.getstate() == before
+    assert starts[:12] == starts[12:]
+    assert len(set(starts)) > 3
+    assert Environment(env_id, 2, 0, observation="first-last").observe()[1]
+    assert "'custom_envs'" in str(probe("custom_envs:RaceTo20-v0-train", 2).problem)
+    assert "'RaceTo21-v0'" in str(probe("custom_env:RaceTo21-v0", 2).problem)
+
+
+def test_env_without_a_bare_id_refuses_first_last_observations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wrapped_env.py").write_text(
+        "import textarena as ta\n"
+        "ta.envs.registration.register(\n"
+        "    'Wrapped-v0', 'textarena.envs.Nim.env:NimEnv', [ta.wrappers.LLMObservationWrapper], piles=[3, 4]\n"
+        ")\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    says = "'Wrapped-v0-raw'"
+    assert probe("wrapped_env:Wrapped-v0", 2).problem is None
+    assert says in str(probe("wrapped_env:Wrapped-v0", 2, "first-last").problem)
+    players = {"num_players": 2, "observation": "first-last"}
+    entry = {"env_id": "wrapped_env:Wrapped-v0", **players}
+    evaluated = {**entry, "fixed_opponent": "scripted:random"}
+    config = Config.model_validate(
+        {"train_envs": [{**entry, "num_actors": 2}], "eval_envs": [evaluated], "sft": {"players": ["scripted:random"]}}
+    )
+    assert [says in problem for problem in find_problems(config)] == [True, True]
+    assert find_sft_problems(config) == []  # the problem of the env is reported only once
+    assert probe("Nim-v0-train", 2, "first-last").problem is None
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the env's code is valid from Python 3.12 on")
+def test_env_in_newer_syntax_names_the_python_it_needs() -> None:
+    assert "Python 3.12" in str(probe("Chess-v0-train", 2).problem)
+    assert "Python 3.12" in {env_id: remark for env_id, _, remark in describe_envs()}["Chess-v0-train"]
+
+
+def test_slow_reset_is_detected() -> None:
+    assert probe("Sokoban-v0-train", 1).has_slow_reset
+    assert not probe("TicTacToe-v0-train", 2).has_slow_reset
+
+
+def test_list_of_envs_names_players_and_problems() -> None:
+    rows = {env_id: (players, remark) for env_id, players, remark in describe_envs()}
+    assert rows["TicTacToe-v0-train"] == ("2", "")
+    assert rows["2048-v0-train"][0] == "1"
+    assert rows["SecretMafia-v0-train"][0] != "1"
+    assert "broken" in rows["Bandit-v0-train"][1]
+    assert "isolated" in rows["PublicGoodsGame-v0-train"][1]
+    assert "nltk" in rows["Hangman-v0-train"][1]
+
+
+def test_every_denied_family_exists() -> None:
+    families = {env_id.partition("-v")[0] for env_id in env_ids()}
+    assert set(DENIED) <= families
+
+
+@pytest.mark.parametrize("env_id", ["Nim-v0-train", "Nim-v0"])
+def test_first_last_shows_only_the_first_and_the_last_message(env_id: str) -> None:
+    env = Environment(env_id, 2, 3, observation="first-last")
+    shown = []
+    for action in ("[0 1]", "1 4", "[0 1]", "[2 1]"):  # an action without brackets gets them
+        pid, observation = env.observe()
+        shown.append(observation)
+        assert not env.step(action)
+        assert f"Welcome to Nim, Player {pid}" in observation
+        assert observation.count("Current Pile:") == 1
+        assert "removes" not in observation
+    assert "pile 0: 1\n  pile 1: 0\n  pile 2: 5" in shown[3]
+    assert random_legal_action(env_id, shown[3], random.Random(0)) in ("[0 1]", *(f"[2 {n}]" for n in range(1, 6)))
+
+
+BOARD_GAMES_IN_PLAY = (
+    "TicTacToe-v0-train",
+    "ConnectFour-v0-train",
+    "SimpleTak-v0-train",
+    "Nim-v0-train",
+    "Nim-v0",
+    "WildTicTacToe-v0-train",
+    "ThreePlayerTicTacToe-v0-train",
+)
+
+
+def listed_moves(env_id: str, observation: str) -> list[str]:
+    if env_family(env_id) in LEGAL_ACTIONS:
+        return legal_actions(env_id, observation)
+    line = observation.rpartition("Available Moves:")[2].partition("\n")[0]
+    return re.findall(r"\[[^\[\]]+\]", line)
+
+
+@pytest.mark.parametrize("env_id", BOARD_GAMES_IN_PLAY)
+def test_board_shows_the_whole_state_and_the_same_moves_as_env(env_id: str) -> None:
+    state_of: dict[str, str] = {}
+    longest = 0
+    num_players = 3 if env_id.startswith("ThreePlayer") else 2
+    for seed in range(60):
+        rng = random.Random(seed)
+        shown, full = (Environment(env_id, num_players, seed, observation=how) for how in ("board", "env"))
+        is_over, first = False, True
+        while not is_over:
+            pid, observation = shown.observe()
+            state = f"{pid} {shown._unwrapped.state.game_state}"
+            assert state_of.setdefault(observation, state) == state, "two states have the same prompt"
+            other_pid, everything = full.observe()
+            moves = listed_moves(env_id, observation)
+            assert pid == other_pid and moves == listed_moves(env_id, everything)
+            if not first:
+                longest = max(longest, len(everything) - len(observation))
+            action, first = rng.choice(moves), False
+            is_over = shown.step(action)
+            assert full.step(action) == is_over
+    assert len(set(state_of.values())) == len(state_of), "one state has two prompts"
+    assert longest > 80, "the list of past moves is left out"
+
+
+@pytest.mark.parametrize(
+    ("env_id", "says"),
+    [
+        ("KuhnPoker-v0-train", "TicTacToe, WildTicTacToe"),
+        ("ConnectFour-v0-blind-train", "TicTacToe, WildTicTacToe"),
+        ("IteratedRockPaperScissors-v0-train", "TicTacToe, WildTicTacToe"),
+        ("board_less:Quiet-v0", "GAME_BOARD"),
+    ],
+)
+def test_board_is_refused_if_no_board_shows_the_state(
+    env_id: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "board_less.py").write_text(
+        "import textarena as ta\n"
+        "entry = 'textarena.envs.IteratedRockPaperScissors.env:IteratedRockPaperScissorsEnv'\n"
+        "for name in ('Quiet-v0', 'Quiet-v0-raw'):\n"
+        "    if name not in ta.envs.registration.ENV_REGISTRY:\n"
+        "        ta.envs.registration.register(name, entry, [], num_rounds=2)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert says in str(probe(env_id, 2, "board").problem)
+    entry = {"env_id": env_id, "num_players": 2, "num_actors": 2, "observation": "board"}
+    assert any(says in problem for problem in find_problems(Config.model_validate({"train_envs": [entry]})))

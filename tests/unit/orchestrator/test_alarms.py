@@ -1,0 +1,227 @@
+"""The begin, end and repetition of alarms, and the test for a collapse."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unstable_lite.config import Config
+from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig
+from unstable_lite.orchestrator.alarms import ALARMS, SAY_EVERY, Alarms, Contests, Reading, Result, readings_of
+from unstable_lite.tracking.evaluations import Evaluation, Tally
+
+PAGE = (Path(__file__).parents[3] / "docs" / "collapse.md").read_text()
+
+
+def alarms(**tables: dict[str, Any]) -> Alarms:
+    return Alarms(AlarmsConfig.model_validate(tables))
+
+
+def phases(judge: Alarms, values: list[float], alarm: str = "staleness") -> list[tuple[int, str]]:
+    """Return pairs of a reading, counted from 1, and a phase."""
+    return [
+        (update, change.phase)
+        for update, value in enumerate(values, start=1)
+        for change in judge.judge(update, [Reading(alarm=alarm, value=value, n=10)])
+    ]
+
+
+def test_alarm_begins_and_ends_after_consecutive_readings() -> None:
+    judge = alarms(staleness={"threshold": 5, "updates": 3})
+    assert phases(judge, [6, 6, 5, 6, 6, 6, 6, 5, 5, 6, 5, 5, 5]) == [(6, "begins"), (13, "ends")]
+    assert judge.counts()["staleness"] == 1
+    assert judge.on() == []
+
+
+def test_lasting_alarm_is_repeated_and_a_flickering_one_is_silent() -> None:
+    judge = alarms(staleness={"threshold": 5, "updates": 2})
+    assert phases(judge, [6.0] * (2 + 2 * SAY_EVERY)) == [
+        (2, "begins"),
+        (2 + SAY_EVERY, "stays"),
+        (2 + 2 * SAY_EVERY, "stays"),
+    ]
+    assert judge.on() == ["staleness"]
+    assert phases(alarms(staleness={"threshold": 5, "updates": 2}), [6, 4] * 50) == []
+
+
+def test_low_entropy_and_nan_raise_alarms() -> None:
+    for value, on in ((0.01, ["entropy"]), (0.02, []), (3.5, [])):
+        judge = alarms(entropy={"updates": 1})
+        judge.judge(1, readings_of({"learner/entropy": value, "learner/num_tokens": 7}))
+        assert judge.on() == on
+    judge = alarms()
+    judge.judge(1, readings_of({"learner/mismatch_mean": float("nan"), "learner/mismatch_tokens": 7}))
+    assert judge.on() == ["mismatch"]
+
+
+def test_missing_or_empty_measurements_are_not_judged() -> None:
+    assert readings_of({}) == []
+    assert readings_of({"learner/mismatch_mean": 0.0, "learner/mismatch_tokens": 0.0}) == []
+    readings = readings_of({"learner/mismatch_mean": 0.5, "learner/mismatch_tokens": 3.0, "learner/entropy": 1.0})
+    assert [(reading.alarm, reading.value, reading.n) for reading in readings] == [("mismatch", 0.5, 3)]
+
+
+def test_disabled_alarm_is_neither_raised_nor_counted() -> None:
+    judge = alarms(staleness={"threshold": 5, "updates": 1, "action": "off"})
+    assert phases(judge, [9.0] * 50) == []
+    assert "staleness" not in judge.counts()
+
+
+def test_each_subject_is_judged_separately_and_named() -> None:
+    judge = alarms(invalid_moves={"updates": 2, "action": "pause"})
+    readings = [Reading(alarm="invalid_moves", value=v, n=512, subject=e) for e, v in (("A", 0.95), ("B", 0.1))]
+    assert judge.judge(1, readings) == []
+    (change,) = judge.judge(2, readings)
+    assert (change.phase, change.action) == ("begins", "pause")
+    assert "95.0%" in change.text and "512" in change.text and " A " in change.text
+    assert judge.is_on("invalid_moves", "A")
+    assert not judge.is_on("invalid_moves", "B")
+
+
+@pytest.mark.parametrize("name", ALARMS)
+def test_every_alarm_states_reading_threshold_meaning_and_advice(name: str) -> None:
+    judge = alarms(**{name: {"updates": 1, "action": "warn"}})
+    far = -1.0 if ALARMS[name].is_under else 1e9
+    (change,) = judge.judge(3, [Reading(alarm=name, value=far, n=1234, subject="S", detail="D")])
+    threshold = getattr(AlarmsConfig(), name).threshold
+    assert change.text.startswith(f"{name}: ")
+    assert "1,234" in change.text or ": D" in change.text
+    assert ALARMS[name].threshold.format(threshold) in change.text
+    assert ALARMS[name].means in change.text and change.text.endswith(ALARMS[name].advice)
+
+
+def test_config_keys_that_alarms_recommend_exist() -> None:
+    named = {key for alarm in ALARMS.values() for key in re.findall(r"\b([a-z]+)\.([a-z_]+)", alarm.advice)}
+    keys = {key for key in named if key[0] in Config.model_fields}
+    assert ("learner", "entropy_coefficient") in keys
+    for section, key in keys:
+        table = Config.model_fields[section].annotation
+        assert key in getattr(table, "model_fields", {}), f"{section}.{key}"
+
+
+def test_every_alarm_has_a_section_and_a_docs_row_with_its_defaults() -> None:
+    assert list(ALARMS) == list(AlarmsConfig.model_fields)
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (over|under) ([\d.]+)[^|]* \| (\d+) \| (\w+) \|", PAGE, re.M)
+    written = {name: (side, float(threshold), int(n), action) for name, side, threshold, n, action in rows}
+    config = {name: getattr(AlarmsConfig(), name) for name in ALARMS}
+    assert written == {
+        name: ("under" if ALARMS[name].is_under else "over", c.threshold, c.updates, c.action)
+        for name, c in config.items()
+    }
+
+
+def test_alarms_continue_unchanged_after_json() -> None:
+    values = [6.0] * 30 + [1.0] * 5
+    whole, first = alarms(staleness={"threshold": 5}), alarms(staleness={"threshold": 5})
+    expected = phases(whole, values)
+    observed = phases(first, values[:17])
+    second = alarms(staleness={"threshold": 5})
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    observed += [(update + 17, phase) for update, phase in phases(second, values[17:])]
+    assert observed == expected
+    assert second.counts() == whole.counts()
+
+
+def test_resume_with_fewer_required_readings_raises_and_clears_alarms() -> None:
+    before = alarms(staleness={"threshold": 5, "updates": 10})
+    assert phases(before, [6.0] * 6) == []
+    after = alarms(staleness={"threshold": 5, "updates": 3})
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert phases(after, [6.0] * (2 + SAY_EVERY)) == [(1, "begins"), (1 + SAY_EVERY, "stays")]
+    before.load_state_dict(after.state_dict())
+    assert phases(before, [1.0] * 6) == []
+    after.load_state_dict(before.state_dict())
+    assert phases(after, [1.0] * 9 + [6.0] * 3) == [(1, "ends"), (12, "begins")]
+
+
+def evaluation(wins: int, n: int = 400, step: int = 10, **changes: Any) -> Evaluation:
+    fields = {"draws": 0, "losses": n - wins, "invalid": 0, "void": 0, "mean_reward": 0.0, "reward_std": 1.0}
+    return Evaluation(
+        label="x", model=f"ckpt-{step}", step=step, env_id="E", opponent="O", n=n, wins=wins, **(fields | changes)
+    )
+
+
+def gaps(contests: Contests, evaluations: list[Evaluation]) -> list[float]:
+    results = [Result.of(each) for each in evaluations]
+    return [r.value for result in results if result is not None for r in contests.add("collapse", "S", result)]
+
+
+def test_result_collapses_if_its_interval_is_below_the_best_one() -> None:
+    contests = Contests()
+    fine, worse = gaps(contests, [evaluation(200, step=10), evaluation(330, step=20), evaluation(240, step=30)])
+    assert fine < 0 < worse
+    assert contests.of["S"].best is not None
+    assert contests.of["S"].best.who == "ckpt-20"
+    (reading,) = contests.add("collapse", "S", Result(who="ckpt-40", update=40, mean=0.5, n=400))
+    assert re.search(r"^S: ckpt-40 50\.0%.* 400 .*45\.1% – 54\.9%.* ckpt-20 82\.5%.* 78\.5% – 85\.9%", reading.detail)
+    # Two results: disjoint Wilson intervals of 95 % decide.
+    assert gaps(Contests(), [evaluation(200), evaluation(161)])[0] == pytest.approx(0.4511 - 0.4512, abs=2e-4)
+
+
+def test_lost_draws_against_an_unbeatable_opponent_are_a_collapse() -> None:
+    drawn = [
+        evaluation(0, draws=draws, losses=400 - draws, step=step) for step, draws in ((0, 40), (20, 380), (40, 10))
+    ]
+    rise, fall = gaps(Contests(), drawn)
+    assert rise == pytest.approx(-0.447, abs=1e-3)
+    assert fall == pytest.approx(0.435, abs=1e-3)
+
+
+def test_late_results_are_judged_in_the_order_of_updates() -> None:
+    contests = Contests()
+    gaps(contests, [evaluation(200, step=0), evaluation(320, step=20), evaluation(220, step=10)])
+    newest, best = contests.of["S"].newest, contests.of["S"].best
+    assert newest is not None and newest == best
+    assert newest.who == "ckpt-20", "the better result of update 20 is the newest: no collapse"
+    assert gaps(contests, [evaluation(250, step=15)]) == [], "the result of update 20 was already judged"
+    assert not any(gap > 0 for gap in gaps(contests, [evaluation(310, step=30)]))
+    assert gaps(contests, [evaluation(390, step=25)])[0] > 0, "update 30 is worse than 25, which arrived later"
+    assert contests.of["S"].newest is not None
+    assert contests.of["S"].newest.who == "ckpt-30"
+
+
+def test_rewards_are_compared_in_envs_without_winners() -> None:
+    first, second = (evaluation(0, losses=0, mean_reward=mean, reward_std=0.5) for mean in (0.9, 0.2))
+    assert gaps(Contests(), [first, second])[0] == pytest.approx(0.7 - 2 * 1.96 * 0.5 / 20, abs=1e-3)
+    assert Result.of(evaluation(0, n=0, losses=0)) is None
+
+
+def test_identical_rewards_decide_only_what_shares_would() -> None:
+    def paid(games: int) -> Evaluation:
+        """Return an evaluation of 20 games, of which `games` ended with a reward of 1 and the others with 0."""
+        tally = Tally()
+        for number in range(20):
+            tally.add("na", float(number < games), own_invalid=False)
+        return tally.evaluation("x", "ckpt-10", 10, "E", "none")
+
+    for last, is_collapse in ((15, False), (19, False), (0, True)):
+        (gap,) = gaps(Contests(), [paid(20), paid(last)])
+        (share_gap,) = gaps(Contests(), [evaluation(20, n=20), evaluation(last, n=20)])
+        assert (gap > 0, share_gap > 0) == (is_collapse, is_collapse)
+
+
+def test_unchanging_policy_does_not_collapse() -> None:
+    chance = random.Random(0)
+    false_alarms = 0
+    for _ in range(100):
+        evaluations = [evaluation(sum(chance.random() < 0.6 for _ in range(100)), n=100) for _ in range(40)]
+        false_alarms += any(gap > 0 for gap in gaps(Contests(), evaluations))
+    assert false_alarms <= 2
+
+
+def test_contests_continue_unchanged_after_json() -> None:
+    first, second = Contests(), Contests()
+    gaps(first, [evaluation(200), evaluation(330)])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.of == first.of
+    assert gaps(second, [evaluation(240)]) == gaps(first, [evaluation(240)])
+
+
+def test_alarm_thresholds_must_be_finite() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        AlarmConfig(threshold=float("inf"))

@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgpack
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unstable_lite.errors import ProtocolError
+from unstable_lite.transport import codec
+from unstable_lite.transport.codec import PROTOCOL, decode, encode, pack_all, unpack_all
+from unstable_lite.transport.messages import (
+    REPLIES,
+    Failed,
+    Generate,
+    Generated,
+    Message,
+    Update,
+    Updated,
+)
+from unstable_lite.types import Generation, LearnerLogprobs, Logprobs, StepContext, TokenIds, TrainItem
+
+_anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def _values(hint: Any) -> st.SearchStrategy[Any]:
+    """Return a strategy for any value that a field of this type may hold."""
+    if hint == TokenIds:
+        return st.lists(st.integers(-(2**31), 2**31 - 1)).map(lambda ids: np.array(ids, np.int32))
+    if hint == Logprobs:
+        return st.lists(st.floats(width=32)).map(lambda values: np.array(values, np.float32))
+    if is_dataclass(hint) or _is_struct(hint):
+        return _instances(hint)
+    if hint == StepContext | None:
+        return st.none() | _instances(StepContext)
+    if hint == tuple[str, ...]:
+        return st.lists(st.text()).map(tuple)
+    if hint == tuple[float, ...]:
+        return st.lists(st.floats(allow_nan=False)).map(tuple)
+    if get_origin(hint) is tuple:
+        return st.lists(_values(get_args(hint)[0]), max_size=3).map(tuple)
+    if hint == dict[str, float]:
+        return st.dictionaries(st.text(), st.floats())
+    if hint == dict[str, Any]:
+        return st.dictionaries(st.text(), _anything)
+    if hint == dict[str, int]:
+        return st.dictionaries(st.text(), st.integers(0, 2**63 - 1))
+    plain: dict[Any, st.SearchStrategy[Any]] = {
+        bool: st.booleans(),
+        int: st.integers(-(2**63), 2**63 - 1),
+        float: st.floats(),
+        str: st.text(),
+        bytes: st.binary(),
+        str | None: st.none() | st.text(),
+        int | None: st.none() | st.integers(0, 2**63 - 1),
+    }
+    if hint in plain:
+        return plain[hint]
+    return st.sampled_from(get_args(hint))  # a Literal
+
+
+def _is_struct(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, msgspec.Struct)
+
+
+def _instances(cls: Any) -> st.SearchStrategy[Any]:
+    hints = get_type_hints(cls)
+    names = cls.__struct_fields__ if _is_struct(cls) else [field.name for field in fields(cls)]
+    built = st.builds(cls, **{name: _values(hints[name]) for name in names})
+    return built.map(_of_equal_lengths) if cls in (Generation, TrainItem, LearnerLogprobs) else built
+
+
+def _of_equal_lengths(instance: Any) -> Any:
+    if isinstance(instance, Generation | TrainItem):
+        return replace(instance, logprobs=np.resize(instance.logprobs, len(instance.completion_ids)))
+    return replace(instance, adapter=np.resize(instance.adapter, len(instance.base)))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return bool(a.dtype == b.dtype and np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
+    if type(a) is not type(b):
+        return False
+    if _is_struct(type(a)):
+        return all(_same(getattr(a, name), getattr(b, name)) for name in a.__struct_fields__)
+    if is_dataclass(a):
+        return all(_same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b or (a != a and b != b))
+
+
+@given(st.lists(st.one_of([_instances(cls) for cls in get_args(Message)]), max_size=4))
+def test_every_message_survives_a_round_trip(sent: list[Message]) -> None:
+    received = decode(encode(sent))
+    assert len(received) == len(sent)
+    assert all(map(_same, sent, received))
+
+
+def test_reply_types_match_the_docstrings_of_requests() -> None:
+    requests = {
+        cls: doc.partition("Reply: `")[2] for cls in get_args(Message) if "Reply: `" in (doc := cls.__doc__ or "")
+    }
+    named = {cls: reply.partition("`")[0] for cls, reply in requests.items() if "request_id" in cls.__struct_fields__}
+    assert {cls: reply.__name__ for cls, reply in REPLIES.items()} == named
+
+
+def test_arrays_take_four_bytes_per_token_in_any_byte_order() -> None:
+    ids = np.arange(1000, dtype=">i4")
+    generation = Generation(
+        prompt_ids=ids,
+        completion_ids=ids[:2],
+        logprobs=np.array([-1.5, -0.25], ">f4"),
+        text="",
+        finish_reason="stop",
+        adapter_version=3,
+    )
+    frame = encode([Generated(request_id=1, generation=generation)])
+    assert len(frame) < 4200
+    (received,) = decode(frame)
+    assert isinstance(received, Generated)
+    assert received.generation.prompt_ids.tolist() == list(range(1000))
+    assert received.generation.logprobs.tolist() == [-1.5, -0.25]
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_give_a_protocol_error_or_messages(frame: bytes) -> None:
+    try:
+        decode(frame)
+    except ProtocolError:
+        pass
+
+
+_json_like = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5) | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+)
+
+
+def _assert_well_typed(value: Any, hint: Any) -> None:
+    if hint in (TokenIds, Logprobs):
+        assert value.dtype == ("<i4" if hint == TokenIds else "<f4")
+    elif hint == StepContext | None:
+        if value is not None:
+            _assert_well_typed(value, StepContext)
+    elif is_dataclass(hint) or _is_struct(hint):
+        for name, inner in get_type_hints(hint).items():
+            _assert_well_typed(getattr(value, name), inner)
+        if hint in (Generation, TrainItem):
+            assert len(value.logprobs) == len(value.completion_ids)
+    elif get_origin(hint) in (tuple, dict):
+        assert type(value) is get_origin(hint)
+        for item in value.values() if isinstance(value, dict) else value:
+            _assert_well_typed(item, get_args(hint)[-1 if isinstance(value, dict) else 0])
+    elif get_origin(hint) is Literal:
+        assert value in get_args(hint)
+    elif hint is not Any:
+        assert type(value) in (get_args(hint) or (hint,))
+
+
+@given(st.data(), st.sampled_from(get_args(Message)))
+def test_wrong_field_gives_a_protocol_error_or_a_well_typed_message(data: Any, cls: Any) -> None:
+    (_, ((tag, *values),)) = msgpack.unpackb(encode([data.draw(_instances(cls))]))
+    if values:
+        values[data.draw(st.integers(0, len(values) - 1))] = data.draw(_json_like)
+    try:
+        (message,) = decode(msgpack.packb([PROTOCOL, [[tag, *values]]]))
+    except ProtocolError:
+        return
+    _assert_well_typed(message, cls)
+    encode([message])  # an accepted message can be sent again
+
+
+def _generated(**changes: Any) -> list[Any]:
+    plain = {"prompt_ids": b"", "completion_ids": b"", "logprobs": b"", "text": "", "finish_reason": "stop"}
+    return ["Generated", 1, plain | {"adapter_version": 0} | changes]
+
+
+@pytest.mark.parametrize(
+    ("envelope", "says"),
+    [
+        ([PROTOCOL + 1, []], "protocol"),
+        ([PROTOCOL, [["NoSuchMessage", 1]]], "NoSuchMessage"),
+        ([PROTOCOL, [[["unhashable"], 1]]], "Expected `str`, got `list`"),
+        ([PROTOCOL, [["UnloadAdapter", 1]]], "at least length 3, got 2"),
+        ([PROTOCOL, [["UnloadAdapter", 1, 2, 3]]], "at most length 2, got 3"),
+        ([PROTOCOL, [["UnloadAdapter", 1, "two"]]], r"Expected `int`, got `str` - at `\$\[1\]\[0\]\[2\]`"),
+        ([PROTOCOL, [["UnloadAdapter", 1, True]]], "Expected `int`, got `bool`"),
+        ([PROTOCOL, [["Updated", 1, {"loss": "low"}, None, [], [], ""]]], "Expected `float`, got `str`"),
+        ([PROTOCOL, [["Updated", 1, {"loss": [1.0]}, None, [], [], ""]]], "Expected `float`, got `array`"),
+        ([PROTOCOL, [["FineTuned", 1, {}, {"too long": 0.5}]]], "Expected `int`, got `float`"),
+        ([PROTOCOL, [["Ready", {"bytes": b"x"}]]], "bytes"),
+        ([PROTOCOL, [["Ready", {"when": msgpack.Timestamp(1)}]]], "not msgpack|Timestamp"),
+        ([PROTOCOL, [["Ready", {b"kind": 1}]]], "Expected `str`, got `bytes`"),
+        ([PROTOCOL, [_generated(completion_ids=bytes(8), logprobs=bytes(4))]], "1 logprobs, 2 completion_ids"),
+        ([PROTOCOL, [_generated(finish_reason="tired")]], "Invalid enum value 'tired'"),
+        ([PROTOCOL, [_generated(prompt_ids=b"123")]], "multiple of element size"),
+        ([PROTOCOL, [_generated(prompt_ids="123")]], "str"),
+        ([PROTOCOL, [["Generated", 1, []]]], "Expected `object`, got `array`"),
+        ([PROTOCOL, [["Scored", 1, [{"adapter": bytes(8), "base": bytes(4)}]]]], "2 adapter, 1 base"),
+        ([float(PROTOCOL), []], rf"{PROTOCOL}\.0.* {PROTOCOL}\b"),
+        ({"a": 1}, r"\[protocol, messages\]"),
+    ],
+)
+def test_invalid_envelope_is_refused_by_name(envelope: Any, says: str) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        decode(msgpack.packb(envelope))
+
+
+def _nested(levels: int) -> bytes:
+    return b"\x91" * levels + b"\xc0"
+
+
+def _in_envelope(content: bytes) -> bytes:
+    """Return the encoding of [PROTOCOL, [content]]."""
+    return b"\x92" + bytes([PROTOCOL]) + b"\x91" + content
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(_nested(5000), id="lists nested deeper than msgpack goes"),
+        pytest.param(_in_envelope(_nested(1000)), id="a message nested deeper than Python goes"),
+        pytest.param(b"\x92" + _nested(1000) + b"\x90", id="a version nested deeper than Python goes"),
+        pytest.param(_in_envelope(b"\x92\xa5Ready\x81\xa1x" + _nested(900)), id="facts nested without end"),
+        pytest.param(b"\xdd\xff\xff\xff\xff", id="a list of four billion"),
+        pytest.param(b"\xdf\xff\xff\xff\xff", id="a table of four billion"),
+        pytest.param(b"\xc6\xff\xff\xff\xff", id="four billion bytes"),
+        pytest.param((b"\xdd" + (60_000).to_bytes(4, "big")) * 1000 + b"\xc0" * 60_000, id="lists of lists of lists"),
+        pytest.param(b"\x90" * 65_536, id="data after the end"),
+        pytest.param(b"", id="nothing"),
+    ],
+)
+def test_oversized_or_hidden_content_is_refused_in_little_memory(frame: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 29
+    finally:
+        tracemalloc.stop()
+
+
+def test_list_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_ITEMS", 10)
+    with pytest.raises(ProtocolError, match="not msgpack"):
+        decode(encode([Failed(request_id=1, error="x")] * 11))
+
+
+def test_memory_of_a_frame_is_bounded_by_its_size() -> None:
+    """The worst case is a list of empty tables, a byte each."""
+    frame = _in_envelope(b"\xdd" + (100_000).to_bytes(4, "big") + b"\x80" * 100_000)
+    tracemalloc.start()
+    with pytest.raises(ProtocolError):
+        decode(frame)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 * len(frame)
+
+
+@pytest.mark.parametrize(("error", "says"), [("\ud800", "surrogates not allowed"), ("x" * 2000, "1000")])
+def test_sender_refuses_a_message_that_no_frame_can_hold(
+    error: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 1000)
+    with pytest.raises(ProtocolError, match=says):
+        encode([Failed(request_id=1, error=error)])
+
+
+def test_steps_on_disk_are_checked_in_the_same_way() -> None:
+    failed = Failed(request_id=1, error="x")
+    assert unpack_all(Failed, pack_all([failed])) == [failed]
+    for content in ([PROTOCOL, [7]], [PROTOCOL, [["Failed", 1, 2, False]]], [PROTOCOL + 1, []], 7):
+        with pytest.raises(ProtocolError):
+            unpack_all(Failed, msgpack.packb(content))
+
+
+def test_oversized_frame_is_refused_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    updated = encode([Updated(request_id=1, metrics={"loss": 1.0}, skipped=None)])
+    generated = msgpack.packb([PROTOCOL, [_generated()]])
+    assert decode(updated) and decode(generated)
+    monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 10)
+    for frame in (updated, generated):
+        with pytest.raises(ProtocolError, match=r"\b10\b"):
+            decode(frame)
+
+
+def test_several_messages_share_one_frame() -> None:
+    items = tuple(
+        TrainItem(
+            prompt_ids=np.array([1, 2], np.int32),
+            completion_ids=np.array([3], np.int32),
+            logprobs=np.array([-0.5], np.float32),
+            reward=0.5,
+            adapter_version=version,
+            trajectory=version,
+        )
+        for version in range(3)
+    )
+    generate = Generate(
+        request_id=7, prompt="p", adapter_version=0, max_tokens=1, temperature=1, top_p=1, stop=("x",), seed=None
+    )
+    update = Update(request_id=8, items=items, version=4, path="/dev/shm/x", state_path="/dev/shm/y")
+    first, second = decode(encode([generate, update]))
+    assert isinstance(first, Generate)
+    assert first.stop == ("x",)
+    assert isinstance(second, Update)
+    assert [item.adapter_version for item in second.items] == [0, 1, 2]
