@@ -64,8 +64,7 @@ def connect(server: FakeVLLM, folder: Path) -> Iterator[Connect]:
 
 @pytest.fixture
 def adapter_dir(tmp_path: Path) -> Path:
-    from random_models import make_adapter
-
+    from fakes.random_models import make_adapter
     from unstable_lite.models import BUILTIN
 
     return make_adapter(BUILTIN["builtin:tiny"], tmp_path / "adapter", 1)
@@ -367,7 +366,7 @@ def test_server_with_raw_logprobs_is_refused(server: FakeVLLM, connect: Connect)
 
 
 def test_server_with_longrope_long_factors_is_refused(connect: Connect, tmp_path: Path) -> None:
-    from random_models import LONGROPE, make_model
+    from fakes.random_models import LONGROPE, make_model
 
     model = make_model(tmp_path / "model", "Llama", rope_parameters=LONGROPE)
     with pytest.raises(ModelError, match="--max-model-len 64"):

@@ -119,6 +119,7 @@ def shouted(text: str) -> tuple[str, bool]:
     return text.upper(), True
 
 
+@pytest.mark.nightly
 def test_every_checkpoint_of_a_run_is_probed_at_the_same_positions(tmp_path: Path) -> None:
     config = runs.write_small(tmp_path)
     run = tmp_path / "run"

@@ -209,6 +209,7 @@ def without_clock(directory: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_run_survives_full_disk_then_full_shm_and_resumes_after_both(small_disks: SmallDisks, tmp_path: Path) -> None:
     out, outputs = tmp_path / "out", small_disks.outputs

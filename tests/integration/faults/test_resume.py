@@ -139,6 +139,7 @@ def test_engines_of_a_resumed_run_know_that_it_resumes(tmp_path: Path) -> None:
     assert code == 0 and "resumed: True" in out, out + err
 
 
+@pytest.mark.nightly
 def test_pruned_run_can_be_resumed(copy: Path) -> None:
     numbers = sorted(int(path.name.removeprefix("ckpt-")) for path in (copy / "checkpoints").glob("ckpt-*"))
     code, out, err = runs.run("runs", "prune", copy, "--train-data", "--yes")

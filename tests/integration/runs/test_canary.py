@@ -41,6 +41,7 @@ def test_faulty_engine_ends_the_run_and_is_named(tmp_path: Path, engine: str, sa
     assert re.search(says, err), err
 
 
+@pytest.mark.nightly
 def test_overflowing_weights_are_not_blamed_on_the_engine(tmp_path: Path) -> None:
     code, _, err = runs.run(
         "run", runs.write_small(tmp_path), "run.learning_steps=3", "run.eval_games=0", "learner.learning_rate=1e30"
