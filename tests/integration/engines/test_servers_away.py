@@ -37,6 +37,8 @@ max_model_len = 512
 [learner]
 batch_size = 12
 canary_tolerance = TOLERANCE
+[lora]
+lora_rank = 8
 [alarms]
 invalid_moves = { action = "off" }
 [[train_envs]]
