@@ -31,7 +31,7 @@ def histograms_of(
         _histogram("completion_tokens", np.asarray([len(item.completion_ids) for item in trained])),
     ]
     if reported:
-        log_ratio = np.concatenate([logp - item.logprobs for item, logp in reported])
+        log_ratio = np.concatenate([logp - item.logprobs[: len(logp)] for item, logp in reported])
         # Capped twice: the exponential of a large ratio overflows, and that of the cap's logarithm may exceed the cap.
         weights = np.minimum(np.exp(np.minimum(log_ratio, np.log(importance_weight_cap))), importance_weight_cap)
         spread.append(_histogram("importance_weight", weights, (0.0, importance_weight_cap)))

@@ -233,6 +233,7 @@ def test_directories_with_other_names_are_ignored(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt-9-best", "ckpt-²"]
 
 
+@pytest.mark.nightly
 def test_resume_before_damaged_checkpoint_writes_it_again(copy: Path) -> None:
     newest, before = damage_newest(copy / "checkpoints", "adapter_model.safetensors")
     code, out, err = runs.run("run", "--resume", copy, f"run.learning_steps={newest}", "run.eval_games=0")

@@ -114,6 +114,7 @@ def test_unguarded_script_does_not_start_again_when_imported(tmp_path: Path, mon
     assert [path.suffix for path in tmp_path.iterdir() if path.name != "__pycache__"] == [".py"]
 
 
+@pytest.mark.nightly
 def test_error_of_a_background_run_is_raised_by_wait(tmp_path: Path) -> None:
     run = small(tmp_path, lora_config={"target_modules": ["no_such_proj"]})
     run.start(learning_steps=1, num_collection_workers=4, num_eval_workers=0, block=False)

@@ -381,7 +381,8 @@ def test_workers_of_a_killed_orchestrator_end_and_next_start_cleans_up(tmp_path:
     assert runs.arenas_named(name) == []
 
 
-@pytest.mark.parametrize("victim", ["engine-0", pytest.param("learner", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", ["engine-0", "learner"])
 def test_worker_death_ends_the_run_at_once_if_restarts_are_off(tmp_path: Path, victim: str) -> None:
     process = runs.start("run", runs.write_small(tmp_path), "run.learning_steps=10000", "run.max_restarts=0")
     runs.wait_for(lambda: runs.num_updates(tmp_path) >= 1)
@@ -397,6 +398,7 @@ def test_worker_death_ends_the_run_at_once_if_restarts_are_off(tmp_path: Path, v
     assert runs.arenas_named(runs.run_directory(tmp_path).name) == []
 
 
+@pytest.mark.nightly
 def test_run_without_shared_memory_uses_its_own_directory(tmp_path: Path) -> None:
     script = (
         "import sys\n"
@@ -435,6 +437,7 @@ def test_bad_input_gives_one_clear_message_and_leaves_nothing(tmp_path: Path, ov
     assert [path for path in runs.arenas_named("") if path.name.endswith("-bad")] == []
 
 
+@pytest.mark.nightly
 def test_model_that_is_not_a_causal_lm_is_refused(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
