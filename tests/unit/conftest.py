@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-HARMLESS = ("nvidia-smi",)
-"""Programs that a plan asks for the machine's devices."""
+HARMLESS = ("nvidia-smi", "file")
+"""Programs that a plan asks for the machine's devices, and `platform.architecture` for the interpreter's."""
 
 
 @pytest.fixture(autouse=True)

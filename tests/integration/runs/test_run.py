@@ -370,11 +370,11 @@ def test_workers_of_a_killed_orchestrator_end_and_next_start_cleans_up(tmp_path:
     process = runs.start("run", runs.write_small(tmp_path), "run.learning_steps=10000")
     runs.wait_for(lambda: runs.num_updates(tmp_path) >= 1)
     children = runs.children_of(process)
+    name = runs.run_directory(tmp_path).name
+    assert runs.arenas_named(name)  # not after the kill: any run that starts then may remove it
     os.kill(process.pid, signal.SIGKILL)
     runs.finish(process)
     runs.wait_for(lambda: runs.are_gone(children), 5)
-    name = runs.run_directory(tmp_path).name
-    assert runs.arenas_named(name)
     (tmp_path / "next").mkdir()
     code, _, _ = runs.run("run", runs.write_small(tmp_path / "next"), "run.learning_steps=1", "run.eval_games=0")
     assert code == 0
