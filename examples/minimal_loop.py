@@ -26,7 +26,7 @@ from unstable_lite.tracking.intervals import wilson_interval
 
 ENV_ID, NUM_PLAYERS = "Nim-v0-train", 2
 MAX_TURNS, MAX_NEW_TOKENS = 40, 16
-LEARNING_RATE, ENTROPY_COEFFICIENT, INVALID_PENALTY = 1.5e-3, 0.07, -1.0
+LEARNING_RATE, KL_COEFFICIENT, INVALID_PENALTY = 1e-3, 0.1, -1.0
 
 
 @dataclass
@@ -83,33 +83,40 @@ class Model:
         return answers
 
     def update(self, steps: list[Step], learning_rate: float, rows: int = 32) -> dict[str, float]:
-        """Make one REINFORCE step with an entropy bonus, in micro-batches of `rows` steps."""
+        """Make one REINFORCE step that stays near the base model, in micro-batches of `rows` steps."""
         num_tokens = sum(len(step.completion_ids) for step in steps)
-        entropy = 0.0
+        kl = 0.0
         for start in range(0, len(steps), rows):
             part = steps[start : start + rows]
-            logp_N, entropy_N = self._logprobs(part)
+            logp_N, kl_N = self._logprobs(part)
             advantage_N = torch.tensor([step.advantage for step in part for _ in step.completion_ids])
-            loss = -(advantage_N * logp_N).sum() - ENTROPY_COEFFICIENT * entropy_N.sum()
+            loss = -(advantage_N * logp_N).sum() + KL_COEFFICIENT * kl_N.sum()
             (loss / num_tokens).backward()
-            entropy += entropy_N.sum().item()
+            kl += kl_N.sum().item()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, 0.2)
         self.optimizer.param_groups[0]["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return {"entropy": entropy / num_tokens, "gradient_norm": float(norm)}
+        return {"kl": kl / num_tokens, "gradient_norm": float(norm)}
 
     def _logprobs(self, steps: list[Step]) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of the distribution of every completion token."""
+        """Return each completion token's log-probability, and KL(policy ‖ base) at its place."""
+        log_p_NV = self._distributions(steps)
+        with torch.no_grad(), self.model.disable_adapter():
+            base_log_p_NV = self._distributions(steps)
+        target_N = torch.tensor([token for step in steps for token in step.completion_ids])
+        kl_N = (log_p_NV.exp() * (log_p_NV - base_log_p_NV)).sum(-1)
+        return log_p_NV.gather(1, target_N[:, None])[:, 0], kl_N
+
+    def _distributions(self, steps: list[Step]) -> Tensor:
+        """Return the log-probability of each vocabulary entry at every completion token."""
         rows = [step.prompt_ids + step.completion_ids for step in steps]
         width = max(map(len, rows))
         # Padded on the right: under causal attention no token sees the padding.
         logits_BTV = self.model(torch.tensor([row + [0] * (width - len(row)) for row in rows])).logits
-        log_p_NV = torch.cat(
+        return torch.cat(
             [logits_BTV[b, len(step.prompt_ids) - 1 : len(rows[b]) - 1].log_softmax(-1) for b, step in enumerate(steps)]
         )
-        target_N = torch.tensor([token for step in steps for token in step.completion_ids])
-        return log_p_NV.gather(1, target_N[:, None])[:, 0], -(log_p_NV.exp() * log_p_NV).sum(-1)
 
 
 def new_game(seed: int, seats: tuple[int, ...]) -> Game:
@@ -176,7 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
         metrics = model.update(steps, LEARNING_RATE * (1 - update / given.updates))
         invalid = sum(step.is_invalid for step in steps) / len(steps)
         print(
-            f"update {update + 1}: {len(steps)} steps, {invalid:.1%} invalid, entropy {metrics['entropy']:.3f} nats, "
+            f"update {update + 1}: {len(steps)} steps, {invalid:.1%} invalid, KL {metrics['kl']:.3f} nats, "
             f"gradient norm {metrics['gradient_norm']:.2f}"
         )
     print(f"after: {evaluate(model, given.eval_games, 10_000)}")
