@@ -180,8 +180,8 @@ def config_of(arguments: dict[str, Any], directory: Path) -> Config:
             "canary_tolerance": 1e9 if arguments["kind"] == "paced" else 0.2,
         },
         alarms={name: {"action": "off"} for name in AlarmsConfig.model_fields},
-        # A full buffer would hold up the games; stale steps leave it.
-        buffer={"buffer_size": 10**6, "max_staleness": 2},
+        # Games must never wait for the learner.
+        buffer={"buffer_size": 10**6, "max_staleness": 10**6},
         lora={"lora_rank": RANKS[arguments["device"]]},
         tracker={"keep_games": "all"},
     )
