@@ -1,4 +1,4 @@
-"""The process of isolated envs, with a Nim that reacts to five odd moves."""
+"""The process of isolated envs, with a Nim that reacts to six odd moves."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 
 import textarena.envs.Nim.env as nim
 
+from unstable_lite.games import env_worker
+from unstable_lite.games.call_file import NO_GAME
 from unstable_lite.games.env_worker import main
 
 __all__ = ["main"]
 
 HALF_A_CHARACTER = "\ud83d"
 step = nim.NimEnv.step
+write_game = env_worker.write_game
+is_slow = False
 
 
 def odd_step(self: Any, action: str) -> Any:
@@ -30,7 +34,16 @@ def odd_step(self: Any, action: str) -> Any:
     if action == "[9 5]":
         time.sleep(1.0)
         return step(self, "[0 1]")
+    if action == "[9 6]":
+        globals()["is_slow"] = True
+        return step(self, "[0 1]")
     return step(self, action)
+
+
+def write_slowly(file: int, game: int) -> None:
+    if game == NO_GAME and is_slow:
+        time.sleep(1.0)
+    write_game(file, game)
 
 
 def sleep_past_every_signal() -> None:
@@ -38,3 +51,4 @@ def sleep_past_every_signal() -> None:
 
 
 nim.NimEnv.step = odd_step
+env_worker.write_game = write_slowly

@@ -15,6 +15,7 @@ import numpy as np
 
 from unstable_lite.games.call_file import NO_GAME, file_of_call, write_game
 from unstable_lite.games.environments import Environment
+from unstable_lite.transport.codec import encode
 from unstable_lite.transport.messages import (
     DropEnv,
     EnvState,
@@ -43,8 +44,10 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
                 continue
             assert isinstance(message, (MakeEnv, StepEnv)), message
             write_game(under_way, message.game)
-            socket.send(_answer(games, message))  # may fail: an env can return values that no message can hold
+            frame = encode([_answer(games, message)])  # may fail: an env can return values that no message can hold
+            # Before sending, because a process that dies after its answer must not void the game.
             write_game(under_way, NO_GAME)
+            socket.send_frame(frame)
 
 
 def _answer(games: dict[int, Environment], message: MakeEnv | StepEnv) -> Message:

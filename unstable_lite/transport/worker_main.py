@@ -86,7 +86,11 @@ class WorkerSocket:
     def send(self, *messages: Message) -> None:
         """Send `messages` in one frame, without blocking."""
         if messages:
-            self._socket.send(encode(messages))
+            self.send_frame(encode(messages))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send messages that are already encoded, without blocking."""
+        self._socket.send(frame)
 
     def close(self) -> None:
         self._context.destroy(linger=1000)

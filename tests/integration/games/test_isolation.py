@@ -64,7 +64,7 @@ _others: set[int] = set()
 
 @pytest.fixture
 async def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EnvPool]:
-    """Yield a pool of two processes, in which Nim reacts to five odd moves."""
+    """Yield a pool of two processes, in which Nim reacts to six odd moves."""
     _others.update(child.pid for child in psutil.Process().children())
     monkeypatch.setattr(env_pool, "MODULE", "fakes.odd_env_process")
     monkeypatch.setattr(env_pool, "MOST_PROCESSES", 2)
@@ -132,6 +132,16 @@ async def test_game_longer_than_the_call_limit_is_replayed_whole(environments: E
     turn = await here.play("[1 1]")
     assert turn is not None
     assert await there.play("[1 1]") == turn
+
+
+async def test_process_that_dies_after_its_answer_voids_no_game(environments: EnvPool) -> None:
+    spec = game("Nim-v0-train", 2, 0)
+    here, there = make_in_process(spec), await environments.make(spec)
+    turn = await here.play("[0 1]")
+    assert await there.play("[9 6]") == turn  # the process takes a second to record that the call has ended
+    for child in own_children():
+        os.kill(child.pid, signal.SIGKILL)
+    assert await there.play("[1 1]") == await here.play("[1 1]")
 
 
 @pytest.mark.parametrize(
