@@ -18,7 +18,6 @@ __all__ = ["main"]
 HALF_A_CHARACTER = "\ud83d"
 step = nim.NimEnv.step
 write_game = env_worker.write_game
-is_slow = False
 
 
 def odd_step(self: Any, action: str) -> Any:
@@ -35,13 +34,13 @@ def odd_step(self: Any, action: str) -> Any:
         time.sleep(1.0)
         return step(self, "[0 1]")
     if action == "[9 6]":
-        globals()["is_slow"] = True
+        env_worker.write_game = write_slowly
         return step(self, "[0 1]")
     return step(self, action)
 
 
 def write_slowly(file: int, game: int) -> None:
-    if game == NO_GAME and is_slow:
+    if game == NO_GAME:
         time.sleep(1.0)
     write_game(file, game)
 
@@ -51,4 +50,3 @@ def sleep_past_every_signal() -> None:
 
 
 nim.NimEnv.step = odd_step
-env_worker.write_game = write_slowly
