@@ -31,7 +31,7 @@ import textarena.envs.Nim.env as nim
 import zmq
 
 from bench.delayed_engine import LATENCY
-from bench.harness import Options, Questioner, Report, Subjects, Target, memory_mb
+from bench.harness import Options, Questioner, Report, Subjects, Target, memory_mb, unlimit_games_in_flight
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import AlarmsConfig
 from unstable_lite.dashboards.terminal import TerminalInterface
@@ -374,6 +374,7 @@ async def soak(arguments: dict[str, Any], minutes: float, directory: Path) -> di
     first = await asyncio.create_subprocess_exec("true", stdin=asyncio.subprocess.PIPE)
     await first.wait()  # uvloop keeps /dev/null open from its first child on
     samples, before, files = Samples(), in_use(), open_files()
+    unlimit_games_in_flight()  # the games of this learner's few steps would hardly ever be in an env process
     run = WatchedRun(config_of(arguments, directory))
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(run.execute())

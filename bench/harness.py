@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -29,7 +29,8 @@ from rich.table import Table
 
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
-from unstable_lite.orchestrator import workers
+from unstable_lite.orchestrator import wiring, workers
+from unstable_lite.rollout.back_pressure import InFlight
 from unstable_lite.tracking.run_directory import versions
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.rpc import Router
@@ -231,6 +232,15 @@ async def started_engines(
             await process.stop()
         router.close()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def unlimit_games_in_flight() -> None:
+    """Let training games of this process start, however many steps are in flight and however slow the learner is."""
+
+    def unlimited(config: Config, _lengths: Mapping[str, Sequence[int]]) -> InFlight:
+        return InFlight(config.learner.batch_size, config.learner.batch_size, None, {})
+
+    vars(wiring)["in_flight"] = unlimited
 
 
 def cpu_seconds(pid: int) -> float:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,18 @@ from bench.harness import (
     bench_config,
     cores,
     cpu_seconds,
+    unlimit_games_in_flight,
 )
 from bench.latency import Latency
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import AlarmsConfig
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.engines.client import EngineClient, EnginePool
-from unstable_lite.orchestrator import wiring, workers
+from unstable_lite.orchestrator import workers
 from unstable_lite.orchestrator.event_loop import run_in_loop
 from unstable_lite.orchestrator.run import Run
 from unstable_lite.orchestrator.train_loop import TrainLoop
 from unstable_lite.planning.plan import make_plan
-from unstable_lite.rollout.back_pressure import InFlight
 from unstable_lite.types import Generation
 
 MODULE = "bench.sustained"
@@ -187,11 +187,6 @@ def config_of(arguments: dict[str, Any], directory: Path) -> Config:
     )
 
 
-def _unlimited(config: Config, _lengths: Mapping[str, Sequence[int]]) -> InFlight:
-    """Return a limit that no game waits for; two cores' learner is slower than the engine and would hold games back."""
-    return InFlight(config.learner.batch_size, config.learner.batch_size, None, {})
-
-
 class Measured:
     def __init__(self, training: TrainLoop, pool: RecordingPool, arguments: dict[str, Any]) -> None:
         self._training = training
@@ -296,7 +291,7 @@ def _pin(pid: int, core: int) -> None:
 async def measure(questioner: Questioner) -> None:
     arguments = questioner.arguments
     vars(workers)["EnginePool"] = RecordingPool  # the class of a run's engine pool
-    vars(wiring)["in_flight"] = _unlimited
+    unlimit_games_in_flight()  # two cores' learner is slower than the engine and would hold games back
     with tempfile.TemporaryDirectory() as name:
         if arguments["device"] != "cpu":
             from bench import models  # imports torch, which a run's own process does not need
