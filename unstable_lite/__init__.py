@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unstable_lite.api import build
+    from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
     from unstable_lite.dashboards.terminal import TerminalInterface
     from unstable_lite.league.game_scheduler import GameScheduler
     from unstable_lite.league.model_registry import ModelRegistry
@@ -22,13 +23,12 @@ if TYPE_CHECKING:
     from unstable_lite.rollout.episode_buffer import EpisodeBuffer
     from unstable_lite.rollout.step_buffer import StepBuffer
     from unstable_lite.tracking.tracker import Tracker
-    from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 _HOMES = {
     "A2CLearner": "learner.algorithms.a2c",
     "Collector": "rollout.collector",
     "EpisodeBuffer": "rollout.episode_buffer",
-    "EvalEnvSpec": "types",
+    "EvalEnvSpec": "config.games",
     "GRPOLearner": "learner.algorithms.grpo",
     "GameScheduler": "league.game_scheduler",
     "ModelRegistry": "league.model_registry",
@@ -38,7 +38,7 @@ _HOMES = {
     "StepBuffer": "rollout.step_buffer",
     "TerminalInterface": "dashboards.terminal",
     "Tracker": "tracking.tracker",
-    "TrainEnvSpec": "types",
+    "TrainEnvSpec": "config.games",
     "build": "api",
 }
 _MODULES = {

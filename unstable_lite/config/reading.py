@@ -12,11 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import TemplateConfig
+from unstable_lite.config.games import EvalEnvSpec, TemplateConfig, TrainEnvSpec
 from unstable_lite.config.section import Section
 from unstable_lite.config.tracking import AlarmConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 MAX_LEVELS = 16
 """Deepest nesting of tables and lists."""
@@ -133,11 +132,11 @@ def _problems(error: ValidationError) -> list[str]:
         key = ".".join(map(str, location))
         if key in RENAMED:
             problems.append(f"{key} = {detail['input']!r} is no longer a key: {RENAMED[key]}")
-        elif detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        elif detail["type"] == "extra_forbidden":
             close = difflib.get_close_matches(str(location[-1]), _known_keys(location[:-1]), n=1, cutoff=0.5)
             hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(_known_keys(location[:-1]))}"
             problems.append(f"unknown key {key!r}{hint}")
-        elif detail["type"] in ("missing", "missing_argument"):
+        elif detail["type"] == "missing":
             problems.append(f"{key!r} is missing")
         elif detail["type"] == "too_short" and detail["loc"] == ("train_envs",) and detail["input"]:
             continue  # its entries exist and are refused for other reasons
@@ -151,8 +150,8 @@ def _known_keys(location: list[Any]) -> list[str]:
     if not location:
         return list(Config.model_fields)
     by_section: dict[Any, list[str]] = {
-        "train_envs": list(TrainEnvSpec.__dataclass_fields__),
-        "eval_envs": list(EvalEnvSpec.__dataclass_fields__),
+        "train_envs": list(TrainEnvSpec.model_fields),
+        "eval_envs": list(EvalEnvSpec.model_fields),
         "templates": list(TemplateConfig.model_fields),
     }
     for name, info in Config.model_fields.items():

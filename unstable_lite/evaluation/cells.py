@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel
 from unstable_lite.rng import derive_seed
-from unstable_lite.types import AgentSpec, EvalEnvSpec, GameSpec, ModelRef
+from unstable_lite.types import AgentSpec, GameSpec, ModelRef
 
 JOINT = " | "
 """Separator of the parts of a cell's key."""
@@ -44,9 +45,9 @@ class Cell:
     def key(self) -> str:
         """Identity of the cell: independent of the models' names, without env settings left at their defaults."""
         played_how = [
-            f"{field.name}={getattr(self.env, field.name)}"
-            for field in fields(self.env)
-            if field.name != "fixed_opponent" and getattr(self.env, field.name) != field.default
+            f"{name}={getattr(self.env, name)}"
+            for name, field in EnvSpec.model_fields.items()
+            if getattr(self.env, name) != field.default
         ]
         return JOINT.join((self.model.key, self.opponent_key, *played_how))
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.errors import ConfigError, OpponentError
 from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
 from unstable_lite.league.samplers.model_samplers import BaseModelSampler
@@ -20,12 +21,10 @@ from unstable_lite.plugins import lasting
 from unstable_lite.rng import derive_seed, game_seed, restore, state_of
 from unstable_lite.types import (
     AgentSpec,
-    EvalEnvSpec,
     GameKind,
     GameRecord,
     GameSpec,
     ModelRef,
-    TrainEnvSpec,
 )
 
 DRAWS = 20
@@ -213,7 +212,7 @@ class GameScheduler:
     def _new_game(
         self,
         kind: GameKind,
-        env: TrainEnvSpec | EvalEnvSpec,
+        env: EnvSpec,
         agents: list[AgentSpec],
         label: str | None = None,
         pair: int | None = None,
@@ -252,7 +251,7 @@ def _kind_and_state(sampler: BaseModelSampler | BaseEnvSampler) -> dict[str, Any
     return {"kind": sampler.kind, "state": lasting(sampler.kind, sampler.state_dict())}
 
 
-def _agent(pid: int, model: ModelRef, env: TrainEnvSpec | EvalEnvSpec, collect: bool) -> AgentSpec:
+def _agent(pid: int, model: ModelRef, env: EnvSpec, collect: bool) -> AgentSpec:
     return AgentSpec(
         pid=pid,
         model=model,

@@ -14,9 +14,8 @@ from itertools import chain
 from statistics import fmean
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import LeagueConfig
+from unstable_lite.config.games import LeagueConfig, TrainEnvSpec
 from unstable_lite.rollout.back_pressure import InFlight, max_age, spread_of
-from unstable_lite.types import TrainEnvSpec
 
 SYNC_SPARE = 1.1
 """Expected steps of a sync round, as a multiple of a batch; with 1, every second round would lack a few."""

@@ -7,10 +7,11 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
+from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.plugins import suggestion
 from unstable_lite.rng import derive_seed, restore, state_of
-from unstable_lite.types import EvalEnvSpec, GameKind, TrainEnvSpec
+from unstable_lite.types import GameKind
 
 _ROUNDING = 1e-6
 """Largest difference between averages of equal rewards that counts as rounding and not as progress."""
