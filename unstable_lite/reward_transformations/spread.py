@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unstable_lite.reward_transformations.running_means import RunningMeans
 from unstable_lite.types import StepContext
 
 Values = npt.NDArray[np.float64]
@@ -35,8 +36,8 @@ class Spread:
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
         """Newest result of each cell, with which the results of the next batch are compared."""
-        self._deviation: dict[str, tuple[float, float]] = {}
-        """Running standard deviation of each group, and its weight, which corrects the initial bias."""
+        self._deviation = RunningMeans(1 - DECAY)
+        """Running standard deviation of each group."""
 
     def tells_apart(self, results: Values, cells: Sequence[str]) -> npt.NDArray[np.bool_]:
         """Return, for each result, whether its cell has different results in this batch or since the last one.
@@ -64,17 +65,16 @@ class Spread:
         if not len(advantages):
             return advantages
         deviation = float(advantages.std())
-        running, weight = self._deviation.get(group, (0.0, 0.0))
+        running = self._deviation.mean(group)
         rounding = _EPSILON * max(1.0, float(np.abs(advantages).max()))
         scaled: Values = (advantages - advantages.mean()) / (max(deviation, FLOOR * running) + rounding)
         if np.isfinite(deviation):
-            weight += (1 - DECAY) * (1 - weight)
-            self._deviation[group] = (running + (1 - DECAY) / weight * (deviation - running), weight)
+            self._deviation.add(group, deviation)
         return scaled
 
     def state_dict(self) -> dict[str, Any]:
-        return {"last": dict(self._last), "deviation": {key: list(pair) for key, pair in self._deviation.items()}}
+        return {"last": dict(self._last), "deviation": self._deviation.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._last = dict(state["last"])
-        self._deviation = {group: (running, weight) for group, (running, weight) in state["deviation"].items()}
+        self._deviation.load_state_dict(state["deviation"])

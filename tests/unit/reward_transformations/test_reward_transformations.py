@@ -123,11 +123,6 @@ def test_role_averages_are_separate_per_kind_of_opponent():
     assert transform(1.0, 0, "E", make_context("mirror")) == 0.0
 
 
-def test_role_averages_of_an_earlier_version_are_refused_with_advice():
-    with pytest.raises(ConfigError, match="initial_lora_path"):
-        RoleAdvantageByEnvFormatter().load_state_dict({"role_advantage": {"E": {"0": 0.5}}})
-
-
 def test_role_averages_start_at_the_configured_value():
     assert RoleAdvantageFormatter(role_adv=0.5, tau=0.0)(1.0, 0, "E") == 0.5
     assert RoleAdvantageByEnvFormatter(default_role_adv=0.5, tau=0.0)(1.0, 0, "E") == 0.5
