@@ -30,6 +30,12 @@ def cell_of(env_id: str, pid: int, context: StepContext | None) -> str:
     return f"{env_id}/{pid}/{context.opponent_kinds if context is not None else ''}"
 
 
+def differ(values: Sequence[float] | Values) -> bool:
+    """Return whether values differ by more than rounding errors. NaN differs from everything."""
+    given = np.asarray(values, np.float64)
+    return not np.abs(given - given[0]).max() <= _ROUNDING * max(1.0, float(np.abs(given).max()))
+
+
 class Spread:
     """Memory of the results of earlier batches; its state fits in JSON."""
 
@@ -50,9 +56,7 @@ class Spread:
         is_different = np.zeros(len(results), np.bool_)
         for cell, rows in by_cell.items():
             seen = np.append(results[rows], self._last.get(cell, results[rows[0]]))
-            tolerance = _ROUNDING * max(1.0, float(np.abs(seen).max()))
-            # NaN differs from everything: the learner skips an update whose loss it makes NaN.
-            is_different[rows] = not np.abs(seen - seen[0]).max() <= tolerance
+            is_different[rows] = differ(seen)  # if it is NaN, the learner skips an update whose loss becomes NaN
             if np.isfinite(results[rows[-1]]):
                 self._last[cell] = float(results[rows[-1]])
         return is_different

@@ -6,9 +6,11 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from unstable_lite import plugins
+from unstable_lite.config import Config
+from unstable_lite.config.games import LeagueConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers.env_samplers import (
@@ -35,10 +37,6 @@ from unstable_lite.league.samplers.model_samplers import (
 )
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import BASE
-
-if TYPE_CHECKING:
-    from unstable_lite.config import Config
-    from unstable_lite.config.games import LeagueConfig
 
 T = TypeVar("T")
 
@@ -92,10 +90,12 @@ MODEL_SAMPLERS: dict[str, Callable[..., BaseModelSampler]] = {
 }
 
 
-def strategies(league: LeagueConfig) -> list[str]:
-    """Return the names of the samplers in `opponent_sampling_strategy`."""
+def strategies(league: LeagueConfig) -> dict[str, dict[str, Any]]:
+    """Return the options of each sampler in `opponent_sampling_strategy` by its name, always with a `weight`."""
     strategy = league.opponent_sampling_strategy
-    return [strategy] if isinstance(strategy, str) else list(strategy)
+    given = {strategy: {}} if isinstance(strategy, str) else strategy
+    tables = {name: options if isinstance(options, Mapping) else {"weight": options} for name, options in given.items()}
+    return {name: {"weight": 1.0, **options} for name, options in tables.items()}
 
 
 def uses_fixed(league: LeagueConfig) -> bool:
@@ -151,14 +151,12 @@ def build_model_sampler(league: LeagueConfig, registry: ModelRegistry, rng: rand
     if uses_fixed(league):
         for name in league.fixed_opponents:
             registry.add_fixed(name)
-    strategy = league.opponent_sampling_strategy
-    if isinstance(strategy, str):
-        return build(strategy, {})
+    if isinstance(league.opponent_sampling_strategy, str):
+        return build(league.opponent_sampling_strategy, {})
     samplers, weights = [], []
     problems: list[str] = []
-    for name, given in strategy.items():
-        options = dict(given) if isinstance(given, Mapping) else {"weight": given}
-        weight = options.pop("weight", 1.0)
+    for name, options in strategies(league).items():
+        weight = options.pop("weight")
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
             problems.append(
                 f"opponent_sampling_strategy: the weight of {name!r} is {weight!r}; set a finite number above 0"
