@@ -146,7 +146,7 @@ def _warnings(config: Config, pace: Pace) -> Iterable[str]:
 
 def _collected_share(spec: TrainEnvSpec, league: LeagueConfig) -> float:
     """Return the policy's share of a game's turns."""
-    weights = {name: options["weight"] for name, options in strategies(league).items()}
+    weights: dict[str, float] = {name: options["weight"] for name, options in strategies(league).items()}
     mirrored = weights.get("mirror", 0.0) / sum(weights.values())
     others = spec.num_players - spec.num_actors
     return (spec.num_actors + mirrored * others) / spec.num_players
