@@ -24,6 +24,7 @@ import numpy as np
 
 from bench.latency import Latency
 from unstable_lite.config import Config
+from unstable_lite.config.games import TrainEnvSpec
 from unstable_lite.games.trial_games import trial_lengths
 from unstable_lite.planning.adapter_slots import active_checkpoints
 from unstable_lite.planning.algorithm_defaults import resolve_defaults
@@ -40,7 +41,6 @@ from unstable_lite.types import (
     ModelRef,
     PlayerTrajectory,
     Step,
-    TrainEnvSpec,
     Turn,
 )
 

@@ -8,27 +8,28 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from unstable_lite.api import build
-    from unstable_lite.dashboards.terminal import TerminalInterface
-    from unstable_lite.league.game_scheduler import GameScheduler
-    from unstable_lite.league.model_registry import ModelRegistry
-    from unstable_lite.learner.algorithms.a2c import A2CLearner
-    from unstable_lite.learner.algorithms.grpo import GRPOLearner
-    from unstable_lite.learner.algorithms.ppo import PPOLearner
-    from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
-    from unstable_lite.orchestrator.run import Run
-    from unstable_lite.rollout.collector import Collector
-    from unstable_lite.rollout.episode_buffer import EpisodeBuffer
-    from unstable_lite.rollout.step_buffer import StepBuffer
-    from unstable_lite.tracking.tracker import Tracker
-    from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
+if TYPE_CHECKING:  # `X as X` makes X public for type checkers
+    from unstable_lite.api import build as build
+    from unstable_lite.config.games import EvalEnvSpec as EvalEnvSpec
+    from unstable_lite.config.games import TrainEnvSpec as TrainEnvSpec
+    from unstable_lite.dashboards.terminal import TerminalInterface as TerminalInterface
+    from unstable_lite.league.game_scheduler import GameScheduler as GameScheduler
+    from unstable_lite.league.model_registry import ModelRegistry as ModelRegistry
+    from unstable_lite.learner.algorithms.a2c import A2CLearner as A2CLearner
+    from unstable_lite.learner.algorithms.grpo import GRPOLearner as GRPOLearner
+    from unstable_lite.learner.algorithms.ppo import PPOLearner as PPOLearner
+    from unstable_lite.learner.algorithms.reinforce import REINFORCELearner as REINFORCELearner
+    from unstable_lite.orchestrator.run import Run as Run
+    from unstable_lite.rollout.collector import Collector as Collector
+    from unstable_lite.rollout.episode_buffer import EpisodeBuffer as EpisodeBuffer
+    from unstable_lite.rollout.step_buffer import StepBuffer as StepBuffer
+    from unstable_lite.tracking.tracker import Tracker as Tracker
 
 _HOMES = {
     "A2CLearner": "learner.algorithms.a2c",
     "Collector": "rollout.collector",
     "EpisodeBuffer": "rollout.episode_buffer",
-    "EvalEnvSpec": "types",
+    "EvalEnvSpec": "config.games",
     "GRPOLearner": "learner.algorithms.grpo",
     "GameScheduler": "league.game_scheduler",
     "ModelRegistry": "league.model_registry",
@@ -38,7 +39,7 @@ _HOMES = {
     "StepBuffer": "rollout.step_buffer",
     "TerminalInterface": "dashboards.terminal",
     "Tracker": "tracking.tracker",
-    "TrainEnvSpec": "types",
+    "TrainEnvSpec": "config.games",
     "build": "api",
 }
 _MODULES = {
@@ -47,23 +48,7 @@ _MODULES = {
     "samplers": "league.samplers",
 }
 
-__all__ = [
-    "A2CLearner",
-    "Collector",
-    "EpisodeBuffer",
-    "EvalEnvSpec",
-    "GRPOLearner",
-    "GameScheduler",
-    "ModelRegistry",
-    "PPOLearner",
-    "REINFORCELearner",
-    "Run",
-    "StepBuffer",
-    "TerminalInterface",
-    "Tracker",
-    "TrainEnvSpec",
-    "build",
-]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

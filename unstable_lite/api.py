@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.reading import parse_config
 from unstable_lite.errors import ConfigError
 from unstable_lite.orchestrator.run import Run
 from unstable_lite.planning.plan import make_plan
-from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 _VLLM_KEYS = {
     "max_tokens": "max_generation_len",

@@ -27,62 +27,8 @@ rules and the newest board."""
 GameEnd = Literal["natural", "invalid", "truncated", "void"]
 """End of a game: by its rules, by an invalid move, by our turn cap, or because it failed or took too long."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainEnvSpec:
-    """An env to collect training games from (reference: `_types.py`)."""
-
-    env_id: str
-    """Id of a TextArena env, or `module:id` of one that a custom module registers with TextArena."""
-    num_players: int
-    """Number of seats of a game."""
-    num_actors: int
-    """Number of seats of the current policy. If equal to `num_players`: mirror self-play, no opponent is sampled."""
-    prompt_template: str = "default"
-    """Template that makes a prompt of an observation: a built-in one, `chat`, or a name from `[templates]`."""
-    action_extraction_fn: str = "default"
-    """Function that extracts the action from an answer: the last `\\boxed{}`, or `module:function`."""
-    max_turns: int = 200
-    """Turn cap over all players; a game that reaches it is truncated."""
-    observation: Observation = "env"
-    """Text that a player sees: `env`, the game so far as the env id's own wrapper shows it; `first-last`, the first and
-    the last message; `board`, the rules and the newest board, only for board games (docs/games.md)."""
-    isolated: bool | None = None
-    """Whether its games run in processes that can be killed wherever they hang; default: if the env is known to loop or
-    its reset is slow. A turn then costs a round trip, 0.1 ms and more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalEnvSpec:
-    """An env to evaluate on: the current policy has one seat, `fixed_opponent` has the others.
-
-    In a config, a missing key of `INHERITED` is taken from the training env of the same id, if there is one.
-    """
-
-    env_id: str
-    num_players: int
-    prompt_template: str = "default"
-    """Same as in `train_envs`. Default: that of the training env of the same id."""
-    action_extraction_fn: str = "default"
-    """Same as in `train_envs`. Default: that of the training env of the same id."""
-    fixed_opponent: str = "google/gemini-2.0-flash-lite-001"
-    """Opponent, named as in `league.fixed_opponents`; also `base`, the model without an adapter."""
-    max_turns: int = 200
-    """Same as in `train_envs`. Default: that of the training env of the same id."""
-    observation: Observation = "env"
-    """Same as in `train_envs`. Default: that of the training env of the same id."""
-    isolated: bool | None = None
-
-    @property
-    def opponent(self) -> str:
-        """Name of the opponent in results."""
-        return self.fixed_opponent if self.num_players > 1 else "none"
-
-
 BASE = "base"
 """Uid of the model without an adapter, and its name as an opponent."""
-INHERITED = ("prompt_template", "action_extraction_fn", "max_turns", "observation")
-"""Keys that an eval env takes over from the training env of the same id, so that a curve measures the trained game."""
 
 
 class ModelRef(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from unstable_lite.config import Config
+from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.reading import parse_config, parse_toml
 from unstable_lite.config.section import Section
 from unstable_lite.errors import ConfigError
 from unstable_lite.tracking.run_directory import to_toml
-from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VALUES = [

@@ -6,12 +6,11 @@ keyword names of `build()` without renaming them.
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from unstable_lite.config.games import LeagueConfig, OpponentsConfig, TemplateConfig
+from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, OpponentsConfig, TemplateConfig, TrainEnvSpec
 from unstable_lite.config.section import Section
 from unstable_lite.config.tracking import AlarmsConfig, TrackerConfig
 from unstable_lite.config.training import (
@@ -23,7 +22,6 @@ from unstable_lite.config.training import (
     RunConfig,
     SftConfig,
 )
-from unstable_lite.types import INHERITED, EvalEnvSpec, TrainEnvSpec
 
 
 class Config(Section):
@@ -50,28 +48,13 @@ class Config(Section):
     train_envs: tuple[TrainEnvSpec, ...] = Field(min_length=1)
     eval_envs: tuple[EvalEnvSpec, ...] = ()
 
-    @model_validator(mode="before")
+    @field_validator("eval_envs")
     @classmethod
-    def _inherit_from_training(cls, given: Any) -> Any:
-        """Copy the keys that an eval env leaves out from the training env of the same id; see `INHERITED`.
-
-        An `EvalEnvSpec` counts as leaving out every key that is at its default.
-        """
-        if not isinstance(given, dict):
-            return given
-        train, evaluated = given.get("train_envs"), given.get("eval_envs")
-        if not isinstance(train, list | tuple) or not isinstance(evaluated, list | tuple):
-            return given
-        trained = {
-            str(env.get("env_id")): {key: env[key] for key in INHERITED if key in env} for env in map(_given, train)
-        }
-        return {
-            **given,
-            "eval_envs": [
-                trained[env_id] | own if (env_id := str((own := _given(env)).get("env_id"))) in trained else env
-                for env in evaluated
-            ],
-        }
+    def _inherit_from_training(
+        cls, eval_envs: tuple[EvalEnvSpec, ...], info: ValidationInfo
+    ) -> tuple[EvalEnvSpec, ...]:
+        trained = {env.env_id: env for env in info.data.get("train_envs", ())}
+        return tuple(env.inheriting(trained.get(env.env_id)) for env in eval_envs)
 
     @property
     def buffer_size(self) -> int:
@@ -81,10 +64,3 @@ class Config(Section):
     def group_baseline(self) -> Literal["grpo", "rloo"] | None:
         of_algorithm: dict[str, Literal["grpo", "rloo"]] = {"grpo": "grpo", "rloo": "rloo"}
         return self.rewards.group_baseline or of_algorithm.get(self.algorithm)
-
-
-def _given(env: Any) -> dict[str, Any]:
-    """Return the keys that an env's entry sets; for a spec, those not at their default."""
-    if isinstance(env, TrainEnvSpec | EvalEnvSpec):
-        return {f.name: value for f in fields(env) if (value := getattr(env, f.name)) != f.default}
-    return env if isinstance(env, dict) else {}

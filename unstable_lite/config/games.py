@@ -1,4 +1,4 @@
-"""Sections of opponents and prompts."""
+"""Sections of envs, opponents and prompts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,58 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from unstable_lite.config.section import Section
+from unstable_lite.types import Observation
+
+
+class EnvSpec(Section):
+    env_id: str
+    """Id of a TextArena env, or `module:id` of one that a custom module registers with TextArena."""
+    num_players: int
+    """Number of seats of a game."""
+    prompt_template: str = "default"
+    """Template that makes a prompt of an observation: a built-in one, `chat`, or a name from `[templates]`."""
+    action_extraction_fn: str = "default"
+    """Function that extracts the action from an answer: the last `\\boxed{}`, or `module:function`."""
+    max_turns: int = 200
+    """Turn cap over all players; a game that reaches it is truncated."""
+    observation: Observation = "env"
+    """Text that a player sees: `env`, the game so far as the env id's own wrapper shows it; `first-last`, the first and
+    the last message; `board`, the rules and the newest board, only for board games (docs/games.md)."""
+    isolated: bool | None = None
+    """Whether its games run in processes that can be killed wherever they hang; default: if the env is known to loop or
+    its reset is slow. A turn then costs a round trip, 0.1 ms and more."""
+
+
+class TrainEnvSpec(EnvSpec):
+    """An env to collect training games from."""
+
+    num_actors: int
+    """Number of seats of the current policy. If equal to `num_players`: mirror self-play, no opponent is sampled."""
+
+
+INHERITED = ("prompt_template", "action_extraction_fn", "max_turns", "observation")
+"""Keys that an eval env takes over from the training env of the same id, so that a curve measures the trained game."""
+
+
+class EvalEnvSpec(EnvSpec):
+    """An env to evaluate on. One seat is the current policy's, the others are `fixed_opponent`'s.
+
+    The default of `prompt_template`, `action_extraction_fn`, `max_turns` and `observation` is the value of the training
+    env of the same id, if there is one.
+    """
+
+    fixed_opponent: str = "google/gemini-2.0-flash-lite-001"
+    """Opponent, named as in `league.fixed_opponents`; also `base`, the model without an adapter."""
+
+    @property
+    def opponent(self) -> str:
+        """Name of the opponent in results."""
+        return self.fixed_opponent if self.num_players > 1 else "none"
+
+    def inheriting(self, train: TrainEnvSpec | None) -> EvalEnvSpec:
+        """Return a copy with the training env's value of every key in `INHERITED` that was not set."""
+        left_open = set(INHERITED) - self.model_fields_set if train is not None else set()
+        return self.model_copy(update={key: getattr(train, key) for key in left_open})
 
 
 class LeagueConfig(Section):

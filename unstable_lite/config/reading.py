@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
 import itertools
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import TemplateConfig
 from unstable_lite.config.section import Section
-from unstable_lite.config.tracking import AlarmConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 MAX_LEVELS = 16
 """Deepest nesting of tables and lists."""
@@ -91,17 +87,18 @@ def _check_bounds(raw: dict[str, Any]) -> None:
 
 def _without_offenders(raw: dict[str, Any], error: ValidationError) -> dict[str, Any]:
     """Return `raw` without the keys that `error` names; an env entry is removed as a whole."""
-    raw = copy.deepcopy(raw)
     offenders: set[tuple[Any, ...]] = {tuple(detail["loc"][:2]) for detail in error.errors()}
-    last_entry_first = sorted(offenders, key=lambda loc: [f"{part:>9}" for part in loc], reverse=True)
-    for section, *rest in last_entry_first:
-        table = raw.get(section)
-        is_inside = rest and (rest[0] in table if isinstance(table, dict) else isinstance(table, list))
-        if is_inside and table is not None:
-            del table[rest[0]]
+    kept: dict[str, Any] = {}
+    for section, table in raw.items():
+        if (section,) in offenders:
+            continue
+        if isinstance(table, dict):
+            kept[section] = {key: value for key, value in table.items() if (section, key) not in offenders}
+        elif isinstance(table, list | tuple):
+            kept[section] = [entry for index, entry in enumerate(table) if (section, index) not in offenders]
         else:
-            raw.pop(section, None)
-    return raw
+            kept[section] = table
+    return kept
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -133,11 +130,11 @@ def _problems(error: ValidationError) -> list[str]:
         key = ".".join(map(str, location))
         if key in RENAMED:
             problems.append(f"{key} = {detail['input']!r} is no longer a key: {RENAMED[key]}")
-        elif detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        elif detail["type"] == "extra_forbidden":
             close = difflib.get_close_matches(str(location[-1]), _known_keys(location[:-1]), n=1, cutoff=0.5)
             hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(_known_keys(location[:-1]))}"
             problems.append(f"unknown key {key!r}{hint}")
-        elif detail["type"] in ("missing", "missing_argument"):
+        elif detail["type"] == "missing":
             problems.append(f"{key!r} is missing")
         elif detail["type"] == "too_short" and detail["loc"] == ("train_envs",) and detail["input"]:
             continue  # its entries exist and are refused for other reasons
@@ -147,17 +144,11 @@ def _problems(error: ValidationError) -> list[str]:
 
 
 def _known_keys(location: list[Any]) -> list[str]:
-    """Return the keys that exist at `location`."""
-    if not location:
-        return list(Config.model_fields)
-    by_section: dict[Any, list[str]] = {
-        "train_envs": list(TrainEnvSpec.__dataclass_fields__),
-        "eval_envs": list(EvalEnvSpec.__dataclass_fields__),
-        "templates": list(TemplateConfig.model_fields),
-    }
-    for name, info in Config.model_fields.items():
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
-            by_section[name] = list(info.annotation.model_fields)
-    if location[0] == "alarms" and len(location) > 1:
-        return list(AlarmConfig.model_fields)
-    return by_section.get(location[0], [])
+    """Return the keys that exist at `location`, which may contain the index of an entry or the name of a template."""
+    model: type[Section] = Config
+    for part in location:
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        for kind in (annotation, *get_args(annotation)):
+            if isinstance(kind, type) and issubclass(kind, Section):
+                model = kind
+    return list(model.model_fields)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel
+from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.rng import derive_seed
-from unstable_lite.types import AgentSpec, EvalEnvSpec, GameSpec, ModelRef
+from unstable_lite.types import GameSpec, ModelRef
 
 JOINT = " | "
 """Separator of the parts of a cell's key."""
@@ -44,9 +46,9 @@ class Cell:
     def key(self) -> str:
         """Identity of the cell: independent of the models' names, without env settings left at their defaults."""
         played_how = [
-            f"{field.name}={getattr(self.env, field.name)}"
-            for field in fields(self.env)
-            if field.name != "fixed_opponent" and getattr(self.env, field.name) != field.default
+            f"{name}={getattr(self.env, name)}"
+            for name, field in EnvSpec.model_fields.items()
+            if getattr(self.env, name) != field.default
         ]
         return JOINT.join((self.model.key, self.opponent_key, *played_how))
 
@@ -140,24 +142,7 @@ def game_spec(cell: Cell, number: int, seed: int, ref: Callable[[EvaluatedModel]
     """Return game `number` of a cell. `ref`: returns the current reference to a model."""
     env, seat = cell.env, seat_of(cell, number)
     seated = [cell.model if pid == seat else cell.opponent or BASE_MODEL for pid in range(env.num_players)]
-    return GameSpec(
-        game_idx=number,
-        kind="eval",
-        env_id=env.env_id,
-        num_players=env.num_players,
-        seed=derive_seed(seed, "offline eval", env.env_id, env.num_players, number // env.num_players) % 2**31 | 1,
-        agent_specs=tuple(
-            AgentSpec(
-                pid=pid,
-                model=ref(model),
-                collect_data=False,
-                prompt_template=env.prompt_template,
-                action_extraction_fn=env.action_extraction_fn,
-            )
-            for pid, model in enumerate(seated)
-        ),
-        max_turns=env.max_turns,
-        observation=env.observation,
-        isolated=env.isolated,
-        eval_label=f"{cell.model.name} against {cell.opponent_name}",
-    )
+    number_of_seed = number // env.num_players
+    game_seed = derive_seed(seed, "offline eval", env.env_id, env.num_players, number_of_seed) % 2**31 | 1
+    label = f"{cell.model.name} against {cell.opponent_name}"
+    return new_game(env, [ref(model) for model in seated], number, "eval", game_seed, label=label)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import LeagueConfig
+from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec
 from unstable_lite.config.reading import read_config
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ConfigError
@@ -18,10 +18,7 @@ from unstable_lite.evaluation.cells import Cell, in_rounds, make_cells, make_tou
 from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_run, find_sides, opponent
 from unstable_lite.planning.plan import Plan, make_plan
 from unstable_lite.planning.trust import run_config
-from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
-ENV_KEYS = tuple(field.name for field in fields(EvalEnvSpec) if field.name != "fixed_opponent")
-"""Keys that training and eval envs share."""
 _ENV_WORD = re.compile(r"((?:[A-Za-z_][\w.]*:(?=[A-Za-z_]))?[^:]+)(?::(\d+)(?::([^:]+))?)?")
 """Pattern of `env_id[:players[:template]]`, where `env_id` may be `module:id`."""
 
@@ -132,23 +129,22 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
         if match is None:
             raise ConfigError(f"--env {word}: write env_id, env_id:players or env_id:players:template")
         env_id, players, template = match.groups()
-        like = known.get(env_id) or [
-            replace(_as_eval(config.train_envs[0], config.league.fixed_opponents), env_id=env_id)
-        ]
-        for spec in like:
-            num_players = int(players) if players else spec.num_players
-            specs.append(replace(spec, num_players=num_players, prompt_template=template or spec.prompt_template))
+        given: dict[str, str | int] = {"env_id": env_id}
+        given |= {"num_players": int(players)} if players else {}
+        given |= {"prompt_template": template} if template else {}
+        like = known.get(env_id) or [_as_eval(config.train_envs[0], config.league.fixed_opponents)]
+        specs += [spec.model_copy(update=given) for spec in like]
     return specs
 
 
 def _as_eval(train: TrainEnvSpec, fixed_opponents: Sequence[str]) -> EvalEnvSpec:
     opponent = fixed_opponents[0] if fixed_opponents else "scripted:random"
-    return EvalEnvSpec(fixed_opponent=opponent, **{name: getattr(train, name) for name in ENV_KEYS})
+    return EvalEnvSpec(fixed_opponent=opponent, **train.model_dump(exclude={"num_actors"}))
 
 
 def _distinct_envs(specs: Sequence[EvalEnvSpec]) -> list[EvalEnvSpec]:
     """Return each env once, regardless of its opponents."""
-    return list({replace(spec, fixed_opponent=""): spec for spec in specs}.values())
+    return list({spec.model_copy(update={"fixed_opponent": ""}): spec for spec in specs}.values())
 
 
 def _without_twins(cells: Sequence[Cell]) -> list[Cell]:
@@ -160,15 +156,15 @@ def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
 
     Raises ConfigError with every problem of its envs, templates, opponents, engine and devices.
     """
-    envs = list(dict.fromkeys(replace(cell.env, fixed_opponent="") for cell in cells))
+    envs = list(dict.fromkeys(cell.env.model_copy(update={"fixed_opponent": ""}) for cell in cells))
     fixed = dict.fromkeys(
-        replace(cell.env, fixed_opponent=model.name)
+        cell.env.model_copy(update={"fixed_opponent": model.name})
         for cell in cells
         for model in (cell.model, cell.opponent)
         if model is not None and model.is_fixed
     )
     mirror = tuple(
-        TrainEnvSpec(num_actors=env.num_players, **{name: getattr(env, name) for name in ENV_KEYS}) for env in envs
+        TrainEnvSpec(num_actors=env.num_players, **env.model_dump(exclude={"fixed_opponent"})) for env in envs
     )
     run = {
         "group_size": 1,

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
+from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.evaluation.results import write_csv
 from unstable_lite.games.env_catalogue import env_family
 from unstable_lite.games.environments import Environment
@@ -24,7 +25,6 @@ from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS, optimal_actions
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.rng import derive_seed
 from unstable_lite.tracking.intervals import Z_95
-from unstable_lite.types import EvalEnvSpec
 
 Floats = npt.NDArray[np.float64]
 

@@ -8,7 +8,6 @@ box, other brackets) is the rest of the probability.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import transformers
 
 from unstable_lite.adapters.peft_files import CONFIG, read_json
 from unstable_lite.config import Config
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.reading import read_config
 from unstable_lite.config.training import EngineConfig, LoraConfig
 from unstable_lite.engines.tokenization import Tokenizer
@@ -30,7 +30,7 @@ from unstable_lite.learner.batching import WHOLE
 from unstable_lite.learner.model import Policy
 from unstable_lite.models import resolve_model
 from unstable_lite.planning.trust import run_config
-from unstable_lite.types import EvalEnvSpec, TrainEnvSpec, TrainItem
+from unstable_lite.types import TrainItem
 
 OPENED_THOUGHT = "<think>"
 MUCH = 0.5
@@ -59,7 +59,7 @@ def action_distribution(
     """
     (*_, found) = find_models([str(model)])
     settings = config if isinstance(config, Config) else _config(found, config, env_id)
-    specs: list[EvalEnvSpec | TrainEnvSpec] = [*settings.eval_envs, *settings.train_envs]
+    specs: list[EnvSpec] = [*settings.eval_envs, *settings.train_envs]
     known = [spec for spec in specs if spec.env_id == env_id]
     env = EvalEnvSpec(
         env_id=env_id,
@@ -80,7 +80,7 @@ def probe_models(
     Raises the errors of `action_distribution`.
     """
     asked = dict.fromkeys(
-        (replace(cell.env, fixed_opponent=""), cell.model) for cell in cells if not cell.model.is_fixed
+        (cell.env.model_copy(update={"fixed_opponent": ""}), cell.model) for cell in cells if not cell.model.is_fixed
     )
     envs = list(dict.fromkeys(env for env, _ in asked))
     positions = {env: random_positions(env, games) for env in envs}

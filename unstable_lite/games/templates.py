@@ -14,9 +14,8 @@ from typing import Any
 
 from unstable_lite import plugins
 from unstable_lite.config import Config
-from unstable_lite.config.games import TemplateConfig
+from unstable_lite.config.games import EnvSpec, TemplateConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 MARKUP = (
     *(f"<|{name}|>" for name in ("im_start", "im_end", "endoftext", "start_header_id", "end_header_id", "eot_id")),
@@ -132,7 +131,7 @@ def known_templates(own: Mapping[str, TemplateConfig]) -> dict[str, AnyTemplate]
 def chats_in_use(config: Config) -> list[ChatTemplate]:
     """Return the chat templates that the envs of `config` use."""
     known = known_templates(config.templates)
-    specs: list[TrainEnvSpec | EvalEnvSpec] = [*config.train_envs, *config.eval_envs]
+    specs: list[EnvSpec] = [*config.train_envs, *config.eval_envs]
     used = dict.fromkeys(spec.prompt_template for spec in specs)
     return [chat for name in used if isinstance(chat := known.get(name), ChatTemplate)]
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import random
 from functools import cache
 
+from unstable_lite.config.games import EnvSpec
 from unstable_lite.errors import EnvError
 from unstable_lite.games.env_catalogue import env_family, is_isolated
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.hang_guard import hang_guard
 from unstable_lite.games.players.scripted import LEGAL_ACTIONS, random_legal_action
-from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 GAMES = 12
 TIMEOUT_S = 5.0
 
 
-def trial_lengths(spec: TrainEnvSpec | EvalEnvSpec) -> list[int]:
+def trial_lengths(spec: EnvSpec) -> list[int]:
     """Return the number of turns of each of `GAMES` games of random legal moves.
 
     The list is empty if no scripted player knows the env's moves, if the env is isolated, or if it fails.

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.errors import ConfigError, OpponentError
 from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
 from unstable_lite.league.samplers.model_samplers import BaseModelSampler
@@ -20,12 +21,10 @@ from unstable_lite.plugins import lasting
 from unstable_lite.rng import derive_seed, game_seed, restore, state_of
 from unstable_lite.types import (
     AgentSpec,
-    EvalEnvSpec,
     GameKind,
     GameRecord,
     GameSpec,
     ModelRef,
-    TrainEnvSpec,
 )
 
 DRAWS = 20
@@ -74,20 +73,24 @@ class GameScheduler:
         """
         can_play = cache(can_play)  # one answer for all seats of a game, because only one game may try a paused model
         for _ in range(DRAWS):
-            env, agents = self._draw(can_play)
-            if self._shares_by == "games" or self._is_kept(_kind_of(env.env_id, agents)):
+            env, models = self._draw(can_play)
+            # If the sampled opponent is the current policy itself, its turns are trained on too.
+            trained = [pid for pid, model in enumerate(models) if model == self.registry.current]
+            opponents = [model for model in models if model != self.registry.current]
+            if self._shares_by == "games" or self._is_kept(_kind_of(env.env_id, opponents)):
                 break
-        return self._new_game("train", env, agents)
+        seed = game_seed(self._run_seed, "train", self._games["train"])
+        return new_game(env, models, self._next_idx("train"), "train", seed, trained)
 
-    def _draw(self, can_play: Callable[[ModelRef], bool]) -> tuple[TrainEnvSpec, list[AgentSpec]]:
+    def _draw(self, can_play: Callable[[ModelRef], bool]) -> tuple[TrainEnvSpec, list[ModelRef]]:
+        """Return an env and the models at its seats."""
         env = self._env_sampler.sample("train")
-        current = self.registry.current
         pids = list(range(env.num_players))
         self._rng.shuffle(pids)
-        models = dict.fromkeys(pids[: env.num_actors], current)
-        models |= {pid: self._sample_opponent(can_play) for pid in pids[env.num_actors :]}
-        # If the sampled opponent is the current policy itself, its turns are trained on too.
-        return env, [_agent(pid, models[pid], env, collect=models[pid] == current) for pid in sorted(pids)]
+        models = [self.registry.current] * env.num_players
+        for pid in pids[env.num_actors :]:
+            models[pid] = self._sample_opponent(can_play)
+        return env, models
 
     def _is_kept(self, kind: str) -> bool:
         """Return at random whether to play a drawn game, with a probability inverse to the steps that it brings.
@@ -130,13 +133,15 @@ class GameScheduler:
         key = f"{subject} {env.env_id} {env.num_players} {env.fixed_opponent} {label}"
         seat = (self._eval_games_of[key] if number is None else number) % env.num_players
         self._eval_games_of[key] += number is None
-        models = dict.fromkeys(range(env.num_players), model or self.registry.current)
+        seed = game_seed(self._run_seed, "eval", self._games["eval"])
+        if number is not None:
+            of_quota = derive_seed(self._run_seed, "quota", env.env_id, env.num_players)
+            seed = game_seed(of_quota, "eval", number // env.num_players)
+        models = [model or self.registry.current]
         if env.num_players > 1:
             opponent = self.registry.eval_opponent(env.fixed_opponent)
-            models |= {pid: opponent for pid in models if pid != seat}
-        agents = [_agent(pid, models[pid], env, collect=False) for pid in models]
-        pair = None if number is None else number // env.num_players
-        return self._new_game("eval", env, agents, label, pair)
+            models = [models[0] if pid == seat else opponent for pid in range(env.num_players)]
+        return new_game(env, models, self._next_idx("eval"), "eval", seed, label=label)
 
     def _sample_opponent(self, can_play: Callable[[ModelRef], bool]) -> ModelRef:
         for _ in range(DRAWS):
@@ -167,7 +172,7 @@ class GameScheduler:
         self.registry.update_ratings(uids, record.rewards, spec.env_id)
         self._model_sampler.update(uids, record.rewards, spec.env_id)
         if spec.kind == "train":
-            kind = _kind_of(spec.env_id, spec.agent_specs)
+            kind = _kind_of(spec.env_id, [agent.model for agent in spec.agent_specs if not agent.collect_data])
             n, mean = self._steps_of.get(kind, (0, 0.0))
             n = min(n + 1, GAMES)
             steps = sum(len(trajectory.steps) for trajectory in record.trajectories)
@@ -210,30 +215,6 @@ class GameScheduler:
                 left_out.append(f"{sampler.kind} starts from scratch: so far the run used {saved['kind']}")
         return left_out
 
-    def _new_game(
-        self,
-        kind: GameKind,
-        env: TrainEnvSpec | EvalEnvSpec,
-        agents: list[AgentSpec],
-        label: str | None = None,
-        pair: int | None = None,
-    ) -> GameSpec:
-        seed = game_seed(self._run_seed, kind, self._games[kind])
-        if pair is not None:
-            seed = game_seed(derive_seed(self._run_seed, "quota", env.env_id, env.num_players), kind, pair)
-        return GameSpec(
-            game_idx=self._next_idx(kind),
-            kind=kind,
-            env_id=env.env_id,
-            num_players=env.num_players,
-            seed=seed,
-            agent_specs=tuple(agents),
-            max_turns=env.max_turns,
-            observation=env.observation,
-            isolated=env.isolated,
-            eval_label=label,
-        )
-
     def _next_idx(self, kind: GameKind) -> int:
         """Return the number of a game that is being handed out, and count the game."""
         game_idx = self._games.total()
@@ -242,21 +223,43 @@ class GameScheduler:
         return game_idx
 
 
-def _kind_of(env_id: str, agents: Iterable[AgentSpec]) -> str:
+def new_game(
+    env: EnvSpec,
+    models: Sequence[ModelRef],
+    game_idx: int,
+    kind: GameKind,
+    seed: int,
+    trained: Collection[int] = (),
+    label: str | None = None,
+) -> GameSpec:
+    """Return a game with `models` at its seats, in their order; `trained`: seats whose turns are trained on."""
+    return GameSpec(
+        game_idx=game_idx,
+        kind=kind,
+        env_id=env.env_id,
+        num_players=env.num_players,
+        seed=seed,
+        agent_specs=tuple(
+            AgentSpec(
+                pid=pid,
+                model=model,
+                collect_data=pid in trained,
+                prompt_template=env.prompt_template,
+                action_extraction_fn=env.action_extraction_fn,
+            )
+            for pid, model in enumerate(models)
+        ),
+        max_turns=env.max_turns,
+        observation=env.observation,
+        isolated=env.isolated,
+        eval_label=label,
+    )
+
+
+def _kind_of(env_id: str, opponents: Iterable[ModelRef]) -> str:
     """Return the kind that determines how many steps a game brings: its env and the players that are not trained."""
-    opponents = sorted((agent.model.name or "checkpoint") for agent in agents if not agent.collect_data)
-    return " ".join([env_id, *opponents])
+    return " ".join([env_id, *sorted(opponent.name or "checkpoint" for opponent in opponents)])
 
 
 def _kind_and_state(sampler: BaseModelSampler | BaseEnvSampler) -> dict[str, Any]:
     return {"kind": sampler.kind, "state": lasting(sampler.kind, sampler.state_dict())}
-
-
-def _agent(pid: int, model: ModelRef, env: TrainEnvSpec | EvalEnvSpec, collect: bool) -> AgentSpec:
-    return AgentSpec(
-        pid=pid,
-        model=model,
-        collect_data=collect,
-        prompt_template=env.prompt_template,
-        action_extraction_fn=env.action_extraction_fn,
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from operator import eq
 from statistics import fmean
@@ -30,9 +30,9 @@ class ModelMeta:
 
     uid: str
     kind: Literal["checkpoint", "fixed"]
-    adapter_version: int | None
-    name: str | None
-    iteration: int | None
+    adapter_version: int | None = None
+    name: str | None = None
+    iteration: int | None = None
     """Number of updates made when the checkpoint was made; None for a fixed model."""
     active: bool = True
     """Whether samplers may choose it as an opponent."""
@@ -83,11 +83,10 @@ class ModelRegistry:
         self._draws: dict[str, tuple[int, int]] = {}
         """Draws and games between neighbouring ranks, for the probability of a draw, by env id."""
         self._models: dict[str, ModelMeta] = {}
-        self._numbers: dict[str, int] = {}
-        """Number of models registered before, by uid."""
         self._checkpoints: list[ModelMeta] = []
         """Active checkpoints, oldest first: every game draws from them, and a long run has thousands of others."""
         self._fixed: list[ModelMeta] = []
+        """Active fixed models."""
         self.touched: dict[str, None] = {}
         """Models that may have changed since they were last logged, in this order."""
         self.touched_pairs: dict[tuple[str, str], None] = {}
@@ -118,7 +117,6 @@ class ModelRegistry:
             uid=uid,
             kind="checkpoint",
             adapter_version=adapter_version,
-            name=None,
             iteration=iteration,
             ratings={env_id: Rating(mu, min(2 * sigma, trueskill.SIGMA)) for env_id, (mu, sigma) in inherited.items()},
         )
@@ -131,20 +129,10 @@ class ModelRegistry:
         """Register a fixed model once, as `fixed-{name}`. `active=False`: rated in evaluations, never sampled."""
         uid = f"fixed-{name}"
         if uid not in self._models:
-            self._register(
-                ModelMeta(
-                    uid=uid,
-                    kind="fixed",
-                    adapter_version=None,
-                    name=name,
-                    iteration=None,
-                    active=False,
-                    prior_mu=prior_mu,
-                )
-            )
-        meta = self._models[uid]
-        self.set_active(uid, meta.active or active)
-        return meta.ref
+            self._register(ModelMeta(uid=uid, kind="fixed", name=name, active=active, prior_mu=prior_mu))
+        elif active:
+            self.set_active(uid, True)
+        return self._models[uid].ref
 
     def eval_opponent(self, name: str) -> ModelRef:
         """Return the base for `base`, else the fixed model of that name: rated in evaluations, never sampled."""
@@ -161,13 +149,10 @@ class ModelRegistry:
 
     def set_active(self, uid: str, active: bool) -> None:
         meta = self._models[uid]
-        meta.active = active
         self.touched[uid] = None
-        if meta.kind == "checkpoint":
-            self._checkpoints = [other for other in self._checkpoints if other is not meta]
-            if active:
-                self._checkpoints.append(meta)
-                self._checkpoints.sort(key=lambda meta: self._numbers[meta.uid])
+        if meta.active != active:
+            meta.active = active
+            self._list_active()
 
     def bring_back(self, uid: str, adapter_version: int) -> None:
         """Make a checkpoint active again, with its old rating and a new version number of its adapter."""
@@ -182,7 +167,7 @@ class ModelRegistry:
 
     def fixed(self) -> list[ModelMeta]:
         """Return the active fixed models in the order of their registration."""
-        return [meta for meta in self._fixed if meta.active]
+        return list(self._fixed)
 
     def others(self) -> list[ModelMeta]:
         """Return every active model except the current policy: checkpoints first, then fixed models."""
@@ -227,7 +212,7 @@ class ModelRegistry:
         It has every model that ever existed, because the ladder lists them all: about 100 bytes each, in columns by
         field, and 15 bytes for each pair that met, named by the models' numbers.
         """
-        models, numbers = self._models.values(), self._numbers
+        models, numbers = self._models.values(), {uid: number for number, uid in enumerate(self._models)}
         return {
             "current": self._current_uid,
             "models": {name: [getattr(meta, name) for meta in models] for name in COLUMNS},
@@ -241,28 +226,25 @@ class ModelRegistry:
 
         No other fixed model becomes active, because the config, not the state, decides on the opponents.
         """
-        configured = {meta.uid: meta for meta in self._fixed}
+        configured = {uid: meta for uid, meta in self._models.items() if meta.kind == "fixed"}
         columns: dict[str, list[Any]] = state["models"]
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         models = [ModelMeta(**row) for row in rows]
-        ratings = state["ratings"]
-        for env_id, of_models in ratings.items():
-            for meta, rating in zip(models, of_models, strict=True):
+        for env_id, ratings in state["ratings"].items():
+            for meta, rating in zip(models, ratings, strict=True):
                 meta.ratings[env_id] = Rating(*rating)
-        self._draws = {env_id: (drawn, games) for env_id, (drawn, games) in state["draws"].items()}
-        self._models, self._numbers, self._checkpoints, self._fixed = {}, {}, [], []
-        self._envs = {}
-        self.touched = {}
         for meta in models:
             if meta.kind == "fixed":
                 meta.active = meta.uid in configured and configured[meta.uid].active
-            self._register(meta)
-        for uid, meta in configured.items():
-            if uid not in self._models:
-                meta.ratings.clear()
-                self._register(meta)
-        for env_id in {**ratings, **self._anchors}:
-            self._add_env(env_id)
+        for meta in configured.values():
+            meta.ratings.clear()
+        loaded = {meta.uid: meta for meta in models}
+        self._models = loaded | {uid: meta for uid, meta in configured.items() if uid not in loaded}
+        self._envs = dict.fromkeys([*state["ratings"], *self._anchors])
+        _start_ratings(self._models.values(), self._envs)
+        self._list_active()
+        self._draws = {env_id: (drawn, games) for env_id, (drawn, games) in state["draws"].items()}
+        self.touched = dict.fromkeys(self._models)
         self._fix_anchors()
         self._current_uid = self._models[state["current"]].uid
         uids = columns["uid"]
@@ -271,11 +253,9 @@ class ModelRegistry:
 
     def _add_env(self, env_id: str) -> None:
         """Give every model a rating in this env."""
-        if env_id in self._envs:
-            return
-        self._envs[env_id] = None
-        for meta in self._models.values():
-            meta.ratings.setdefault(env_id, Rating(meta.prior_mu, trueskill.SIGMA))
+        if env_id not in self._envs:
+            self._envs[env_id] = None
+            _start_ratings(self._models.values(), [env_id])
 
     def _fix_anchors(self) -> None:
         for env_id, uid in self._anchors.items():
@@ -283,15 +263,15 @@ class ModelRegistry:
             ratings[env_id] = Rating(ratings[env_id].mu, 0.0)
 
     def _register(self, meta: ModelMeta) -> None:
-        self._numbers[meta.uid] = len(self._models)
         self._models[meta.uid] = meta
-        for env_id in self._envs:
-            meta.ratings.setdefault(env_id, Rating(meta.prior_mu, trueskill.SIGMA))
         self.touched[meta.uid] = None
-        if meta.kind == "fixed":
-            self._fixed.append(meta)
-        elif meta.active:
-            self._checkpoints.append(meta)
+        _start_ratings([meta], self._envs)
+        self._list_active()
+
+    def _list_active(self) -> None:
+        active = [meta for meta in self._models.values() if meta.active]
+        self._checkpoints = [meta for meta in active if meta.kind == "checkpoint"]
+        self._fixed = [meta for meta in active if meta.kind == "fixed"]
 
     def _count_outcomes(self, places: Mapping[str, float]) -> None:
         best = min(places.values())
@@ -327,6 +307,13 @@ class ModelRegistry:
         drawn, games = self._draws.get(env_id, (0, 0))
         self._draws[env_id] = drawn + sum(map(eq, ranks, ranks[1:])), games + len(ranks) - 1
         return (drawn + 0.1 * PRIOR_GAMES) / (games + PRIOR_GAMES)
+
+
+def _start_ratings(metas: Iterable[ModelMeta], env_ids: Iterable[str]) -> None:
+    """Rate each model at its prior in each env in which it has no rating."""
+    for meta in metas:
+        for env_id in env_ids:
+            meta.ratings.setdefault(env_id, Rating(meta.prior_mu, trueskill.SIGMA))
 
 
 def _rate_two(env: trueskill.TrueSkill, better: Rating, worse: Rating, is_draw: bool) -> list[Rating]:

@@ -49,20 +49,18 @@ def converted(path: Path, may_convert: bool = True) -> Path:
             with contextlib.suppress(FileNotFoundError):  # another process removes it too
                 if time.time() - left_behind.stat().st_mtime > ABANDONED_S:
                     shutil.rmtree(left_behind, ignore_errors=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        with tempfile.TemporaryDirectory(
+            prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True
+        ) as unfinished:
+            print(f"converting {path} to {target}, once", file=sys.stderr)  # noqa: T201
+            _convert(path, Path(unfinished))
+            try:
+                Path(unfinished).rename(target)
+            except OSError:
+                if not target.is_dir():  # no other process was faster
+                    raise
     except OSError as error:
         raise ModelError(f"{path} cannot be converted: {error}") from error
-    try:
-        print(f"converting {path} to {target}, once", file=sys.stderr)  # noqa: T201
-        _convert(path, unfinished)
-        if not target.is_dir():
-            try:
-                unfinished.rename(target)
-            except OSError as error:
-                if not target.is_dir():  # no other process was faster
-                    raise ModelError(f"{path} cannot be converted: {error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return target
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.training import RunConfig
 from unstable_lite.orchestrator.event_loop import unless_set
 from unstable_lite.orchestrator.parts import RunParts
 from unstable_lite.orchestrator.progress import Progress
 from unstable_lite.tracking.evaluations import summarise_evaluation
-from unstable_lite.types import EvalEnvSpec, GameRecord, ModelRef
+from unstable_lite.types import GameRecord, ModelRef
 
 
 class Evaluations:

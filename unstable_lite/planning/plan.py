@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unstable_lite.config import Config
+from unstable_lite.config.games import EnvSpec
 from unstable_lite.config.reading import read_config
 from unstable_lite.engines.devices import choose_engine
 from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
@@ -28,7 +29,6 @@ from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.placement import describe_sharing, devices_of, divide, shared
 from unstable_lite.planning.staleness import describe as describe_pace
 from unstable_lite.planning.validation import critic_warnings, find_problems, played_otherwise
-from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 MIB = 1 << 20
 
@@ -142,7 +142,7 @@ class Plan:
             games = f"complete rounds of at most {config.run.num_collection_workers}, each followed by an update"
         yield "games in flight", games
         yield from describe_pace(config, self.game_lengths, self.active_checkpoints)
-        specs: list[TrainEnvSpec | EvalEnvSpec] = [*config.train_envs, *config.eval_envs]
+        specs: list[EnvSpec] = [*config.train_envs, *config.eval_envs]
         isolated = [
             spec.env_id for spec in specs if is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated)
         ]

@@ -14,9 +14,9 @@ from itertools import chain
 from statistics import fmean
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import LeagueConfig
+from unstable_lite.config.games import LeagueConfig, TrainEnvSpec
+from unstable_lite.league.samplers import strategies
 from unstable_lite.rollout.back_pressure import InFlight, max_age, spread_of
-from unstable_lite.types import TrainEnvSpec
 
 SYNC_SPARE = 1.1
 """Expected steps of a sync round, as a multiple of a batch; with 1, every second round would lack a few."""
@@ -146,9 +146,7 @@ def _warnings(config: Config, pace: Pace) -> Iterable[str]:
 
 def _collected_share(spec: TrainEnvSpec, league: LeagueConfig) -> float:
     """Return the policy's share of a game's turns."""
-    strategy = league.opponent_sampling_strategy
-    given = {strategy: 1.0} if isinstance(strategy, str) else strategy
-    weights = {name: w.get("weight", 1.0) if isinstance(w, Mapping) else float(w) for name, w in given.items()}
+    weights: dict[str, float] = {name: options["weight"] for name, options in strategies(league).items()}
     mirrored = weights.get("mirror", 0.0) / sum(weights.values())
     others = spec.num_players - spec.num_actors
     return (spec.num_actors + mirrored * others) / spec.num_players

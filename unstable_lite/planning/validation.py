@@ -14,7 +14,7 @@ from pathlib import Path
 
 from unstable_lite.adapters.peft_files import check_adapter
 from unstable_lite.config import Config
-from unstable_lite.config.games import OpponentsConfig
+from unstable_lite.config.games import INHERITED, EvalEnvSpec, OpponentsConfig, TrainEnvSpec
 from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig
 from unstable_lite.config.training import EMBEDDINGS, LoraConfig, no_adapter_at
 from unstable_lite.engines.devices import choose_engine
@@ -39,7 +39,7 @@ from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.placement import devices_of, sharing_problems
 from unstable_lite.plugins import suggestion
 from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
-from unstable_lite.types import BASE, INHERITED, EvalEnvSpec, TrainEnvSpec
+from unstable_lite.types import BASE
 
 LEAST_TRAINED_TEMPERATURE = 0.01
 """Lowest temperature that engines sample at. vLLM raises lower ones to it, and at the very lowest all engines take the

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from unstable_lite import plugins
+from unstable_lite.config.training import RewardConfig, Transformation
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations.compose import takes_context
 from unstable_lite.reward_transformations.final import (
@@ -31,11 +32,6 @@ from unstable_lite.reward_transformations.step import (
     RewardForFormat,
     StepRewardTransform,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from unstable_lite.config.training import RewardConfig, Transformation
 
 __all__ = [
     "BASELINES",
@@ -83,7 +79,7 @@ BASELINES = {"RoleAdvantageFormatter", "RoleAdvantageByEnvFormatter", "Normalize
 
 
 def build_transforms(
-    config_entries: Iterable[Transformation | str | Mapping[str, Any]],
+    config_entries: Iterable[Transformation | str],
     registry: Mapping[str, Callable[..., T]],
     arguments: Sequence[str],
 ) -> list[T]:
@@ -94,7 +90,7 @@ def build_transforms(
     transforms: list[T] = []
     problems: list[str] = []
     for entry in config_entries:
-        name, keywords = _name_and_keywords(entry)
+        name, keywords = (entry, {}) if isinstance(entry, str) else (entry.name, entry.model_extra or {})
         try:
             transform = plugins.find("reward transformation", name, registry)
             if inspect.isfunction(transform) and _can_take(transform, arguments):
@@ -144,10 +140,3 @@ def _can_take(transform: object, arguments: Sequence[str]) -> bool:
         except TypeError:
             return False
     return True
-
-
-def _name_and_keywords(entry: Transformation | str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    if isinstance(entry, str):
-        return entry, {}
-    fields = dict(entry) if isinstance(entry, Mapping) else entry.model_dump()
-    return fields.pop("name"), fields

@@ -1,16 +1,18 @@
 """Transforms of one player's reward for a game: `(reward, pid, env_id) -> float`, once per trajectory.
 
 A transform with a parameter named `context` also gets the `StepContext` of the player's last turn.
-Owns the running averages behind role advantages. Knows nothing of steps or batches.
+Knows nothing of steps or batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations.compose import Compose
+from unstable_lite.reward_transformations.running_means import RunningMeans
 from unstable_lite.reward_transformations.spread import cell_of
 from unstable_lite.types import StepContext
 
@@ -48,34 +50,18 @@ class RoleAdvantageFormatter:
     is_baseline = True
 
     def __init__(self, role_adv: float = 0.0, tau: float = 0.05) -> None:
-        self._averages = _RunningAverages(role_adv, tau)
-
-    def __call__(self, reward: float, pid: int, env_id: str, context: StepContext | None = None) -> float:  # noqa: ARG002
-        return self._averages.advantage(reward, cell_of("", pid, context))
-
-    def __repr__(self) -> str:
-        return f"RoleAdvantageFormatter(role_adv={self._averages.initial}, tau={self._averages.tau})"
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._averages.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._averages.load_state_dict(state)
-
-
-class RoleAdvantageByEnvFormatter:
-    """Subtracts the average reward of the player's seat in this env; see RoleAdvantageFormatter."""
-
-    is_baseline = True
-
-    def __init__(self, default_role_adv: float = 0.0, tau: float = 0.05) -> None:
-        self._averages = _RunningAverages(default_role_adv, tau)
+        if not 0 <= tau <= 1:
+            raise ConfigError(f"tau = {tau}: must be between 0 and 1")
+        self._averages = RunningMeans(tau, role_adv)
 
     def __call__(self, reward: float, pid: int, env_id: str, context: StepContext | None = None) -> float:
-        return self._averages.advantage(reward, cell_of(env_id, pid, context))
+        cell = cell_of(self._scope(env_id), pid, context)
+        average = self._averages.mean(cell)
+        self._averages.add(cell, reward)
+        return reward - average
 
     def __repr__(self) -> str:
-        return f"RoleAdvantageByEnvFormatter(default_role_adv={self._averages.initial}, tau={self._averages.tau})"
+        return f"RoleAdvantageFormatter(role_adv={self._averages.initial}, tau={self._averages.rate})"
 
     def state_dict(self) -> dict[str, Any]:
         return self._averages.state_dict()
@@ -83,57 +69,34 @@ class RoleAdvantageByEnvFormatter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._averages.load_state_dict(state)
 
+    def _scope(self, env_id: str) -> str:  # noqa: ARG002
+        """Return the key of the envs that share averages."""
+        return ""
 
+
+class RoleAdvantageByEnvFormatter(RoleAdvantageFormatter):
+    """Subtracts the average reward of the player's seat in this env; see RoleAdvantageFormatter."""
+
+    def __init__(self, default_role_adv: float = 0.0, tau: float = 0.05) -> None:
+        super().__init__(default_role_adv, tau)
+
+    def __repr__(self) -> str:
+        return f"RoleAdvantageByEnvFormatter(default_role_adv={self._averages.initial}, tau={self._averages.rate})"
+
+    def _scope(self, env_id: str) -> str:
+        return env_id
+
+
+@dataclass
 class WinDrawLossFormatter:
     """Replaces a score by one of three values: above `draw_score` is a win, below it a loss."""
 
-    def __init__(
-        self,
-        win_reward: float = 1.0,
-        draw_reward: float = 0.0,
-        loss_reward: float = -1.0,
-        draw_score: float = 0.0,
-    ) -> None:
-        self.win_reward = win_reward
-        self.draw_reward = draw_reward
-        self.loss_reward = loss_reward
-        self.draw_score = draw_score
+    win_reward: float = 1.0
+    draw_reward: float = 0.0
+    loss_reward: float = -1.0
+    draw_score: float = 0.0
 
     def __call__(self, reward: float, pid: int, env_id: str) -> float:  # noqa: ARG002
         if reward == self.draw_score:
             return self.draw_reward
         return self.win_reward if reward > self.draw_score else self.loss_reward
-
-    def __repr__(self) -> str:
-        values = f"{self.win_reward}, {self.draw_reward}, {self.loss_reward}, draw_score={self.draw_score}"
-        return f"WinDrawLossFormatter({values})"
-
-
-class _RunningAverages:
-    """Exponential averages by key, each with its weight: 1 - (1 - tau)^n after n rewards."""
-
-    def __init__(self, initial: float, tau: float) -> None:
-        if not 0 <= tau <= 1:
-            raise ConfigError(f"tau = {tau}: must be between 0 and 1")
-        self.initial = initial
-        self.tau = tau
-        self._averages: dict[str, tuple[float, float]] = {}
-
-    def advantage(self, reward: float, key: str) -> float:
-        """Return `reward` minus the average so far, then include it in the average."""
-        average, weight = self._averages.get(key, (self.initial, 0.0))
-        if self.tau:
-            weight = weight + self.tau * (1 - weight)
-            self._averages[key] = (average + self.tau / weight * (reward - average), weight)
-        return reward - average
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"averages": {key: list(pair) for key, pair in self._averages.items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "averages" not in state:
-            raise ConfigError(
-                "the checkpoint's role averages come from an earlier version, which did not separate them by kind of "
-                "opponent: start a new run from its adapter (lora.initial_lora_path)"
-            )
-        self._averages = {key: (average, weight) for key, (average, weight) in state["averages"].items()}

@@ -10,16 +10,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from unstable_lite.reward_transformations.spread import differ
+
 GroupBaseline = Callable[[Sequence[float]], list[float]]
-
-_FLOOR = 1e-6
-"""Standard deviation, relative to the largest reward, up to which differences count as rounding errors."""
-
-
-def has_spread(rewards: Sequence[float]) -> bool:
-    """Return whether the rewards of the group differ."""
-    given = np.asarray(rewards, dtype=np.float64)
-    return bool(given.std() > _FLOOR * max(1.0, float(np.abs(given).max())))
 
 
 def standardized(rewards: Sequence[float]) -> list[float]:
@@ -27,7 +20,7 @@ def standardized(rewards: Sequence[float]) -> list[float]:
 
     Source: Shao et al. 2024, "DeepSeekMath", outcome supervision.
     """
-    if not has_spread(rewards):
+    if not differ(rewards):
         return [0.0] * len(rewards)
     given = np.asarray(rewards, dtype=np.float64)
     return [float(advantage) for advantage in (given - given.mean()) / given.std()]
@@ -38,7 +31,7 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
 
     Sources: Kool et al. 2019; Ahmadian et al. 2024, "Back to Basics".
     """
-    if not has_spread(rewards):
+    if not differ(rewards):
         return [0.0] * len(rewards)
     total, others = sum(rewards), len(rewards) - 1
     return [reward - (total - reward) / others for reward in rewards]

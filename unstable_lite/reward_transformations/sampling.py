@@ -76,8 +76,7 @@ class NormalizeRewards:
         return self._spread.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:  # a checkpoint of an earlier version has no state
-            self._spread.load_state_dict(state)
+        self._spread.load_state_dict(state)
 
     def _group(self, step: Step) -> str:  # noqa: ARG002
         """Return the key of the steps that share mean and standard deviation."""

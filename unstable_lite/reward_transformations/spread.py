@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unstable_lite.reward_transformations.running_means import RunningMeans
 from unstable_lite.types import StepContext
 
 Values = npt.NDArray[np.float64]
@@ -29,14 +30,20 @@ def cell_of(env_id: str, pid: int, context: StepContext | None) -> str:
     return f"{env_id}/{pid}/{context.opponent_kinds if context is not None else ''}"
 
 
+def differ(values: Sequence[float] | Values) -> bool:
+    """Return whether values differ by more than rounding errors. NaN differs from everything."""
+    given = np.asarray(values, np.float64)
+    return not np.abs(given - given[0]).max() <= _ROUNDING * max(1.0, float(np.abs(given).max()))
+
+
 class Spread:
     """Memory of the results of earlier batches; its state fits in JSON."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] = {}
         """Newest result of each cell, with which the results of the next batch are compared."""
-        self._deviation: dict[str, tuple[float, float]] = {}
-        """Running standard deviation of each group, and its weight, which corrects the initial bias."""
+        self._deviation = RunningMeans(1 - DECAY)
+        """Running standard deviation of each group."""
 
     def tells_apart(self, results: Values, cells: Sequence[str]) -> npt.NDArray[np.bool_]:
         """Return, for each result, whether its cell has different results in this batch or since the last one.
@@ -49,9 +56,7 @@ class Spread:
         is_different = np.zeros(len(results), np.bool_)
         for cell, rows in by_cell.items():
             seen = np.append(results[rows], self._last.get(cell, results[rows[0]]))
-            tolerance = _ROUNDING * max(1.0, float(np.abs(seen).max()))
-            # NaN differs from everything: the learner skips an update whose loss it makes NaN.
-            is_different[rows] = not np.abs(seen - seen[0]).max() <= tolerance
+            is_different[rows] = differ(seen)  # if it is NaN, the learner skips an update whose loss becomes NaN
             if np.isfinite(results[rows[-1]]):
                 self._last[cell] = float(results[rows[-1]])
         return is_different
@@ -64,17 +69,16 @@ class Spread:
         if not len(advantages):
             return advantages
         deviation = float(advantages.std())
-        running, weight = self._deviation.get(group, (0.0, 0.0))
+        running = self._deviation.mean(group)
         rounding = _EPSILON * max(1.0, float(np.abs(advantages).max()))
         scaled: Values = (advantages - advantages.mean()) / (max(deviation, FLOOR * running) + rounding)
         if np.isfinite(deviation):
-            weight += (1 - DECAY) * (1 - weight)
-            self._deviation[group] = (running + (1 - DECAY) / weight * (deviation - running), weight)
+            self._deviation.add(group, deviation)
         return scaled
 
     def state_dict(self) -> dict[str, Any]:
-        return {"last": dict(self._last), "deviation": {key: list(pair) for key, pair in self._deviation.items()}}
+        return {"last": dict(self._last), "deviation": self._deviation.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._last = dict(state["last"])
-        self._deviation = {group: (running, weight) for group, (running, weight) in state["deviation"].items()}
+        self._deviation.load_state_dict(state["deviation"])

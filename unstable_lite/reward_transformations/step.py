@@ -6,6 +6,7 @@ A transform with a parameter named `context` also gets the turn's `StepContext`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from unstable_lite.reward_transformations.compose import Compose
 from unstable_lite.types import PlayerTrajectory
@@ -26,45 +27,36 @@ class ComposeStepRewardTransforms(Compose[StepRewardTransform]):
         return reward
 
 
+@dataclass
 class RewardForFormat:
     """Adds `reward` if the answer has the form that the template asks for, else `penalty` (usually negative)."""
 
-    def __init__(self, reward: float = 0, penalty: float = 0) -> None:
-        self.reward = reward
-        self.penalty = penalty
+    reward: float = 0
+    penalty: float = 0
 
     def __call__(self, player_traj: PlayerTrajectory, step_index: int, reward: float) -> float:
         is_right = player_traj.steps[step_index].format_feedback["correct_answer_format"]
         return reward + (self.reward if is_right else self.penalty)
 
-    def __repr__(self) -> str:
-        return f"RewardForFormat(reward={self.reward}, penalty={self.penalty})"
 
-
+@dataclass
 class PenaltyForInvalidMove:
     """Adds `penalty` (usually negative) to an invalid move, `reward` to any other."""
 
-    def __init__(self, reward: float = 0, penalty: float = 0) -> None:
-        self.reward = reward
-        self.penalty = penalty
+    reward: float = 0
+    penalty: float = 0
 
     def __call__(self, player_traj: PlayerTrajectory, step_index: int, reward: float) -> float:
         is_invalid = player_traj.steps[step_index].format_feedback["invalid_move"]
         return reward + (self.penalty if is_invalid else self.reward)
 
-    def __repr__(self) -> str:
-        return f"PenaltyForInvalidMove(reward={self.reward}, penalty={self.penalty})"
 
-
+@dataclass
 class PenaltyForCutOff:
     """Adds `penalty` (usually negative) to an answer that a limit on tokens ended."""
 
-    def __init__(self, penalty: float = 0) -> None:
-        self.penalty = penalty
+    penalty: float = 0
 
     def __call__(self, player_traj: PlayerTrajectory, step_index: int, reward: float) -> float:
         context = player_traj.steps[step_index].context
         return reward + (self.penalty if context is not None and context.is_cut_off else 0)
-
-    def __repr__(self) -> str:
-        return f"PenaltyForCutOff(penalty={self.penalty})"

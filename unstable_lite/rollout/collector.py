@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from unstable_lite.adapters.table import AdapterTable
+from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.training import RunConfig
 from unstable_lite.errors import OpponentError
 from unstable_lite.games.env_pool import EnvPool
@@ -23,7 +24,7 @@ from unstable_lite.rollout.episode_buffer import EpisodeBuffer
 from unstable_lite.rollout.game_runner import GameRunner
 from unstable_lite.rollout.lockstep import LockStep
 from unstable_lite.rollout.step_buffer import StepBuffer
-from unstable_lite.types import EvalEnvSpec, GameRecord, GameSpec, ModelRef
+from unstable_lite.types import GameRecord, GameSpec, ModelRef
 
 REDRAW_S = 1.0
 """Seconds between two draws while no opponent can play."""

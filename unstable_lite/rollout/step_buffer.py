@@ -14,8 +14,9 @@ from statistics import fmean
 from typing import Any
 
 from unstable_lite.reward_transformations.final import FinalRewardTransform
-from unstable_lite.reward_transformations.group import GroupBaseline, has_spread
+from unstable_lite.reward_transformations.group import GroupBaseline
 from unstable_lite.reward_transformations.sampling import SamplingRewardTransform
+from unstable_lite.reward_transformations.spread import differ
 from unstable_lite.reward_transformations.step import StepRewardTransform
 from unstable_lite.rollout.buffer import Buffer
 from unstable_lite.types import GameRecord, PlayerTrajectory, Step
@@ -137,8 +138,8 @@ class StepBuffer(Buffer):
         finals = [trajectory.steps[0].step_info["env_reward"] for trajectory in trajectories]
         added = [step.step_info["step_reward"] - step.step_info["env_reward"] for step in steps]
         usual = fmean(added)
-        is_alike = not has_spread(added)
-        self.groups_without_spread += is_alike and not has_spread(finals)
+        is_alike = not differ(added)
+        self.groups_without_spread += is_alike and not differ(finals)
         advantages = chain.from_iterable(
             [advantage] * len(trajectory.steps)
             for trajectory, advantage in zip(trajectories, baseline(finals), strict=True)

@@ -15,10 +15,11 @@ from unstable_lite.config import Config
 from unstable_lite.errors import EnvError, WorkerDied
 from unstable_lite.games.env_pool import EnvPool
 from unstable_lite.games.players.factory import PlayerFactory
+from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.rng import derive_seed, game_seed
 from unstable_lite.rollout.game_runner import GameRunner
 from unstable_lite.sft.pairs import Pair, pairs_of_game
-from unstable_lite.types import BASE, AgentSpec, GameRecord, GameSpec, ModelRef
+from unstable_lite.types import BASE, GameRecord, GameSpec, ModelRef
 
 ADAPTER = "adapter:"
 
@@ -102,30 +103,13 @@ def _game(config: Config, number: int) -> GameSpec:
     env = config.train_envs[number % len(config.train_envs)]
     first = number // len(config.train_envs)
     players, versions = config.sft.players, adapter_versions(config.sft.players)
-    agents = []
-    for pid in range(env.num_players):
-        name = players[(first + pid) % len(players)]
-        if name in versions:
-            model = ModelRef(uid=name, kind="checkpoint", adapter_version=versions[name])
-        else:
-            model = ModelRef(uid=name, kind="fixed", name=name)
-        agents.append(
-            AgentSpec(
-                pid=pid,
-                model=model,
-                collect_data=name in versions,
-                prompt_template=env.prompt_template,
-                action_extraction_fn=env.action_extraction_fn,
-            )
-        )
-    return GameSpec(
-        game_idx=number,
-        kind="train",
-        env_id=env.env_id,
-        num_players=env.num_players,
-        seed=game_seed(derive_seed(config.run.seed, "sft"), "train", number),
-        agent_specs=tuple(agents),
-        max_turns=env.max_turns,
-        observation=env.observation,
-        isolated=env.isolated,
-    )
+    names = [players[(first + pid) % len(players)] for pid in range(env.num_players)]
+    models = [
+        ModelRef(uid=name, kind="checkpoint", adapter_version=versions[name])
+        if name in versions
+        else ModelRef(uid=name, kind="fixed", name=name)
+        for name in names
+    ]
+    generating = [pid for pid, name in enumerate(names) if name in versions]
+    seed = game_seed(derive_seed(config.run.seed, "sft"), "train", number)
+    return new_game(env, models, number, "train", seed, trained=generating)

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from unstable_lite.config.games import TrainEnvSpec
 from unstable_lite.config.training import SftConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.players.factory import is_remote
-from unstable_lite.types import GameRecord, TrainEnvSpec
+from unstable_lite.types import GameRecord
 
 SHOWN_PROBLEMS = 10
 

@@ -9,7 +9,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +244,7 @@ def _how(config: Config, summary: SftSummary) -> dict[str, Any]:
         "seed": config.run.seed,
         "sft": config.sft.model_dump(mode="json"),
         "lora": config.lora.model_dump(mode="json"),
-        "train_envs": [asdict(env) for env in config.train_envs],
+        "train_envs": config.model_dump(mode="json")["train_envs"],
         "num_pairs": summary.num_pairs,
         "games": summary.collected.games if summary.collected else None,
         "void_games": summary.collected.void_games if summary.collected else None,

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import make_tiny_model as make
 from unstable_lite.config import Config
+from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.evaluation.probing import probe, random_positions
 from unstable_lite.evaluation.scoring import action_distribution
 from unstable_lite.games.environments import Environment
@@ -22,7 +23,6 @@ from unstable_lite.games.players.greedy import greedy_actions
 from unstable_lite.games.players.optimal import optimal_actions
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.models import resolve_model
-from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 WEIGHTS = Path(resolve_model("builtin:tiny"))
 FAMILIES = {

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from unstable_lite.config import Config
+from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.reading import parse_config, read_config
 from unstable_lite.config.section import Section
 from unstable_lite.config.training import LoraConfig
@@ -18,7 +19,6 @@ from unstable_lite.models import BUILTIN
 from unstable_lite.planning.plan import load_plan, make_plan
 from unstable_lite.planning.validation import find_problems
 from unstable_lite.tracking.run_directory import to_toml
-from unstable_lite.types import EvalEnvSpec, TrainEnvSpec
 
 ENV = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
 EVAL_ENV = {
@@ -599,15 +599,16 @@ def test_eval_env_inherits_from_the_training_env_of_the_same_id() -> None:
     elsewhere = {**left_open, "env_id": "TicTacToe-v0-train"}
     raw = {"train_envs": [train], "eval_envs": [left_open, given, elsewhere]}
     as_objects = Config(
-        train_envs=(TrainEnvSpec(**train),), eval_envs=tuple(EvalEnvSpec(**env) for env in (left_open, elsewhere))
+        train_envs=(TrainEnvSpec(**train),),
+        eval_envs=tuple(EvalEnvSpec(**env) for env in (left_open, given, elsewhere)),
     )
     config = Config.model_validate(raw)
+    assert as_objects == config
     inheriting, other, alone = config.eval_envs
-    for spec in (inheriting, as_objects.eval_envs[0]):
-        assert {key: getattr(spec, key) for key in played} == played
-        assert spec.fixed_opponent == "scripted:random"
+    assert {key: getattr(inheriting, key) for key in played} == played
+    assert inheriting.fixed_opponent == "scripted:random"
     assert (other.prompt_template, other.observation) == ("default", "first-last")
-    assert alone == as_objects.eval_envs[1] == EvalEnvSpec(**elsewhere)
+    assert alone == EvalEnvSpec(**elsewhere)
     assert Config.model_validate(config.model_dump()) == config
     (difference,) = [text for what, text in make_plan(config).describe() if what == "differs"]
     assert re.search(r"^Nim-v0-train .*scripted:optimal .*prompt_template = 'default'.*'tiny'", difference)

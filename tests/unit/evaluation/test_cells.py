@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell, CellKey, game_spec, in_rounds, make_cells, make_tournament, read_key
 from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel
-from unstable_lite.types import EvalEnvSpec, ModelRef
+from unstable_lite.types import ModelRef
 
 NIM = EvalEnvSpec(env_id="Nim-v0-train", num_players=2)
 DICE = EvalEnvSpec(env_id="LiarsDice-v0-small-train", num_players=3)
@@ -82,15 +82,14 @@ def test_pair_that_does_not_fit_the_slots_is_an_error() -> None:
 def test_cell_is_identified_by_contents_not_by_names() -> None:
     renamed = EvaluatedModel(name="the best", key="digest 1", path=Path("/elsewhere"))
     assert Cell(model=adapter(1), opponent=RANDOM, env=NIM).key == Cell(model=renamed, opponent=RANDOM, env=NIM).key
-    keys = {
-        Cell(model=adapter(1), opponent=RANDOM, env=env).key
-        for env in (NIM, replace(NIM, prompt_template="tiny"), replace(NIM, observation="first-last"), DICE)
-    }
+    changes = ({"prompt_template": "tiny"}, {"observation": "first-last"})
+    envs = [NIM, *(NIM.model_copy(update=change) for change in changes), DICE]
+    keys = {Cell(model=adapter(1), opponent=RANDOM, env=env).key for env in envs}
     assert len(keys) == 4
 
 
 def test_cell_key_contains_how_the_cell_is_played() -> None:
-    played = replace(DICE, prompt_template="tiny", max_turns=9, observation="first-last")
+    played = DICE.model_copy(update={"prompt_template": "tiny", "max_turns": 9, "observation": "first-last"})
     assert read_key(Cell(model=adapter(1), opponent=RANDOM, env=played).key) == CellKey(
         model_key="digest 1",
         opponent_key="scripted:random",

@@ -8,9 +8,9 @@ import pytest
 from fakes import runs
 from fakes.handmade_adapters import small, write_adapter, write_run
 from unstable_lite.config import Config
+from unstable_lite.config.games import TrainEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.models import check_base, find_models, find_run, find_sides
-from unstable_lite.types import TrainEnvSpec
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.errors import UnsupportedEnvError
 from unstable_lite.evaluation.probing import (
     ActionDistribution,
@@ -22,7 +23,6 @@ from unstable_lite.evaluation.probing import (
 from unstable_lite.games.players.greedy import greedy_actions
 from unstable_lite.games.players.optimal import optimal_actions
 from unstable_lite.games.players.scripted import legal_actions
-from unstable_lite.types import EvalEnvSpec
 
 NIM = EvalEnvSpec(env_id="Nim-v0-train", num_players=2)
 TICTACTOE = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, observation="board")

@@ -1,19 +1,18 @@
 import json
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unstable_lite.config.games import LeagueConfig
+from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec
 from unstable_lite.errors import ConfigError, OpponentError
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import BaseModelSampler, UniformRandomEnvSampler, build_model_sampler
 from unstable_lite.rng import game_seed
-from unstable_lite.types import EvalEnvSpec, GameRecord, ModelRef, PlayerTrajectory, TrainEnvSpec
+from unstable_lite.types import GameRecord, ModelRef, PlayerTrajectory
 
 
 def make_train_env(num_players=2, num_actors=1, **kwargs):
@@ -227,7 +226,7 @@ def test_other_seats_of_an_evaluation_have_the_fixed_opponent():
 
 
 def test_base_may_be_the_opponent_of_an_evaluation_even_of_itself():
-    scheduler = make_scheduler(evals=[replace(make_eval_env(), fixed_opponent="base")])
+    scheduler = make_scheduler(evals=[make_eval_env().model_copy(update={"fixed_opponent": "base"})])
     base = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
     for number, model in enumerate([base, scheduler.registry.current]):
         spec = scheduler.next_eval_job(model=model, number=number)

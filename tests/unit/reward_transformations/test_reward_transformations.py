@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from unstable_lite.config import Config
+from unstable_lite.config.training import Transformation
 from unstable_lite.errors import ConfigError
 from unstable_lite.planning.algorithm_defaults import resolve_defaults
 from unstable_lite.reward_transformations import (
@@ -121,11 +122,6 @@ def test_role_averages_are_separate_per_kind_of_opponent():
     assert transform(1.0, 0, "E", make_context("mirror")) == 1.0
     assert transform(-1.0, 0, "E", make_context("scripted")) == -1.0
     assert transform(1.0, 0, "E", make_context("mirror")) == 0.0
-
-
-def test_role_averages_of_an_earlier_version_are_refused_with_advice():
-    with pytest.raises(ConfigError, match="initial_lora_path"):
-        RoleAdvantageByEnvFormatter().load_state_dict({"role_advantage": {"E": {"0": 0.5}}})
 
 
 def test_role_averages_start_at_the_configured_value():
@@ -348,7 +344,7 @@ def test_every_registered_transform_can_be_built_by_its_name():
 
 def test_custom_class_is_found_by_module_and_name():
     (transform,) = build_transforms(
-        [{"name": f"{__name__}:Doubled", "factor": 3}], FINAL, ComposeFinalRewardTransforms.ARGUMENTS
+        [Transformation(name=f"{__name__}:Doubled", factor=3)], FINAL, ComposeFinalRewardTransforms.ARGUMENTS
     )
     assert transform(2.0, 0, "E") == 6.0
 
@@ -365,9 +361,9 @@ class Doubled:
     ("entry", "message"),
     [
         ("RewardForFormt", "did you mean 'RewardForFormat'"),
-        ({"name": "RewardForFormat", "rewrd": 1}, "did you mean 'reward'"),
-        ({"name": "RewardForFormat", "reward": "much"}, "float"),
-        ({"name": "RewardForFormat", "reward": True}, "float"),
+        (Transformation(name="RewardForFormat", rewrd=1), "did you mean 'reward'"),
+        (Transformation(name="RewardForFormat", reward="much"), "float"),
+        (Transformation(name="RewardForFormat", reward=True), "float"),
         ("no_such_module:Transform", "no_such_module"),
         ("math:Transform", "'Transform'"),
         (":Transform", ":Transform"),
@@ -466,6 +462,6 @@ def test_json_state_is_saved(state):
 def test_all_mistakes_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         build_transforms(
-            ["Nope", {"name": "RewardForFormat", "a": 1, "b": 2}], STEP, ComposeStepRewardTransforms.ARGUMENTS
+            ["Nope", Transformation(name="RewardForFormat", a=1, b=2)], STEP, ComposeStepRewardTransforms.ARGUMENTS
         )
     assert len(caught.value.problems) == 3

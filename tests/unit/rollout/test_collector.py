@@ -17,7 +17,7 @@ from fakes import tables
 from fakes.game_records import Observer, Records
 from fakes.openai_server import Server, chat_reply, serving
 from unstable_lite.adapters.table import AdapterTable
-from unstable_lite.config.games import OpponentsConfig
+from unstable_lite.config.games import EvalEnvSpec, OpponentsConfig, TrainEnvSpec
 from unstable_lite.config.training import RunConfig
 from unstable_lite.errors import EnvError, OpponentError, WorkerDied
 from unstable_lite.games.players import openai_compatible
@@ -29,7 +29,7 @@ from unstable_lite.reward_transformations import GROUP_BASELINES
 from unstable_lite.rollout import collector
 from unstable_lite.rollout.collector import Collector
 from unstable_lite.rollout.step_buffer import StepBuffer
-from unstable_lite.types import EvalEnvSpec, GameRecord, Generation, TrainEnvSpec
+from unstable_lite.types import GameRecord, Generation
 
 TICTACTOE = TrainEnvSpec(env_id="TicTacToe-v0-train", num_players=2, num_actors=1, prompt_template="tiny")
 EVAL = EvalEnvSpec(

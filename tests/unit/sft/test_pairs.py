@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from unstable_lite.config.games import TrainEnvSpec
 from unstable_lite.config.training import SftConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.templates import TEMPLATES, Template, extract_boxed
@@ -18,7 +19,6 @@ from unstable_lite.types import (
     GameSpec,
     ModelRef,
     Outcome,
-    TrainEnvSpec,
     Turn,
 )
 

@@ -14,13 +14,13 @@ from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.util.tensor_util import make_ndarray
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import LeagueConfig
+from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec
 from unstable_lite.config.training import EngineConfig, LearnerConfig, RunConfig
 from unstable_lite.learner import UpdateResult
 from unstable_lite.learner.histograms import BUCKETS, histograms_of
 from unstable_lite.tracking.rewind import rewind
 from unstable_lite.tracking.tensorboard import TensorBoardSink, as_code, layout
-from unstable_lite.types import EvalEnvSpec, Histogram, TrainEnvSpec, TrainItem
+from unstable_lite.types import Histogram, TrainItem
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # from the html5lib that TensorBoard bundles

@@ -6,9 +6,11 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from unstable_lite import plugins
+from unstable_lite.config import Config
+from unstable_lite.config.games import LeagueConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers.env_samplers import (
@@ -35,10 +37,6 @@ from unstable_lite.league.samplers.model_samplers import (
 )
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import BASE
-
-if TYPE_CHECKING:
-    from unstable_lite.config import Config
-    from unstable_lite.config.games import LeagueConfig
 
 T = TypeVar("T")
 
@@ -92,10 +90,12 @@ MODEL_SAMPLERS: dict[str, Callable[..., BaseModelSampler]] = {
 }
 
 
-def strategies(league: LeagueConfig) -> list[str]:
-    """Return the names of the samplers in `opponent_sampling_strategy`."""
+def strategies(league: LeagueConfig) -> dict[str, dict[str, Any]]:
+    """Return the options of each sampler in `opponent_sampling_strategy` by its name, always with a `weight`."""
     strategy = league.opponent_sampling_strategy
-    return [strategy] if isinstance(strategy, str) else list(strategy)
+    given = {strategy: {}} if isinstance(strategy, str) else strategy
+    tables = {name: options if isinstance(options, Mapping) else {"weight": options} for name, options in given.items()}
+    return {name: {"weight": 1.0, **options} for name, options in tables.items()}
 
 
 def uses_fixed(league: LeagueConfig) -> bool:
@@ -133,8 +133,7 @@ def build_env_sampler(config: Config) -> BaseEnvSampler:
     sampler = plugins.find("env_sampling_strategy", name, ENV_SAMPLERS)
     rng_seed = derive_seed(config.run.seed, "env_sampler")
     with_envs = partial(sampler, config.train_envs, config.eval_envs, rng_seed=rng_seed)
-    made = plugins.call("env_sampling_strategy", name, with_envs, options)
-    return _of_kind("env_sampling_strategy", name, BaseEnvSampler, made)
+    return _made("env_sampling_strategy", name, with_envs, options, BaseEnvSampler)
 
 
 def build_model_sampler(league: LeagueConfig, registry: ModelRegistry, rng: random.Random) -> BaseModelSampler:
@@ -142,23 +141,28 @@ def build_model_sampler(league: LeagueConfig, registry: ModelRegistry, rng: rand
 
     A custom class gets `(registry, rng)` and its options. Raises ConfigError for a wrong name, weight or option.
     """
-    strategy = league.opponent_sampling_strategy
+
+    def build(name: str, options: Mapping[str, Any]) -> BaseModelSampler:
+        sampler = plugins.find("opponent_sampling_strategy", name, MODEL_SAMPLERS)
+        given = {"lag_range": league.opponent_lag} if sampler is LaggedModelSampler else {}
+        with_registry = partial(sampler, registry, rng, **given)
+        return _made("opponent_sampling_strategy", name, with_registry, options, BaseModelSampler)
+
     if uses_fixed(league):
         for name in league.fixed_opponents:
             registry.add_fixed(name)
-    if isinstance(strategy, str):
-        return _build_one(strategy, {}, league, registry, rng)
+    if isinstance(league.opponent_sampling_strategy, str):
+        return build(league.opponent_sampling_strategy, {})
     samplers, weights = [], []
     problems: list[str] = []
-    for name, given in strategy.items():
-        options = dict(given) if isinstance(given, Mapping) else {"weight": given}
-        weight = options.pop("weight", 1.0)
+    for name, options in strategies(league).items():
+        weight = options.pop("weight")
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
             problems.append(
                 f"opponent_sampling_strategy: the weight of {name!r} is {weight!r}; set a finite number above 0"
             )
         try:
-            samplers.append(_build_one(name, options, league, registry, rng))
+            samplers.append(build(name, options))
             weights.append(weight)
         except ConfigError as error:
             problems += error.problems
@@ -167,34 +171,48 @@ def build_model_sampler(league: LeagueConfig, registry: ModelRegistry, rng: rand
     return MixtureModelSampler(registry, rng, samplers, weights)
 
 
+def _made(key: str, name: str, sampler: Callable[..., T], options: Mapping[str, Any], base: type[T]) -> T:
+    made = plugins.call(key, name, sampler, options)
+    if not isinstance(made, base):
+        raise ConfigError(f"{key} {name!r} must be a class that extends unstable_lite.samplers.{base.__name__}")
+    return made
+
+
 def check_league(config: Config) -> list[str]:
     """Return every problem of opponents and envs that would stop or mislead the run."""
-    league = config.league
-    problems = []
-    strategy = league.opponent_sampling_strategy
+    problems = [*_opponent_problems(config.league), *_sampler_problems(config), *_env_problems(config)]
+    return list(dict.fromkeys(problems))
+
+
+def _opponent_problems(league: LeagueConfig) -> Iterator[str]:
     names = strategies(league)
     if not names:
-        problems.append("opponent_sampling_strategy is an empty table: give at least one strategy a weight")
-    if isinstance(strategy, dict) and "none" in strategy:
-        problems.append("opponent_sampling_strategy: 'none' is not an opponent and cannot be part of a mixture")
+        yield "opponent_sampling_strategy is an empty table: give at least one strategy a weight"
+    if "none" in names and league.opponent_sampling_strategy != "none":
+        yield "opponent_sampling_strategy: 'none' is not an opponent and cannot be part of a mixture"
     least, most = league.opponent_lag
     if not 0 <= least <= most:
-        problems.append(f"opponent_lag = [{least}, {most}]: must be [least, most] with 0 <= least <= most")
+        yield f"opponent_lag = [{least}, {most}]: must be [least, most] with 0 <= least <= most"
     if "fixed" in names and not league.fixed_opponents:
-        problems.append("opponent_sampling_strategy uses 'fixed', but fixed_opponents is empty")
+        yield "opponent_sampling_strategy uses 'fixed', but fixed_opponents is empty"
     if BASE in league.fixed_opponents:
-        problems.append(
-            f"fixed_opponents: {BASE!r} is an opponent only in evaluations; in training, use `mirror` for self-play"
-        )
-    problems += _shape_problems("env_sampling_strategy", league.env_sampling_strategy) or _problems_of(
-        lambda: _try_env_sampler(config)
-    )
-    if names:
-        found = _shape_problems("opponent_sampling_strategy", strategy) or _problems_of(
-            lambda: _try_model_sampler(config)
-        )
-        problems += [problem for problem in found if problem not in problems]
-    return problems + list(_env_problems(config))
+        yield f"fixed_opponents: {BASE!r} is an opponent only in evaluations; in training, use `mirror` for self-play"
+
+
+def _sampler_problems(config: Config) -> Iterator[str]:
+    """Yield the problems of both strategies; build and try the samplers of those whose form is right."""
+    for key, try_out in (
+        ("env_sampling_strategy", _try_env_sampler),
+        ("opponent_sampling_strategy", _try_model_sampler),
+    ):
+        strategy = getattr(config.league, key)
+        problems = _shape_problems(key, strategy)
+        if not problems and strategy:
+            try:
+                try_out(config)
+            except ConfigError as error:
+                problems = list(error.problems)
+        yield from problems
 
 
 def _env_problems(config: Config) -> Iterator[str]:
@@ -212,22 +230,6 @@ def _env_problems(config: Config) -> Iterator[str]:
     for eval_spec in config.eval_envs:
         if eval_spec.num_players < 1:
             yield f"eval env {eval_spec.env_id!r}: num_players = {eval_spec.num_players} must be at least 1"
-
-
-def _build_one(
-    name: str, options: Mapping[str, Any], league: LeagueConfig, registry: ModelRegistry, rng: random.Random
-) -> BaseModelSampler:
-    sampler = plugins.find("opponent_sampling_strategy", name, MODEL_SAMPLERS)
-    if sampler is LaggedModelSampler:
-        sampler = partial(sampler, lag_range=league.opponent_lag)
-    made = plugins.call("opponent_sampling_strategy", name, partial(sampler, registry, rng), options)
-    return _of_kind("opponent_sampling_strategy", name, BaseModelSampler, made)
-
-
-def _of_kind(what: str, name: str, kind: type[T], made: T) -> T:
-    if not isinstance(made, kind):
-        raise ConfigError(f"{what} {name!r} must be a class that extends unstable_lite.samplers.{kind.__name__}")
-    return made
 
 
 def _shape_problems(what: str, strategy: str | Mapping[str, Any]) -> list[str]:
@@ -258,11 +260,3 @@ def _try_model_sampler(config: Config) -> None:
     for each in sampler.samplers if isinstance(sampler, MixtureModelSampler) else [sampler]:
         if type(each) not in MODEL_SAMPLERS.values():
             plugins.call("opponent_sampling_strategy", each.kind, each.sample_opponent, {})
-
-
-def _problems_of(build: Callable[[], object]) -> list[str]:
-    try:
-        build()
-    except ConfigError as error:
-        return list(error.problems)
-    return []

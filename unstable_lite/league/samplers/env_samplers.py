@@ -7,10 +7,12 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
+from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.plugins import suggestion
+from unstable_lite.reward_transformations.running_means import RunningMeans
 from unstable_lite.rng import derive_seed, restore, state_of
-from unstable_lite.types import EvalEnvSpec, GameKind, TrainEnvSpec
+from unstable_lite.types import GameKind
 
 _ROUNDING = 1e-6
 """Largest difference between averages of equal rewards that counts as rounding and not as progress."""
@@ -156,39 +158,34 @@ class LearningProgressEnvSampler(BaseEnvSampler):
             )
         if noise < 0:
             raise ConfigError(f"learning-progress: noise = {noise} must be at least 0")
-        self._rates = (fast, slow)
         self._noise = noise
         self._min_share = min_share
-        self._games: dict[str, int] = {}
-        self._averages: dict[str, tuple[float, float]] = {}
-        """Fast and slow average by env id, started at 0."""
-        self._squares: dict[str, float] = {}
-        """Slow average of the squared reward by env id, started at 0."""
+        self._fast, self._slow = RunningMeans(fast), RunningMeans(slow)
+        self._squares = RunningMeans(slow)
+        """Average of the squared reward."""
 
     def progress(self, env_id: str) -> float:
         """Return the learning progress of an env; 0 if it was never played."""
-        games = self._games.get(env_id, 0)
-        if not games:
+        if not self._slow.weight(env_id):
             return 0.0
-        # Dividing an average by the total weight of its games removes the bias of its start at 0.
-        weights = [1 - (1 - rate) ** games for rate in self._rates]
-        fast, slow = (average / weight for average, weight in zip(self._averages[env_id], weights, strict=True))
-        variance = max(self._squares[env_id] / weights[1] - slow**2, 0.0)
-        excess = abs(fast - slow) - self._noise * math.sqrt(variance * self._variance_factor(games))
+        slow = self._slow.mean(env_id)
+        variance = max(self._squares.mean(env_id) - slow**2, 0.0)
+        deviation = math.sqrt(variance * self._variance_factor(env_id))
+        excess = abs(self._fast.mean(env_id) - slow) - self._noise * deviation
         return excess if excess > _ROUNDING else 0.0
 
-    def _variance_factor(self, games: int) -> float:
+    def _variance_factor(self, env_id: str) -> float:
         """Return the variance of `fast - slow` over that of a reward, if rewards are independent and do not change.
 
         An average weighs its games by `rate * (1 - rate)^age`; sums of products of such weights are geometric series.
         """
 
-        def product(one: float, other: float) -> float:
-            ratio = (1 - one) * (1 - other)
-            series = (1 - ratio**games) / (1 - ratio)
-            return one * other * series / (1 - (1 - one) ** games) / (1 - (1 - other) ** games)
+        def product(one: RunningMeans, other: RunningMeans) -> float:
+            weight, other_weight = one.weight(env_id), other.weight(env_id)
+            series = (1 - (1 - weight) * (1 - other_weight)) / (1 - (1 - one.rate) * (1 - other.rate))
+            return one.rate * other.rate * series / weight / other_weight
 
-        fast, slow = self._rates
+        fast, slow = self._fast, self._slow
         return max(product(fast, fast) - 2 * product(fast, slow) + product(slow, slow), 0.0)
 
     def probabilities(self) -> list[float]:
@@ -200,28 +197,23 @@ class LearningProgressEnvSampler(BaseEnvSampler):
         return [self._min_share / n + (1 - self._min_share) * value / total for value in progress]
 
     def update(self, env_id: str, avg_actor_reward: float, avg_opponent_reward: float | None) -> None:  # noqa: ARG002
-        before = self._averages.get(env_id, (0.0, 0.0))
-        pairs = zip(before, self._rates, strict=True)
-        fast, slow = (average + rate * (avg_actor_reward - average) for average, rate in pairs)
-        self._averages[env_id] = (fast, slow)
-        squares = self._squares.get(env_id, 0.0)
-        self._squares[env_id] = squares + self._rates[1] * (avg_actor_reward**2 - squares)
-        self._games[env_id] = self._games.get(env_id, 0) + 1
+        self._fast.add(env_id, avg_actor_reward)
+        self._slow.add(env_id, avg_actor_reward)
+        self._squares.add(env_id, avg_actor_reward**2)
 
     def _choose_train(self) -> TrainEnvSpec:
         (chosen,) = self._train_rng.choices(self.train_env_specs, self.probabilities())
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        averages = {env_id: list(averages) for env_id, averages in self._averages.items()}
         return super().state_dict() | {
-            "games": dict(self._games),
-            "averages": averages,
-            "squares": dict(self._squares),
+            "fast": self._fast.state_dict(),
+            "slow": self._slow.state_dict(),
+            "squares": self._squares.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._games = dict(state["games"])
-        self._squares = dict(state["squares"])
-        self._averages = {env_id: (fast, slow) for env_id, (fast, slow) in state["averages"].items()}
+        self._fast.load_state_dict(state["fast"])
+        self._slow.load_state_dict(state["slow"])
+        self._squares.load_state_dict(state["squares"])
