@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from unstable_lite.games.environments import Environment, bare_id, env_ids, source_text
-from unstable_lite.games.hang_guard import hang_guard
 from unstable_lite.types import Observation
 
 SLOW_RESET_S = 0.02
@@ -56,11 +55,7 @@ class EnvFacts:
     """Result of a trial reset of an env."""
 
     problem: str | None
-    reset_s: float = 0.0
-
-    @property
-    def has_slow_reset(self) -> bool:
-        return self.reset_s > SLOW_RESET_S
+    has_slow_reset: bool = False
 
 
 def is_isolated(env_id: str, num_players: int, observation: Observation = "env", wanted: bool | None = None) -> bool:
@@ -74,17 +69,17 @@ def is_isolated(env_id: str, num_players: int, observation: Observation = "env",
 def probe(env_id: str, num_players: int, observation: Observation = "env") -> EnvFacts:
     """Make, reset and observe the env once; report whether this number of players and this observation work.
 
-    Runs in a thread with a time limit, because an env's start may run any code (downloads, endless loops).
+    Runs in a thread with a time limit, because an env's start may run any code (downloads, endless loops); a thread
+    that never ends is left to itself.
     """
     if (problem := _problem_by_name(env_id, observation)) is not None:
         return EnvFacts(problem)
 
     def attempt() -> float:
-        with hang_guard(PROBE_TIMEOUT_S):
-            Environment(env_id, num_players, 0, observation).observe()  # also does the imports
-            started = time.thread_time()  # CPU time of this thread, independent of the machine's load
-            Environment(env_id, num_players, 0, observation)
-            return time.thread_time() - started
+        Environment(env_id, num_players, 0, observation).observe()  # also does the imports
+        started = time.thread_time()  # CPU time of this thread, independent of the machine's load
+        Environment(env_id, num_players, 0, observation)
+        return time.thread_time() - started
 
     future = _in_daemon_thread(attempt)
     try:
@@ -92,7 +87,7 @@ def probe(env_id: str, num_players: int, observation: Observation = "env") -> En
     except TimeoutError:
         return EnvFacts(f"its reset did not end within {PROBE_TIMEOUT_S:g} s")
     if error is None:
-        return EnvFacts(None, future.result())
+        return EnvFacts(None, has_slow_reset=future.result() > SLOW_RESET_S)
     if isinstance(error, SyntaxError):
         return EnvFacts(NEEDS_NEWER_PYTHON)
     if observation == "board" and isinstance(error, IndexError):  # TextArena's wrapper found no board to show

@@ -172,6 +172,10 @@ class Environment:
                 self._offenders.add(int(pid))
         return None if turn is None else self._checked_turn(*turn)
 
+    async def advance(self, action: str) -> tuple[int, str] | None:
+        """Call `play`: an env in another process has to wait."""
+        return self.play(action)
+
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
         """Return every player's reward and `game_info`.
 
@@ -191,6 +195,9 @@ class Environment:
         measure = getattr(self._unwrapped, "_get_percentage_completion", None) if self.num_players == 1 else None
         rewards = dict.fromkeys(range(self.num_players), 0.0) if measure is None else {0: self._call(measure)}
         return _checked_rewards(self.env_id, self.num_players, rewards)
+
+    def drop(self) -> None:
+        """Abandon the game, finished or not: an env in another process has to be told."""
 
     def _start(self, observation: Observation) -> Any:
         env_id = self._registered_id
