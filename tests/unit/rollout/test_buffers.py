@@ -376,7 +376,7 @@ async def test_draining_returns_the_steps_and_makes_room():
     await asyncio.sleep(0)
     assert names_of(buffer.drain()) == ["0.0", "0.1"]
     await asyncio.wait_for(collector, 1)
-    buffer.clear()
+    buffer.drain()
     assert buffer.counters() == {"added": 2, "taken": 0, "dropped_stale": 0, "drained": 2}
 
 
@@ -388,7 +388,7 @@ async def test_restored_buffer_continues_the_same_draws():
     first = filled(StepBuffer(20, rng=1))
     await first.get_batch(5, 0)
     state = json.loads(json.dumps(first.state_dict()))
-    first.clear()
+    first.drain()
     second = StepBuffer(20, rng=2)
     second.load_state_dict(state)
     assert_balanced(second)
@@ -401,7 +401,7 @@ def test_transform_state_is_part_of_the_buffer_state():
     loaded.load_state_dict(json.loads(json.dumps(saved.state_dict())))
     rewards = []
     for buffer in (saved, loaded):
-        buffer.clear()
+        buffer.drain()
         buffer.add_player_trajectory(make_trajectory(1, final_reward=3.0))
         rewards.append(buffer.drain()[0].reward)
     assert rewards == [2.0, 2.0]
@@ -447,10 +447,10 @@ async def test_group_reaches_the_batch_only_when_complete():
     for index, reward in enumerate([1.0, 0.0]):
         buffer.add_game(make_game([reward], game_idx=index, num_steps=2))
     assert buffer.size() == buffer.added == 0
-    assert buffer.steps_in_groups() == 4
+    assert buffer.steps_in_groups == 4
     buffer.add_game(make_game([-1.0], game_idx=2))
     assert buffer.size() == 5
-    assert buffer.steps_in_groups() == 0
+    assert buffer.steps_in_groups == 0
     advantages = {step.act: step.reward for step in await buffer.get_batch(5, 0)}
     assert advantages["0.0"] == advantages["0.1"] == pytest.approx(1.5**0.5)
     assert advantages["1.0"] == advantages["1.1"] == pytest.approx(0)
@@ -486,7 +486,7 @@ async def test_group_of_equal_rewards_gives_advantage_zero_and_is_counted(baseli
     for _ in range(3):
         buffer.add_game(make_game([0.1], num_steps=2))
     assert [step.reward for step in await buffer.get_batch(6, 0)] == [0.0] * 6
-    assert buffer.group_counters() == {"whole": 1, "without_spread": 1, "of_one": 0}
+    assert buffer.group_counts == {"whole": 1, "without_spread": 1, "of_one": 0}
 
 
 async def test_void_games_shrink_a_group_and_a_group_of_one_is_dropped():
@@ -496,10 +496,10 @@ async def test_void_games_shrink_a_group_and_a_group_of_one_is_dropped():
     assert sorted(step.reward for step in await buffer.get_batch(2, 0)) == [-2.0, 2.0]
     for end in ("void", "natural", "void"):
         buffer.add_game(make_game([3.0], end=end, group_idx=1))
-    assert buffer.size() == buffer.steps_in_groups() == 0
+    assert buffer.size() == buffer.steps_in_groups == 0
     for _ in range(3):
         buffer.add_game(make_game([], end="void", group_idx=2))
-    assert buffer.group_counters() == {"whole": 2, "without_spread": 0, "of_one": 1}
+    assert buffer.group_counts == {"whole": 2, "without_spread": 0, "of_one": 1}
     assert_balanced(buffer)
 
 
@@ -582,14 +582,14 @@ async def test_player_without_a_turn_is_not_compared(baseline):
     assert advantages["1"] == -advantages["2"]
     for index in range(4):
         buffer.add_game(make_game([1.0], num_steps=0 if index else 1, group_idx=1, game_idx=index))
-    assert buffer.group_counters() == {"whole": 2, "without_spread": 0, "of_one": 1}
+    assert buffer.group_counts == {"whole": 2, "without_spread": 0, "of_one": 1}
 
 
 async def test_filtered_game_makes_its_group_smaller():
     buffer = make_grouped_buffer(2, filter_opponent_invalid=True)
     buffer.add_game(make_game([1.0, -1.0], end="invalid", invalid=[1]))
     buffer.add_game(make_game([0.0, 0.0]))
-    assert buffer.group_counters() == {"whole": 2, "without_spread": 0, "of_one": 1}
+    assert buffer.group_counts == {"whole": 2, "without_spread": 0, "of_one": 1}
     assert buffer.size() == 2
 
 
