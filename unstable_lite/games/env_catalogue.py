@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
@@ -74,14 +73,18 @@ def probe(env_id: str, num_players: int, observation: Observation = "env") -> En
     """
     if (problem := _problem_by_name(env_id, observation)) is not None:
         return EnvFacts(problem)
+    future: Future[float] = Future()
 
-    def attempt() -> float:
-        Environment(env_id, num_players, 0, observation).observe()  # also does the imports
-        started = time.thread_time()  # CPU time of this thread, independent of the machine's load
-        Environment(env_id, num_players, 0, observation)
-        return time.thread_time() - started
+    def attempt() -> None:
+        try:
+            Environment(env_id, num_players, 0, observation).observe()  # also does the imports
+            started = time.thread_time()  # CPU time of this thread, independent of the machine's load
+            Environment(env_id, num_players, 0, observation)
+            future.set_result(time.thread_time() - started)
+        except BaseException as error:  # any exception of foreign code is the result
+            future.set_exception(error)
 
-    future = _in_daemon_thread(attempt)
+    threading.Thread(target=attempt, daemon=True).start()
     try:
         error = future.exception(PROBE_TIMEOUT_S)
     except TimeoutError:
@@ -124,20 +127,6 @@ def _problem_by_name(env_id: str, observation: Observation) -> str | None:
             f"({', '.join(BOARD_GAMES)}); use observation = 'env'"
         )
     return None
-
-
-def _in_daemon_thread(function: Callable[[], float]) -> Future[float]:
-    """Run `function` in a thread that does not keep the process alive if it never ends."""
-    future: Future[float] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # any exception of foreign code is the result
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def describe_envs() -> list[tuple[str, str, str]]:

@@ -73,7 +73,7 @@ class EnvPool:
         environment = IsolatedEnvironment(min(self._hosts, key=lambda host: host.num_games), spec)
         with contextlib.ExitStack() as unless_it_starts:
             unless_it_starts.callback(environment.drop)
-            await environment.start()
+            await environment.catch_up()
             unless_it_starts.pop_all()
         return environment
 
@@ -125,11 +125,10 @@ class IsolatedEnvironment:
         self._num_calls = 0
         """Number of its calls in that life: one that made it, and one for each action."""
         self._actions: list[str] = []
+        # Set by `catch_up`:
+        self.was_invalid: bool
+        self.has_teams: bool
         self._state: EnvState
-        """Set by `start`."""
-
-    async def start(self) -> None:
-        self._state = await self._catch_up()
 
     def observe(self) -> tuple[int, str]:
         return self._state.pid, self._state.observation
@@ -137,16 +136,8 @@ class IsolatedEnvironment:
     async def advance(self, action: str) -> tuple[int, str] | None:
         # A lone surrogate, which an API's JSON may hold, has no UTF-8: it becomes a question mark.
         self._actions.append(action.encode("utf-8", "replace").decode())
-        self._state = await self._catch_up()
+        await self.catch_up()
         return None if self._state.is_over else self.observe()
-
-    @property
-    def was_invalid(self) -> bool:
-        return self._state.was_invalid
-
-    @property
-    def has_teams(self) -> bool:
-        return self._state.has_teams
 
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
         assert self._state.is_over
@@ -159,7 +150,7 @@ class IsolatedEnvironment:
     def drop(self) -> None:
         self._host.drop_game(self._game)
 
-    async def _catch_up(self) -> EnvState:
+    async def catch_up(self) -> None:
         """Play the actions that the process has not played yet: all of them if it has just started.
 
         Each action is one call, because `run.env_timeout_s` applies to each.
@@ -190,7 +181,8 @@ class IsolatedEnvironment:
                 continue  # another game's call was running
             self._num_calls += 1
             if self._num_calls > len(self._actions):
-                return state
+                self._state, self.was_invalid, self.has_teams = state, state.was_invalid, state.has_teams
+                return
 
 
 GameEnvironment = Environment | IsolatedEnvironment

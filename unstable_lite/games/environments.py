@@ -122,8 +122,7 @@ class Environment:
         self.was_invalid = False
         """Whether the last action broke the rules."""
         self._offenders: set[int] = set()
-        self._registered_id = _prepare(env_id)
-        self._env = self._call(self._start, observation)
+        self._env = self._call(self._start, _prepare(env_id), observation)
         self._unwrapped = self._env  # wrappers look up `state` slowly
         while isinstance(self._unwrapped, ta.Wrapper):
             self._unwrapped = self._unwrapped.env
@@ -199,8 +198,7 @@ class Environment:
     def drop(self) -> None:
         """Abandon the game, finished or not: an env in another process has to be told."""
 
-    def _start(self, observation: Observation) -> Any:
-        env_id = self._registered_id
+    def _start(self, env_id: str, observation: Observation) -> Any:
         env = ta.make(env_id) if observation == "env" else _make_observed_by(_OBSERVED_BY[observation], env_id)
         env.reset(num_players=self.num_players, seed=self._seed)
         env.state.error_allowance = 0

@@ -47,11 +47,6 @@ def max_age(max_staleness: int, max_loras: int) -> int:
     return min(max_staleness, max_loras - 1)
 
 
-def most_in_flight(batch_size: int, max_age: int, spread: float) -> float:
-    """Return how many steps may be in flight while less than a batch waits."""
-    return batch_size * max(0, max_age - 1) / spread
-
-
 def spread_of(lifetimes: Iterable[tuple[float, float]]) -> float:
     """Return the ratio of a long lifetime to the mean. Each lifetime comes with its number of steps.
 
@@ -125,7 +120,7 @@ class InFlight:
         """Number of steps, waiting and in flight, at which no further game starts."""
         if self._max_age is None:
             return float("inf")
-        return most_in_flight(self._batch_size, self._max_age, self.spread)
+        return self._batch_size * max(0, self._max_age - 1) / self.spread
 
     def has_room(self, held: int) -> bool:
         """Return whether a game may start while `held` steps wait."""

@@ -31,10 +31,8 @@ from unstable_lite.rollout.back_pressure import InFlight
 from unstable_lite.rollout.step_counts import CountsByLength, length_class
 from unstable_lite.types import GameRecord, GameSpec, PlayerTrajectory, Step
 
-
-def staleness(step: Step, current_version: int) -> int:
-    """Return the number of updates since the step was sampled; version n is the policy after n updates."""
-    return current_version - step.generation.adapter_version
+COUNTERS = ("added", "taken", "dropped_stale", "filtered")
+"""Totals since the start of the run that a checkpoint keeps."""
 
 
 @dataclass(eq=False, repr=False)
@@ -159,15 +157,6 @@ class Buffer:
         self._make_room()
         return steps
 
-    def counters(self) -> dict[str, int]:
-        """Return running totals since the start, in steps."""
-        return {
-            "added": self.added,
-            "taken": self.taken,
-            "dropped_stale": self.dropped_stale,
-            "drained": self.drained,
-        }
-
     def contents(self) -> list[list[Step]]:
         """Return the waiting chunks as stored."""
         return list(self._chunks)
@@ -182,7 +171,7 @@ class Buffer:
         """Return totals, the random stream and the transforms' memory, but not the waiting steps."""
         transforms = [t.state_dict() if isinstance(t, Stateful) else {} for t in self._transforms]
         return {
-            "counters": self.counters() | {"filtered": self.filtered},
+            "counters": {name: getattr(self, name) for name in COUNTERS},
             "counts": self.counts.state_dict(),
             "in_flight": None if self.in_flight is None else self.in_flight.state_dict(),
             "rng": state_of(self._rng),
@@ -192,9 +181,8 @@ class Buffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of an empty buffer; steps that waited when it was saved count as drained."""
         assert not self._chunks
-        counters = state["counters"]
-        self.added, self.taken = counters["added"], counters["taken"]
-        self.dropped_stale, self.filtered = counters["dropped_stale"], counters["filtered"]
+        for name in COUNTERS:
+            setattr(self, name, state["counters"][name])
         self.drained = self.added - self.taken - self.dropped_stale
         self._dropped_at_last_batch = self.dropped_stale
         self.counts = CountsByLength.of(state["counts"])
