@@ -196,7 +196,7 @@ class Environment:
         return _checked_rewards(self.env_id, self.num_players, rewards)
 
     def drop(self) -> None:
-        """Abandon the game, finished or not: an env in another process has to be told."""
+        """Abandon the game, finished or not; an env in another process is dropped there, too."""
 
     def _start(self, env_id: str, observation: Observation) -> Any:
         env = ta.make(env_id) if observation == "env" else _make_observed_by(_OBSERVED_BY[observation], env_id)
