@@ -9,13 +9,11 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 
 from unstable_lite.games.environments import Environment, bare_id, env_ids, source_text
-from unstable_lite.games.hang_guard import hang_guard
 from unstable_lite.types import Observation
 
 SLOW_RESET_S = 0.02
@@ -56,11 +54,7 @@ class EnvFacts:
     """Result of a trial reset of an env."""
 
     problem: str | None
-    reset_s: float = 0.0
-
-    @property
-    def has_slow_reset(self) -> bool:
-        return self.reset_s > SLOW_RESET_S
+    has_slow_reset: bool = False
 
 
 def is_isolated(env_id: str, num_players: int, observation: Observation = "env", wanted: bool | None = None) -> bool:
@@ -71,28 +65,38 @@ def is_isolated(env_id: str, num_players: int, observation: Observation = "env",
 
 
 @cache
+def exists_only_here(env_id: str) -> bool:
+    """Return whether no other process can make the env, because a script or a notebook registered its class."""
+    return ":" not in env_id and source_text(env_id) is None
+
+
+@cache
 def probe(env_id: str, num_players: int, observation: Observation = "env") -> EnvFacts:
     """Make, reset and observe the env once; report whether this number of players and this observation work.
 
-    Runs in a thread with a time limit, because an env's start may run any code (downloads, endless loops).
+    Runs in a thread with a time limit, because an env's start may run any code (downloads, endless loops); a thread
+    that never ends is left to itself.
     """
     if (problem := _problem_by_name(env_id, observation)) is not None:
         return EnvFacts(problem)
+    future: Future[float] = Future()
 
-    def attempt() -> float:
-        with hang_guard(PROBE_TIMEOUT_S):
+    def attempt() -> None:
+        try:
             Environment(env_id, num_players, 0, observation).observe()  # also does the imports
             started = time.thread_time()  # CPU time of this thread, independent of the machine's load
             Environment(env_id, num_players, 0, observation)
-            return time.thread_time() - started
+            future.set_result(time.thread_time() - started)
+        except BaseException as error:  # any exception of foreign code is the result
+            future.set_exception(error)
 
-    future = _in_daemon_thread(attempt)
+    threading.Thread(target=attempt, daemon=True).start()
     try:
         error = future.exception(PROBE_TIMEOUT_S)
     except TimeoutError:
         return EnvFacts(f"its reset did not end within {PROBE_TIMEOUT_S:g} s")
     if error is None:
-        return EnvFacts(None, future.result())
+        return EnvFacts(None, has_slow_reset=future.result() > SLOW_RESET_S)
     if isinstance(error, SyntaxError):
         return EnvFacts(NEEDS_NEWER_PYTHON)
     if observation == "board" and isinstance(error, IndexError):  # TextArena's wrapper found no board to show
@@ -129,20 +133,6 @@ def _problem_by_name(env_id: str, observation: Observation) -> str | None:
             f"({', '.join(BOARD_GAMES)}); use observation = 'env'"
         )
     return None
-
-
-def _in_daemon_thread(function: Callable[[], float]) -> Future[float]:
-    """Run `function` in a thread that does not keep the process alive if it never ends."""
-    future: Future[float] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:  # any exception of foreign code is the result
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def describe_envs() -> list[tuple[str, str, str]]:

@@ -21,13 +21,13 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from unstable_lite.errors import EnvError, RequestError, WorkerDied
 from unstable_lite.games.call_file import file_of_call, game_under_way
-from unstable_lite.games.env_catalogue import is_isolated
+from unstable_lite.games.env_catalogue import exists_only_here, is_isolated
 from unstable_lite.games.environments import Environment
-from unstable_lite.games.hang_guard import hang_guard
+from unstable_lite.games.hang_guard import can_guard, hang_guard
 from unstable_lite.transport.messages import DropEnv, EnvState, MakeEnv, Message, StepEnv
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.rpc import Router, WorkerChannel, make_socket_directory
@@ -43,65 +43,8 @@ MOST_FAILED_STARTS = 3
 START_TIMEOUT_S = 120.0
 
 
-class GameEnvironment(Protocol):
-    """The env of one game: `observe` once, then `play` until the game is over, then `close`."""
-
-    def observe(self) -> tuple[int, str]:
-        """Return the first player and that player's observation."""
-
-    async def play(self, action: str) -> tuple[int, str] | None:
-        """Play `action`; return the next player and that player's observation, or None if the game is over."""
-
-    @property
-    def was_invalid(self) -> bool:
-        """Whether the last action broke the rules."""
-
-    @property
-    def has_teams(self) -> bool:
-        """Whether players win and lose together, in teams."""
-
-    def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
-        """Return every player's reward and `game_info`."""
-
-    def rewards_so_far(self) -> dict[int, float]:
-        """Return every player's reward if the unfinished game ends now."""
-
-    def drop(self) -> None:
-        """Abandon the game, finished or not."""
-
-
-class InProcess:
-    """An env in this process."""
-
-    def __init__(self, environment: Environment) -> None:
-        self._environment = environment
-
-    def observe(self) -> tuple[int, str]:
-        return self._environment.observe()
-
-    async def play(self, action: str) -> tuple[int, str] | None:
-        return self._environment.play(action)
-
-    @property
-    def was_invalid(self) -> bool:
-        return self._environment.was_invalid
-
-    @property
-    def has_teams(self) -> bool:
-        return self._environment.has_teams
-
-    def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
-        return self._environment.close()
-
-    def rewards_so_far(self) -> dict[int, float]:
-        return self._environment.rewards_so_far()
-
-    def drop(self) -> None:
-        pass
-
-
-def make_in_process(spec: GameSpec) -> InProcess:
-    return InProcess(Environment(spec.env_id, spec.num_players, spec.seed, spec.observation))
+def make_in_process(spec: GameSpec) -> Environment:
+    return Environment(spec.env_id, spec.num_players, spec.seed, spec.observation)
 
 
 class EnvPool:
@@ -119,9 +62,10 @@ class EnvPool:
     async def make(self, spec: GameSpec) -> GameEnvironment:
         """Create a game's env.
 
-        Raises the env's own exceptions, or EnvError if it is isolated; WorkerDied if no process starts.
+        In a thread, where no guard can interrupt it, every env is isolated that another process can make. Raises the env's own exceptions, or EnvError if it is isolated; WorkerDied if no process starts.
         """
-        if not is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated):
+        can_stay = can_guard() or exists_only_here(spec.env_id)
+        if can_stay and not is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated):
             return make_in_process(spec)
         async with self._is_starting:
             if not self._hosts:
@@ -129,7 +73,7 @@ class EnvPool:
         environment = IsolatedEnvironment(min(self._hosts, key=lambda host: host.num_games), spec)
         with contextlib.ExitStack() as unless_it_starts:
             unless_it_starts.callback(environment.drop)
-            await environment.start()
+            await environment.catch_up()
             unless_it_starts.pop_all()
         return environment
 
@@ -170,7 +114,7 @@ async def opened_env_pool(logs: Path, env_timeout_s: float) -> AsyncIterator[Env
 
 
 class IsolatedEnvironment:
-    """An env in another process."""
+    """An env in another process, used like an `Environment`."""
 
     def __init__(self, host: _Host, spec: GameSpec) -> None:
         self._host = host
@@ -181,45 +125,32 @@ class IsolatedEnvironment:
         self._num_calls = 0
         """Number of its calls in that life: one that made it, and one for each action."""
         self._actions: list[str] = []
-        self._state: EnvState | None = None
-
-    async def start(self) -> None:
-        self._state = await self._advance()
+        # Set by `catch_up`:
+        self.was_invalid: bool
+        self.has_teams: bool
+        self._state: EnvState
 
     def observe(self) -> tuple[int, str]:
-        assert self._state is not None
         return self._state.pid, self._state.observation
 
-    async def play(self, action: str) -> tuple[int, str] | None:
+    async def advance(self, action: str) -> tuple[int, str] | None:
         # A lone surrogate, which an API's JSON may hold, has no UTF-8: it becomes a question mark.
         self._actions.append(action.encode("utf-8", "replace").decode())
-        self._state = await self._advance()
-        return None if self._state.is_over else (self._state.pid, self._state.observation)
-
-    @property
-    def was_invalid(self) -> bool:
-        assert self._state is not None
-        return self._state.was_invalid
-
-    @property
-    def has_teams(self) -> bool:
-        assert self._state is not None
-        return self._state.has_teams
+        await self.catch_up()
+        return None if self._state.is_over else self.observe()
 
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
-        assert self._state is not None
         assert self._state.is_over
         game_info = {int(pid): remarks for pid, remarks in json.loads(self._state.game_info).items()}
-        return dict(enumerate(self._state.rewards)), game_info
+        return self.rewards_so_far(), game_info
 
     def rewards_so_far(self) -> dict[int, float]:
-        assert self._state is not None
         return dict(enumerate(self._state.rewards))
 
     def drop(self) -> None:
         self._host.drop_game(self._game)
 
-    async def _advance(self) -> EnvState:
+    async def catch_up(self) -> None:
         """Play the actions that the process has not played yet: all of them if it has just started.
 
         Each action is one call, because `run.env_timeout_s` applies to each.
@@ -250,7 +181,12 @@ class IsolatedEnvironment:
                 continue  # another game's call was running
             self._num_calls += 1
             if self._num_calls > len(self._actions):
-                return state
+                self._state, self.was_invalid, self.has_teams = state, state.was_invalid, state.has_teams
+                return
+
+
+GameEnvironment = Environment | IsolatedEnvironment
+"""The env of one game: `observe` once, `advance` until the game is over, then `close`; at last `drop`."""
 
 
 class _Host:
@@ -325,18 +261,16 @@ class _Host:
 
     async def _watch(self) -> None:
         """Raise WorkerDied when the process dies; kill it if it hangs."""
-        watching = asyncio.ensure_future(self._process.watch())
-        silence = asyncio.ensure_future(self._peer.wait_for_stall(self._limit_s, look_every_s=self._limit_s / 4))
-        either: set[asyncio.Future[Any]] = {watching, silence}
+        killing = asyncio.create_task(self._kill_when_silent())
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not watching.done():
-                self._is_killed = True
-                await self._process.kill_stuck()
-            await watching
+            await self._process.watch()
         finally:
-            watching.cancel()
-            silence.cancel()
+            killing.cancel()
+
+    async def _kill_when_silent(self) -> None:
+        await self._peer.wait_for_stall(self._limit_s, look_every_s=self._limit_s / 4)
+        self._is_killed = True
+        await self._process.kill_stuck()
 
     def _notify(self) -> None:
         self._change.set()

@@ -67,27 +67,16 @@ def _advance(games: dict[int, Environment], message: MakeEnv | StepEnv) -> EnvSt
     else:
         env = games[message.game]
         turn = env.play(message.action)
-    if turn is not None:
-        pid, seen = turn
-        return EnvState(
-            request_id=message.request_id,
-            is_over=False,
-            was_invalid=env.was_invalid,
-            has_teams=env.has_teams,
-            pid=pid,
-            observation=seen,
-            rewards=tuple(env.rewards_so_far().values()),
-            game_info="",
-        )
-    rewards, game_info = env.close()
+    pid, seen = turn or (0, "")
+    rewards, game_info = (env.rewards_so_far(), {}) if turn is not None else env.close()
     return EnvState(
         request_id=message.request_id,
-        is_over=True,
+        is_over=turn is None,
         was_invalid=env.was_invalid,
         has_teams=env.has_teams,
-        pid=0,
-        observation="",
-        rewards=tuple(rewards[pid] for pid in range(env.num_players)),
+        pid=pid,
+        observation=seen,
+        rewards=tuple(rewards.values()),
         game_info=json.dumps(game_info, default=_plain),
     )
 

@@ -122,8 +122,7 @@ class Environment:
         self.was_invalid = False
         """Whether the last action broke the rules."""
         self._offenders: set[int] = set()
-        self._registered_id = _prepare(env_id)
-        self._env = self._call(self._start, observation)
+        self._env = self._call(self._start, _prepare(env_id), observation)
         self._unwrapped = self._env  # wrappers look up `state` slowly
         while isinstance(self._unwrapped, ta.Wrapper):
             self._unwrapped = self._unwrapped.env
@@ -172,6 +171,10 @@ class Environment:
                 self._offenders.add(int(pid))
         return None if turn is None else self._checked_turn(*turn)
 
+    async def advance(self, action: str) -> tuple[int, str] | None:
+        """Call `play`: an env in another process has to wait."""
+        return self.play(action)
+
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
         """Return every player's reward and `game_info`.
 
@@ -192,8 +195,10 @@ class Environment:
         rewards = dict.fromkeys(range(self.num_players), 0.0) if measure is None else {0: self._call(measure)}
         return _checked_rewards(self.env_id, self.num_players, rewards)
 
-    def _start(self, observation: Observation) -> Any:
-        env_id = self._registered_id
+    def drop(self) -> None:
+        """Abandon the game, finished or not; an env in another process is dropped there, too."""
+
+    def _start(self, env_id: str, observation: Observation) -> Any:
         env = ta.make(env_id) if observation == "env" else _make_observed_by(_OBSERVED_BY[observation], env_id)
         env.reset(num_players=self.num_players, seed=self._seed)
         env.state.error_allowance = 0

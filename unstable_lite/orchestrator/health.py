@@ -19,9 +19,9 @@ from typing import Any
 from unstable_lite.config import Config
 from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Change, Contests, Reading, Result, readings_of
 from unstable_lite.rollout.episode_buffer import EpisodeBuffer
+from unstable_lite.rollout.in_order import InOrder
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.tracking.evaluations import POINTS, Evaluation
-from unstable_lite.tracking.in_order import InOrder
 from unstable_lite.tracking.repetition import repetition
 from unstable_lite.tracking.run_directory import PAUSED, by_update
 from unstable_lite.tracking.tracker import Tracker

@@ -113,8 +113,8 @@ class Progress:
             "buffer/filtered_opponent_invalid": buffer.filtered,
         }
         if self._parts.plan.config.group_baseline is not None and isinstance(buffer, StepBuffer):
-            metrics["buffer/steps_in_groups"] = buffer.steps_in_groups()
-            metrics |= {f"buffer/groups_{name}": count for name, count in buffer.group_counters().items()}
+            metrics["buffer/steps_in_groups"] = buffer.steps_in_groups
+            metrics |= {f"buffer/groups_{name}": count for name, count in buffer.group_counts.items()}
         if buffer.in_flight is not None:
             metrics["buffer/steps_in_flight"] = buffer.in_flight.steps
             metrics["run/games_in_flight"] = len(buffer.in_flight)

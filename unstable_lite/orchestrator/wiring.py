@@ -225,7 +225,7 @@ def _colocation(plan: Plan, workers: Workers, adapter_sync: AdapterSync, collect
     engines = zip(workers.engines.engines, plan.engine_devices, strict=True)
     sharing = [engine for engine, device in engines if device in plan.shared_devices]
     sleepers = sharing if plan.config.engine.when_shared == "sleep" else []
-    return Colocation(sleepers, adapter_sync.restore, learning=collector.clock_stopped)
+    return Colocation(sleepers, adapter_sync.restore, learning=collector.runner.clock_stopped)
 
 
 def _supervisors(

@@ -23,6 +23,7 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
+from unstable_lite.rollout.in_order import InOrder
 from unstable_lite.types import GameSpec
 
 PRIOR_GAMES = 4
@@ -44,11 +45,6 @@ def max_age(max_staleness: int, max_loras: int) -> int:
     The next adapter would have to wait for the end of any game that is older than there are adapter slots.
     """
     return min(max_staleness, max_loras - 1)
-
-
-def most_in_flight(batch_size: int, max_age: int, spread: float) -> float:
-    """Return how many steps may be in flight while less than a batch waits."""
-    return batch_size * max(0, max_age - 1) / spread
 
 
 def spread_of(lifetimes: Iterable[tuple[float, float]]) -> float:
@@ -73,8 +69,6 @@ class _Game:
     """Number of seats whose steps are collected."""
     born: int
     """Number of steps that all games had brought when it started."""
-    steps: int | None = None
-    """Number of steps that it brought; None while it is played."""
 
 
 class InFlight:
@@ -105,8 +99,8 @@ class InFlight:
         self._seats: Counter[str] = Counter()
         """Number of collecting seats in flight, by env id."""
         self._games: dict[int, _Game] = {}
-        self._in_order: deque[_Game] = deque()
-        """Games in the order of their start, from the oldest one in flight."""
+        self._ends: InOrder[tuple[_Game, int]] = InOrder()
+        """Games that are over and their steps."""
         self._produced = 0
         self._lifetimes: deque[tuple[int, int]] = deque(maxlen=WINDOW)
         self.spread = USUAL_SPREAD
@@ -126,7 +120,7 @@ class InFlight:
         """Number of steps, waiting and in flight, at which no further game starts."""
         if self._max_age is None:
             return float("inf")
-        return most_in_flight(self._batch_size, self._max_age, self.spread)
+        return self._batch_size * max(0, self._max_age - 1) / self.spread
 
     def has_room(self, held: int) -> bool:
         """Return whether a game may start while `held` steps wait."""
@@ -136,8 +130,8 @@ class InFlight:
     def begin(self, spec: GameSpec) -> None:
         """Count a game that starts now."""
         seats = sum(agent.collect_data for agent in spec.agent_specs)
-        game = self._games[spec.game_idx] = _Game(spec.env_id, seats, self._produced)
-        self._in_order.append(game)
+        self._games[spec.game_idx] = _Game(spec.env_id, seats, self._produced)
+        self._ends.begin(spec.game_idx)
         self._seats[spec.env_id] += seats
         self._means.setdefault(spec.env_id, float(spec.max_turns) / spec.num_players)
 
@@ -148,8 +142,8 @@ class InFlight:
             return self._produced
         self._seats[game.env_id] -= game.seats
         self._produced += steps
-        game.steps = steps
-        self._learn()
+        for ended, brought in self._ends.end(game_idx, (game, steps)):
+            self._learn(ended, brought)
         return game.born
 
     def arrive(self, born: int, steps: int) -> None:
@@ -175,17 +169,8 @@ class InFlight:
         self._lifetimes.extend((lifetime, steps) for lifetime, steps in state["lifetimes"])
         self.measure()
 
-    def _learn(self) -> None:
-        """Update the means in the order in which games started, because the first games to end are the short ones."""
-        order = self._in_order
-        while order:
-            game = order[0]
-            if game.steps is None:
-                if len(order) <= len(self._games) + WINDOW:
-                    return
-                order.rotate(-1)  # one very long game must not block the estimate
-                continue
-            order.popleft()
-            self._ended[game.env_id] += 1
-            rate = max(2 / (self._ended[game.env_id] + 1 + PRIOR_GAMES), 1 / GAMES)
-            self._means[game.env_id] += rate * (game.steps / max(game.seats, 1) - self._means[game.env_id])
+    def _learn(self, game: _Game, steps: int) -> None:
+        """Update the env's running mean of the steps per seat."""
+        self._ended[game.env_id] += 1
+        rate = max(2 / (self._ended[game.env_id] + 1 + PRIOR_GAMES), 1 / GAMES)
+        self._means[game.env_id] += rate * (steps / max(game.seats, 1) - self._means[game.env_id])

@@ -16,6 +16,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -30,36 +31,32 @@ from unstable_lite.rollout.back_pressure import InFlight
 from unstable_lite.rollout.step_counts import CountsByLength, length_class
 from unstable_lite.types import GameRecord, GameSpec, PlayerTrajectory, Step
 
-
-def staleness(step: Step, current_version: int) -> int:
-    """Return the number of updates since the step was sampled; version n is the policy after n updates."""
-    return current_version - step.generation.adapter_version
+COUNTERS = ("added", "taken", "dropped_stale", "filtered")
+"""Totals since the start of the run that a checkpoint keeps."""
 
 
+@dataclass(eq=False, repr=False)
 class Buffer:
     """Chunks of steps that are added and taken whole: single steps in one buffer, episodes in the other."""
 
-    def __init__(
-        self,
-        max_buffer_size: int,
-        final_reward_transformation: FinalRewardTransform | None = None,
-        step_reward_transformation: StepRewardTransform | None = None,
-        sampling_reward_transformation: SamplingRewardTransform | None = None,
-        max_staleness: int | None = None,
-        rng: random.Random | int = 0,
-        batch_delay: float = 1.0,
-        filter_opponent_invalid: bool = False,
-    ) -> None:
-        """Create an empty buffer. `batch_delay`: a batch of n is drawn once `batch_delay * n` steps wait."""
-        if max_buffer_size < 1:
-            raise ConfigError(f"buffer_size must be at least 1, got {max_buffer_size}")
-        self.max_buffer_size = max_buffer_size
-        self.max_staleness = max_staleness
-        self.batch_delay = batch_delay
-        self.filter_opponent_invalid = filter_opponent_invalid
+    max_buffer_size: int
+    final_reward_transformation: FinalRewardTransform | None = None
+    step_reward_transformation: StepRewardTransform | None = None
+    sampling_reward_transformation: SamplingRewardTransform | None = None
+    max_staleness: int | None = None
+    rng: random.Random | int = 0
+    """Random stream, or the seed of one."""
+    batch_delay: float = 1.0
+    """A batch of n is drawn once `batch_delay * n` steps wait."""
+    filter_opponent_invalid: bool = False
+    """Whether to leave out the trajectories of players whose game ended by another player's invalid move."""
+
+    def __post_init__(self) -> None:
+        if self.max_buffer_size < 1:
+            raise ConfigError(f"buffer_size must be at least 1, got {self.max_buffer_size}")
         self.added = self.taken = self.dropped_stale = self.drained = 0
         self.filtered = 0
-        """Number of trajectories left out because another player's invalid move ended the game."""
+        """Number of trajectories left out because of `filter_opponent_invalid`."""
         self.counts = CountsByLength()
         self.left_lately = 0
         """Number of steps that the last batch took or that were dropped since the batch before it."""
@@ -67,12 +64,13 @@ class Buffer:
         """Number of these steps that were dropped."""
         self.in_flight: InFlight | None = None
         """Games that will bring more steps; None: they are not counted."""
-        self._final = ComposeFinalRewardTransforms.of(final_reward_transformation)
-        self._step = ComposeStepRewardTransforms.of(step_reward_transformation)
-        self._sampling = sampling_reward_transformation
-        self._rng = rng if isinstance(rng, random.Random) else random.Random(rng)
+        self._final = ComposeFinalRewardTransforms.of(self.final_reward_transformation)
+        self._step = ComposeStepRewardTransforms.of(self.step_reward_transformation)
+        self._rng = self.rng if isinstance(self.rng, random.Random) else random.Random(self.rng)
         self._chunks: list[list[Step]] = []
         self._size = 0
+        self.steps_in_groups = 0
+        """Number of steps that wait for the rest of their group, if games are played in groups."""
         self._dropped_at_last_batch = 0
         self._arrival = asyncio.Event()
         """Set when steps arrive. A waiter checks for a batch, clears the event, and checks again once it is set."""
@@ -90,7 +88,7 @@ class Buffer:
 
     def steps_held(self) -> int:
         """Return the number of steps that wait for the learner or for the rest of their group."""
-        return self._size
+        return self._size + self.steps_in_groups
 
     def begin_game(self, spec: GameSpec) -> None:
         """Count the steps of a game that starts now as in flight until `add_game` gets its record."""
@@ -159,18 +157,6 @@ class Buffer:
         self._make_room()
         return steps
 
-    def clear(self) -> None:
-        self.drain()
-
-    def counters(self) -> dict[str, int]:
-        """Return running totals since the start, in steps."""
-        return {
-            "added": self.added,
-            "taken": self.taken,
-            "dropped_stale": self.dropped_stale,
-            "drained": self.drained,
-        }
-
     def contents(self) -> list[list[Step]]:
         """Return the waiting chunks as stored."""
         return list(self._chunks)
@@ -185,7 +171,7 @@ class Buffer:
         """Return totals, the random stream and the transforms' memory, but not the waiting steps."""
         transforms = [t.state_dict() if isinstance(t, Stateful) else {} for t in self._transforms]
         return {
-            "counters": self.counters() | {"filtered": self.filtered},
+            "counters": {name: getattr(self, name) for name in COUNTERS},
             "counts": self.counts.state_dict(),
             "in_flight": None if self.in_flight is None else self.in_flight.state_dict(),
             "rng": state_of(self._rng),
@@ -195,9 +181,8 @@ class Buffer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of an empty buffer; steps that waited when it was saved count as drained."""
         assert not self._chunks
-        counters = state["counters"]
-        self.added, self.taken = counters["added"], counters["taken"]
-        self.dropped_stale, self.filtered = counters["dropped_stale"], counters["filtered"]
+        for name in COUNTERS:
+            setattr(self, name, state["counters"][name])
         self.drained = self.added - self.taken - self.dropped_stale
         self._dropped_at_last_batch = self.dropped_stale
         self.counts = CountsByLength.of(state["counts"])
@@ -210,7 +195,7 @@ class Buffer:
 
     @property
     def _transforms(self) -> tuple[object, object, object]:
-        return self._final, self._step, self._sampling
+        return self._final, self._step, self.sampling_reward_transformation
 
     def _end_game(self, record: GameRecord) -> tuple[list[PlayerTrajectory], int, int]:
         """Count a finished game; return the trajectories to learn from, its birth (see `InFlight`) and their steps."""

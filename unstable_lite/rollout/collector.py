@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from unstable_lite.adapters.table import AdapterTable
@@ -69,7 +68,7 @@ class Collector:
         self._scheduler = scheduler
         self._buffer = buffer
         self.seats = seats
-        self._runner = GameRunner(seats, config, environments)
+        self.runner = GameRunner(seats, config, environments)
         self._table = table
         self._config = config
         self._listeners = listeners
@@ -154,15 +153,11 @@ class Collector:
                 specs = [draw(number) for number in range(first, min(first + concurrency, num_games))]
                 for spec in specs:
                     self._lease(spec)
-                records += await self._play_round(lock_step, specs)
+                records += await lock_step.play([self._to_its_end(spec, waits_for_opponents=True) for spec in specs])
         except asyncio.CancelledError:
             self._scheduler.load_state_dict(before)
             raise
         self._count(records)
-
-    def clock_stopped(self) -> AbstractContextManager[None]:
-        """Stop the clock of `run.game_timeout_s` while entered."""
-        return self._runner.clock_stopped()
 
     async def play_round(self, num_games: int) -> None:
         """Play training games to their end, in whole groups and in lock step; needs `lock_step`.
@@ -172,13 +167,9 @@ class Collector:
         assert self._lock_step is not None
         while not self._rest_of_group or (len(self._rest_of_group) < num_games and not self._buffer.is_full):
             await self._begin_group()
-        specs = list(self._rest_of_group)
+        games = [self._to_its_end(spec, waits_for_opponents=True) for spec in self._rest_of_group]
         self._rest_of_group.clear()
-        self._count(await self._play_round(self._lock_step, specs))
-
-    async def _play_round(self, lock_step: LockStep, specs: Sequence[GameSpec]) -> list[GameRecord]:
-        """Play games with leased adapters to their end. The caller counts all of them afterwards, in order."""
-        return await lock_step.play([self._to_its_end(spec, waits_for_opponents=True) for spec in specs])
+        self._count(await self._lock_step.play(games))
 
     async def _play_train_games(self) -> None:
         while True:
@@ -261,7 +252,7 @@ class Collector:
         self.games_in_flight[spec.kind] += 1
         try:
             await self.unpaused.wait()
-            return await self._runner.play(spec, waits_for_opponents)
+            return await self.runner.play(spec, waits_for_opponents)
         finally:
             self.games_in_flight[spec.kind] -= 1
             self._end_leases(spec)

@@ -27,12 +27,12 @@ class EpisodeBuffer(Buffer):
         An episode with one step that is too stale is dropped whole. The sampling transform gets the steps of all
         episodes in one list, and must keep their number and order.
         """
-        episodes = await self._take(n, current_version)
-        if self._sampling is None:
+        episodes, sampling = await self._take(n, current_version), self.sampling_reward_transformation
+        if sampling is None:
             return episodes
         steps = list(chain.from_iterable(episodes))
-        transformed = self._sampling(steps)
+        transformed = sampling(steps)
         if len(transformed) != len(steps):
-            raise ConfigError(f"{self._sampling!r} returned {len(transformed)} of {len(steps)} steps; it must keep all")
+            raise ConfigError(f"{sampling!r} returned {len(transformed)} of {len(steps)} steps; it must keep all")
         remaining = iter(transformed)
         return [[next(remaining) for _ in episode] for episode in episodes]

@@ -9,30 +9,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
+from unstable_lite.games.players.policy import Generates
 from unstable_lite.types import Generation
 
 T = TypeVar("T")
 
-Generate = Callable[[str, int, tuple[str, ...], int | None], Awaitable[Generation]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    prompt: str
-    version: int
-    stop: tuple[str, ...]
-    seed: int
-    reply: asyncio.Future[Generation] = field(compare=False)
+_Request = tuple[Callable[[], Awaitable[Generation]], asyncio.Future[Generation]]
+"""Function that asks an engine, and the future of its answer."""
 
 
 class LockStep:
-    def __init__(self, generate: Generate) -> None:
+    def __init__(self, generate: Generates) -> None:
         self._generate = generate
         self._num_playing = 0
-        self._asked: list[_Request] = []
+        self._asked: dict[int, _Request] = {}
+        """Requests that wait for those of the other games, by seed."""
         self._waves: set[asyncio.Task[None]] = set()
 
     async def play(self, games: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -44,16 +38,14 @@ class LockStep:
 
     async def generate(self, prompt: str, version: int, stop: tuple[str, ...], seed: int | None) -> Generation:
         """Return one completion for a game that `play` plays; `seed` is required, and no two requests may share it."""
-        assert seed is not None
+        assert seed is not None and seed not in self._asked
         reply: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        request = _Request(prompt=prompt, version=version, stop=stop, seed=seed, reply=reply)
-        self._asked.append(request)
+        self._asked[seed] = partial(self._generate, prompt, version, stop, seed), reply
         self._send_if_all_asked()
         try:
             return await reply
         finally:
-            if request in self._asked:  # its game was abandoned before the others had asked
-                self._asked.remove(request)
+            self._asked.pop(seed, None)  # its game was abandoned before the others had asked
 
     async def _counted(self, game: Coroutine[Any, Any, T]) -> T:
         try:
@@ -64,19 +56,18 @@ class LockStep:
 
     def _send_if_all_asked(self) -> None:
         if self._asked and len(self._asked) == self._num_playing:
-            wave, self._asked = sorted(self._asked, key=lambda request: request.seed), []
+            wave = [self._asked.pop(seed) for seed in sorted(self._asked)]
             task = asyncio.create_task(self._answer(wave))
             self._waves.add(task)
             task.add_done_callback(self._waves.discard)
 
     async def _answer(self, wave: Sequence[_Request]) -> None:
         """Deliver all replies together and in order, so that the games continue in order, too."""
-        asked = (self._generate(request.prompt, request.version, request.stop, request.seed) for request in wave)
-        results = await asyncio.gather(*asked, return_exceptions=True)
-        for request, result in zip(wave, results, strict=True):
-            if request.reply.done():
+        results = await asyncio.gather(*(ask() for ask, _ in wave), return_exceptions=True)
+        for (_, reply), result in zip(wave, results, strict=True):
+            if reply.done():
                 continue
             if isinstance(result, BaseException):
-                request.reply.set_exception(result)
+                reply.set_exception(result)
             else:
-                request.reply.set_result(result)
+                reply.set_result(result)

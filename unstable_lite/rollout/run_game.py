@@ -65,7 +65,7 @@ async def run_game(
         )
         if pid in trajectories:
             trajectories[pid].steps.append(_new_step(record, reply))
-        turn = await environment.play(action)
+        turn = await environment.advance(action)
         if environment.was_invalid:
             record.turns[-1].is_invalid = True
             if pid in trajectories:

@@ -7,17 +7,13 @@ waits beside a full buffer for ever, and the learner gets its steps.
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean
 from typing import Any
 
-from unstable_lite.reward_transformations.final import FinalRewardTransform
 from unstable_lite.reward_transformations.group import GroupBaseline
-from unstable_lite.reward_transformations.sampling import SamplingRewardTransform
 from unstable_lite.reward_transformations.spread import differ
-from unstable_lite.reward_transformations.step import StepRewardTransform
 from unstable_lite.rollout.buffer import Buffer
 from unstable_lite.types import GameRecord, PlayerTrajectory, Step
 
@@ -34,45 +30,18 @@ class _Group:
     """Earliest birth of these games (see `InFlight`)."""
 
 
+@dataclass(eq=False, repr=False)
 class StepBuffer(Buffer):
     """Buffer of single steps; each carries its player's final reward, or its advantage within its group."""
 
-    def __init__(
-        self,
-        max_buffer_size: int,
-        final_reward_transformation: FinalRewardTransform | None = None,
-        step_reward_transformation: StepRewardTransform | None = None,
-        sampling_reward_transformation: SamplingRewardTransform | None = None,
-        max_staleness: int | None = None,
-        rng: random.Random | int = 0,
-        batch_delay: float = 1.0,
-        filter_opponent_invalid: bool = False,
-        group_size: int = 1,
-        group_baseline: GroupBaseline | None = None,
-    ) -> None:
-        super().__init__(
-            max_buffer_size,
-            final_reward_transformation,
-            step_reward_transformation,
-            sampling_reward_transformation,
-            max_staleness,
-            rng,
-            batch_delay,
-            filter_opponent_invalid,
-        )
-        self.groups = self.groups_without_spread = self.groups_of_one = 0
+    group_size: int = 1
+    group_baseline: GroupBaseline | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.group_counts = {"whole": 0, "without_spread": 0, "of_one": 0}
         """Numbers of one player's completed groups: all; with equal rewards (advantage 0); of one game (left out)."""
-        self._group_size = group_size
-        self._group_baseline = group_baseline
         self._groups: dict[int, _Group] = {}
-        self._size_of_groups = 0
-
-    def steps_held(self) -> int:
-        return self._size + self._size_of_groups
-
-    def steps_in_groups(self) -> int:
-        """Return the number of steps that wait for the rest of their group."""
-        return self._size_of_groups
 
     def add_player_trajectory(self, traj: PlayerTrajectory) -> None:
         """Apply the final transform once and the step transform to each step; `step_info` keeps both results.
@@ -86,7 +55,7 @@ class StepBuffer(Buffer):
 
     def add_game(self, record: GameRecord) -> None:
         """Add a finished game's steps once its group is complete; a void game makes its group smaller."""
-        if record.spec.group_idx is None or self._group_baseline is None:
+        if record.spec.group_idx is None or self.group_baseline is None:
             super().add_game(record)
             return
         group = self._groups.setdefault(record.spec.group_idx, _Group())
@@ -97,32 +66,23 @@ class StepBuffer(Buffer):
             if trajectory.steps:  # a player without a turn has no step rewards to compare
                 self._set_rewards(trajectory)
                 group.trajectories.setdefault(trajectory.pid, []).append(trajectory)
-                self._size_of_groups += len(trajectory.steps)
-        if group.num_games == self._group_size:
+                self.steps_in_groups += len(trajectory.steps)
+        if group.num_games == self.group_size:
             del self._groups[record.spec.group_idx]
             before = self.added
             for of_player in group.trajectories.values():
-                self._size_of_groups -= sum(len(trajectory.steps) for trajectory in of_player)
-                self._add_compared(of_player, self._group_baseline)
+                self.steps_in_groups -= sum(len(trajectory.steps) for trajectory in of_player)
+                self._add_compared(of_player, self.group_baseline)
             if self.in_flight is not None:
                 self.in_flight.arrive(group.born, self.added - before)
         self._make_room()
 
-    def group_counters(self) -> dict[str, int]:
-        """Return running totals since the start, in groups of one player's trajectories."""
-        return {"whole": self.groups, "without_spread": self.groups_without_spread, "of_one": self.groups_of_one}
-
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"groups": self.group_counters()}
+        return super().state_dict() | {"groups": dict(self.group_counts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        groups = state["groups"]
-        self.groups, self.groups_without_spread, self.groups_of_one = (
-            groups["whole"],
-            groups["without_spread"],
-            groups["of_one"],
-        )
+        self.group_counts |= state["groups"]
 
     def _add_compared(self, trajectories: list[PlayerTrajectory], baseline: GroupBaseline) -> None:
         """Compare the final rewards of one player's group; each step gets its trajectory's advantage.
@@ -130,16 +90,16 @@ class StepBuffer(Buffer):
         The reward that step transforms added stays with its own step, minus the group's mean: an invalid move costs the
         turn that made it, regardless of the game's length.
         """
-        self.groups += 1
+        self.group_counts["whole"] += 1
         if len(trajectories) == 1:
-            self.groups_of_one += 1
+            self.group_counts["of_one"] += 1
             return
         steps = [step for trajectory in trajectories for step in trajectory.steps]
         finals = [trajectory.steps[0].step_info["env_reward"] for trajectory in trajectories]
         added = [step.step_info["step_reward"] - step.step_info["env_reward"] for step in steps]
         usual = fmean(added)
         is_alike = not differ(added)
-        self.groups_without_spread += is_alike and not differ(finals)
+        self.group_counts["without_spread"] += is_alike and not differ(finals)
         advantages = chain.from_iterable(
             [advantage] * len(trajectory.steps)
             for trajectory, advantage in zip(trajectories, baseline(finals), strict=True)
@@ -156,4 +116,4 @@ class StepBuffer(Buffer):
     async def get_batch(self, n: int, current_version: int) -> list[Step]:
         """Wait for `n` fresh steps; return exactly `n`: the oldest, at random among those of one version."""
         steps = list(chain.from_iterable(await self._take(n, current_version)))
-        return steps if self._sampling is None else self._sampling(steps)
+        return steps if self.sampling_reward_transformation is None else self.sampling_reward_transformation(steps)

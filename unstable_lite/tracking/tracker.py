@@ -19,10 +19,10 @@ from typing import Any, Protocol, runtime_checkable
 from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.files import AppendFile, RecordLog, to_line
 from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.rollout.in_order import InOrder
 from unstable_lite.tracking.diversity import Diversity
 from unstable_lite.tracking.evaluations import Evaluation, Tally
 from unstable_lite.tracking.game_lines import record_to_json
-from unstable_lite.tracking.in_order import InOrder
 from unstable_lite.tracking.league_log import LeagueLog
 from unstable_lite.tracking.train_data import Batch, TrainDataFiles
 from unstable_lite.tracking.transcripts import transcript

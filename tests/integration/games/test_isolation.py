@@ -7,15 +7,20 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
+import textarena
+from textarena.envs.Nim.env import NimEnv
 
 from unstable_lite.errors import EnvError
 from unstable_lite.games import env_pool
 from unstable_lite.games.env_catalogue import is_isolated
-from unstable_lite.games.env_pool import EnvPool, GameEnvironment, make_in_process, opened_env_pool
+from unstable_lite.games.env_pool import EnvPool, GameEnvironment, IsolatedEnvironment, make_in_process, opened_env_pool
+from unstable_lite.games.environments import Environment
 from unstable_lite.types import GameSpec
 
 LIMIT_S = 2.0
@@ -44,7 +49,7 @@ async def play(environment: GameEnvironment, seed: int, pause_s: float = 0.0) ->
         seen.append(turn)
         words = ["[check]", "[bet]", "[call]", "[up]", "[left]", "[Bid: 1, 3]", f"[{noise.randrange(4)} 1]"]
         await asyncio.sleep(pause_s)
-        turn = await environment.play(noise.choice(words))
+        turn = await environment.advance(noise.choice(words))
         seen.append((environment.was_invalid, environment.has_teams))
         if turn is None:
             seen.append(environment.close())
@@ -96,7 +101,7 @@ async def test_env_with_numpy_numbers_is_the_same_in_a_separate_process(environm
     for moves in (["[0 3]", "[1 4]", "[2 5]"], ["[0 3]", "[7 7]"]):
         played = []
         for env in (make_in_process(game(NUMPY_ENV, 2, 0)), await environments.make(game(NUMPY_ENV, 2, 0))):
-            turns = [env.observe(), *[await env.play(move) for move in moves]]
+            turns = [env.observe(), *[await env.advance(move) for move in moves]]
             assert [type(turn[0]) for turn in turns if turn] == [int] * len(moves)
             played.append((turns, env.close()))
             env.drop()
@@ -124,24 +129,24 @@ async def test_game_longer_than_the_call_limit_is_replayed_whole(environments: E
     spec = game("Nim-v0-train", 2, 0)
     here, there = make_in_process(spec), await environments.make(spec)
     for _ in range(3):
-        turn = await here.play("[0 1]")
+        turn = await here.advance("[0 1]")
         assert turn is not None
-        assert await there.play("[9 5]") == turn  # the same move, one second slower
+        assert await there.advance("[9 5]") == turn  # the same move, one second slower
     for child in own_children():
         os.kill(child.pid, signal.SIGKILL)
-    turn = await here.play("[1 1]")
+    turn = await here.advance("[1 1]")
     assert turn is not None
-    assert await there.play("[1 1]") == turn
+    assert await there.advance("[1 1]") == turn
 
 
 async def test_process_that_dies_after_its_answer_voids_no_game(environments: EnvPool) -> None:
     spec = game("Nim-v0-train", 2, 0)
     here, there = make_in_process(spec), await environments.make(spec)
-    turn = await here.play("[0 1]")
-    assert await there.play("[9 6]") == turn  # the process takes a second to record that the call has ended
+    turn = await here.advance("[0 1]")
+    assert await there.advance("[9 6]") == turn  # the process takes a second to record that the call has ended
     for child in own_children():
         os.kill(child.pid, signal.SIGKILL)
-    assert await there.play("[1 1]") == await here.play("[1 1]")
+    assert await there.advance("[1 1]") == await here.advance("[1 1]")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +163,7 @@ async def test_failing_call_voids_only_its_own_game(
 ) -> None:
     specs = [game("Nim-v0-train", 2, seed) for seed in range(6)]
     made = await asyncio.gather(*(environments.make(spec) for spec in specs))
-    steps = [environment.play(move if index == 2 else "[0 1]") for index, environment in enumerate(made)]
+    steps = [environment.advance(move if index == 2 else "[0 1]") for index, environment in enumerate(made)]
     async with asyncio.timeout(30):
         ended = await asyncio.gather(*steps, return_exceptions=True)
     assert [isinstance(one, tuple) for one in ended] == [index != 2 for index in range(6)]
@@ -166,16 +171,16 @@ async def test_failing_call_voids_only_its_own_game(
         raise ended[2]  # type: ignore[misc]
     stacks = "".join(log.read_text() for log in tmp_path.glob("env-*.log"))
     assert "in odd_step" in stacks or move in ("[9 3]", "[9 4]")
-    assert [await environment.play("[0 9]") for index, environment in enumerate(made) if index != 2] == [None] * 5
+    assert [await environment.advance("[0 9]") for index, environment in enumerate(made) if index != 2] == [None] * 5
 
 
 async def test_abandoned_call_is_the_one_blamed(environments: EnvPool) -> None:
     made = await asyncio.gather(*(environments.make(game("Nim-v0-train", 2, seed)) for seed in range(4)))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
-            await made[0].play("[9 1]")
+            await made[0].advance("[9 1]")
     made[0].drop()
-    assert all(await asyncio.gather(*(environment.play("[0 1]") for environment in made[1:])))
+    assert all(await asyncio.gather(*(environment.advance("[0 1]") for environment in made[1:])))
 
 
 async def test_envs_run_in_process_unless_they_may_loop_or_reset_slowly(environments: EnvPool) -> None:
@@ -188,3 +193,26 @@ async def test_envs_run_in_process_unless_they_may_loop_or_reset_slowly(environm
     assert not own_children()
     await environments.make(game("PublicGoodsGame-v0-train", 3, 0, isolated=None))
     assert len(own_children()) == 2
+
+
+def test_env_of_a_notebook_stays_in_its_process_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = textarena.envs.registration.ENV_REGISTRY
+    monkeypatch.setitem(registry, "OnlyHere-v0", replace(registry["Nim-v0-train"], entry_point=NimEnv))
+    monkeypatch.setattr(NimEnv, "__module__", "__main__")
+
+    async def type_of_env() -> type:
+        async with opened_env_pool(tmp_path, LIMIT_S) as opened:
+            return type(await opened.make(game("OnlyHere-v0", 2, 0, isolated=None)))
+
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(asyncio.run, type_of_env()).result(60) is Environment
+
+
+def test_every_env_is_isolated_in_a_thread_which_no_signal_can_interrupt(tmp_path: Path) -> None:
+    async def types_of_envs() -> list[type]:
+        async with opened_env_pool(tmp_path, LIMIT_S) as opened:
+            return [type(await opened.make(game("Nim-v0-train", 2, 0, isolated=wanted))) for wanted in (None, False)]
+
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(asyncio.run, types_of_envs()).result(60) == [IsolatedEnvironment] * 2
+    assert asyncio.run(types_of_envs()) == [Environment] * 2

@@ -86,7 +86,7 @@ async def test_random_players_actions_are_independent_of_the_dealt_card(seat: in
             environment = make_in_process(spec)
             pid, observation = environment.observe()
             if pid != seat:
-                turn = await environment.play("[check]")
+                turn = await environment.advance("[check]")
                 assert turn is not None and turn[0] == seat
                 observation = turn[1]
             card = re.findall(r"Your card is: '(.)'", observation)[-1]

@@ -12,7 +12,7 @@ import pytest
 from test_collector import MIRROR, League, any_cell_of_many
 
 from fakes.game_records import Observer
-from unstable_lite.rollout.back_pressure import FEW, InFlight, most_in_flight, spread_of
+from unstable_lite.rollout.back_pressure import FEW, InFlight, spread_of
 from unstable_lite.rollout.lockstep import LockStep
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.rollout.step_counts import length_class
@@ -75,9 +75,10 @@ def test_spread_is_long_over_mean_lifetime_without_the_top_percent() -> None:
 
 
 def test_limit_grows_with_allowed_age_and_shrinks_with_spread() -> None:
-    assert most_in_flight(100, 8, 1.0) == 700
-    assert most_in_flight(100, 8, 2.0) == 350
-    assert most_in_flight(100, 1, 2.0) == 0
+    for max_age, spread, limit in ((8, 1.0, 700), (8, 2.0, 350), (1, 2.0, 0)):
+        in_flight = InFlight(100, 100, max_age, {})
+        in_flight.spread = spread
+        assert in_flight.limit == limit
 
 
 @pytest.mark.parametrize("max_age", [0, 1, 8])

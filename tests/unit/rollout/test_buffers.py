@@ -17,7 +17,6 @@ from unstable_lite.reward_transformations import (
     RewardForFormat,
     RoleAdvantageFormatter,
 )
-from unstable_lite.rollout.buffer import staleness
 from unstable_lite.rollout.episode_buffer import EpisodeBuffer
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.types import GameRecord, GameSpec, Generation, ModelRef, PlayerTrajectory, Step
@@ -224,11 +223,6 @@ async def test_cancelled_wait_takes_nothing():
 # age
 
 
-def test_staleness_is_the_number_of_updates_since():
-    (step,) = make_trajectory(1, version=3).steps
-    assert staleness(step, 5) == 2
-
-
 async def test_steps_older_than_max_staleness_are_dropped_and_counted():
     buffer = StepBuffer(10, max_staleness=1)
     buffer.add_player_trajectory(make_trajectory(2, game_idx=0, version=0))
@@ -356,7 +350,7 @@ def test_no_step_is_lost_or_given_twice(operations, is_by_episode):
                 else:
                     batch = learner.result()
                     steps = [s for episode in batch for s in episode] if is_by_episode else batch
-                    assert all(staleness(step, version) <= 2 for step in steps)
+                    assert all(version - step.generation.adapter_version <= 2 for step in steps)
                     assert len(steps) >= n if is_by_episode else len(steps) == n
                     out += names_of(steps)
             assert_balanced(buffer)
@@ -376,8 +370,8 @@ async def test_draining_returns_the_steps_and_makes_room():
     await asyncio.sleep(0)
     assert names_of(buffer.drain()) == ["0.0", "0.1"]
     await asyncio.wait_for(collector, 1)
-    buffer.clear()
-    assert buffer.counters() == {"added": 2, "taken": 0, "dropped_stale": 0, "drained": 2}
+    buffer.drain()
+    assert (buffer.added, buffer.taken, buffer.dropped_stale, buffer.drained) == (2, 0, 0, 2)
 
 
 async def test_restored_buffer_continues_the_same_draws():
@@ -388,7 +382,7 @@ async def test_restored_buffer_continues_the_same_draws():
     first = filled(StepBuffer(20, rng=1))
     await first.get_batch(5, 0)
     state = json.loads(json.dumps(first.state_dict()))
-    first.clear()
+    first.drain()
     second = StepBuffer(20, rng=2)
     second.load_state_dict(state)
     assert_balanced(second)
@@ -401,7 +395,7 @@ def test_transform_state_is_part_of_the_buffer_state():
     loaded.load_state_dict(json.loads(json.dumps(saved.state_dict())))
     rewards = []
     for buffer in (saved, loaded):
-        buffer.clear()
+        buffer.drain()
         buffer.add_player_trajectory(make_trajectory(1, final_reward=3.0))
         rewards.append(buffer.drain()[0].reward)
     assert rewards == [2.0, 2.0]
@@ -447,10 +441,10 @@ async def test_group_reaches_the_batch_only_when_complete():
     for index, reward in enumerate([1.0, 0.0]):
         buffer.add_game(make_game([reward], game_idx=index, num_steps=2))
     assert buffer.size() == buffer.added == 0
-    assert buffer.steps_in_groups() == 4
+    assert buffer.steps_in_groups == 4
     buffer.add_game(make_game([-1.0], game_idx=2))
     assert buffer.size() == 5
-    assert buffer.steps_in_groups() == 0
+    assert buffer.steps_in_groups == 0
     advantages = {step.act: step.reward for step in await buffer.get_batch(5, 0)}
     assert advantages["0.0"] == advantages["0.1"] == pytest.approx(1.5**0.5)
     assert advantages["1.0"] == advantages["1.1"] == pytest.approx(0)
@@ -486,7 +480,7 @@ async def test_group_of_equal_rewards_gives_advantage_zero_and_is_counted(baseli
     for _ in range(3):
         buffer.add_game(make_game([0.1], num_steps=2))
     assert [step.reward for step in await buffer.get_batch(6, 0)] == [0.0] * 6
-    assert buffer.group_counters() == {"whole": 1, "without_spread": 1, "of_one": 0}
+    assert buffer.group_counts == {"whole": 1, "without_spread": 1, "of_one": 0}
 
 
 async def test_void_games_shrink_a_group_and_a_group_of_one_is_dropped():
@@ -496,10 +490,10 @@ async def test_void_games_shrink_a_group_and_a_group_of_one_is_dropped():
     assert sorted(step.reward for step in await buffer.get_batch(2, 0)) == [-2.0, 2.0]
     for end in ("void", "natural", "void"):
         buffer.add_game(make_game([3.0], end=end, group_idx=1))
-    assert buffer.size() == buffer.steps_in_groups() == 0
+    assert buffer.size() == buffer.steps_in_groups == 0
     for _ in range(3):
         buffer.add_game(make_game([], end="void", group_idx=2))
-    assert buffer.group_counters() == {"whole": 2, "without_spread": 0, "of_one": 1}
+    assert buffer.group_counts == {"whole": 2, "without_spread": 0, "of_one": 1}
     assert_balanced(buffer)
 
 
@@ -582,14 +576,14 @@ async def test_player_without_a_turn_is_not_compared(baseline):
     assert advantages["1"] == -advantages["2"]
     for index in range(4):
         buffer.add_game(make_game([1.0], num_steps=0 if index else 1, group_idx=1, game_idx=index))
-    assert buffer.group_counters() == {"whole": 2, "without_spread": 0, "of_one": 1}
+    assert buffer.group_counts == {"whole": 2, "without_spread": 0, "of_one": 1}
 
 
 async def test_filtered_game_makes_its_group_smaller():
     buffer = make_grouped_buffer(2, filter_opponent_invalid=True)
     buffer.add_game(make_game([1.0, -1.0], end="invalid", invalid=[1]))
     buffer.add_game(make_game([0.0, 0.0]))
-    assert buffer.group_counters() == {"whole": 2, "without_spread": 0, "of_one": 1}
+    assert buffer.group_counts == {"whole": 2, "without_spread": 0, "of_one": 1}
     assert buffer.size() == 2
 
 

@@ -242,7 +242,7 @@ async def test_each_game_has_its_own_full_time_limit(tmp_path: Path) -> None:
         (spec,) = league.scheduler.next_train_group()
         await asyncio.sleep(after_s)
         started = time.monotonic()
-        record = await league.collector._runner.play(spec)
+        record = await league.collector.runner.play(spec)
         ended.append(time.monotonic() - started)
         assert record.end == "void"
 
@@ -257,13 +257,13 @@ async def test_stopped_clock_stops_the_time_limit_of_games(tmp_path: Path) -> No
     async def play(after_s: float) -> None:
         (spec,) = league.scheduler.next_train_group()
         await asyncio.sleep(after_s)
-        await league.collector._runner.play(spec)
+        await league.collector.runner.play(spec)
         ended.append(time.monotonic())
 
     playing = asyncio.gather(play(0.0), play(0.05), play(0.3))
     await asyncio.sleep(0.1)
     for _ in range(2):
-        with league.collector.clock_stopped():
+        with league.collector.runner.clock_stopped():
             await asyncio.sleep(0.4)
     is_restart = time.monotonic()
     await asyncio.wait_for(playing, 30)
@@ -415,7 +415,7 @@ async def test_started_group_is_finished_even_if_the_buffer_is_full(
             # No step is taken now: all started games end, and no step waits outside the full buffer.
             while league.collector.games_in_flight["train"] or league.collector._ended or not league.buffer.is_full:
                 await asyncio.sleep(0.001)
-            assert league.buffer.steps_in_groups() == 0
+            assert league.buffer.steps_in_groups == 0
             assert league.buffer.size() >= buffer_size
             assert league.buffer.size() <= buffer_size + 9 * (workers + 3)
     task.cancel()
@@ -433,9 +433,9 @@ async def test_void_games_shrink_their_group_and_block_no_other(tmp_path: Path) 
         return await any_cell_of_many(prompt, version, stop)
 
     league = League(tmp_path, fails_sometimes, 30, MIRROR, group_size=2, max_void_games=1000)
-    task = asyncio.create_task(league.collector.run(8, 0))
+    task, groups = asyncio.create_task(league.collector.run(8, 0)), league.buffer.group_counts
     async with asyncio.timeout(20):
-        while league.buffer.groups_of_one < 3 or league.buffer.groups - league.buffer.groups_of_one < 3:
+        while groups["of_one"] < 3 or groups["whole"] - groups["of_one"] < 3:
             await league.buffer.get_batch(2, 0)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -89,10 +89,10 @@ async def test_error_in_one_game_ends_the_round_and_the_next_is_complete() -> No
     async def broken() -> None:
         raise ValueError("broken")
 
-    async def waits() -> None:
-        await lock_step.generate("p", 0, (), 1)
+    async def waits(seed: int) -> None:
+        await lock_step.generate("p", 0, (), seed)
 
     async with asyncio.timeout(5):
         with pytest.raises(ExceptionGroup):
-            await lock_step.play([waits(), broken()])
-        await lock_step.play([waits(), waits()])
+            await lock_step.play([waits(1), broken()])
+        await lock_step.play([waits(2), waits(3)])

@@ -41,19 +41,13 @@ class BlindPlayer(ScriptedPlayer):
 
     opponent: type[ScriptedPlayer] = RandomLegalPlayer
 
-    def __init__(self, env_id: str, seed: int) -> None:
-        super().__init__(env_id, seed)
-        self._preferences: tuple[str, ...] = ()
-
     def candidates(self, observation: str) -> list[str]:
-        actions = legal_actions(self.env_id, observation)
-        if not self._preferences:
-            self._preferences = best_preferences(
-                self.env_id,
-                self.opponent,  # type: ignore[arg-type]  # mypy takes the class's own __hash__ for type's
-                self._seat(observation),
-            )
-        return [first_legal(self._preferences, actions)]
+        preferences = best_preferences(
+            self.env_id,
+            self.opponent,  # type: ignore[arg-type]  # mypy takes the class's own __hash__ for type's
+            self._seat(observation),
+        )
+        return [first_legal(preferences, legal_actions(self.env_id, observation))]
 
     def _seat(self, observation: str) -> int:
         seat = _OWN_SEAT.search(observation)
