@@ -62,7 +62,8 @@ class EnvPool:
     async def make(self, spec: GameSpec) -> GameEnvironment:
         """Create a game's env.
 
-        In a thread, where no guard can interrupt it, every env is isolated that another process can make. Raises the env's own exceptions, or EnvError if it is isolated; WorkerDied if no process starts.
+        In a thread, where no guard can interrupt it, every env is isolated that another process can make. Raises the
+        env's own exceptions, or EnvError if it is isolated; WorkerDied if no process starts.
         """
         can_stay = can_guard() or exists_only_here(spec.env_id)
         if can_stay and not is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated):
