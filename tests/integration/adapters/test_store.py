@@ -97,12 +97,14 @@ async def test_runs_of_one_name_get_separate_arenas(tmp_path: Path) -> None:
 
 
 def test_fallback_arena_keeps_old_files_and_writes_elsewhere(shared_memory: Path, tmp_path: Path) -> None:
-    arena = AdapterStore("run", fallback=tmp_path, bytes_needed=1)
+    alarms: list[str] = []
+    arena = AdapterStore("run", fallback=tmp_path, bytes_needed=1, alarm=alarms.append)
     arena.path(1).mkdir()
     (arena.path(1) / "file").write_bytes(b"12345")
     arena.learner_state(1).mkdir()
-    assert arena.fall_back()
-    assert not arena.fall_back(), "there is no further fallback"
+    assert arena.fall_back("it is full")
+    assert [alarm.split(".")[0] for alarm in alarms] == ["it is full"]
+    assert not arena.fall_back("it is full too"), "there is no further fallback"
     assert arena.path(1).parent.parent == arena.learner_state(1).parent.parent == shared_memory
     assert arena.path(2).parent.parent == arena.learner_state(2).parent.parent == tmp_path
     arena.path(2).mkdir()
