@@ -6,8 +6,9 @@ Turns prompts into Generations and adapters into loaded versions. Knows no games
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from unstable_lite.config.training import EngineConfig
 from unstable_lite.errors import AdapterError, WorkerDied
@@ -25,6 +26,8 @@ from unstable_lite.transport.messages import (
 )
 from unstable_lite.transport.rpc import Router, WorkerChannel, WorkerState
 from unstable_lite.types import Generation
+
+T = TypeVar("T")
 
 LOAD_TIMEOUT_S = 300.0
 CHARS_PER_TOKEN = 4
@@ -197,27 +200,22 @@ class EnginePool:
     async def load_adapter(self, version: int, path: Path) -> None:
         """Load an adapter; return when every engine that is up has it.
 
-        Raises an ExceptionGroup of RequestErrors if an engine cannot load it.
+        Raises RequestError if an engine cannot load it.
         """
-        _raise(await self._ask_each(lambda engine: engine.load_adapter(version, path)))
+        await self.each(lambda engine: engine.load_adapter(version, path))
 
     async def unload_adapter(self, version: int) -> None:
-        _raise(await self._ask_each(lambda engine: engine.unload_adapter(version)))
+        await self.each(lambda engine: engine.unload_adapter(version))
 
-    async def _ask_each(self, ask: Callable[[EngineClient], Awaitable[None]]) -> dict[EngineClient, Exception]:
-        """Ask all engines that are up and wait for all; return the errors by engine.
-
-        An engine that dies gets its adapters when it returns.
-        """
-        asked = self.up
-        results = await asyncio.gather(*map(ask, asked), return_exceptions=True)
-        return {
-            engine: result
-            for engine, result in zip(asked, results, strict=True)
-            if isinstance(result, Exception) and not isinstance(result, WorkerDied)
-        }
+    async def each(self, ask: Callable[[EngineClient], Awaitable[T]]) -> list[T | None]:
+        """Ask all engines that are up; see `all_of`. An engine that dies gets its adapters when it returns."""
+        return await all_of(map(ask, self.up), but=WorkerDied)
 
 
-def _raise(failures: Mapping[EngineClient, Exception]) -> None:
-    if failures:
-        raise ExceptionGroup("engines", list(failures.values()))
+async def all_of(asked: Iterable[Awaitable[T]], but: type[Exception] | tuple[()] = ()) -> list[T | None]:
+    """Ask at once and wait for all; None for one that ended by `but`. Raises the first error of another kind."""
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, but):
+            raise result
+    return [None if isinstance(result, BaseException) else result for result in results]

@@ -91,16 +91,13 @@ class AdapterSlots:
 
     async def _unload(self, key: str) -> None:
         id = self._ids.pop(key)
-        if was_offered := self._table.adapters[id].is_used:
+        if self._table.adapters[id].is_used:
             self._table.unpin(id)
         self._answers = {of: answers for of, answers in self._answers.items() if of[1] != key}
         for attempt in range(UNLOAD_RETRIES):
             try:
                 await self._engines.unload_adapter(id)
-                if was_offered:
-                    self._table.remove(id)
-                else:
-                    self._table.abandon(id)
+                self._table.remove(id)
                 return
             except* RequestError as errors:
                 # An abandoned game may still have a request in an engine.

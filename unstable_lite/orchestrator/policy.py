@@ -18,7 +18,7 @@ class Policy:
     async def start(self) -> None:
         """Check the base on every engine, and the adapter that training starts from, if there is one."""
         parts = self._parts
-        canary = await parts.adapter_sync.check_base()
+        canary = await parts.adapter_sync.canaries.check_base()
         if parts.resume_from is not None:
             canary = await self._resume(parts.resume_from)
         elif parts.plan.config.lora.initial_lora_path is not None:

@@ -395,7 +395,7 @@ async def test_resumed_league_explains_each_missing_opponent(tmp_path: Path, max
     await first.close()
     if max_loras == 5:
         weights = state["adapter_sync"]["canaries"]["weights"]
-        weights[:] = [known for known in weights if known["stored_as"] != "ckpt-1"]
+        weights[:] = [[origin, known] for origin, known in weights if known["stored_as"] != "ckpt-1"]
     league = League(tmp_path, 3, max_loras=max_loras)
     for part in parts:
         getattr(league, part).load_state_dict(state[part])
@@ -660,7 +660,7 @@ async def test_model_with_one_possible_token_only_raises_an_alarm(tmp_path: Path
     league = League(tmp_path, 2)
     (engine,) = league.engines.engines
     engine._engine._replies = [""]
-    metrics = await league.adapter_sync.check_base()
+    metrics = await league.canaries.check_base()
     assert metrics["canary/n"] == 1
     for _ in range(3):
         await league.update()
