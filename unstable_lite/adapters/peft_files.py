@@ -207,7 +207,7 @@ def write_file(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    _sync(path.parent)
+    sync(path.parent)
 
 
 @contextlib.contextmanager
@@ -222,7 +222,7 @@ def new_directory(path: Path, needed_bytes: int) -> Iterator[Path]:
         unfinished.mkdir()
         yield unfinished
         unfinished.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         failure = NoRoomError if error.errno in NO_ROOM else AdapterError
@@ -267,9 +267,9 @@ def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _sync(directory: Path) -> None:
-    """Sync a directory to disk, so that its file names are durable too."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Sync a file or a directory, so that its file names are durable too, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import logging
 import os
 import shutil
@@ -85,11 +84,11 @@ class AdapterStore:
 
     def _make(self, parent: Path) -> Path:
         # Lock it under another name first, so that a run that starts now cannot mistake it for a dead run's.
-        nameless = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
+        nameless = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{self._run_id}-", dir=parent))
         lock = try_lock(nameless)
         assert lock is not None, f"{nameless} is new but locked"
         self._locks.append(lock)
-        return _rename(nameless, parent / f"{PREFIX}{self._run_id}")
+        return nameless.rename(nameless.with_name(nameless.name.removeprefix(".")))
 
     def _place(self, name: str) -> Path:
         """Return the path of `name` if it was written, or else the path to write it to."""
@@ -129,20 +128,6 @@ def _reap(directory: Path) -> bool:
     finally:
         os.close(lock)
     return True
-
-
-def _rename(directory: Path, wanted: Path) -> Path:
-    """Rename to `wanted`, or to `wanted-<number>` if that name is taken by another run or user. Return the new path."""
-    for number in itertools.count(1):
-        name = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
-        try:
-            directory.rename(name)
-        except OSError:  # the error depends on the owner: ENOTEMPTY, ENOTDIR, EPERM in a sticky directory, …
-            if not os.path.lexists(name):
-                raise
-        else:
-            break
-    return name
 
 
 def try_lock(directory: Path) -> int | None:

@@ -159,8 +159,7 @@ class AdapterTable:
         adapter = self.adapters[id]
         assert adapter.state in REMOVABLE and not adapter.is_used, adapter
         del self.adapters[id]
-        if self.weights[adapter.origin].stored_as is None:
-            self._forget_unused(adapter.origin)
+        self._forget_unused()
         self.on_change()
 
     def _enter(self, id: int, origin: Origin, state: AdapterState) -> None:
@@ -249,10 +248,11 @@ class AdapterTable:
 
     def discard(self, origin: Origin) -> None:
         """Record that weights will not return."""
-        if (known := self.weights.get(origin)) is not None:
-            known.stored_as = None
-            self._forget_unused(origin)
+        self.weights[origin].stored_as = None
+        self._forget_unused()
 
-    def _forget_unused(self, origin: Origin) -> None:
-        if origin != BASE_ORIGIN and all(adapter.origin != origin for adapter in self.adapters.values()):
-            self.weights.pop(origin, None)
+    def _forget_unused(self) -> None:
+        """Drop the records of weights that are neither loaded nor stored."""
+        loaded = {BASE_ORIGIN} | {adapter.origin for adapter in self.adapters.values()}
+        for origin in [o for o, known in self.weights.items() if o not in loaded and known.stored_as is None]:
+            del self.weights[origin]

@@ -45,8 +45,6 @@ class EngineClient:
         """Tokens of unanswered requests: prompts by their estimated length, completions at their limit."""
         self._holds: tuple[int, set[int]] = (0, set())
         """The worker's life, and the versions loaded in it."""
-        self._read: dict[tuple[int, int], str] = {}
-        """Digest in the engine's reply to `load_adapter`, by life and version, until it is read."""
         self._loading = asyncio.Lock()
         self._config = config
 
@@ -112,28 +110,20 @@ class EngineClient:
             self._holds = self.channel.life, set()
         return self._holds[1]
 
-    async def load_adapter(self, version: int, path: Path) -> None:
-        """Load an adapter, unless the engine holds `version` already."""
-        async with self._loading:
-            await self.channel.until_awake()
-            adapters = self.adapters
-            if version in adapters:
-                return
-            reply: AdapterDigest = await self.channel.ask(LoadAdapter, LOAD_TIMEOUT_S, version=version, path=str(path))
-            self._read[self.channel.life, version] = reply.digest
-            adapters.add(version)
+    async def load_adapter(self, version: int, path: Path) -> str:
+        """Load an adapter, and return the digest of the one that the engine now holds as `version`.
 
-    async def adapter_digest(self, version: int) -> str:
-        """Return the digest of the adapter that the engine holds as `version`.
-
-        That is, once, the digest in its reply to `load_adapter`; later calls ask the engine again, because it may have
-        slept since. Raises RequestError if it does not hold `version`.
+        An engine that has loaded it before only confirms it, because it may have slept since.
         """
         async with self._loading:
             await self.channel.until_awake()
-            if (digest := self._read.pop((self.channel.life, version), None)) is not None:
-                return digest
-            reply: AdapterDigest = await self.channel.ask(ConfirmAdapter, LOAD_TIMEOUT_S, version=version)
+            adapters = self.adapters
+            reply: AdapterDigest
+            if version in adapters:
+                reply = await self.channel.ask(ConfirmAdapter, LOAD_TIMEOUT_S, version=version)
+            else:
+                reply = await self.channel.ask(LoadAdapter, LOAD_TIMEOUT_S, version=version, path=str(path))
+                adapters.add(version)
             return reply.digest
 
     async def unload_adapter(self, version: int) -> None:
@@ -145,7 +135,6 @@ class EngineClient:
                 return
             await self.channel.ask(UnloadAdapter, LOAD_TIMEOUT_S, version=version)
             adapters.discard(version)
-            self._read.pop((self.channel.life, version), None)
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, EngineStats):

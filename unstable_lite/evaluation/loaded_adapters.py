@@ -23,7 +23,6 @@ from unstable_lite.adapters.table import AdapterTable, Origin
 from unstable_lite.engines.client import EngineClient
 from unstable_lite.errors import AdapterError, RequestError
 from unstable_lite.evaluation.models import EvaluatedModel
-from unstable_lite.orchestrator.event_loop import first_reason
 from unstable_lite.orchestrator.workers import EngineWorkers
 from unstable_lite.types import BASE, Generation, ModelRef
 
@@ -82,8 +81,8 @@ class AdapterSlots:
         self._table.load(id)
         try:
             await self._engines.load_adapter(id, model.path)
-        except* RequestError as errors:
-            raise AdapterError(f"{model.name} ({model.path}): {first_reason(errors)}") from errors
+        except RequestError as error:
+            raise AdapterError(f"{model.name} ({model.path}): {error}") from error
         self._ids[model.key] = id
         self._names[model.key] = model.name
         if model.is_zero:
@@ -99,10 +98,10 @@ class AdapterSlots:
                 await self._engines.unload_adapter(id)
                 self._table.remove(id)
                 return
-            except* RequestError as errors:
+            except RequestError as error:
                 # An abandoned game may still have a request in an engine.
                 if attempt + 1 == UNLOAD_RETRIES:
-                    raise AdapterError(f"{self._names[key]} cannot be unloaded: {first_reason(errors)}") from errors
+                    raise AdapterError(f"{self._names[key]} cannot be unloaded: {error}") from error
             await asyncio.sleep(UNLOAD_RETRY_S)
 
     async def _try(self, model: EvaluatedModel) -> None:

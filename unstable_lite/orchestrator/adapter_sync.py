@@ -48,8 +48,7 @@ class AdapterSync:
             log.warning("adapter %d waits: %d are loaded, engine.max_loras = %d", version, used, most)
             await self._until(lambda: table.has_free_slot)
         table.load(version)
-        await self._engines.load_adapter(version, self._store.path(version))
-        await self._engines.each(lambda engine: self._confirm(engine, version))
+        await self._engines.each(lambda engine: self._load(engine, version))
         metrics = await self.canaries.check_new(version)
         table.check(version)
         return metrics
@@ -60,10 +59,19 @@ class AdapterSync:
         Raises RequestError if no engine can load them, or if their files were damaged in the meantime; AdapterError if
         only some engines can, or if one does not answer as it did.
         """
+        engines, path, expected = self._engines, self._store.path(id), self._table.weights_of(id).digest
         self._table.load(id)
-        await self._load_again(id)
-        await self._engines.each(lambda engine: self._confirm(engine, id))
-        await self._engines.each(lambda engine: self.canaries.check_returned(engine, id))
+        try:
+            digests = {*await engines.each(lambda engine: engine.load_adapter(id, path))} - {None}
+        except RequestError as error:
+            if any(id in engine.adapters for engine in engines.engines):
+                raise AdapterError(f"adapter {id} is loaded by some engines, not by others: {error}") from error
+            raise
+        if len(digests) == 1 and expected not in digests:
+            await engines.unload_adapter(id)
+            raise RequestError(f"its files were damaged: their digest is {digests.pop()}, the learner wrote {expected}")
+        await engines.each(lambda engine: self._load(engine, id))
+        await engines.each(lambda engine: self.canaries.check_returned(engine, id))
         self._table.check(id)
 
     async def restore(self, engine: EngineClient) -> None:
@@ -109,39 +117,25 @@ class AdapterSync:
         self.num_waits = state["num_waits"]
         self.canaries.load_state_dict(state["canaries"])
 
-    async def _load_again(self, id: int) -> None:
-        engines, expected = self._engines, self._table.weights_of(id).digest
-        try:
-            await engines.load_adapter(id, self._store.path(id))
-        except RequestError as error:
-            if any(id in engine.adapters for engine in engines.engines):
-                raise AdapterError(f"adapter {id} is loaded by some engines, not by others: {error}") from error
-            raise
-        digests = set(await engines.each(lambda engine: engine.adapter_digest(id))) - {None}
-        if len(digests) == 1 and expected not in digests:
-            await engines.unload_adapter(id)
-            raise RequestError(f"its files were damaged: their digest is {digests.pop()}, the learner wrote {expected}")
-
     async def _give_back(self, engine: EngineClient, id: int) -> None:
         table = self._table
         if id not in table.held:  # retired in the meantime
             return
         try:
             if id:
-                await engine.load_adapter(id, self._store.path(id))
-                await self._confirm(engine, id)
+                await self._load(engine, id)
             if id in table.held and table.is_answered(id):
                 await self.canaries.check_returned(engine, id)
         except RequestError:
             if id in table.held:  # else it was retired in the meantime
                 raise
 
-    async def _confirm(self, engine: EngineClient, id: int) -> None:
-        """Raise AdapterError if the engine holds another adapter as `id` than the learner wrote."""
+    async def _load(self, engine: EngineClient, id: int) -> None:
+        """Load an adapter on an engine. Raises AdapterError if it now holds another one than the learner wrote."""
+        found = await engine.load_adapter(id, self._store.path(id))
         if id not in self._table.adapters:  # retired in the meantime
             return
         origin, expected = self._table.origin(id), self._table.weights_of(id).digest
-        found = await engine.adapter_digest(id)
         if found != expected:
             raise AdapterError(
                 f"{engine.channel.name} holds another adapter as version {id} than the learner wrote"

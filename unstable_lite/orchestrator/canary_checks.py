@@ -301,7 +301,7 @@ def _saved_answers(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _to_plain(array: Floats | TokenIds | Logprobs) -> list[float] | str:
     if array.dtype == np.float64:
-        return array.tolist()
+        return list(map(float, array))
     return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()
 
 

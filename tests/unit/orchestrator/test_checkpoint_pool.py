@@ -77,19 +77,17 @@ class LocalEngine:
     def adapters(self) -> set[int]:
         return set(self.loaded)
 
-    async def adapter_digest(self, version: int) -> str:
-        return digest_of(self.loaded[version])
-
-    async def load_adapter(self, version: int, path: Path) -> None:
+    async def load_adapter(self, version: int, path: Path) -> str:
         await self.loading.wait()
         if version in self.loaded:
-            return
+            return digest_of(self.loaded[version])
         try:
             self._engine.load_adapter(version, path)
         except AdapterError as error:
             raise RequestError(str(error)) from error
         self.loaded[version] = (path / "adapter_model.safetensors").read_bytes()
         self.most_loaded = max(self.most_loaded, len(self.loaded))
+        return digest_of(self.loaded[version])
 
     async def unload_adapter(self, version: int) -> None:
         await asyncio.sleep(0)
@@ -545,10 +543,10 @@ async def test_training_does_not_wait_for_a_returning_checkpoint(tmp_path: Path)
     (engine,) = league.engines.engines
     load = engine.load_adapter
 
-    async def slow_for_returning(version: int, path: Path) -> None:
+    async def slow_for_returning(version: int, path: Path) -> str:
         if version >= FIRST_RETURNED_VERSION:
             await asyncio.sleep(3600)
-        await load(version, path)
+        return await load(version, path)
 
     engine.load_adapter = slow_for_returning  # type: ignore[method-assign]
     league.rate(base=0, ckpt_1=25, ckpt_2=0, ckpt_3=0, ckpt_4=25)
@@ -584,9 +582,10 @@ async def test_engine_that_reads_another_adapter_ends_the_run(tmp_path: Path) ->
     engine = league.engines.engines[1]
     load = engine.load_adapter
 
-    async def load_previous(version: int, path: Path) -> None:
+    async def load_previous(version: int, path: Path) -> str:
         await load(version, path)
         engine.loaded[version] = engine.loaded[1]
+        return digest_of(engine.loaded[version])
 
     engine.load_adapter = load_previous
     old, new = (digest_of(f"weights of ckpt-{version}".encode()) for version in (1, 2))

@@ -185,14 +185,11 @@ class VLLMServerEngine:
 
         async def leave() -> None:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            with contextlib.suppress(RequestError, OSError):
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    for name in self._names.values():
-                        await self._unload(name)
-            with contextlib.suppress(RequestError, OSError):
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    for name in self._names.values():
-                        await self._delivery.remove(name)
+            for end in (self._unload, self._delivery.remove):  # the files go even if the server is gone
+                with contextlib.suppress(RequestError, OSError):
+                    async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                        for name in self._names.values():
+                            await end(name)
             await self._server.close()
             await self._delivery.close()
 
@@ -204,14 +201,11 @@ class VLLMServerEngine:
         return self._loop.run_until_complete(work)
 
     def _in_time(self, work: Coroutine[Any, Any, T], action: str) -> T:
-        async def bounded() -> T:
-            try:
-                async with asyncio.timeout(min(LOAD_TIMEOUT_S, DEADLINE_SHARE * self._stall_timeout_s)):
-                    return await work
-            except TimeoutError as error:
-                raise ConnectionError(f"{self._url}: {action} does not end") from error
-
-        return self._run(bounded())
+        limit_s = min(LOAD_TIMEOUT_S, DEADLINE_SHARE * self._stall_timeout_s)
+        try:
+            return self._run(asyncio.wait_for(work, limit_s))
+        except TimeoutError as error:
+            raise ConnectionError(f"{self._url}: {action} does not end") from error
 
     async def _serve(self, request: Generate, prompt_ids: TokenIds, body: dict[str, Any]) -> Generated | Failed:
         try:
