@@ -29,7 +29,7 @@ PLAIN_SAMPLING = {
 
 class Logprobs(msgspec.Struct):
     token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class Choice(msgspec.Struct):
@@ -39,7 +39,7 @@ class Choice(msgspec.Struct):
     text: str
     finish_reason: FinishReason
     stop_reason: str | int | None
-    """Text of the stop string that ended the completion, or id of the stop token; None for the stop token."""
+    """Stop string, or id of the stop token, that ended the completion; None for the model's own end or the limit."""
 
 
 class PromptDetails(msgspec.Struct):
@@ -70,10 +70,10 @@ async def check_server(server: Server, served: str, tokenizer: Tokenizer, absent
     served: the server's name of the base. absent_name: name for an adapter that does not exist.
     """
     try:
-        version = (await server.ask(dict[str, str], "GET", "/version"))["version"]
+        version = (await server.ask(dict[str, Any], "GET", "/version"))["version"]
         await _check_tokenizer(server, served, tokenizer)
         await _check_logprobs(server, served, tokenizer.encode(_PROBE).tolist())
-    except (RequestError, KeyError) as error:
+    except (RequestError, LookupError) as error:
         raise ModelError(f"{server.url} is not a vLLM server that returns token ids: {error}") from error
     absent = {"lora_name": absent_name, "lora_path": "/nonexistent/unstable_lite"}
     try:
@@ -128,4 +128,7 @@ async def _top_logprobs(server: Server, served: str, prompt_ids: list[int], temp
         "logprobs": 5,
     }
     completion = await server.ask(Completion, "POST", "/v1/completions", body)
-    return completion.choices[0].logprobs.top_logprobs[0]
+    top = (completion.choices[0].logprobs.top_logprobs or [None])[0]
+    if top is None:
+        raise LookupError("it reports no top_logprobs")
+    return top
