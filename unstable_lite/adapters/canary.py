@@ -150,7 +150,12 @@ class Evidence:
 
     def begin(self) -> None:
         """Begin a check: drop the evidence in favour of the engine."""
-        self.logs = np.maximum(self.logs, 0.0)
+        self.logs = self.carried
+
+    @property
+    def carried(self) -> Floats:
+        """Evidence with which the next check begins."""
+        return np.maximum(self.logs, 0.0)
 
     def add(self, noise: Noise, engine: Logprobs, learner: Logprobs, base: Logprobs) -> None:
         """Add the tokens of one completion."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -154,12 +154,13 @@ class CanaryChecks:
     def state_dict(self) -> dict[str, Any]:
         """Return the evidence, and the answers of weights that can return, JSON-able."""
         table = self._table
+        kept = [(origin, table.weights[origin]) for origin in table.stored().values()]
         state: dict[str, Any] = msgspec.to_builtins(
             _State(
                 num_doubts=self.num_doubts,
-                evidence=self._evidence,
-                base_evidence=table.weights_of(0).evidence,
-                weights=[(origin, table.weights[origin]) for origin in table.stored().values()],
+                evidence=_against(self._evidence),
+                base_evidence=_against(table.weights_of(0).evidence),
+                weights=[(origin, replace(known, evidence=_against(known.evidence))) for origin, known in kept],
             ),
             enc_hook=_to_plain,
         )
@@ -290,6 +291,11 @@ class CanaryChecks:
         """Return the learner's log-probabilities by the tokens, because many engines give the same answers."""
         distinct = {_tokens(generation): generation for generation in generations}
         return dict(zip(distinct, await self._learner.score(list(distinct.values())), strict=True))
+
+
+def _against(evidence: dict[str, Evidence]) -> dict[str, Evidence]:
+    """Return the evidence with which the next checks begin, if there is any, so that a resume changes none of it."""
+    return {engine: Evidence(of.carried) for engine, of in sorted(evidence.items()) if of.carried.any()}
 
 
 def _saved_answers(state: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -372,6 +372,9 @@ async def test_canary_records_survive_json(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     league = await make_league(tmp_path / "one", 3, size=3, engines=2)
     text = json.dumps(league.adapter_sync.state_dict())
+    saved = json.loads(text)["canaries"]
+    assert saved["evidence"] == saved["base_evidence"] == {}, "evidence for an engine is not kept"
+    assert [known["evidence"] for _, known in saved["weights"]] == [{}] * 3
     other = League(tmp_path / "other", 3)
     other.adapter_sync.load_state_dict(json.loads(text))
     assert json.dumps(other.adapter_sync.state_dict()) == text
