@@ -142,9 +142,7 @@ class Handoff:
     async def hand_over(self) -> dict[str, float]:
         version = next(self._versions)
         batch = [_step(await self._engine.generate(self._prompt(), 0, max_tokens=8), reward) for reward in (-1.0, 1.0)]
-        updated = await self._learner.update(
-            batch, version, self._arena.path(version), self._arena.learner_state(version)
-        )
+        updated = await self._learner.update(batch, version, self._arena)
         assert updated.skipped is None, updated.skipped
 
         clock = [time.perf_counter()]

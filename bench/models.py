@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from unstable_lite.adapters import writer
+from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.learner.model import Policy
 from unstable_lite.models import BUILTIN
@@ -89,7 +89,7 @@ def make_adapters(config: Config, directory: Path, versions: list[int], seed: in
     for version in versions:
         noise = {name: 0.05 * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
         paths[version] = directory / f"v{version}"
-        writer.write_adapter(paths[version], noise, peft_config)
+        peft_files.write_adapter(paths[version], noise, peft_config)
     return paths
 
 

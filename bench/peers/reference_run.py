@@ -36,7 +36,7 @@ from bench.peers.blocking import play
 from bench.peers.reference_update import TextStep, update
 from bench.peers.stop_watch import Over, StopWatch
 from bench.peers.ticking_engine import in_a_process
-from unstable_lite.adapters import writer
+from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
@@ -212,7 +212,7 @@ def train(questioner: Questioner, directory: Path) -> None:
                 _learn(policy, tokenizer, optimizer, buffer.get_batch(batch_size), config)
                 version += 1
                 path = directory / f"v{version}"
-                writer.write_adapter(path, *policy.adapter_state())
+                peft_files.write_adapter(path, *policy.adapter_state())
                 engine.load_adapter(version, str(path), _versions(games) | {version - 1})
                 league.add_checkpoint(version)
                 if version % arguments["every"] == 0:

@@ -187,27 +187,6 @@ class Evidence:
         return float(self.logs.max()) / math.log(10)
 
 
-class NewTokens:
-    """Record of the tokens that a check has seen, so that each is counted once.
-
-    Completions of one prompt have bit-identical log-probabilities in their common prefix, so a repeated token adds no
-    evidence.
-    """
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[bytes, bytes]] = set()
-        self.count = 0
-
-    def of(self, prompt_ids: TokenIds, completion_ids: TokenIds) -> npt.NDArray[np.bool_]:
-        """Return for each token whether it is new after its prompt and preceding tokens; count the new ones."""
-        prompt = prompt_ids.tobytes()
-        starts = [(prompt, completion_ids[: n + 1].tobytes()) for n in range(len(completion_ids))]
-        is_new = np.array([start not in self._seen for start in starts], np.bool_)
-        self._seen.update(starts)
-        self.count += int(is_new.sum())
-        return is_new
-
-
 class Check:
     """Canary of one engine: compares completions until the evidence suffices."""
 
@@ -222,14 +201,22 @@ class Check:
         """Log p by the learner, of new tokens."""
         self.effects: list[Logprobs] = []
         """Log p by the learner with the adapter minus without it, of new tokens."""
-        self._tokens = NewTokens()
+        self._seen: set[tuple[bytes, bytes]] = set()
+        """Prompt, and completion up to a token, for each token that was compared."""
         self._noise = noise
         self._tolerance = tolerance
         self._first, self._sampled = first, sampled
 
     def add(self, prompt_ids: TokenIds, completion_ids: TokenIds, *logprobs: Logprobs) -> None:
-        """Compare one completion; `logprobs`: by the engine, by the learner, by the learner without the adapter."""
-        is_new = self._tokens.of(prompt_ids, completion_ids)
+        """Compare one completion; `logprobs`: by the engine, by the learner, by the learner without the adapter.
+
+        Completions of one prompt have bit-identical log-probabilities in their common prefix, so each token after a
+        prompt and its preceding tokens is compared once.
+        """
+        prompt = prompt_ids.tobytes()
+        starts = [(prompt, completion_ids[: n + 1].tobytes()) for n in range(len(completion_ids))]
+        is_new = np.array([start not in self._seen for start in starts], np.bool_)
+        self._seen.update(starts)
         engine, learner, base = (part[is_new] for part in logprobs)
         self.num_completions += 1
         self.differences.append(engine - learner)
@@ -272,7 +259,7 @@ class Check:
     @property
     def num_tokens(self) -> int:
         """Number of different tokens."""
-        return self._tokens.count
+        return len(self._seen)
 
     @property
     def mismatch(self) -> float:

@@ -1,23 +1,30 @@
-"""Checks of adapter and state files from other sources, made before any library maps them.
+"""Adapters as PEFT directories that any engine can load: which ones are accepted, and how they are read and written.
 
-Owns the accepted formats (safetensors, and JSON of bounded size) and the digest with which two processes confirm that
-they hold the same adapter. A pickle (`.bin`, `.pt`) can run code, so it is never opened; the error names it and says
-how to convert it. Knows no tensors and does not load torch.
+Owns the accepted formats (safetensors, and JSON of bounded size), which are checked before any library maps a file, and
+the digest with which two processes confirm that they hold the same adapter. A pickle (`.bin`, `.pt`) can run code, so
+it is never opened; the error names it and says how to convert it. Loads torch only to read or write tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
+import os
 import re
+import shutil
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, deserialize, safe_open
 
-from unstable_lite.errors import AdapterError
+from unstable_lite.errors import AdapterError, NoRoomError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -26,6 +33,7 @@ MAX_JSON_BYTES = 1 << 20
 MAX_NAME = 512
 MAX_RANK = 1024
 """Rank limit if no run sets one."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Float types, as named by safetensors."""
@@ -142,11 +150,7 @@ def digest_of(config: Mapping[str, Any], content: bytes) -> str:
 def adapter_digest(directory: Path) -> str:
     """Return the digest of the adapter in a PEFT directory. Raises AdapterError if there is none."""
     config, _ = check_adapter(directory)
-    try:
-        content = (directory / WEIGHTS).read_bytes()
-    except OSError as error:
-        raise AdapterError(f"{directory / WEIGHTS} cannot be read: {error}") from error
-    return digest_of(config, content)
+    return digest_of(config, _content(directory / WEIGHTS))
 
 
 def lora_scale(config: Mapping[str, Any]) -> float:
@@ -154,6 +158,122 @@ def lora_scale(config: Mapping[str, Any]) -> float:
     rank = config["r"]
     scale: float = config["lora_alpha"] / (rank**0.5 if config.get("use_rslora") else rank)
     return float(scale)
+
+
+def read_adapter(directory: Path, max_rank: int = MAX_RANK) -> tuple[dict[str, Tensor], dict[str, Any], str]:
+    """Return the tensors, the config and the digest of a PEFT directory.
+
+    Raises AdapterError unless it is plain LoRA of finite numbers.
+    """
+    config, _ = check_adapter(directory, max_rank)
+    content = _content(directory / WEIGHTS)
+    return _tensors(content, directory / WEIGHTS), config, digest_of(config, content)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file. Raises AdapterError if it is damaged or holds a non-finite number."""
+    read_header(path)
+    return _tensors(_content(path), path)
+
+
+def serialized(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return tensors as the content of a safetensors file."""
+    from safetensors.torch import save
+
+    content: bytes = save(dict(tensors), {"format": "pt"})
+    return content
+
+
+def write_adapter(directory: Path, tensors: Mapping[str, Tensor], peft_config: Mapping[str, Any]) -> None:
+    """Write an adapter into a new directory; see `new_directory`.
+
+    Raises AdapterError also if the directory exists, because versions are never reused.
+    """
+    if directory.exists():
+        raise AdapterError(f"{directory} already exists; an adapter version is written once")
+    with new_directory(directory, sum(tensor.nbytes for tensor in tensors.values())) as unfinished:
+        write_files(unfinished, tensors, peft_config)
+
+
+def write_files(directory: Path, tensors: Mapping[str, Tensor], peft_config: Mapping[str, Any]) -> None:
+    """Write the two files of a PEFT adapter into an existing directory."""
+    write_file(directory / WEIGHTS, serialized(tensors))
+    write_file(directory / CONFIG, json.dumps(peft_config, indent=2, sort_keys=True).encode())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file and sync it and its directory to disk."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    sync(path.parent)
+
+
+@contextlib.contextmanager
+def new_directory(path: Path, needed_bytes: int) -> Iterator[Path]:
+    """Yield a directory to fill, then rename it to `path`: a reader sees all of it or none of it.
+
+    Raises NoRoomError if the memory or the disk is full, AdapterError if it cannot be written for another reason.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)  # left behind by a process that died
+        unfinished.mkdir()
+        yield unfinished
+        unfinished.rename(path)
+        sync(path.parent)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        failure = NoRoomError if error.errno in NO_ROOM else AdapterError
+        raise failure(explain(error, path, needed_bytes)) from error
+
+
+def explain(error: OSError, path: Path, needed_bytes: int) -> str:
+    """Return an error message that names the failure, the path and the remedy."""
+    if not path.parent.exists():
+        return (
+            f"cannot write {path}: {path.parent} was removed while the run was using it (unless RemoveIPC=no, "
+            "systemd-logind removes the files of a user without a session from /dev/shm). Continue with: run --resume"
+        )
+    try:
+        free = f"{shutil.disk_usage(path.parent).free / 1e6:.1f} MB are free"
+    except OSError:
+        free = "free space unknown"
+    return (
+        f"cannot write {path}: {error.strerror}; it needs {needed_bytes / 1e6:.1f} MB, {free}. "
+        "Free some space, or choose another location"
+    )
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise AdapterError(f"{path} cannot be read: {error}") from error
+
+
+def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
+    """Return the tensors in the content of `path`. Raises AdapterError as `read_tensors` does."""
+    from safetensors.torch import load
+
+    try:
+        tensors: dict[str, Tensor] = load(content)
+    except SafetensorError as error:
+        raise AdapterError(f"{path} cannot be loaded: {error}") from error
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise AdapterError(f"{path}: {name} has values that are not finite")
+    return tensors
+
+
+def sync(path: Path) -> None:
+    """Sync a file or a directory, so that its file names are durable too, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _check_config(config: Mapping[str, Any], directory: Path, max_rank: int) -> tuple[int, tuple[str, ...] | None]:

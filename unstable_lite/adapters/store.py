@@ -8,58 +8,57 @@ removes arenas that are not locked.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import itertools
+import logging
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "unstable_lite-"
 LOCK = "lock"
 NAMELESS_FOR_S = 60.0
 """Age in seconds at which an arena that was never renamed counts as abandoned."""
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class AdapterStore:
     """Arena of one run. The base, version 0, has no directory."""
 
-    def __init__(self, run_id: str, fallback: Path, bytes_needed: int) -> None:
+    def __init__(
+        self, run_id: str, fallback: Path, bytes_needed: int, alarm: Callable[[str], None] = log.warning
+    ) -> None:
         """Create the arena in shared memory, or in `fallback` if shared memory is absent or too small.
 
         `remark` then says why the arena is not in shared memory.
         """
-        self.remark: str | None = None
-        parent = SHARED_MEMORY
+        problem = None
         if not os.access(SHARED_MEMORY, os.W_OK):
-            self.remark = f"{SHARED_MEMORY} is absent or not writable: adapters are written to {fallback}"
-            parent = fallback
+            problem = f"{SHARED_MEMORY} is absent or not writable"
         elif (free := shutil.disk_usage(SHARED_MEMORY).free) < bytes_needed:
-            self.remark = (
-                f"{SHARED_MEMORY} has {free / 1e6:.0f} MB free, {bytes_needed / 1e6:.0f} MB may be needed: "
-                f"adapters are written to {fallback}"
-            )
-            parent = fallback
+            problem = f"{SHARED_MEMORY} has {free / 1e6:.0f} MB free, {bytes_needed / 1e6:.0f} MB may be needed"
+        self.remark = problem and f"{problem}: adapters are written to {fallback}"
         self._run_id = run_id
         self._fallback = fallback
+        self._alarm = alarm
         self._locks: list[int] = []
-        self._directories = [self._make(parent)]
+        self._directories = [self._make(fallback if problem else SHARED_MEMORY)]
         """Directories of the arena; the last one is written to."""
 
     @property
     def directory(self) -> Path:
         return self._directories[-1]
 
-    def fall_back(self) -> bool:
-        """Write to the fallback from now on, because shared memory is full. Return False if that was so already."""
+    def fall_back(self, reason: str) -> bool:
+        """Write to the fallback from now on, and raise an alarm. Return False if that was so already."""
         if self.directory.parent == self._fallback:
             return False
         self._directories.append(self._make(self._fallback))
+        self._alarm(f"{reason}. From now on adapters go through {self.directory}")
         return True
 
     def path(self, version: int) -> Path:
@@ -85,11 +84,11 @@ class AdapterStore:
 
     def _make(self, parent: Path) -> Path:
         # Lock it under another name first, so that a run that starts now cannot mistake it for a dead run's.
-        nameless = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
+        nameless = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{self._run_id}-", dir=parent))
         lock = try_lock(nameless)
         assert lock is not None, f"{nameless} is new but locked"
         self._locks.append(lock)
-        return _rename(nameless, parent / f"{PREFIX}{self._run_id}")
+        return nameless.rename(nameless.with_name(nameless.name.removeprefix(".")))
 
     def _place(self, name: str) -> Path:
         """Return the path of `name` if it was written, or else the path to write it to."""
@@ -131,20 +130,6 @@ def _reap(directory: Path) -> bool:
     return True
 
 
-def _rename(directory: Path, wanted: Path) -> Path:
-    """Rename to `wanted`, or to `wanted-<number>` if that name is taken by another run or user. Return the new path."""
-    for number in itertools.count(1):
-        name = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
-        try:
-            directory.rename(name)
-        except OSError:  # the error depends on the owner: ENOTEMPTY, ENOTDIR, EPERM in a sticky directory, …
-            if not os.path.lexists(name):
-                raise
-        else:
-            break
-    return name
-
-
 def try_lock(directory: Path) -> int | None:
     """Lock the file `lock` in `directory`, created if absent. Return its descriptor; None if a living process holds it.
 
@@ -167,10 +152,9 @@ def _try_lock_in(directory: int, flags: int = 0) -> int | None:
     descriptor = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600, dir_fd=directory)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(descriptor)
-        return None
-    except OSError:
-        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
         raise
     return descriptor

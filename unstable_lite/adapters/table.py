@@ -43,6 +43,8 @@ HELD = (AdapterState.LOADING, AdapterState.CHECKED, AdapterState.OFFERED, Adapte
 """States in which every engine holds an adapter, or is loading it."""
 SLOTTED = (AdapterState.RESERVED, *HELD)
 """States in which an adapter occupies a slot of each engine."""
+REMOVABLE = (AdapterState.RESERVED, AdapterState.LOADING, AdapterState.RETIRING)
+"""States after which an adapter may be gone. None of them can have users."""
 
 
 class Origin(NamedTuple):
@@ -56,7 +58,7 @@ class Origin(NamedTuple):
 BASE_ORIGIN = Origin("base")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CanaryAnswer:
     """One completion of an adapter, sampled while the learner held the same weights."""
 
@@ -65,7 +67,7 @@ class CanaryAnswer:
     completion_ids: TokenIds
     logprobs: Logprobs
     """Log-probabilities by the engine."""
-    base_logprobs: Logprobs | None
+    base_logprobs: Logprobs | None = None
     """Log-probabilities by the learner without the adapter; None if they were not requested."""
 
 
@@ -125,7 +127,7 @@ class AdapterTable:
 
     @property
     def is_freeing(self) -> bool:
-        return any(adapter.state is AdapterState.RETIRING for adapter in self.adapters.values())
+        return bool(self.retiring())
 
     # States
 
@@ -152,21 +154,12 @@ class AdapterTable:
         assert self.adapters[id].is_used, f"adapter {id} has no user"
         self._move(id, (AdapterState.CHECKED,), AdapterState.OFFERED)
 
-    def abandon(self, id: int) -> None:
-        """Remove an adapter that could not be loaded."""
-        adapter = self.adapters[id]
-        assert adapter.state in (AdapterState.RESERVED, AdapterState.LOADING) and not adapter.is_used, adapter
-        self._remove(id)
-
     def remove(self, id: int) -> None:
-        """Free the slot of an adapter that every engine has unloaded."""
-        assert self.adapters[id].state is AdapterState.RETIRING, self.adapters[id]
-        self._remove(id)
-
-    def _remove(self, id: int) -> None:
-        origin = self.adapters.pop(id).origin
-        if self.weights[origin].stored_as is None:
-            self._forget_unused(origin)
+        """Free the slot of an adapter that every engine has unloaded, or that could not be loaded."""
+        adapter = self.adapters[id]
+        assert adapter.state in REMOVABLE and not adapter.is_used, adapter
+        del self.adapters[id]
+        self._forget_unused()
         self.on_change()
 
     def _enter(self, id: int, origin: Origin, state: AdapterState) -> None:
@@ -185,7 +178,9 @@ class AdapterTable:
 
     def pin(self, id: int) -> None:
         if id:
-            self._usable(id).pins += 1
+            adapter = self.adapters[id]
+            assert adapter.state in (AdapterState.CHECKED, AdapterState.OFFERED), adapter
+            adapter.pins += 1
 
     def unpin(self, id: int) -> None:
         if id:
@@ -216,11 +211,6 @@ class AdapterTable:
         adapter = self.adapters[id]
         return adapter.pins + adapter.leases
 
-    def _usable(self, id: int) -> Adapter:
-        adapter = self.adapters[id]
-        assert adapter.state in (AdapterState.CHECKED, AdapterState.OFFERED), adapter
-        return adapter
-
     def _retire_if_unused(self, id: int) -> None:
         adapter = self.adapters[id]
         if adapter.state is AdapterState.OFFERED and not adapter.is_used:
@@ -232,16 +222,19 @@ class AdapterTable:
     # Adapters on the engines
 
     @property
-    def held(self) -> list[int]:
-        """Ids that every engine must hold, including a restarted engine."""
-        return [id for id, adapter in self.adapters.items() if adapter.state in HELD]
+    def held(self) -> set[int]:
+        """Ids that every engine must hold, including a restarted engine: the base and the loaded adapters."""
+        return {0} | {id for id, adapter in self.adapters.items() if adapter.state in HELD}
 
     def origin(self, id: int) -> Origin:
         return self.adapters[id].origin if id else BASE_ORIGIN
 
+    def weights_of(self, id: int) -> Weights:
+        return self.weights[self.origin(id)]
+
     def is_answered(self, id: int) -> bool:
         """Return whether its weights have canary answers to compare an engine with."""
-        return bool(self.weights[self.origin(id)].answers)
+        return bool(self.weights_of(id).answers)
 
     # Copies on disk
 
@@ -255,10 +248,11 @@ class AdapterTable:
 
     def discard(self, origin: Origin) -> None:
         """Record that weights will not return."""
-        if (known := self.weights.get(origin)) is not None:
-            known.stored_as = None
-            self._forget_unused(origin)
+        self.weights[origin].stored_as = None
+        self._forget_unused()
 
-    def _forget_unused(self, origin: Origin) -> None:
-        if origin != BASE_ORIGIN and all(adapter.origin != origin for adapter in self.adapters.values()):
-            self.weights.pop(origin, None)
+    def _forget_unused(self) -> None:
+        """Drop the records of weights that are neither loaded nor stored."""
+        loaded = {BASE_ORIGIN} | {adapter.origin for adapter in self.adapters.values()}
+        for origin in [o for o, known in self.weights.items() if o not in loaded and known.stored_as is None]:
+            del self.weights[origin]

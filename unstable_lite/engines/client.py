@@ -6,8 +6,9 @@ Turns prompts into Generations and adapters into loaded versions. Knows no games
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from unstable_lite.config.training import EngineConfig
 from unstable_lite.errors import AdapterError, WorkerDied
@@ -26,6 +27,8 @@ from unstable_lite.transport.messages import (
 from unstable_lite.transport.rpc import Router, WorkerChannel, WorkerState
 from unstable_lite.types import Generation
 
+T = TypeVar("T")
+
 LOAD_TIMEOUT_S = 300.0
 CHARS_PER_TOKEN = 4
 """Approximate number of characters per token of English. A constant, not learned from replies: with a sync schedule,
@@ -42,8 +45,6 @@ class EngineClient:
         """Tokens of unanswered requests: prompts by their estimated length, completions at their limit."""
         self._holds: tuple[int, set[int]] = (0, set())
         """The worker's life, and the versions loaded in it."""
-        self._read: dict[tuple[int, int], str] = {}
-        """Digest in the engine's reply to `load_adapter`, by life and version, until it is read."""
         self._loading = asyncio.Lock()
         self._config = config
 
@@ -109,28 +110,20 @@ class EngineClient:
             self._holds = self.channel.life, set()
         return self._holds[1]
 
-    async def load_adapter(self, version: int, path: Path) -> None:
-        """Load an adapter, unless the engine holds `version` already."""
-        async with self._loading:
-            await self.channel.until_awake()
-            adapters = self.adapters
-            if version in adapters:
-                return
-            reply: AdapterDigest = await self.channel.ask(LoadAdapter, LOAD_TIMEOUT_S, version=version, path=str(path))
-            self._read[self.channel.life, version] = reply.digest
-            adapters.add(version)
+    async def load_adapter(self, version: int, path: Path) -> str:
+        """Load an adapter, and return the digest of the one that the engine now holds as `version`.
 
-    async def adapter_digest(self, version: int) -> str:
-        """Return the digest of the adapter that the engine holds as `version`.
-
-        That is, once, the digest in its reply to `load_adapter`; later calls ask the engine again, because it may have
-        slept since. Raises RequestError if it does not hold `version`.
+        An engine that has loaded it before only confirms it, because it may have slept since.
         """
         async with self._loading:
             await self.channel.until_awake()
-            if (digest := self._read.pop((self.channel.life, version), None)) is not None:
-                return digest
-            reply: AdapterDigest = await self.channel.ask(ConfirmAdapter, LOAD_TIMEOUT_S, version=version)
+            adapters = self.adapters
+            reply: AdapterDigest
+            if version in adapters:
+                reply = await self.channel.ask(ConfirmAdapter, LOAD_TIMEOUT_S, version=version)
+            else:
+                reply = await self.channel.ask(LoadAdapter, LOAD_TIMEOUT_S, version=version, path=str(path))
+                adapters.add(version)
             return reply.digest
 
     async def unload_adapter(self, version: int) -> None:
@@ -142,7 +135,6 @@ class EngineClient:
                 return
             await self.channel.ask(UnloadAdapter, LOAD_TIMEOUT_S, version=version)
             adapters.discard(version)
-            self._read.pop((self.channel.life, version), None)
 
     def _receive(self, message: Message) -> None:
         if isinstance(message, EngineStats):
@@ -197,27 +189,22 @@ class EnginePool:
     async def load_adapter(self, version: int, path: Path) -> None:
         """Load an adapter; return when every engine that is up has it.
 
-        Raises an ExceptionGroup of RequestErrors if an engine cannot load it.
+        Raises RequestError if an engine cannot load it.
         """
-        _raise(await self._ask_each(lambda engine: engine.load_adapter(version, path)))
+        await self.each(lambda engine: engine.load_adapter(version, path))
 
     async def unload_adapter(self, version: int) -> None:
-        _raise(await self._ask_each(lambda engine: engine.unload_adapter(version)))
+        await self.each(lambda engine: engine.unload_adapter(version))
 
-    async def _ask_each(self, ask: Callable[[EngineClient], Awaitable[None]]) -> dict[EngineClient, Exception]:
-        """Ask all engines that are up and wait for all; return the errors by engine.
-
-        An engine that dies gets its adapters when it returns.
-        """
-        asked = self.up
-        results = await asyncio.gather(*map(ask, asked), return_exceptions=True)
-        return {
-            engine: result
-            for engine, result in zip(asked, results, strict=True)
-            if isinstance(result, Exception) and not isinstance(result, WorkerDied)
-        }
+    async def each(self, ask: Callable[[EngineClient], Awaitable[T]]) -> list[T | None]:
+        """Ask all engines that are up; see `all_of`. An engine that dies gets its adapters when it returns."""
+        return await all_of(map(ask, self.up), but=WorkerDied)
 
 
-def _raise(failures: Mapping[EngineClient, Exception]) -> None:
-    if failures:
-        raise ExceptionGroup("engines", list(failures.values()))
+async def all_of(asked: Iterable[Awaitable[T]], but: type[Exception] | tuple[()] = ()) -> list[T | None]:
+    """Ask at once and wait for all; None for one that ended by `but`. Raises the first error of another kind."""
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, but):
+            raise result
+    return [None if isinstance(result, BaseException) else result for result in results]

@@ -14,11 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import transformers
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor, nn
 
-from unstable_lite.adapters.peft_files import WEIGHTS, check_adapter, digest_of, lora_scale
+from unstable_lite.adapters import peft_files
 from unstable_lite.errors import AdapterError, ModelError
 
 
@@ -155,19 +153,13 @@ def read_adapter(directory: Path, max_rank: int) -> tuple[dict[str, tuple[Tensor
 
     Raises AdapterError.
     """
-    config, _ = check_adapter(directory, max_rank)
-    try:
-        content = (directory / WEIGHTS).read_bytes()
-        digest, tensors = digest_of(config, content), load(content)
-    except (OSError, SafetensorError) as error:
-        raise AdapterError(f"{directory / WEIGHTS} cannot be loaded: {error}") from error
+    tensors, config, digest = peft_files.read_adapter(directory, max_rank)
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        if not tensor.isfinite().all():
-            raise AdapterError(f"{directory}: {key} has numbers that are not finite")
         name, _, half = key.removeprefix("base_model.model.").rpartition(".lora_")
         pairs.setdefault(name, {})[half[0]] = tensor
-    return {name: (pair["A"], pair["B"]) for name, pair in pairs.items()}, lora_scale(config), digest
+    scale = peft_files.lora_scale(config)
+    return {name: (pair["A"], pair["B"]) for name, pair in pairs.items()}, scale, digest
 
 
 def check_fits(model: Any, pairs: Mapping[str, tuple[Tensor, Tensor]], directory: Path) -> None:

@@ -23,7 +23,6 @@ from unstable_lite.adapters.table import AdapterTable, Origin
 from unstable_lite.engines.client import EngineClient
 from unstable_lite.errors import AdapterError, RequestError
 from unstable_lite.evaluation.models import EvaluatedModel
-from unstable_lite.orchestrator.event_loop import first_reason
 from unstable_lite.orchestrator.workers import EngineWorkers
 from unstable_lite.types import BASE, Generation, ModelRef
 
@@ -82,8 +81,8 @@ class AdapterSlots:
         self._table.load(id)
         try:
             await self._engines.load_adapter(id, model.path)
-        except* RequestError as errors:
-            raise AdapterError(f"{model.name} ({model.path}): {first_reason(errors)}") from errors
+        except RequestError as error:
+            raise AdapterError(f"{model.name} ({model.path}): {error}") from error
         self._ids[model.key] = id
         self._names[model.key] = model.name
         if model.is_zero:
@@ -91,21 +90,18 @@ class AdapterSlots:
 
     async def _unload(self, key: str) -> None:
         id = self._ids.pop(key)
-        if was_offered := self._table.adapters[id].is_used:
+        if self._table.adapters[id].is_used:
             self._table.unpin(id)
         self._answers = {of: answers for of, answers in self._answers.items() if of[1] != key}
         for attempt in range(UNLOAD_RETRIES):
             try:
                 await self._engines.unload_adapter(id)
-                if was_offered:
-                    self._table.remove(id)
-                else:
-                    self._table.abandon(id)
+                self._table.remove(id)
                 return
-            except* RequestError as errors:
+            except RequestError as error:
                 # An abandoned game may still have a request in an engine.
                 if attempt + 1 == UNLOAD_RETRIES:
-                    raise AdapterError(f"{self._names[key]} cannot be unloaded: {first_reason(errors)}") from errors
+                    raise AdapterError(f"{self._names[key]} cannot be unloaded: {error}") from error
             await asyncio.sleep(UNLOAD_RETRY_S)
 
     async def _try(self, model: EvaluatedModel) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.config.training import LearnerConfig
-from unstable_lite.errors import WorkerDied
+from unstable_lite.errors import NoRoomError, WorkerDied
 from unstable_lite.learner import UPDATED
 from unstable_lite.transport.messages import (
     AdapterDigest,
@@ -48,27 +49,22 @@ class LearnerClient:
         self._origin: Path | None = None
         """Checkpoint from which the learner resumed."""
 
-    async def update(self, batch: Batch, version: int, path: Path, state_path: Path) -> Updated:
-        """Make an update on `batch`, steps or whole trajectories; unless it is skipped, `path` then holds `version`.
+    async def update(self, batch: Batch, version: int, store: AdapterStore) -> Updated:
+        """Make an update on `batch`, steps or whole trajectories; unless it is skipped, `store` then holds `version`.
 
-        `state_path`: a new directory for the learner's state after it; the one before is removed.
+        The learner's state after it replaces the one before.
         """
-        timeout_s, self._next_state = self._config.update_timeout_s, state_path
-        updated: Updated = await self._ask(
-            Update, timeout_s, items=train_items(batch), version=version, path=str(path), state_path=str(state_path)
-        )
+        items, timeout_s = train_items(batch), self._config.update_timeout_s
+        updated: Updated = await self._write(Update, timeout_s, version, store, items=items)
         self._is_state_current = False
         if updated.skipped is None:
-            self._go_on_from(state_path)
+            self._go_on_from_next_state()
         return updated
 
-    async def write_adapter(self, version: int, path: Path, state_path: Path) -> str:
+    async def write_adapter(self, version: int, store: AdapterStore) -> str:
         """Write the adapter that training starts from, as `version`, and return its digest."""
-        self._next_state = state_path
-        written: AdapterDigest = await self._ask(
-            WriteAdapter, SAVE_TIMEOUT_S, version=version, path=str(path), state_path=str(state_path)
-        )
-        self._go_on_from(state_path)
+        written: AdapterDigest = await self._write(WriteAdapter, SAVE_TIMEOUT_S, version, store)
+        self._go_on_from_next_state()
         return written.digest
 
     async def score(self, generations: Sequence[Generation]) -> tuple[LearnerLogprobs, ...]:
@@ -111,16 +107,29 @@ class LearnerClient:
             await self.channel.ask(LoadLearner, SAVE_TIMEOUT_S, path=str(candidates[0]))
         self.channel.mark_ready()
 
+    async def _write(
+        self, message_type: Callable[..., Message], timeout_s: float, version: int, store: AdapterStore, **fields: Any
+    ) -> Any:
+        """Let the learner write an adapter and its own state; again, on disk, if shared memory is full."""
+        while True:
+            path, self._next_state = str(store.path(version)), store.learner_state(version)
+            fields |= {"version": version, "path": path, "state_path": str(self._next_state)}
+            try:
+                return await self._ask(message_type, timeout_s, **fields)
+            except NoRoomError as error:
+                if not store.fall_back(str(error)):
+                    raise
+
     async def _ask(self, message_type: Callable[..., Message], timeout_s: float, **fields: Any) -> Any:
         while True:
             await self.channel.until_ready()
             with contextlib.suppress(WorkerDied):
                 return await self.channel.ask(message_type, DEADLINE_FACTOR * timeout_s, **fields)
 
-    def _go_on_from(self, state_path: Path) -> None:
+    def _go_on_from_next_state(self) -> None:
         if self._state is not None and self._state not in self._being_saved:
             shutil.rmtree(self._state, ignore_errors=True)
-        self._state, self._is_state_current = state_path, True
+        self._state, self._is_state_current = self._next_state, True
 
 
 def _copy_state(state: Path, directory: Path) -> None:

@@ -16,9 +16,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from unstable_lite.adapters import writer
+from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
-from unstable_lite.errors import ModelError
+from unstable_lite.errors import AdapterError, ModelError
 from unstable_lite.learner import CRITIC_HEAD, distributed
 from unstable_lite.learner.advantages import Floats
 from unstable_lite.learner.batching import PromptBatch, make_prompt_batches
@@ -67,15 +67,15 @@ class Critic:
 
     def save(self, directory: Path) -> None:
         """Write adapter and head into an existing directory."""
-        writer.write(directory, *self._policy.adapter_state(_ADAPTER))
+        peft_files.write_files(directory, *self._policy.adapter_state(_ADAPTER))
         head = {name: tensor.detach().cpu().contiguous() for name, tensor in self.head.state_dict().items()}
-        writer.write_file(directory / CRITIC_HEAD, safetensors.torch.save(head))
+        peft_files.write_file(directory / CRITIC_HEAD, safetensors.torch.save(head))
 
     def load(self, directory: Path) -> None:
-        """Load a critic that `save` wrote. Raises ModelError unless it has this base, rank and targets."""
+        """Load a critic that `save` wrote. Raises ModelError or AdapterError unless it fits base and section lora."""
         try:
-            head = writer.read_tensors(directory / CRITIC_HEAD)
-        except ModelError as error:
+            head = peft_files.read_tensors(directory / CRITIC_HEAD)
+        except AdapterError as error:
             raise ModelError(f"{directory} is not a critic with {CRITIC_HEAD}: {error}") from error
         _check_head(directory, head, self.head.state_dict())
         self._policy.load_adapter(directory, _ADAPTER)

@@ -16,8 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from unstable_lite.adapters import writer
-from unstable_lite.adapters.peft_files import read_header
+from unstable_lite.adapters.peft_files import read_header, write_file
 from unstable_lite.errors import AdapterError, ModelError
 
 _STATE = "learner.safetensors"
@@ -31,7 +30,7 @@ def write_state(
     if device.type == "cuda":
         tensors["rng.cuda"] = torch.cuda.get_rng_state(device)
     content = safetensors.torch.save(tensors, {"counters": json.dumps(dict(counters))})
-    writer.write_file(directory / _STATE, content)
+    write_file(directory / _STATE, content)
 
 
 def read_state(directory: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:

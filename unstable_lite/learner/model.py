@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from unstable_lite.adapters import writer
+from unstable_lite.adapters.peft_files import read_adapter
 from unstable_lite.config import Config
 from unstable_lite.config.training import LoraConfig
 from unstable_lite.errors import ModelError, RequestError
@@ -289,8 +289,8 @@ class Policy:
         return tensors, config | {k: sorted(v) for k, v in config.items() if isinstance(v, set)}
 
     def load_adapter(self, directory: Path, name: str = ADAPTER) -> None:
-        """Load a PEFT directory. Raises ModelError unless it has this run's rank, targets and scale."""
-        tensors, stored = writer.read(directory)
+        """Load a PEFT directory. Raises AdapterError or ModelError unless it has this run's rank, targets and scale."""
+        tensors, stored, _ = read_adapter(directory)
         own_tensors, own = self.adapter_state(name)
         for key in ("r", "lora_alpha", "target_modules", "bias", "use_rslora", "use_dora", "rank_pattern"):
             theirs, ours = _comparable(stored.get(key)), _comparable(own.get(key))

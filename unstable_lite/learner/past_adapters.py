@@ -9,7 +9,7 @@ from pathlib import Path
 import safetensors.torch
 from torch import Tensor
 
-from unstable_lite.adapters import writer
+from unstable_lite.adapters import peft_files
 from unstable_lite.learner import distributed
 from unstable_lite.learner.model import Policy
 from unstable_lite.types import TrainItem
@@ -45,12 +45,12 @@ class PastAdapters(dict[int, dict[str, Tensor]]):
 
     def save(self, directory: Path) -> None:
         tensors = {f"{version} {name}": value for version, kept in self.items() for name, value in kept.items()}
-        writer.write_file(directory / PAST_ADAPTERS, safetensors.torch.save(tensors))
+        peft_files.write_file(directory / PAST_ADAPTERS, safetensors.torch.save(tensors))
 
     def load(self, directory: Path) -> None:
         """Replace all by those that `save` wrote, if it did."""
         self.clear()
         if (directory / PAST_ADAPTERS).is_file():
-            for name, value in writer.read_tensors(directory / PAST_ADAPTERS).items():
+            for name, value in peft_files.read_tensors(directory / PAST_ADAPTERS).items():
                 version, _, parameter = name.partition(" ")
                 self.setdefault(int(version), {})[parameter] = value

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from unstable_lite.adapters import writer
+from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.learner import UpdateResult, distributed
 from unstable_lite.learner.advantages import Floats, zero_share
@@ -87,7 +87,7 @@ class Training:
 
     def save(self, directory: Path) -> None:
         """Write adapters, optimisers, counters and random state into a directory that exists."""
-        writer.write(directory, *self.policy.adapter_state())
+        peft_files.write_files(directory, *self.policy.adapter_state())
         moments = state_tensors(self.optimizer, self.policy.parameters)
         counters: dict[str, Any] = {
             "step": self.step,

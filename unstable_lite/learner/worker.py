@@ -22,11 +22,10 @@ from typing import Any
 import torch
 import transformers
 
-from unstable_lite.adapters import writer
-from unstable_lite.adapters.store import NO_ROOM
+from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.config.training import LearnerConfig
-from unstable_lite.errors import AdapterError, ConfigError, RequestError, UnstableError, is_out_of_memory
+from unstable_lite.errors import ConfigError, NoRoomError, RequestError, UnstableError, is_out_of_memory
 from unstable_lite.learner import UPDATED, Learner, UpdateResult, distributed, load_learner, losses
 from unstable_lite.learner.batching import check, fit, length
 from unstable_lite.learner.histograms import histograms_of
@@ -151,11 +150,8 @@ class _Worker:
                 return self._save(message)
             return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
         except RequestError as error:
-            return Failed(request_id=message.request_id, error=str(error))
-        except AdapterError as error:
-            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in NO_ROOM):
-                raise
-            return Failed(request_id=message.request_id, error=str(error), is_no_room=True)
+            is_no_room = isinstance(error, NoRoomError)
+            return Failed(request_id=message.request_id, error=str(error), is_no_room=is_no_room)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -339,17 +335,10 @@ class _Worker:
 
     def _keep(self, path: str, metrics: dict[str, float] | None) -> None:
         """Save the whole state or nothing; a process that replaces this one continues from it."""
-        unfinished = Path(f"{path}.partial")
-        try:
-            for left_behind in (unfinished, path):  # by a process that died
-                shutil.rmtree(left_behind, ignore_errors=True)
-            unfinished.mkdir()
+        shutil.rmtree(path, ignore_errors=True)  # left behind by a process that died
+        with peft_files.new_directory(Path(path), 3 * self._policy.adapter_bytes) as unfinished:
             self._write_state(unfinished)
             (unfinished / UPDATED).write_text(json.dumps(metrics))
-            unfinished.rename(path)
-        except OSError as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise AdapterError(writer.explain(error, Path(path), 3 * self._policy.adapter_bytes)) from error
         if self._state is not None and self._state.suffix == ".before":  # the orchestrator removes the others
             shutil.rmtree(self._state, ignore_errors=True)
         self._state = Path(path)
@@ -365,16 +354,16 @@ class _Worker:
         try:
             self._write_state(Path(message.path))
         except OSError as error:
-            reason = writer.explain(error, Path(message.path), 3 * self._policy.adapter_bytes)
+            reason = peft_files.explain(error, Path(message.path), 3 * self._policy.adapter_bytes)
             return Failed(request_id=message.request_id, error=reason)
         return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
 
     def _write_adapter(self, path: str) -> str:
         """Write the adapter, unless a predecessor did, and return the digest of the one that this process holds."""
-        state = self._policy.adapter_state()
+        tensors, config = self._policy.adapter_state()
         if not Path(path).exists():  # a process may have died just after it wrote it
-            writer.write_adapter(Path(path), *state)
-        return writer.digest(*state)
+            peft_files.write_adapter(Path(path), tensors, config)
+        return peft_files.digest_of(config, peft_files.serialized(tensors))
 
     def _load(self, directory: Path, message: LoadLearner) -> None:
         self.learner.training.load(directory)

@@ -14,9 +14,9 @@ from typing import Any
 
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.adapters.table import AdapterTable, Origin
-from unstable_lite.engines.client import EngineClient, EnginePool
-from unstable_lite.errors import AdapterError, RequestError, WorkerDied
-from unstable_lite.orchestrator.canary_checks import CanaryChecks, all_of
+from unstable_lite.engines.client import EngineClient, EnginePool, all_of
+from unstable_lite.errors import AdapterError, RequestError
+from unstable_lite.orchestrator.canary_checks import CanaryChecks
 
 log = logging.getLogger(__name__)
 
@@ -27,16 +27,12 @@ class AdapterSync:
     def __init__(self, engines: EnginePool, store: AdapterStore, table: AdapterTable, canaries: CanaryChecks) -> None:
         self.num_waits = 0
         """Number of new adapters that had to wait for a slot."""
+        self.canaries = canaries
         self._engines = engines
         self._store = store
         self._table = table
-        self._canaries = canaries
         self._changed = asyncio.Event()
         table.on_change = self._changed_now
-
-    async def check_base(self) -> dict[str, float]:
-        """See `CanaryChecks.check_base`."""
-        return await self._canaries.check_base()
 
     async def sync(self, version: int, digest: str) -> dict[str, float]:
         """Load a new version of the learner on every engine and check it; return the canary's metrics.
@@ -52,9 +48,8 @@ class AdapterSync:
             log.warning("adapter %d waits: %d are loaded, engine.max_loras = %d", version, used, most)
             await self._until(lambda: table.has_free_slot)
         table.load(version)
-        await self._engines.load_adapter(version, self._store.path(version))
-        await all_of((self._confirm(engine, version) for engine in self._engines.up), but=WorkerDied)
-        metrics = await self._canaries.check_new(version)
+        await self._engines.each(lambda engine: self._load(engine, version))
+        metrics = await self.canaries.check_new(version)
         table.check(version)
         return metrics
 
@@ -64,13 +59,20 @@ class AdapterSync:
         Raises RequestError if no engine can load them, or if their files were damaged in the meantime; AdapterError if
         only some engines can, or if one does not answer as it did.
         """
-        table = self._table
-        table.load(id)
-        await self._load_again(id, table.weights[table.origin(id)].digest)
-        await all_of((self._confirm(engine, id) for engine in self._engines.up), but=WorkerDied)
-        # An engine that dies is checked when it was restarted.
-        await all_of((self._canaries.check_returned(e, id) for e in self._engines.up), but=WorkerDied)
-        table.check(id)
+        engines, path, expected = self._engines, self._store.path(id), self._table.weights_of(id).digest
+        self._table.load(id)
+        try:
+            digests = {*await engines.each(lambda engine: engine.load_adapter(id, path))} - {None}
+        except RequestError as error:
+            if any(id in engine.adapters for engine in engines.engines):
+                raise AdapterError(f"adapter {id} is loaded by some engines, not by others: {error}") from error
+            raise
+        if len(digests) == 1 and expected not in digests:
+            await engines.unload_adapter(id)
+            raise RequestError(f"its files were damaged: their digest is {digests.pop()}, the learner wrote {expected}")
+        await engines.each(lambda engine: self._load(engine, id))
+        await engines.each(lambda engine: self.canaries.check_returned(engine, id))
+        self._table.check(id)
 
     async def restore(self, engine: EngineClient) -> None:
         """Load on a restarted engine the adapters that the others hold, and check them; then it may be asked again.
@@ -83,9 +85,9 @@ class AdapterSync:
         # Adapters come and go while this engine loads. One that `sync` is loading has no answers yet: `sync` checks it.
         while True:
             # First, because a version that was retired while this engine loaded it takes up a slot.
-            while retired := engine.adapters - set(table.held):
+            while retired := engine.adapters - table.held:
                 await engine.unload_adapter(min(retired))
-            new = sorted(id for id in {0, *table.held} - checked if id not in given or table.is_answered(id))
+            new = sorted(id for id in table.held - checked if id not in given or table.is_answered(id))
             if not new:
                 break
             given.update(new)
@@ -109,47 +111,31 @@ class AdapterSync:
         await self._until(lambda: not self._table.is_freeing)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_waits": self.num_waits, "canaries": self._canaries.state_dict()}
+        return {"num_waits": self.num_waits, "canaries": self.canaries.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_waits = state["num_waits"]
-        self._canaries.load_state_dict(state["canaries"])
-
-    async def _load_again(self, id: int, expected: str) -> None:
-        failure: RequestError | None = None
-        try:
-            await self._engines.load_adapter(id, self._store.path(id))
-        except* RequestError as errors:
-            failure = RequestError(str(errors.exceptions[0]))
-        if failure is not None:
-            if any(id in engine.adapters for engine in self._engines.engines):
-                raise AdapterError(f"adapter {id} is loaded by some engines, not by others: {failure}")
-            raise failure
-        digests = await all_of((engine.adapter_digest(id) for engine in self._engines.up), but=WorkerDied)
-        if len(set(digests)) == 1 and digests[0] not in (None, expected):
-            await self._engines.unload_adapter(id)
-            raise RequestError(f"its files were damaged: their digest is {digests[0]}, the learner wrote {expected}")
+        self.canaries.load_state_dict(state["canaries"])
 
     async def _give_back(self, engine: EngineClient, id: int) -> None:
         table = self._table
-        if id and id not in table.held:  # retired in the meantime
+        if id not in table.held:  # retired in the meantime
             return
         try:
             if id:
-                await engine.load_adapter(id, self._store.path(id))
-                await self._confirm(engine, id)
-            if id in (0, *table.held) and table.is_answered(id):
-                await self._canaries.check_returned(engine, id)
+                await self._load(engine, id)
+            if id in table.held and table.is_answered(id):
+                await self.canaries.check_returned(engine, id)
         except RequestError:
-            if not id or id in table.held:  # else it was retired in the meantime
+            if id in table.held:  # else it was retired in the meantime
                 raise
 
-    async def _confirm(self, engine: EngineClient, id: int) -> None:
-        """Raise AdapterError if the engine holds another adapter as `id` than the learner wrote."""
+    async def _load(self, engine: EngineClient, id: int) -> None:
+        """Load an adapter on an engine. Raises AdapterError if it now holds another one than the learner wrote."""
+        found = await engine.load_adapter(id, self._store.path(id))
         if id not in self._table.adapters:  # retired in the meantime
             return
-        origin = self._table.origin(id)
-        expected, found = self._table.weights[origin].digest, await engine.adapter_digest(id)
+        origin, expected = self._table.origin(id), self._table.weights_of(id).digest
         if found != expected:
             raise AdapterError(
                 f"{engine.channel.name} holds another adapter as version {id} than the learner wrote"
@@ -158,17 +144,13 @@ class AdapterSync:
             )
 
     async def _retire(self, id: int) -> None:
-        while True:
+        while any(id in engine.adapters for engine in self._engines.up):  # one may be restored in the meantime
             try:
                 await self._engines.unload_adapter(id)
-                while any(id in engine.adapters for engine in self._engines.up):  # one was restored in the meantime
-                    await self._engines.unload_adapter(id)
-            except* RequestError as errors:
+            except RequestError as error:
                 # A game that was given up may still have a request in an engine.
-                log.info("adapter %d stays a little longer: %s", id, errors.exceptions[0])
-            else:
-                break
-            await asyncio.sleep(UNLOAD_RETRY_S)
+                log.info("adapter %d stays a little longer: %s", id, error)
+                await asyncio.sleep(UNLOAD_RETRY_S)
         self._store.unlink(id)
         self._table.remove(id)
 

@@ -7,23 +7,21 @@ it was the newest. adapters/table.py keeps those answers.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import math
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import msgspec
 import numpy as np
 
-from unstable_lite.adapters.canary import FEWEST_TOKENS, NOISE_TOKENS, Check, Evidence, Noise
+from unstable_lite.adapters.canary import FEWEST_TOKENS, NOISE_TOKENS, Check, Evidence, Floats, Noise
 from unstable_lite.adapters.table import AdapterTable, CanaryAnswer, Origin, Weights
-from unstable_lite.engines.client import EngineClient, EnginePool
+from unstable_lite.engines.client import EngineClient, EnginePool, all_of
 from unstable_lite.errors import AdapterError, WorkerDied
 from unstable_lite.learner.client import LearnerClient
-from unstable_lite.types import Generation, LearnerLogprobs, Logprobs
-
-T = TypeVar("T")
+from unstable_lite.types import Generation, LearnerLogprobs, Logprobs, TokenIds
 
 CANARY_TOKENS = 16
 """Length limit of one completion."""
@@ -42,29 +40,28 @@ class _Canary:
 
     engine: EngineClient
     check: Check
-    answers: list[tuple[str, int, Generation]] = field(default_factory=list)
-    """Prompt, seed and completion."""
-    base_logprobs: list[Logprobs] = field(default_factory=list)
-    """The learner's log-probabilities with the base, for each completion that was scored."""
+    generations: list[Generation] = field(default_factory=list)
+    answers: list[CanaryAnswer] = field(default_factory=list)
+    """The record of each generation."""
     has_died: bool = False
 
     @property
     def name(self) -> str:
         return self.engine.channel.name
 
-    def to_keep(self) -> list[CanaryAnswer]:
-        base: list[Logprobs | None] = [*self.base_logprobs]
-        base += [None] * (len(self.answers) - len(base))
-        return [
-            CanaryAnswer(
-                prompt=prompt,
-                seed=seed,
-                completion_ids=generation.completion_ids,
-                logprobs=generation.logprobs,
-                base_logprobs=base_logprobs,
-            )
-            for (prompt, seed, generation), base_logprobs in zip(self.answers, base, strict=True)
-        ][: SAMPLED[1]]
+    def add(self, prompt: str, seed: int, generation: Generation) -> None:
+        self.generations.append(generation)
+        ids, logprobs = generation.completion_ids, generation.logprobs
+        self.answers.append(CanaryAnswer(prompt=prompt, seed=seed, completion_ids=ids, logprobs=logprobs))
+
+
+class _State(msgspec.Struct, kw_only=True):
+    """State of the canaries in a checkpoint."""
+
+    num_doubts: int
+    evidence: dict[str, Evidence]
+    base_evidence: dict[str, Evidence]
+    weights: list[tuple[Origin, Weights]]
 
 
 class CanaryChecks:
@@ -109,7 +106,7 @@ class CanaryChecks:
         differences = [part for canary in canaries for part in canary.check.differences]
         learner = [part for canary in canaries for part in canary.check.learner]
         self._noise = Noise(np.concatenate(differences), np.concatenate(learner), self._tolerance)
-        lengths = [len(generation.completion_ids) for canary in canaries for _, _, generation in canary.answers]
+        lengths = [len(answer.completion_ids) for canary in canaries for answer in canary.answers]
         mean_length = sum(lengths) / len(lengths)
         self._num_scored = _between(SCORED, SCORED_TOKENS / mean_length)
         self._num_sampled = _between(SAMPLED, SAMPLED_TOKENS / mean_length)
@@ -137,7 +134,7 @@ class CanaryChecks:
         The same seeds must give the same tokens, up to where rounding parts them, as likely as they were then. Raises
         AdapterError if they do not.
         """
-        weights = self._table.weights[self._table.origin(id)]
+        weights = self._table.weights_of(id)
         known = weights.answers.get(engine.channel.name) or next(iter(weights.answers.values()))
         evidence = weights.evidence.setdefault(engine.channel.name, Evidence())
         check = Check(evidence, self._noise, self._tolerance, self._num_scored, len(known))
@@ -156,59 +153,30 @@ class CanaryChecks:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the evidence, and the answers of weights that can return, JSON-able."""
-        kept = [(origin, self._table.weights[origin]) for origin in self._table.stored().values()]
-        prompts = list(dict.fromkeys(a.prompt for _, known in kept for each in known.answers.values() for a in each))
-        return {
-            "num_doubts": self.num_doubts,
-            "evidence": _evidence_to_json(self._evidence),
-            "base_evidence": _evidence_to_json(self._table.weights[self._table.origin(0)].evidence),
-            "prompts": prompts,
-            "weights": [
-                {
-                    "origin": list(origin),
-                    "stored_as": known.stored_as,
-                    "digest": known.digest,
-                    "evidence": _evidence_to_json(known.evidence),
-                    "answers": {
-                        engine: [
-                            [
-                                prompts.index(answer.prompt),
-                                answer.seed,
-                                *map(_to_text, (answer.completion_ids, answer.logprobs)),
-                                None if answer.base_logprobs is None else _to_text(answer.base_logprobs),
-                            ]
-                            for answer in answers
-                        ]
-                        for engine, answers in known.answers.items()
-                    },
-                }
-                for origin, known in kept
-            ],
-        }
+        table = self._table
+        kept = [(origin, table.weights[origin]) for origin in table.stored().values()]
+        state: dict[str, Any] = msgspec.to_builtins(
+            _State(
+                num_doubts=self.num_doubts,
+                evidence=_against(self._evidence),
+                base_evidence=_against(table.weights_of(0).evidence),
+                weights=[(origin, replace(known, evidence=_against(known.evidence))) for origin, known in kept],
+            ),
+            enc_hook=_to_plain,
+        )
+        saved = list(_saved_answers(state))
+        state["prompts"] = list(dict.fromkeys(answer["prompt"] for answer in saved))
+        for answer in saved:
+            answer["prompt"] = state["prompts"].index(answer["prompt"])
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_doubts = state["num_doubts"]
-        self._evidence = _evidence_from_json(state["evidence"])
-        self._table.weights[self._table.origin(0)].evidence = _evidence_from_json(state["base_evidence"])
-        for known in state["weights"]:
-            self._table.weights[Origin(*known["origin"])] = Weights(
-                digest=known["digest"],
-                stored_as=known["stored_as"],
-                evidence=_evidence_from_json(known["evidence"]),
-                answers={
-                    engine: [
-                        CanaryAnswer(
-                            prompt=state["prompts"][prompt],
-                            seed=seed,
-                            completion_ids=_from_text(ids, "<i4"),
-                            logprobs=_from_text(logprobs, "<f4"),
-                            base_logprobs=None if base_logprobs is None else _from_text(base_logprobs, "<f4"),
-                        )
-                        for prompt, seed, ids, logprobs, base_logprobs in answers
-                    ]
-                    for engine, answers in known["answers"].items()
-                },
-            )
+        for answer in _saved_answers(state):
+            answer["prompt"] = state["prompts"][answer["prompt"]]
+        loaded = msgspec.convert(state, _State, dec_hook=_to_array)
+        self.num_doubts, self._evidence = loaded.num_doubts, loaded.evidence
+        self._table.weights_of(0).evidence = loaded.base_evidence
+        self._table.weights |= dict(loaded.weights)
 
     async def _check_everywhere(self, id: int) -> list[_Canary]:
         """Compare every engine with the learner, with the adapter that the learner holds now, or with the base.
@@ -217,7 +185,6 @@ class CanaryChecks:
         again.
         """
         canaries: dict[tuple[str, int], _Canary] = {}
-        weights = self._table.weights[self._table.origin(id)]
         while silent := {
             (e.channel.name, e.channel.life): e
             for e in await self._engines.wait_for_one()
@@ -227,9 +194,7 @@ class CanaryChecks:
             while open_canaries := [c for c in new.values() if not c.has_died and c.check.num_wanted()]:
                 await self._compare_more(id, open_canaries)
             canaries |= {life: canary for life, canary in new.items() if not canary.has_died}
-            for canary in new.values():
-                if not canary.has_died:
-                    weights.answers[canary.name] = canary.to_keep()
+        self._table.weights_of(id).answers |= {c.name: c.answers[: SAMPLED[1]] for c in canaries.values()}
         return list(canaries.values())
 
     def _check(self, engine: EngineClient, id: int) -> Check:
@@ -248,12 +213,12 @@ class CanaryChecks:
             if answer is None:
                 canary.has_died = True
             else:
-                canary.answers.append((prompt, seed, answer))
+                canary.add(prompt, seed, answer)
         to_score = [
             (canary, generation)
             for canary in canaries
             if not canary.has_died
-            for _, _, generation in canary.answers[canary.check.num_completions : canary.check.num_wanted()]
+            for generation in canary.generations[canary.check.num_completions : canary.check.num_wanted()]
         ]
         scored = await self._score(generation for _, generation in to_score) if to_score else {}
         for canary, generation in to_score:
@@ -268,7 +233,7 @@ class CanaryChecks:
                     "update made them overflow. Lower learner.learning_rate and resume from the newest checkpoint, if "
                     "there is one"
                 )
-        canary.base_logprobs.append(scored.base)
+        canary.answers[canary.check.num_completions].base_logprobs = scored.base
         canary.check.add(generation.prompt_ids, generation.completion_ids, generation.logprobs, expected, scored.base)
 
     def _judge(self, name: str, id: int, check: Check, claim: str) -> None:
@@ -328,29 +293,28 @@ class CanaryChecks:
         return dict(zip(distinct, await self._learner.score(list(distinct.values())), strict=True))
 
 
-async def all_of(asked: Iterable[Coroutine[Any, Any, T]], but: type[Exception] | tuple[()] = ()) -> list[T | None]:
-    """Ask at once and wait for all; None for one that ended by `but`. Raises the first error of another kind."""
-    results = await asyncio.gather(*asked, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, but):
-            raise result
-    return [None if isinstance(result, BaseException) else result for result in results]
+def _against(evidence: dict[str, Evidence]) -> dict[str, Evidence]:
+    """Return the evidence with which the next checks begin, if there is any, so that a resume changes none of it."""
+    return {engine: Evidence(of.carried) for engine, of in sorted(evidence.items()) if of.carried.any()}
 
 
-def _evidence_to_json(evidence: dict[str, Evidence]) -> dict[str, list[float]]:
-    return {engine: of.carried.tolist() for engine, of in sorted(evidence.items()) if of.carried.any()}
+def _saved_answers(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the answers in a state. Each has the number of its prompt, because many answers share one."""
+    for _, weights in state["weights"]:
+        for answers in weights["answers"].values():
+            yield from answers
 
 
-def _evidence_from_json(saved: dict[str, list[float]]) -> dict[str, Evidence]:
-    return {engine: Evidence(np.array(logs)) for engine, logs in saved.items()}
-
-
-def _to_text(array: np.ndarray[Any, np.dtype[Any]]) -> str:
+def _to_plain(array: Floats | TokenIds | Logprobs) -> list[float] | str:
+    if array.dtype == np.float64:
+        return list(map(float, array))
     return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()
 
 
-def _from_text(text: str, dtype: str) -> Any:
-    return np.frombuffer(base64.b64decode(text), dtype)
+def _to_array(hint: Any, saved: Any) -> Floats | TokenIds | Logprobs:
+    if hint == Floats:
+        return np.array(saved, np.float64)
+    return np.frombuffer(base64.b64decode(saved), "<i4" if hint == TokenIds else "<f4")
 
 
 def _tokens(generation: Generation) -> tuple[bytes, bytes]:

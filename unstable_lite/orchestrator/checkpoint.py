@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import shutil
 import struct
 import tomllib
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unstable_lite.adapters.peft_files import sync
 from unstable_lite.config import Config
 from unstable_lite.config.reading import parse_config
 from unstable_lite.errors import ProtocolError, UnstableError
@@ -109,14 +109,14 @@ def _finish(partial: Path, final: Path, contents: Mapping[str, bytes]) -> None:
     manifest = {name: {"bytes": size(partial / name), "sha256": sha256(partial / name)} for name in names}
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=2))
     for file in [*partial.rglob("*"), partial]:
-        _sync(file)
+        sync(file)
     partial.rename(final)
     with contextlib.suppress(OSError):  # the checkpoint is intact, and `--resume` finds the newest itself
         link = final.with_name(".latest")
         link.unlink(missing_ok=True)
         link.symlink_to(final.name)
         link.rename(final.with_name("latest"))
-        _sync(final.parent)
+        sync(final.parent)
 
 
 def newest_checkpoint(checkpoints: Path, say: Callable[[str], None]) -> Path:
@@ -207,11 +207,3 @@ def _not_understood(path: Path, reason: str) -> UnstableError:
         f"version that wrote it (its commit is in versions.json), or remove {path.parent} to resume from the "
         "checkpoint before it"
     )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -219,7 +219,7 @@ class CheckpointPool:
             self._alarm(f"{uid} cannot return as an opponent: {error}")
             table.discard(origin)
             self._store.unlink(id)
-            table.abandon(id)
+            table.remove(id)
             return True
         table.pin(id)
         table.offer(id)

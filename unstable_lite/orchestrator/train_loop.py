@@ -92,7 +92,7 @@ class TrainLoop:
             return False
         parts.pool.evict_if_needed()
         async with parts.colocation.learner():
-            updated = await self.policy.update(batch, version)
+            updated = await parts.workers.learner.update(batch, version, parts.store)
         if updated.skipped is not None:
             self.progress.count_skipped(updated.skipped)
             return False

@@ -89,7 +89,7 @@ async def wired_parts(
                 started_workers(plan, log_path.parent, say, is_restart=checkpoint is not None)
             )
         needed = workers.adapter_bytes * adapters_in_memory(config)
-        store = AdapterStore(directory.name, fallback=directory, bytes_needed=needed)
+        store = AdapterStore(directory.name, fallback=directory, bytes_needed=needed, alarm=alarm)
         stores.callback(store.close)
         if store.remark is not None:
             say(store.remark)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from unstable_lite.adapters import writer
+from unstable_lite.adapters import peft_files
 from unstable_lite.errors import RequestError, is_out_of_memory
 from unstable_lite.sft.fine_tuning import FineTuner
 from unstable_lite.sft.pairs import read_pairs
@@ -76,7 +76,7 @@ def _fine_tune(tuner: FineTuner, message: FineTune, spec: WorkerSpec, socket: Wo
         metrics |= {"train_loss_first_epoch": losses[0], "train_loss_last_epoch": losses[-1]}
         if held_out:
             metrics |= _metrics(tuner, held_out, "after")
-        writer.write(Path(message.output), *tuner.policy.adapter_state())
+        peft_files.write_files(Path(message.output), *tuner.policy.adapter_state())
     except RequestError as error:
         return Failed(request_id=message.request_id, error=str(error))
     except OSError as error:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fakes.noise.simulation import TOLERANCE, World, recorded
-from unstable_lite.adapters.canary import Check, Evidence, NewTokens, Noise
+from unstable_lite.adapters.canary import Check, Evidence, Noise
 
 EFFECTS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Mean change of log p by an adapter, from an untrained one to one far from the base."""
@@ -123,11 +123,11 @@ def test_evidence_against_an_engine_is_kept_and_evidence_for_it_is_not() -> None
 
 
 def test_repeated_tokens_after_the_same_prefix_count_once() -> None:
-    tokens, prompt = NewTokens(), np.array([1, 2], np.int32)
-    assert tokens.of(prompt, np.array([5, 6, 7], np.int32)).tolist() == [True, True, True]
-    assert tokens.of(prompt, np.array([5, 6, 8, 7], np.int32)).tolist() == [False, False, True, True]
-    assert tokens.of(prompt[:1], np.array([5], np.int32)).tolist() == [True]
-    assert tokens.count == 6
+    check, prompt = Check(Evidence(), None, TOLERANCE, first=2, sampled=8), np.array([1, 2], np.int32)
+    for asked, ids in ((prompt, [5, 6, 7]), (prompt, [5, 6, 8, 7]), (prompt[:1], [5])):
+        check.add(asked, np.array(ids, np.int32), np.array(ids, np.float32), *[np.zeros(len(ids), np.float32)] * 2)
+    assert [part.tolist() for part in check.differences] == [[5, 6, 7], [8, 7], [5]]
+    assert check.num_tokens == 6
 
 
 def test_clear_check_ends_after_its_first_round_and_a_doubtful_continues() -> None:

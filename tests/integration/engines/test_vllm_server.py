@@ -31,7 +31,6 @@ Connect = Callable[..., VLLMServerEngine]
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "RETRY_AFTER_S", (0.0, 0.0))
-    monkeypatch.setattr(vllm_server_engine, "NOT_SEEN_YET_S", (0.0,))
     monkeypatch.setattr(vllm_server_engine, "LOOK_AGAIN_S", 0.01)
 
 
@@ -105,17 +104,17 @@ def test_token_ids_are_sent_and_received(server: FakeVLLM, connect: Connect) -> 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"token_ids": None}, "token ids"),
+        ({"token_ids": None}, "token_ids"),
         ({"token_ids": []}, "token ids"),
         ({"token_ids": [5, 6, 7, 8]}, "token ids"),
         ({"token_ids": [5, 6, 1 << 40]}, "token ids"),
-        ({"token_ids": [5, True, 7]}, "token ids"),
+        ({"token_ids": [5, True, 7]}, "token_ids"),
         ({"prompt_token_ids": [1, 2]}, "prompt"),
         ({"prompt_token_ids": None}, "prompt"),
         ({"logprobs": [-0.5, -1.25]}, "log-probabilities"),
         ({"logprobs": [-0.5, -1.25, float("nan")]}, "log-probabilities"),
         ({"logprobs": [-0.5, -1.25, 2.0]}, "log-probabilities"),
-        ({"logprobs": None}, "log-probabilities"),
+        ({"logprobs": None}, "token_logprobs"),
         ({"finish_reason": "abort"}, "abort"),
         ({"model": "another-model"}, "another-model"),
         ({"model": None}, "model"),
@@ -138,9 +137,9 @@ def test_mismatched_answer_fails_only_its_request(
     [
         ((200, b"<html>busy</html>"), "JSON"),
         ((200, b"[" * 100_000), "JSON"),
-        ((200, []), "token ids"),
-        ((200, {"choices": []}), "token ids"),
-        ((200, {"choices": [{"text": "an old server"}], "model": "tiny"}), "token ids"),
+        ((200, []), "JSON"),
+        ((200, {"choices": []}), "JSON"),
+        ((200, {"choices": [{"text": "an old server"}], "model": "tiny"}), "token_ids"),
         (error(400, "prompt is too long"), "400: prompt is too long"),
         (error(500, "it broke"), "500: it broke"),
         ((418, b"\xff\x00"), "418"),

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fakes import runs
-from unstable_lite.adapters import writer
+from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError, EnvError, ModelError, UnsupportedEnvError
 from unstable_lite.evaluation import action_distribution
@@ -54,7 +54,7 @@ def write_adapter(directory: Path, scale: float, rank: int = 4) -> Path:
     torch.manual_seed(1)
     scaled = {name: scale * torch.randn_like(t) if "lora_B" in name else t for name, t in tensors.items()}
     directory.mkdir(parents=True)
-    writer.write(directory, scaled, stored)
+    peft_files.write_files(directory, scaled, stored)
     return directory
 
 

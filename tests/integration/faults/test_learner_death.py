@@ -88,8 +88,7 @@ class Learning:
     alarms: list[str] = field(default_factory=list)
 
     async def update(self, version: int) -> Updated:
-        path, state_path = self.arena.path(version), self.arena.learner_state(version)
-        return await self.client.update(batch(version), version, path, state_path)
+        return await self.client.update(batch(version), version, self.arena)
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
@@ -161,7 +160,7 @@ async def test_every_update_is_made_once_whenever_the_learner_is_killed(learning
         steps = [(await learning.update(2)).metrics["step"]]
         tasks.create_task(learning.kill_when(lambda: learning.client.channel.num_pending > 0))  # at its start
         steps.append((await learning.update(3)).metrics["step"])
-        partial = Path(f"{arena.learner_state(4)}.partial")
+        partial = arena.directory / ".learner-4.unfinished"
         tasks.create_task(learning.kill_when(partial.exists))  # while it writes its state
         steps.append((await learning.update(4)).metrics["step"])
         tasks.create_task(learning.kill_when(arena.learner_state(5).exists))  # done, perhaps not yet reported

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fakes import two_ranks
 from fakes.two_ranks import Job, Outcome
 from fakes.unrolled import is_equal, largest_difference
-from unstable_lite.adapters import writer
+from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.learner.batching import Share, cut, length, make_micro_batches, make_prompt_batches
 from unstable_lite.learner.model import Policy
@@ -102,7 +102,7 @@ def outcome(
     policy = Policy(make_config("reinforce"), "cpu")
     for number, parameter in enumerate(policy.parameters.values()):
         torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
-    writer.write_adapter(start, *policy.adapter_state())
+    peft_files.write_adapter(start, *policy.adapter_state())
     initial = {"learner": LEARNER, "lora": {"initial_lora_path": str(start)}}
     add("initial", "reinforce", [update(1, first), update(2, second)], initial)
     for name, is_sharded in (("whole", False), ("sharded", True)):

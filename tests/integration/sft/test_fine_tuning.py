@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from examples.make_tiny_model import END
-from unstable_lite.adapters import writer
+from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.engines.base import Engine, load_engine
 from unstable_lite.errors import RequestError
@@ -139,7 +139,7 @@ def test_few_pairs_are_memorised_with_their_stop_token(
     after = tuner.agreement(items)
     assert before.accuracy == 0 and after.accuracy == 1
     assert after.loss < losses[0] / 2
-    writer.write(tmp_path, *tuner.policy.adapter_state())
+    peft_files.write_files(tmp_path, *tuner.policy.adapter_state())
     engine = start_engine(config)
     engine.load_adapter(1, tmp_path)
     answers = generate(engine, [prompt_of(pair) for pair in few], version=1, temperature=1e-3)

@@ -23,6 +23,9 @@ from unstable_lite.adapters.peft_files import (
     digest_of,
     read_header,
     read_json,
+    read_tensors,
+    serialized,
+    write_adapter,
 )
 from unstable_lite.config.reading import parse_config
 from unstable_lite.config.training import LoraConfig
@@ -225,7 +228,6 @@ def test_pickles_are_refused_as_an_evaluated_model(evil: Path, tmp_path: Path) -
 def test_learners_and_engines_open_no_pickle(evil: Path, tmp_path: Path) -> None:
     import torch
 
-    from unstable_lite.adapters import writer
     from unstable_lite.engines.embedded import stock_model
     from unstable_lite.engines.lora import read_adapter
     from unstable_lite.learner import learner_state
@@ -234,8 +236,6 @@ def test_learners_and_engines_open_no_pickle(evil: Path, tmp_path: Path) -> None
 
     with pytest.raises(AdapterError, match=ADVICE):
         read_adapter(evil, 32)
-    with pytest.raises(ModelError, match=ADVICE):
-        writer.read(evil)
     with pytest.raises(ModelError, match=r"learner\.safetensors"):
         learner_state.read_state(evil, torch.device("cpu"))
     model = tmp_path / "model"
@@ -283,16 +283,15 @@ def test_digest_covers_names_types_shapes_weights_and_scale(tmp_path: Path) -> N
 def test_learner_and_engine_compute_the_same_digest(tmp_path: Path) -> None:
     import torch
 
-    from unstable_lite.adapters import writer
     from unstable_lite.engines.lora import read_adapter
 
     tensors = {name: torch.from_numpy(array).to(torch.bfloat16) for name, array in PAIR.items()}
-    writer.write_adapter(tmp_path / "v1", tensors, PLAIN)
-    assert writer.digest(tensors, PLAIN) == read_adapter(tmp_path / "v1", 32)[2] == adapter_digest(tmp_path / "v1")
+    write_adapter(tmp_path / "v1", tensors, PLAIN)
+    of_learner = digest_of(PLAIN, serialized(tensors))
+    assert of_learner == read_adapter(tmp_path / "v1", 32)[2] == adapter_digest(tmp_path / "v1")
 
 
 def test_non_finite_weight_is_found_when_an_adapter_is_loaded(tmp_path: Path) -> None:
-    from unstable_lite.adapters import writer
     from unstable_lite.engines.lora import read_adapter
 
     name = Q_PROJ.format("B")
@@ -300,8 +299,8 @@ def test_non_finite_weight_is_found_when_an_adapter_is_loaded(tmp_path: Path) ->
         path = adapter(tmp_path, PAIR | {name: np.full((8, 4), number, np.float32)})
         with pytest.raises(AdapterError, match="finite"):
             read_adapter(path, 32)
-        with pytest.raises(ModelError, match="finite"):
-            writer.read(path)
+        with pytest.raises(AdapterError, match="finite"):
+            read_tensors(path / WEIGHTS)
 
 
 @pytest.mark.parametrize("where", ["engine", "tokenizer", "learner"])

@@ -76,7 +76,7 @@ class AdapterLives(RuleBasedStateMachine):
         self.table.load(self.returned)
         if not is_intact:
             self.table.discard(origin)
-            self.table.abandon(self.returned)
+            self.table.remove(self.returned)
             self.gone.add(self.returned)
 
     @precondition(lambda self: self.table.stored())

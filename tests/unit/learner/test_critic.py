@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from fakes.unrolled import double, gradient, grads_of, is_equal, largest_difference, snapshot, value, value_loss
-from unstable_lite.adapters import writer
+from unstable_lite.adapters import peft_files
 from unstable_lite.errors import ModelError
 from unstable_lite.learner import losses
 from unstable_lite.learner.batching import pad
@@ -126,7 +126,7 @@ def test_written_adapter_contains_nothing_of_the_critic(
 ) -> None:
     learner, alone = make_learner("a2c"), make_learner("reinforce")
     learner.update(make_items(4, turns=2), 1)
-    writer.write_adapter(tmp_path / "v1", *learner.policy.adapter_state())
+    peft_files.write_adapter(tmp_path / "v1", *learner.policy.adapter_state())
     written = safetensors.torch.load_file(tmp_path / "v1/adapter_model.safetensors")
     assert written.keys() == alone.policy.adapter_state()[0].keys()
     assert learner.policy.adapter_state()[1] == alone.policy.adapter_state()[1]

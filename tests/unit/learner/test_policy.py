@@ -18,10 +18,10 @@ import torch
 import transformers
 from transformers.models.qwen3 import modeling_qwen3
 
-from unstable_lite.adapters import writer
+from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.config.training import LoraConfig
-from unstable_lite.errors import AdapterError, ConfigError, ModelError, RequestError
+from unstable_lite.errors import AdapterError, ConfigError, ModelError, NoRoomError, RequestError
 from unstable_lite.learner import model as learners_model
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 from unstable_lite.learner.model import Policy
@@ -271,7 +271,7 @@ def test_written_adapter_loads_in_peft_with_equal_logits(
     make_learner: MakeLearner, model_path: Path, tmp_path: Path
 ) -> None:
     policy = make_learner().policy
-    writer.write_adapter(tmp_path / "v1", *policy.adapter_state())
+    peft_files.write_adapter(tmp_path / "v1", *policy.adapter_state())
     assert {path.name for path in (tmp_path / "v1").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     base = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "v1"))
@@ -283,7 +283,7 @@ def test_written_adapter_loads_in_peft_with_equal_logits(
 def test_written_adapter_has_the_fields_that_vllm_needs(
     make_learner: MakeLearner, model_path: Path, tmp_path: Path
 ) -> None:
-    writer.write_adapter(tmp_path / "v1", *make_learner(learner={"dtype": "bfloat16"}).policy.adapter_state())
+    peft_files.write_adapter(tmp_path / "v1", *make_learner(learner={"dtype": "bfloat16"}).policy.adapter_state())
     config = json.loads((tmp_path / "v1/adapter_config.json").read_text())
     assert config["peft_type"] == "LORA"
     assert config["base_model_name_or_path"] == str(model_path)
@@ -307,7 +307,7 @@ def test_written_version_is_visible_only_when_complete(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", look_and_sync)
-    writer.write_adapter(tmp_path / "v1", *make_learner().policy.adapter_state())
+    peft_files.write_adapter(tmp_path / "v1", *make_learner().policy.adapter_state())
     assert set(seen) == {0, 2}
 
 
@@ -321,18 +321,18 @@ def test_writing_an_adapter_is_all_or_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", is_full)
-    with pytest.raises(AdapterError, match=r"/v1: No space left on device.* 0\.0 MB"):
-        writer.write_adapter(tmp_path / "v1", *policy.adapter_state())
+    with pytest.raises(NoRoomError, match=r"/v1: No space left on device.* 0\.0 MB"):
+        peft_files.write_adapter(tmp_path / "v1", *policy.adapter_state())
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
-    writer.write_adapter(tmp_path / "v1", *policy.adapter_state())
+    peft_files.write_adapter(tmp_path / "v1", *policy.adapter_state())
     with pytest.raises(AdapterError, match="once"):
-        writer.write_adapter(tmp_path / "v1", *policy.adapter_state())
+        peft_files.write_adapter(tmp_path / "v1", *policy.adapter_state())
 
 
 def test_initial_adapter_is_the_starting_point_of_training(make_learner: MakeLearner, tmp_path: Path) -> None:
     first = make_learner(learner={"dtype": "bfloat16"})
-    writer.write_adapter(tmp_path / "v1", *first.policy.adapter_state())
+    peft_files.write_adapter(tmp_path / "v1", *first.policy.adapter_state())
     config = {"lora_rank": 4, "lora_alpha": 8, "initial_lora_path": str(tmp_path / "v1")}
     second = make_learner(has_signal=False, lora=config, learner={"dtype": "bfloat16"})
     for name, parameter in first.policy.parameters.items():
@@ -350,7 +350,7 @@ def test_initial_adapter_is_the_starting_point_of_training(make_learner: MakeLea
 def test_initial_adapter_of_another_shape_is_refused(
     make_learner: MakeLearner, make_config: MakeConfig, tmp_path: Path, lora: dict[str, Any], message: str
 ) -> None:
-    writer.write_adapter(tmp_path / "v1", *make_learner().policy.adapter_state())
+    peft_files.write_adapter(tmp_path / "v1", *make_learner().policy.adapter_state())
     with pytest.raises(ModelError, match=message):
         Policy(make_config(lora=lora | {"initial_lora_path": str(tmp_path / "v1")}), "cpu")
 
@@ -360,9 +360,9 @@ def test_initial_adapter_of_another_base_is_refused(
 ) -> None:
     tensors, config = make_learner().policy.adapter_state()
     name = next(iter(tensors))
-    writer.write_adapter(tmp_path / "v1", tensors | {name: torch.zeros(4, 99)}, config)
+    peft_files.write_adapter(tmp_path / "v1", tensors | {name: torch.zeros(4, 99)}, config)
     with pytest.raises(ModelError, match=r"\(4, 99\).*\(4, 64\)"):
         Policy(make_config(lora={"initial_lora_path": str(tmp_path / "v1")}), "cpu")
     (tmp_path / "v1/adapter_model.safetensors").write_bytes(b"cut off")
-    with pytest.raises(ModelError, match="safetensors"):
+    with pytest.raises(AdapterError, match="safetensors"):
         Policy(make_config(lora={"initial_lora_path": str(tmp_path / "v1")}), "cpu")

@@ -77,19 +77,17 @@ class LocalEngine:
     def adapters(self) -> set[int]:
         return set(self.loaded)
 
-    async def adapter_digest(self, version: int) -> str:
-        return digest_of(self.loaded[version])
-
-    async def load_adapter(self, version: int, path: Path) -> None:
+    async def load_adapter(self, version: int, path: Path) -> str:
         await self.loading.wait()
         if version in self.loaded:
-            return
+            return digest_of(self.loaded[version])
         try:
             self._engine.load_adapter(version, path)
         except AdapterError as error:
             raise RequestError(str(error)) from error
         self.loaded[version] = (path / "adapter_model.safetensors").read_bytes()
         self.most_loaded = max(self.most_loaded, len(self.loaded))
+        return digest_of(self.loaded[version])
 
     async def unload_adapter(self, version: int) -> None:
         await asyncio.sleep(0)
@@ -374,6 +372,9 @@ async def test_canary_records_survive_json(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     league = await make_league(tmp_path / "one", 3, size=3, engines=2)
     text = json.dumps(league.adapter_sync.state_dict())
+    saved = json.loads(text)["canaries"]
+    assert saved["evidence"] == saved["base_evidence"] == {}, "evidence for an engine is not kept"
+    assert [known["evidence"] for _, known in saved["weights"]] == [{}] * 3
     other = League(tmp_path / "other", 3)
     other.adapter_sync.load_state_dict(json.loads(text))
     assert json.dumps(other.adapter_sync.state_dict()) == text
@@ -395,7 +396,7 @@ async def test_resumed_league_explains_each_missing_opponent(tmp_path: Path, max
     await first.close()
     if max_loras == 5:
         weights = state["adapter_sync"]["canaries"]["weights"]
-        weights[:] = [known for known in weights if known["stored_as"] != "ckpt-1"]
+        weights[:] = [[origin, known] for origin, known in weights if known["stored_as"] != "ckpt-1"]
     league = League(tmp_path, 3, max_loras=max_loras)
     for part in parts:
         getattr(league, part).load_state_dict(state[part])
@@ -545,10 +546,10 @@ async def test_training_does_not_wait_for_a_returning_checkpoint(tmp_path: Path)
     (engine,) = league.engines.engines
     load = engine.load_adapter
 
-    async def slow_for_returning(version: int, path: Path) -> None:
+    async def slow_for_returning(version: int, path: Path) -> str:
         if version >= FIRST_RETURNED_VERSION:
             await asyncio.sleep(3600)
-        await load(version, path)
+        return await load(version, path)
 
     engine.load_adapter = slow_for_returning  # type: ignore[method-assign]
     league.rate(base=0, ckpt_1=25, ckpt_2=0, ckpt_3=0, ckpt_4=25)
@@ -584,9 +585,10 @@ async def test_engine_that_reads_another_adapter_ends_the_run(tmp_path: Path) ->
     engine = league.engines.engines[1]
     load = engine.load_adapter
 
-    async def load_previous(version: int, path: Path) -> None:
+    async def load_previous(version: int, path: Path) -> str:
         await load(version, path)
         engine.loaded[version] = engine.loaded[1]
+        return digest_of(engine.loaded[version])
 
     engine.load_adapter = load_previous
     old, new = (digest_of(f"weights of ckpt-{version}".encode()) for version in (1, 2))
@@ -660,7 +662,7 @@ async def test_model_with_one_possible_token_only_raises_an_alarm(tmp_path: Path
     league = League(tmp_path, 2)
     (engine,) = league.engines.engines
     engine._engine._replies = [""]
-    metrics = await league.adapter_sync.check_base()
+    metrics = await league.canaries.check_base()
     assert metrics["canary/n"] == 1
     for _ in range(3):
         await league.update()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from unstable_lite.config.training import EngineConfig
@@ -64,7 +63,7 @@ def _delivery_problems(engine: EngineConfig, environment: Mapping[str, str]) -> 
     if folder is not None:
         if not folder.is_absolute():
             yield f"engine.adapter_folder = {str(folder)!r}: the servers need it as an absolute path"
-        elif not _is_writable(folder):
+        elif not os.access(f"{folder}/.", os.W_OK | os.X_OK):
             yield f"engine.adapter_folder = {str(folder)!r} is not a writable directory; is it mounted?"
     if not receivers:
         return
@@ -87,10 +86,3 @@ def _address(url: str) -> str:
         return urlsplit(url).netloc
     except ValueError:
         return url
-
-
-def _is_writable(folder: Path) -> bool:
-    try:
-        return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-    except OSError:  # the path is too long
-        return False

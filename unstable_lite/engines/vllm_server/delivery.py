@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-import reprlib
 import shutil
 from pathlib import Path
-from typing import Protocol
+
+import msgspec
 
 from unstable_lite.adapters.peft_files import CONFIG, WEIGHTS, adapter_digest
 from unstable_lite.config.training import EngineConfig
 from unstable_lite.engines.vllm_server.http import Server
-from unstable_lite.errors import RequestError
 from unstable_lite.games.api_keys import RECEIVER_KEY
-
-
-def delivery_to(engine: EngineConfig, url: str) -> Delivery:
-    """Return the delivery that the config names for the server at `url`, an entry of `engine.urls`."""
-    if engine.adapter_folder is not None:
-        return FolderDelivery(engine.adapter_folder)
-    receiver = engine.adapter_receivers[engine.urls.index(url)]
-    return UploadDelivery(Server(receiver.rstrip("/"), RECEIVER_KEY))
-
-
-class Delivery(Protocol):
-    """A way to bring a PEFT directory to a place from which a server can read it."""
-
-    place: str
-    advice: str
-
-    async def open(self) -> None: ...
-
-    async def bring(self, name: str, path: Path) -> tuple[str, str]:
-        """Copy an adapter to the server's side; return the directory as the server sees it, and its digest there."""
-
-    async def remove(self, name: str) -> None: ...
-
-    async def names(self) -> list[str]:
-        """Return the names of all delivered adapters, including those of other runs."""
-
-    async def close(self) -> None: ...
 
 
 class FolderDelivery:
@@ -49,10 +21,8 @@ class FolderDelivery:
         self.advice = f"the server must see engine.adapter_folder = {folder} under the same path"
         self._folder = folder
 
-    async def open(self) -> None:
-        pass
-
     async def bring(self, name: str, path: Path) -> tuple[str, str]:
+        """Copy an adapter to the server's side; return the directory as the server sees it, and its digest there."""
         partial, whole = self._folder / f".{name}", self._folder / name
         partial.mkdir()
         for file in (CONFIG, WEIGHTS):
@@ -67,10 +37,24 @@ class FolderDelivery:
                 shutil.rmtree(directory)
 
     async def names(self) -> list[str]:
+        """Return the names of all delivered adapters, including those of other runs."""
         return sorted({path.name.removeprefix(".") for path in self._folder.glob("*unstable_lite-*")})
 
     async def close(self) -> None:
         pass
+
+
+class Received(msgspec.Struct):
+    """A side-car's answer to the last file of an adapter."""
+
+    path: str
+    digest: str
+
+
+class Known(msgspec.Struct):
+    """A side-car's list of adapters."""
+
+    adapters: list[str]
 
 
 class UploadDelivery:
@@ -81,30 +65,28 @@ class UploadDelivery:
         self.advice = f"the server must see the side-car's folder under the same path; {RECEIVER_KEY} is their secret"
         self._receiver = receiver
 
-    async def open(self) -> None:
-        await self._receiver.open()
-
     async def bring(self, name: str, path: Path) -> tuple[str, str]:
-        answer = None
-        for file in (CONFIG, WEIGHTS):
-            answer = await self._receiver.ask("PUT", f"/adapters/{name}/{file}", file=path / file)
-        if not isinstance(answer, dict) or not isinstance(answer.get("path"), str):
-            raise RequestError(f"{self._receiver.url} is not an adapter receiver: {reprlib.repr(answer)}")
-        if not isinstance(answer.get("digest"), str):
-            raise RequestError(
-                f"{self._receiver.url} does not say which adapter it received; start the side-car from the same "
-                "version of unstable_lite as the run"
-            )
-        return answer["path"], answer["digest"]
+        await self._receiver.send("PUT", f"/adapters/{name}/{CONFIG}", file=path / CONFIG)
+        received = await self._receiver.ask(Received, "PUT", f"/adapters/{name}/{WEIGHTS}", file=path / WEIGHTS)
+        return received.path, received.digest
 
     async def remove(self, name: str) -> None:
-        await self._receiver.ask("DELETE", f"/adapters/{name}")
+        await self._receiver.send("DELETE", f"/adapters/{name}")
 
     async def names(self) -> list[str]:
-        answer = await self._receiver.ask("GET", "/adapters")
-        if not isinstance(answer, dict) or not isinstance(names := answer.get("adapters"), list):
-            raise RequestError(f"{self._receiver.url} is not an adapter receiver: {reprlib.repr(answer)}")
-        return [str(name) for name in names]
+        return (await self._receiver.ask(Known, "GET", "/adapters")).adapters
 
     async def close(self) -> None:
         await self._receiver.close()
+
+
+Delivery = FolderDelivery | UploadDelivery
+"""A way to bring a PEFT directory to a place from which a server can read it."""
+
+
+def delivery_to(engine: EngineConfig, url: str) -> Delivery:
+    """Return the delivery that the config names for the server at `url`, an entry of `engine.urls`."""
+    if engine.adapter_folder is not None:
+        return FolderDelivery(engine.adapter_folder)
+    receiver = engine.adapter_receivers[engine.urls.index(url)]
+    return UploadDelivery(Server(receiver.rstrip("/"), RECEIVER_KEY))

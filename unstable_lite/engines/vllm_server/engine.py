@@ -19,6 +19,7 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from unstable_lite.engines.adapter_slots import BASE, AdapterVersions
@@ -29,7 +30,7 @@ from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.engines.vllm_server.config_checks import server_url
 from unstable_lite.engines.vllm_server.delivery import delivery_to
 from unstable_lite.engines.vllm_server.http import BUSY, Refused, Server
-from unstable_lite.engines.vllm_server.server_checks import PLAIN_SAMPLING, check_server
+from unstable_lite.engines.vllm_server.server_checks import PLAIN_SAMPLING, Completion, check_server
 from unstable_lite.errors import AdapterError, ModelError, RequestError
 from unstable_lite.games.api_keys import SERVER_KEY
 from unstable_lite.games.templates import chats_in_use
@@ -45,14 +46,24 @@ T = TypeVar("T")
 
 WAIT_FOR_ANSWERS_S = 0.005
 """Longest wait for answers before the worker looks for new requests."""
-NOT_SEEN_YET_S = (0.5, 1.0, 2.0, 4.0)
-"""Pauses before an adapter is loaded again, because a network folder may show new files late."""
 DEADLINE_SHARE = 0.95
 """Share of the orchestrator's deadlines after which this worker gives up, so that its error can name the server."""
 LOOK_AGAIN_S = 1.0
 """Time between two attempts to reach a server that is not up."""
 LOAD_TIMEOUT_S = 240.0
 CLOSE_TIMEOUT_S = 2.0
+
+
+class Card(msgspec.Struct):
+    """A model or an adapter in a server's list."""
+
+    id: str
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class Models(msgspec.Struct):
+    data: list[Card]
 
 
 class VLLMServerEngine:
@@ -76,13 +87,10 @@ class VLLMServerEngine:
         self._names: dict[int, str] = {}
         """The server's names of the versions. None is used twice, because they are keys of its prefix cache."""
         self._throughput = Throughput()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._finished: list[Generated | Failed] = []
-        self._lost: BaseException | None = None
-        """Error that concerns no single request; it ends the worker."""
+        self._tasks: list[asyncio.Task[Generated | Failed]] = []
+        """Requests without a reply. An error of a task concerns no single request; it ends the worker."""
         self._busy_since = 0.0
         self._loop = asyncio.new_event_loop()
-        self._has_news = asyncio.Event()
         self._slots = asyncio.Semaphore(self._max_parallel_seq)
         try:
             version, its_max_len = self._run(self._meet(DEADLINE_SHARE * engine.start_timeout_s))
@@ -122,16 +130,15 @@ class VLLMServerEngine:
         self._adapters.acquire(version)
         if not self._tasks:
             self._busy_since = time.monotonic()
-        task = self._loop.create_task(self._serve(request, prompt_ids, body))
-        self._tasks.add(task)
-        task.add_done_callback(self._is_over)
+        self._tasks.append(self._loop.create_task(self._serve(request, prompt_ids, body)))
 
     def step(self) -> list[Generated | Failed]:
         """Return the finished replies. Raises ConnectionError if the server is gone, hangs or was restarted."""
-        self._run(self._wait_for_news())
-        if self._lost is not None:
-            raise self._lost
-        finished, self._finished = self._finished, []
+        if not self._tasks:
+            return []
+        self._run(asyncio.wait(self._tasks, timeout=WAIT_FOR_ANSWERS_S, return_when=asyncio.FIRST_COMPLETED))
+        finished = [task.result() for task in self._tasks if task.done()]
+        self._tasks = [task for task in self._tasks if not task.done()]
         silent_s = time.monotonic() - max(self._busy_since, self._server.heard_at)
         if self._tasks and silent_s > self._stall_timeout_s:
             raise ConnectionError(
@@ -141,8 +148,7 @@ class VLLMServerEngine:
         return finished
 
     def has_unfinished(self) -> bool:
-        # The next step raises an error that occurred while an adapter was loaded, even without a request in flight.
-        return bool(self._tasks or self._finished or self._lost)
+        return bool(self._tasks)
 
     def load_adapter(self, version: int, path: Path) -> str:
         self._adapters.check_new(version)
@@ -179,14 +185,11 @@ class VLLMServerEngine:
 
         async def leave() -> None:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            with contextlib.suppress(RequestError, OSError):
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    for name in self._names.values():
-                        await self._unload(name)
-            with contextlib.suppress(RequestError, OSError):
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    for name in self._names.values():
-                        await self._delivery.remove(name)
+            for end in (self._unload, self._delivery.remove):  # the files go even if the server is gone
+                with contextlib.suppress(RequestError, OSError):
+                    async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                        for name in self._names.values():
+                            await end(name)
             await self._server.close()
             await self._delivery.close()
 
@@ -198,46 +201,29 @@ class VLLMServerEngine:
         return self._loop.run_until_complete(work)
 
     def _in_time(self, work: Coroutine[Any, Any, T], action: str) -> T:
-        async def bounded() -> T:
-            try:
-                async with asyncio.timeout(min(LOAD_TIMEOUT_S, DEADLINE_SHARE * self._stall_timeout_s)):
-                    return await work
-            except TimeoutError as error:
-                raise ConnectionError(f"{self._url}: {action} does not end") from error
+        limit_s = min(LOAD_TIMEOUT_S, DEADLINE_SHARE * self._stall_timeout_s)
+        try:
+            return self._run(asyncio.wait_for(work, limit_s))
+        except TimeoutError as error:
+            raise ConnectionError(f"{self._url}: {action} does not end") from error
 
-        return self._run(bounded())
-
-    async def _wait_for_news(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(WAIT_FOR_ANSWERS_S):
-                await self._has_news.wait()
-        self._has_news.clear()
-
-    async def _serve(self, request: Generate, prompt_ids: TokenIds, body: dict[str, Any]) -> None:
-        reply: Generated | Failed
+    async def _serve(self, request: Generate, prompt_ids: TokenIds, body: dict[str, Any]) -> Generated | Failed:
         try:
             async with asyncio.timeout(self._request_timeout_s), self._slots:
-                answer = await self._complete(body)
-            generation = self._generation(prompt_ids, body, answer)
-            reply = Generated(request_id=request.request_id, generation=generation)
+                completion = await self._complete(body)
+            generation = self._generation(prompt_ids, body, completion)
+            return Generated(request_id=request.request_id, generation=generation)
         except TimeoutError:
             error = f"{self._url}: no completion after {self._request_timeout_s:g} s (engine.request_timeout_s)"
-            reply = Failed(request_id=request.request_id, error=error)
         except RequestError as refusal:
-            reply = Failed(request_id=request.request_id, error=str(refusal))
+            error = str(refusal)
         finally:
             self._adapters.release(request.adapter_version)
-        self._finished.append(reply)
+        return Failed(request_id=request.request_id, error=error)
 
-    def _is_over(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._lost = self._lost or error
-        self._has_news.set()
-
-    async def _complete(self, body: dict[str, Any]) -> Any:
+    async def _complete(self, body: dict[str, Any]) -> Completion:
         try:
-            return await self._server.ask("POST", "/v1/completions", body, may_pass=BUSY | {500})
+            return await self._server.ask(Completion, "POST", "/v1/completions", body, may_pass=BUSY | {500})
         except Refused as refusal:
             if refusal.status != 404:
                 raise
@@ -245,61 +231,49 @@ class VLLMServerEngine:
                 f"{self._url} does not know {body['model']} any more, which it served before: the server was restarted"
             ) from refusal
 
-    def _generation(self, prompt_ids: TokenIds, body: dict[str, Any], answer: Any) -> Generation:
-        """Return the answer's completion. Raises RequestError unless every token of the answer fits the request."""
-        try:
-            (choice,) = answer["choices"]
-            ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            shown, text, reason, stopped_by = (
-                choice[key] for key in ("prompt_token_ids", "text", "finish_reason", "stop_reason")
-            )
-            model, usage = answer["model"], answer.get("usage") or {}
-            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        except (LookupError, TypeError, ValueError, AttributeError):
-            raise self._unexpected("with something else than token ids and log-probabilities", answer) from None
+    def _generation(self, prompt_ids: TokenIds, body: dict[str, Any], completion: Completion) -> Generation:
+        """Return the completion. Raises RequestError unless every token of it fits the request."""
+        (choice,) = completion.choices
+        ids, logprobs, model = choice.token_ids, choice.logprobs.token_logprobs, completion.model
         versions = {self._served: BASE} | {name: version for version, name in self._names.items()}
-        if not isinstance(model, str) or model not in versions:
-            raise self._unexpected(f"with model {str(model)[:200]!r} instead of {body['model']!r}")
-        if not _are_ids(shown, self._vocab_size) or shown != body["prompt"]:
-            raise self._unexpected(f"with a prompt that is not the {len(prompt_ids)} tokens of the request", shown)
-        if not _are_ids(ids, self._vocab_size) or not 1 <= len(ids) <= body["max_tokens"]:
+        if model not in versions:
+            raise self._unexpected(f"with model {model[:200]!r} instead of {body['model']!r}", model)
+        if choice.prompt_token_ids != body["prompt"]:
+            raise self._unexpected(
+                f"with a prompt that is not the {len(prompt_ids)} tokens of the request", choice.prompt_token_ids
+            )
+        if not 1 <= len(ids) <= body["max_tokens"] or not all(0 <= token < self._vocab_size for token in ids):
             raise self._unexpected(
                 f"with token ids that are not 1 to {body['max_tokens']} of a vocabulary of {self._vocab_size}", ids
             )
-        if not _are_logprobs(logprobs) or len(logprobs) != len(ids):
+        # One may exceed 0 by a rounding error.
+        if len(logprobs) != len(ids) or not all(math.isfinite(one) and one < 1e-3 for one in logprobs):
             raise self._unexpected(f"with log-probabilities that are not those of {len(ids)} tokens", logprobs)
-        if reason not in ("stop", "length") or not isinstance(text, str) or type(cached) is not int:
-            raise self._unexpected("with an unfinished completion", choice)
-        self._throughput.count(len(ids), len(prompt_ids), cached)
+        self._throughput.count(len(ids), len(prompt_ids), completion.num_cached)
         return Generation(
             prompt_ids=prompt_ids,
             completion_ids=np.array(ids, np.int32),
             logprobs=np.array(logprobs, np.float32),
-            text=text if isinstance(stopped_by, str) else self._tokenizer.text(ids),
-            finish_reason=reason,
+            text=choice.text if isinstance(choice.stop_reason, str) else self._tokenizer.text(ids),
+            finish_reason=choice.finish_reason,
             adapter_version=versions[model],
         )
 
-    def _unexpected(self, content: str, answer: Any = None) -> RequestError:
-        shown = f": {self._server.without_key(reprlib.repr(answer))}" if answer is not None else ""
-        return RequestError(f"{self._url} answered {content}{shown}")
+    def _unexpected(self, content: str, answer: object) -> RequestError:
+        return RequestError(f"{self._url} answered {content}: {self._server.without_key(reprlib.repr(answer))}")
 
     async def _load(self, version: int, name: str, path: Path) -> str:
         """Deliver an adapter and make the server load it; return the digest of the delivered files."""
         try:
             place, digest = await self._delivery.bring(name, path)
-            for wait_s in (*NOT_SEEN_YET_S, None):
-                try:
-                    await self._server.ask("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": place})
-                except Refused as refusal:
-                    if "already been loaded" in refusal.reason:  # the answer to the first attempt was lost
-                        return digest
-                    if refusal.status != 404 or wait_s is None:
-                        raise
-                    await asyncio.sleep(wait_s)
-                else:
-                    return digest
-            raise AssertionError("the last attempt returns or raises")
+            body = {"lora_name": name, "lora_path": place}
+            try:
+                # 404, because a network folder may show new files late.
+                await self._server.send("POST", "/v1/load_lora_adapter", body, may_pass=BUSY | {404})
+            except Refused as refusal:
+                if "already been loaded" not in refusal.reason:  # else the answer to an earlier attempt was lost
+                    raise
+            return digest
         except (RequestError, OSError) as error:
             with contextlib.suppress(RequestError, OSError):
                 await self._delivery.remove(name)
@@ -309,7 +283,7 @@ class VLLMServerEngine:
 
     async def _unload(self, name: str) -> None:
         try:
-            await self._server.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+            await self._server.send("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except Refused as refusal:
             if refusal.status != 404:
                 raise AdapterError(str(refusal)) from refusal
@@ -320,8 +294,6 @@ class VLLMServerEngine:
 
     async def _meet(self, patience_s: float) -> tuple[str, int]:
         """Wait until the server is up, and check it; return its version and its context length."""
-        await self._server.open()
-        await self._delivery.open()
         self._waits_for = "it does not answer"
         try:
             async with asyncio.timeout(patience_s):
@@ -335,7 +307,7 @@ class VLLMServerEngine:
         """Return the server's name of the base, and its context length."""
         while True:
             try:
-                listed = await self._server.ask("GET", "/v1/models", retry_after_s=())
+                listed = await self._server.ask(Models, "GET", "/v1/models", retry_after_s=())
                 delivered = await self._delivery.names()
                 break
             except RequestError as error:
@@ -344,21 +316,17 @@ class VLLMServerEngine:
                 self._waits_for = str(error)
                 log.warning("waiting: %s", error)
             await asyncio.sleep(LOOK_AGAIN_S)
-        try:
-            base = next(card for card in listed["data"] if card.get("parent") is None)
-            served, max_len = base["id"], base["max_model_len"]
-            names = [card["id"] for card in listed["data"]]
-        except (LookupError, TypeError, AttributeError, StopIteration):
-            raise ModelError(f"{self._url} is not a vLLM server: {reprlib.repr(listed)}") from None
-        if not isinstance(served, str) or type(max_len) is not int or not all(isinstance(name, str) for name in names):
+        base = next((card for card in listed.data if card.parent is None), None)
+        if base is None or base.max_model_len is None:
             raise ModelError(f"{self._url} is not a vLLM server: {reprlib.repr(listed)}")
+        served, max_len = base.id, base.max_model_len
         if max_len > (limit := longrope_limit(self._bare_model.config)):
             raise ModelError(
                 f"{self._url} serves {served!r} with a max_model_len of {max_len}: beyond {limit} tokens vLLM rotates "
                 "every sequence by the long factors of LongRoPE, but the learner none. Start it with "
                 f"--max-model-len {limit}"
             )
-        await self._clean_up(names, delivered)
+        await self._clean_up([card.id for card in listed.data], delivered)
         return served, max_len
 
     async def _clean_up(self, served: Sequence[str], delivered: Sequence[str]) -> None:
@@ -370,14 +338,3 @@ class VLLMServerEngine:
             log.warning(
                 "%s holds %d adapters of other runs, some of which may be over", self._delivery.place, len(others)
             )
-
-
-def _are_ids(ids: Any, vocab_size: int) -> bool:
-    return isinstance(ids, list) and all(type(token) is int and 0 <= token < vocab_size for token in ids)
-
-
-def _are_logprobs(logprobs: Any) -> bool:
-    """Return whether these are log-probabilities; one may exceed 0 by a rounding error."""
-    return isinstance(logprobs, list) and all(
-        isinstance(logprob, float | int) and math.isfinite(logprob) and logprob < 1e-3 for logprob in logprobs
-    )

@@ -10,11 +10,14 @@ import reprlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
+import msgspec
 
 from unstable_lite.errors import RequestError
+
+T = TypeVar("T")
 
 RETRY_AFTER_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 """Pauses after a transient failure; after the last attempt the server counts as gone."""
@@ -41,21 +44,24 @@ class Server:
         self.heard_at = time.monotonic()
         self._key_variable = key_variable
         self._key = os.environ.get(key_variable, "")
-        self._session: aiohttp.ClientSession
-
-    async def open(self) -> None:
-        self._session = aiohttp.ClientSession(
-            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30.0),
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            auto_decompress=False,
-        )
+        self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        if hasattr(self, "_session"):
+        if self._session is not None:
             await self._session.close()
 
-    async def ask(
+    async def ask(self, kind: type[T], method: str, path: str, body: Any = None, **how: Any) -> T:
+        """Return the JSON of the answer as `kind`; see `send`. Raises RequestError if it is not of that type."""
+        content = await self.send(method, path, body, **how)
+        try:
+            return msgspec.convert(json.loads(content), kind)
+        except (ValueError, RecursionError) as error:
+            unexpected = f"answered with something that is not the JSON expected ({str(error)[:300]})"
+            raise RequestError(
+                f"{self.url}{path} {self.without_key(f'{unexpected}: {reprlib.repr(content)}')}"
+            ) from None
+
+    async def send(
         self,
         method: str,
         path: str,
@@ -64,11 +70,11 @@ class Server:
         file: Path | None = None,
         may_pass: frozenset[int] = BUSY,
         retry_after_s: Sequence[float] | None = None,
-    ) -> Any:
-        """Return the answer's JSON; None for loading and unloading an adapter, which answer with a sentence.
+    ) -> bytes:
+        """Return the content of the answer.
 
-        Retries connection errors and the statuses `may_pass`. Raises Refused for the status of an error, RequestError
-        for an answer that is not JSON, ConnectionError without an answer.
+        Retries connection errors and the statuses `may_pass`. Raises Refused for the status of an error,
+        ConnectionError without an answer.
         """
         for wait_s in (*(RETRY_AFTER_S if retry_after_s is None else retry_after_s), None):
             try:
@@ -81,7 +87,7 @@ class Server:
             else:
                 self.heard_at = time.monotonic()
                 if status in (200, 201):
-                    return self._json(content, path)
+                    return content
                 reason = self.without_key(_message(content))
                 if status in (401, 403):
                     reason += f" (its key is taken from the environment variable {self._key_variable})"
@@ -99,9 +105,19 @@ class Server:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         with contextlib.ExitStack() as files:
             content: dict[str, Any] = {"json": body} if file is None else {"data": files.enter_context(file.open("rb"))}
+            if self._session is None:
+                self._session = self._open()
             # A redirection would send the key to its target.
             async with self._session.request(method, self.url + path, allow_redirects=False, **content) as response:
                 yield response
+
+    def _open(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30.0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            auto_decompress=False,
+        )
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         content = bytearray()
@@ -110,15 +126,6 @@ class Server:
             if len(content) > MAX_ANSWER_BYTES:
                 raise RequestError(f"{self.url} answered more than {MAX_ANSWER_BYTES} bytes")
         return bytes(content)
-
-    def _json(self, content: bytes, path: str) -> Any:
-        if path.endswith("lora_adapter"):  # a sentence
-            return None
-        try:
-            return json.loads(content)
-        except (ValueError, RecursionError):
-            shown = self.without_key(reprlib.repr(content))
-            raise RequestError(f"{self.url}{path} answered with something that is not JSON: {shown}") from None
 
     def without_key(self, text: str) -> str:
         return text.replace(self._key, "<key>") if len(self._key) > 4 else text

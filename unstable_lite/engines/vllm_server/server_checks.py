@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import reprlib
+from typing import Any
+
+import msgspec
 
 from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.engines.vllm_server.http import Refused, Server
-from unstable_lite.errors import ModelError
+from unstable_lite.errors import ModelError, RequestError
+from unstable_lite.types import FinishReason
 
 _PROBE = "The rules:\nmove 17 is [3], and \\boxed{[0]} ends é 🎲."
 PLAIN_SAMPLING = {
@@ -23,20 +27,57 @@ PLAIN_SAMPLING = {
 """Part of every request, because a server's defaults may come from the model's generation config."""
 
 
+class Logprobs(msgspec.Struct):
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class Choice(msgspec.Struct):
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    logprobs: Logprobs
+    text: str
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    """Stop string, or id of the stop token, that ended the completion; None for the model's own end or the limit."""
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Completion(msgspec.Struct):
+    """The part of a server's answer to `/v1/completions` that is used."""
+
+    model: str
+    choices: tuple[Choice]
+    usage: Usage | None = None
+
+    @property
+    def num_cached(self) -> int:
+        """Number of prompt tokens that were not computed again."""
+        details = self.usage and self.usage.prompt_tokens_details
+        return (details and details.cached_tokens) or 0
+
+
 async def check_server(server: Server, served: str, tokenizer: Tokenizer, absent_name: str) -> str:
     """Return the server's version. Raises ModelError with the missing option.
 
     served: the server's name of the base. absent_name: name for an adapter that does not exist.
     """
     try:
-        version = (await server.ask("GET", "/version"))["version"]
+        version = (await server.ask(dict[str, Any], "GET", "/version"))["version"]
         await _check_tokenizer(server, served, tokenizer)
         await _check_logprobs(server, served, tokenizer.encode(_PROBE).tolist())
-    except (Refused, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (RequestError, LookupError) as error:
         raise ModelError(f"{server.url} is not a vLLM server that returns token ids: {error}") from error
     absent = {"lora_name": absent_name, "lora_path": "/nonexistent/unstable_lite"}
     try:
-        await server.ask("POST", "/v1/load_lora_adapter", absent)
+        await server.send("POST", "/v1/load_lora_adapter", absent)
     except Refused as refusal:
         if "lora_path" in refusal.reason or "/nonexistent/unstable_lite" in refusal.reason:
             return str(version)
@@ -50,16 +91,16 @@ async def check_server(server: Server, served: str, tokenizer: Tokenizer, absent
 
 async def _check_tokenizer(server: Server, served: str, tokenizer: Tokenizer) -> None:
     try:
-        answer = await server.ask("POST", "/tokenize", {"model": served, "prompt": _PROBE})
+        answer = await server.ask(dict[str, Any], "POST", "/tokenize", {"model": served, "prompt": _PROBE})
     except Refused as refusal:
         if refusal.status == 404:  # the server does not offer it; the canary still checks the tokens
             return
         raise
     ours = tokenizer.encode(_PROBE).tolist()
-    if answer["tokens"] != ours:
+    if (theirs := answer["tokens"]) != ours:
         raise ModelError(
             f"{server.url} serves {served!r}, whose tokenizer is not that of model_name: {_PROBE!r} is "
-            f"{reprlib.repr(answer['tokens'])} there and {reprlib.repr(ours)} here"
+            f"{reprlib.repr(theirs)} there and {reprlib.repr(ours)} here"
         )
 
 
@@ -86,6 +127,8 @@ async def _top_logprobs(server: Server, served: str, prompt_ids: list[int], temp
         "seed": 0,
         "logprobs": 5,
     }
-    answer = await server.ask("POST", "/v1/completions", body)
-    (top,) = answer["choices"][0]["logprobs"]["top_logprobs"]
-    return {str(token): float(logprob) for token, logprob in top.items()}
+    completion = await server.ask(Completion, "POST", "/v1/completions", body)
+    top = (completion.choices[0].logprobs.top_logprobs or [None])[0]
+    if top is None:
+        raise LookupError("it reports no top_logprobs")
+    return top

@@ -25,6 +25,7 @@ import logging
 import os
 import re
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,26 +65,22 @@ class _Closed(asyncio.Protocol):
         transport.close()
 
 
+@dataclass
 class AdapterReceiver:
     """HTTP server that keeps adapters in a folder."""
 
-    def __init__(
-        self,
-        folder: Path,
-        secret: str,
-        max_bytes: int = MAX_BYTES,
-        max_adapters: int = MAX_ADAPTERS,
-        max_total_bytes: int = MAX_TOTAL_BYTES,
-        max_connections: int = MAX_CONNECTIONS,
-    ) -> None:
-        """`max_bytes`: limit of a file. Beyond `max_adapters` or `max_total_bytes` the oldest adapters are removed."""
-        assert secret, "without a secret every client could write"
-        self.folder = folder.resolve()
-        self._secret = secret
-        self._max_bytes = max_bytes
-        self._max_adapters = max_adapters
-        self._max_total_bytes = max_total_bytes
-        self._max_connections = max_connections
+    folder: Path
+    secret: str = field(repr=False)
+    max_bytes: int = MAX_BYTES
+    """Limit of a file."""
+    max_adapters: int = MAX_ADAPTERS
+    max_total_bytes: int = MAX_TOTAL_BYTES
+    """Limit of all files. Beyond it, or `max_adapters`, the oldest adapters are removed."""
+    max_connections: int = MAX_CONNECTIONS
+
+    def __post_init__(self) -> None:
+        assert self.secret, "without a secret every client could write"
+        self.folder = self.folder.resolve()
         self._changing = asyncio.Lock()
         self._partials = itertools.count()
         self._known: set[Any] = set()
@@ -108,7 +105,7 @@ class AdapterReceiver:
         return sorted(known, key=lambda path: path.stat().st_mtime_ns)
 
     def _connect(self) -> asyncio.Protocol:
-        if len(self._http.connections) >= self._max_connections:
+        if len(self._http.connections) >= self.max_connections:
             return _Closed()
         connection = self._http()
         asyncio.get_running_loop().call_later(PATIENCE_S, self._close_unless_known, connection)
@@ -140,7 +137,7 @@ class AdapterReceiver:
 
     def _check_secret(self, request: web.BaseRequest) -> None:
         given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {self._secret}".encode()):
+        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), f"Bearer {self.secret}".encode()):
             raise _Refusal(401, f"the secret of {RECEIVER_KEY} is required")
         self._known.add(request.protocol)
 
@@ -170,7 +167,7 @@ class AdapterReceiver:
         partial = self.folder / f".{directory.name}.{next(self._partials)}"
         try:
             async with asyncio.timeout(BODY_S):
-                await self._receive(request, partial, MAX_JSON_BYTES if file == CONFIG else self._max_bytes)
+                await self._receive(request, partial, MAX_JSON_BYTES if file == CONFIG else self.max_bytes)
             async with self._changing:
                 self._evict_until_it_fits(directory, partial.stat().st_size)
                 if file == CONFIG:
@@ -201,14 +198,14 @@ class AdapterReceiver:
         """Remove the oldest adapters until `num_bytes` more in `directory` are within the limits."""
         total = num_bytes + sum(map(_size_bytes, self.adapters()))
         known = [path for path in self.adapters() if path != directory]
-        while known and (len(known) >= self._max_adapters or total > self._max_total_bytes):
+        while known and (len(known) >= self.max_adapters or total > self.max_total_bytes):
             oldest = known.pop(0)
             total -= _size_bytes(oldest)
-            limits = f"--max-adapters is {self._max_adapters}, --max-total-mb {self._max_total_bytes >> 20}"
+            limits = f"--max-adapters is {self.max_adapters}, --max-total-mb {self.max_total_bytes >> 20}"
             log.warning("%s is removed: %s", oldest.name, limits)
             shutil.rmtree(oldest)
-        if total > self._max_total_bytes:
-            raise _Refusal(413, f"{total} bytes in all; the limit is {self._max_total_bytes}")
+        if total > self.max_total_bytes:
+            raise _Refusal(413, f"{total} bytes in all; the limit is {self.max_total_bytes}")
 
     async def _check(self, directory: Path) -> str:
         """Return the digest of the adapter in `directory`; remove a directory without one."""
@@ -231,14 +228,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where the server reads them; both as one path")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 lets other machines in (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8001, help="default: %(default)s")
-    parser.add_argument("--max-mb", type=int, default=MAX_BYTES >> 20, help="of one file (default: %(default)s)")
-    parser.add_argument("--max-adapters", type=int, default=MAX_ADAPTERS, help="the oldest goes (default: %(default)s)")
-    parser.add_argument(
-        "--max-total-mb",
-        type=int,
-        default=MAX_TOTAL_BYTES >> 20,
-        help="limit of all adapters; the oldest are removed (default: %(default)s)",
-    )
+    limits = {
+        "--max-mb": (MAX_BYTES >> 20, "of one file"),
+        "--max-adapters": (MAX_ADAPTERS, "the oldest goes"),
+        "--max-total-mb": (MAX_TOTAL_BYTES >> 20, "limit of all adapters; the oldest are removed"),
+    }
+    for name, (default, meaning) in limits.items():
+        parser.add_argument(name, type=int, default=default, help=f"{meaning} (default: %(default)s)")
     given = parser.parse_args()
     handler = logging.StreamHandler()
     handler.setFormatter(VisibleFormatter("%(asctime)s %(message)s"))
