@@ -6,7 +6,6 @@ Owns atomicity and durability; knows nothing of training. Reads safetensors only
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from unstable_lite.adapters.peft_files import CONFIG, WEIGHTS, check_adapter, digest_of, read_header
 from unstable_lite.errors import AdapterError, ModelError
+from unstable_lite.files import sync
 
 
 def digest(tensors: Mapping[str, Tensor], peft_config: Mapping[str, Any]) -> str:
@@ -38,7 +38,7 @@ def write_adapter(directory: Path, tensors: Mapping[str, Tensor], peft_config: M
         unfinished.mkdir(parents=True)
         write(unfinished, tensors, peft_config)
         unfinished.rename(directory)
-        _sync(directory.parent)
+        sync(directory.parent)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         needed_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -53,11 +53,9 @@ def write(directory: Path, tensors: Mapping[str, Tensor], peft_config: Mapping[s
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a file and sync it and its directory to disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(path.parent)
+    path.write_bytes(content)
+    sync(path)
+    sync(path.parent)
 
 
 def read(directory: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -97,12 +95,3 @@ def explain(error: OSError, path: Path, needed_bytes: int) -> str:
         f"cannot write {path}: {error.strerror}; it needs {needed_bytes / 1e6:.1f} MB, {free}. "
         "Free some space, or choose another location"
     )
-
-
-def _sync(directory: Path) -> None:
-    """Sync a directory to disk, so that its file names are durable too."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
