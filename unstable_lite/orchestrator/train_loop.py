@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
+from unstable_lite.errors import NoRoomError
+from unstable_lite.orchestrator.checkpoint import Checkpoint
 from unstable_lite.orchestrator.evaluations import Evaluations
 from unstable_lite.orchestrator.event_loop import unless_set
-from unstable_lite.orchestrator.parts import RunParts
-from unstable_lite.orchestrator.policy import Policy
 from unstable_lite.orchestrator.progress import Progress
 from unstable_lite.orchestrator.saving import CheckpointSaver
+from unstable_lite.orchestrator.wiring import RunParts
+from unstable_lite.tracking.run_directory import replace_config
 from unstable_lite.types import Batch
+
+T = TypeVar("T")
 
 
 class TrainLoop:
@@ -22,7 +29,6 @@ class TrainLoop:
         self.progress = Progress(parts)
         self.evaluations = Evaluations(parts, self.progress)
         self.saver = CheckpointSaver(parts, self.progress, self.evaluations)
-        self.policy = Policy(parts, self.progress, self.saver)
 
     async def run(self) -> None:
         parts = self.parts
@@ -31,7 +37,7 @@ class TrainLoop:
             loops += [parts.adapter_sync.run, parts.pool.run, parts.health.run]
             background = [tasks.create_task(loop()) for loop in loops]
             with parts.terminal.doing(lambda: "checking the adapter on every engine"):
-                await self.policy.start()
+                await self._start()
             if parts.resume_from is None:
                 await self.evaluations.evaluate("before")
             elif self.evaluations.is_due:
@@ -92,17 +98,63 @@ class TrainLoop:
             return False
         parts.pool.evict_if_needed()
         async with parts.colocation.learner():
-            updated = await self.policy.update(batch, version)
+            updated = await self._write(version, partial(parts.workers.learner.update, batch, version))
         if updated.skipped is not None:
             self.progress.count_skipped(updated.skipped)
             return False
         with _timed(metrics, "learner/publish_s"):
             metrics |= await parts.adapter_sync.sync(version, updated.digest)
             self.progress.updates += 1
-            self.policy.promote(f"ckpt-{self.progress.updates}", version)
+            self._promote(f"ckpt-{self.progress.updates}", version)
         await self.progress.report(batch, updated, metrics)
         self.saver.mark_due()
         return True
+
+    async def _start(self) -> None:
+        """Check the base on every engine, and the adapter that training starts from, if there is one."""
+        parts = self.parts
+        canary = await parts.adapter_sync.check_base()
+        if parts.resume_from is not None:
+            canary = await self._resume(parts.resume_from)
+        elif parts.plan.config.lora.initial_lora_path is not None:
+            canary = await self._sync_as_it_is(1)
+            self._promote("initial", 1)
+        parts.terminal.say(
+            f"engine and learner agree about {parts.registry.current.uid}: mean |Δ log p| "
+            f"{canary['canary/mismatch']:.5f} over {canary['canary/n']:.0f} tokens"
+        )
+
+    async def _resume(self, checkpoint: Checkpoint) -> dict[str, float]:
+        """Restore the state of `checkpoint` in every process; return the canary's metrics."""
+        parts = self.parts
+        self.saver.restore(checkpoint)
+        await parts.workers.learner.load(checkpoint.directory)
+        canary = await self._sync_as_it_is(self.progress.version)
+        await parts.pool.resume()
+        replace_config(parts.directory, parts.plan.config, self.progress.updates)  # only now: all of the state fits
+        return canary
+
+    async def _sync_as_it_is(self, version: int) -> dict[str, float]:
+        """Sync the learner's adapter to every engine without an update; return the canary's metrics."""
+        write_adapter = self.parts.workers.learner.write_adapter
+        return await self.parts.adapter_sync.sync(version, await self._write(version, partial(write_adapter, version)))
+
+    async def _write(self, version: int, write: Callable[[Path, Path], Awaitable[T]]) -> T:
+        """Let the learner write an adapter and its own state; again, on disk, if shared memory is full."""
+        store = self.parts.store
+        try:
+            return await write(store.path(version), store.learner_state(version))
+        except NoRoomError as error:
+            if not store.fall_back():
+                raise
+            self.parts.alarm(f"{error}. From now on adapters go through {store.directory}")
+            return await write(store.path(version), store.learner_state(version))
+
+    def _promote(self, uid: str, version: int) -> None:
+        """Make a synced version the current policy."""
+        self.progress.version = version
+        self.parts.pool.admit(uid, version, self.progress.updates)
+        self.parts.collector.tell_new_checkpoint()
 
 
 @contextlib.contextmanager
