@@ -37,8 +37,8 @@ from unstable_lite.config.tracking import AlarmsConfig
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.files import read_records
 from unstable_lite.orchestrator.event_loop import run_in_loop
-from unstable_lite.orchestrator.parts import RunParts
 from unstable_lite.orchestrator.run import Run
+from unstable_lite.orchestrator.wiring import RunParts
 from unstable_lite.planning.plan import make_plan
 from unstable_lite.transport.codec import encode
 from unstable_lite.transport.messages import Done

@@ -129,6 +129,15 @@ def replaced(path: Path) -> Iterator[Path]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def sync(path: Path) -> None:
+    """Sync a file, or the file names of a directory, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_whole(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Write one gzip file of all `records`, which exists either whole or not at all."""
     with replaced(path) as partial, gzip.open(partial, "wb", compresslevel=5) as file:

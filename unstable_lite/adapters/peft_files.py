@@ -11,7 +11,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import os
 import re
 import shutil
 import sys
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from safetensors import SafetensorError, deserialize, safe_open
 
 from unstable_lite.errors import AdapterError, NoRoomError
+from unstable_lite.files import sync
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -203,10 +203,8 @@ def write_files(directory: Path, tensors: Mapping[str, Tensor], peft_config: Map
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a file and sync it and its directory to disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(content)
+    sync(path)
     sync(path.parent)
 
 
@@ -265,15 +263,6 @@ def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:
         if not tensor.isfinite().all():
             raise AdapterError(f"{path}: {name} has values that are not finite")
     return tensors
-
-
-def sync(path: Path) -> None:
-    """Sync a file or a directory, so that its file names are durable too, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check_config(config: Mapping[str, Any], directory: Path, max_rank: int) -> tuple[int, tuple[str, ...] | None]:

@@ -6,11 +6,12 @@ Owns when an alarm is on. Knows no runs, files or terminals, and does not perfor
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Literal
+
+import msgspec
 
 from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig
 from unstable_lite.tracking.evaluations import Evaluation
@@ -171,7 +172,6 @@ class Reading:
 class Change:
     """Change of one alarm, or the repetition of one that stays on."""
 
-    alarm: str
     phase: Literal["begins", "stays", "ends"]
     action: Literal["warn", "pause", "stop"]
     text: str
@@ -187,13 +187,15 @@ class _State:
     """Number of consecutive readings within it."""
     since: int | None = None
     """Update after which the alarm began; None if it is off."""
+    begun: int = 0
+    """Number of times that it began."""
 
 
 class Alarms:
     def __init__(self, config: AlarmsConfig) -> None:
         self._config = config
-        self._states: dict[tuple[str, str], _State] = {}
-        self._begun: Counter[str] = Counter()
+        self._states: dict[str, dict[str, _State]] = {name: {} for name in ALARMS}
+        """States by alarm and subject."""
 
     def judge(self, update: int, readings: Iterable[Reading]) -> list[Change]:
         """Return the changes that follow from readings taken after `update`."""
@@ -201,23 +203,26 @@ class Alarms:
         return [change for change in changes if change is not None]
 
     def is_on(self, alarm: str, subject: str = "") -> bool:
-        return self._states.get((alarm, subject), _State()).since is not None
+        return self._states[alarm].get(subject, _State()).since is not None
 
     def on(self) -> list[str]:
         """Return the names of the alarms that are on."""
-        return list(dict.fromkeys(alarm for (alarm, _), state in self._states.items() if state.since is not None))
+        return [name for name, states in self._states.items() if any(s.since is not None for s in states.values())]
 
     def counts(self) -> dict[str, int]:
         """Return how often each alarm began, without those that are switched off."""
-        return {name: self._begun[name] for name in ALARMS if self._of(name).action != "off"}
+        return {
+            name: sum(state.begun for state in states.values())
+            for name, states in self._states.items()
+            if self._of(name).action != "off"
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        states = [{"alarm": alarm, "subject": subject, **asdict(s)} for (alarm, subject), s in self._states.items()]
-        return {"states": states, "begun": dict(self._begun)}
+        state: dict[str, Any] = msgspec.to_builtins(self._states)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._states = {(s.pop("alarm"), s.pop("subject")): _State(**s) for s in map(dict, state["states"])}
-        self._begun = Counter(state["begun"])
+        self._states |= msgspec.convert(state, dict[str, dict[str, _State]])
 
     def _of(self, alarm: str) -> AlarmConfig:
         config: AlarmConfig = getattr(self._config, alarm)
@@ -227,14 +232,14 @@ class Alarms:
         config, alarm = self._of(reading.alarm), ALARMS[reading.alarm]
         if config.action == "off":
             return None
-        state = self._states.setdefault((reading.alarm, reading.subject), _State())
+        state = self._states[reading.alarm].setdefault(reading.subject, _State())
         is_within = reading.value >= config.threshold if alarm.is_under else reading.value <= config.threshold
         state.bad, state.good = (0, state.good + 1) if is_within else (state.bad + 1, 0)
         phase: Literal["begins", "stays", "ends"]
         if state.since is None and state.bad >= config.updates:
             phase, state.since = "begins", update
             state.bad = config.updates  # a resumed run may ask for fewer
-            self._begun[reading.alarm] += 1
+            state.begun += 1
         elif state.since is not None and state.bad and (state.bad - config.updates) % SAY_EVERY == 0:
             phase = "stays"
         elif state.since is not None and state.good >= config.updates:
@@ -244,7 +249,7 @@ class Alarms:
         text = _sentence(reading, config, phase, state.since)
         if phase == "ends":
             state.since = None
-        return Change(alarm=reading.alarm, phase=phase, action=config.action, text=text)
+        return Change(phase=phase, action=config.action, text=text)
 
 
 def _sentence(reading: Reading, config: AlarmConfig, phase: str, since: int) -> str:
@@ -311,17 +316,17 @@ class Result:
 
 @dataclass(slots=True)
 class Contest:
-    """Comparison of the newest result of one subject with the best result before it."""
+    """Comparison of the newest result of one subject, an env and an opponent, with the best result before it."""
 
     best: Result | None = None
     newest: Result | None = None
     compared: int = 0
     """Number of results so far."""
 
-    def add(self, result: Result) -> tuple[Result, float] | None:
-        """Return the best result of an earlier update, and the gap between its interval and that of the newest result.
+    def add(self, alarm: str, subject: str, result: Result) -> list[Reading]:
+        """Return the reading of `alarm` that follows from a result: how far its interval is below that of the best.
 
-        Returns None if there is no earlier result, or if the newest is the best. Evaluations overlap, so the result of
+        There is none if there is no earlier result, or if the newest is the best. Evaluations overlap, so the result of
         an earlier update may come after the newest. The intervals hold at 95 % for all comparisons together
         (Bonferroni), because the best of many results was lucky and one of many newest results will be unlucky.
         """
@@ -333,37 +338,9 @@ class Contest:
         is_late = self.newest is not None and result.update < self.newest.update
         if self.newest is None or not is_late:
             self.newest = result
-        rival = self.best if is_late else before
-        if rival is None or rival == self.newest or (is_late and rival is before):  # else it was reported before
-            return None
-        return rival, rival.interval(z)[0] - self.newest.interval(z)[1]
-
-
-class Contests:
-    """Comparisons by subject, an env and an opponent."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, Contest] = {}
-
-    def add(self, alarm: str, subject: str, result: Result) -> list[Reading]:
-        """Return the reading of `alarm` that follows from a result; the first result of a subject has none."""
-        contest = self.of.setdefault(subject, Contest())
-        compared = contest.add(result)
-        if compared is None or contest.newest is None:
+        rival, newest = self.best if is_late else before, self.newest
+        if rival is None or rival == newest or (is_late and rival is before):  # else it was reported before
             return []
-        (best, gap), newest = compared, contest.newest
-        detail = f"{subject}: {newest.describe()}, but {best.describe()}"
+        gap = rival.interval(z)[0] - newest.interval(z)[1]
+        detail = f"{subject}: {newest.describe()}, but {rival.describe()}"
         return [Reading(alarm=alarm, value=gap, n=newest.n, subject=subject, detail=detail)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {subject: asdict(contest) for subject, contest in self.of.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.of = {
-            subject: Contest(_result(saved["best"]), _result(saved["newest"]), saved["compared"])
-            for subject, saved in state.items()
-        }
-
-
-def _result(saved: dict[str, Any] | None) -> Result | None:
-    return None if saved is None else Result(**saved)

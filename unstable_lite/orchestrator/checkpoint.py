@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unstable_lite.adapters.peft_files import sync
 from unstable_lite.config import Config
 from unstable_lite.config.reading import parse_config
 from unstable_lite.errors import ProtocolError, UnstableError
+from unstable_lite.files import sync
 from unstable_lite.planning.algorithm_defaults import resolve_defaults
 from unstable_lite.planning.trust import CONFIG
 from unstable_lite.tracking.run_directory import (
@@ -156,32 +156,26 @@ class Checkpoint:
 
 def read_checkpoint(directory: Path) -> Checkpoint:
     """Read an intact checkpoint. Raises UnstableError for contents that this version would not have written."""
+    path = directory / WAITING
     try:
-        waiting = _unpack((directory / WAITING).read_bytes())
-    except ProtocolError as error:
-        raise _not_understood(directory / WAITING, str(error)) from error
-    try:
-        state: dict[str, Any] = json.loads((directory / LEAGUE).read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise _not_understood(directory / LEAGUE, str(error)) from error
+        waiting = _unpack(path.read_bytes())
+        path = directory / LEAGUE
+        state: dict[str, Any] = json.loads(path.read_bytes())
+    except (ProtocolError, ValueError, RecursionError) as error:
+        raise _not_understood(path, str(error)) from error
     return Checkpoint(directory=directory, state=state, waiting=waiting)
 
 
 def _pack(waiting: Sequence[list[Step]]) -> bytes:
-    frames: list[list[list[Step]]] = [[]]
-    num_steps = 0
-    for chunk in waiting:
-        if num_steps >= STEPS_IN_FRAME:
-            frames.append([])
-            num_steps = 0
-        frames[-1].append(chunk)
-        num_steps += len(chunk)
-    packed = map(pack_all, frames)
-    return b"".join(len(frame).to_bytes(LENGTH_BYTES, "little") + frame for frame in packed)
+    """Return frames, each after its length. A frame has the chunks whose first steps are in the same thousand."""
+    first_steps = itertools.accumulate(map(len, waiting), initial=0)
+    by_frame = itertools.groupby(zip(first_steps, waiting, strict=False), lambda pair: pair[0] // STEPS_IN_FRAME)
+    frames = [pack_all(chunk for _, chunk in chunks) for _, chunks in by_frame]
+    return b"".join(len(frame).to_bytes(LENGTH_BYTES, "little") + frame for frame in frames)
 
 
 def _unpack(content: bytes) -> list[list[Step]]:
-    """Return the steps that `_pack` packed. Raises ProtocolError for other contents."""
+    """Return the chunks that `_pack` packed. Raises ProtocolError or ValueError for other contents."""
     waiting: list[list[Step]] = []
     at = 0
     while at < len(content):
@@ -189,16 +183,9 @@ def _unpack(content: bytes) -> list[list[Step]]:
         at = start + int.from_bytes(content[at:start], "little")
         waiting += unpack_all(list[Step], content[start:at])
     for step in itertools.chain.from_iterable(waiting):
-        _check(step)
-    return waiting
-
-
-def _check(step: Step) -> None:
-    try:
         check_lengths([step.generation])
         check_plain(step.step_info)
-    except ValueError as error:
-        raise ProtocolError(f"a waiting step: {error}") from error
+    return waiting
 
 
 def _not_understood(path: Path, reason: str) -> UnstableError:

@@ -10,28 +10,23 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 from unstable_lite.engines.client import EngineClient
 from unstable_lite.errors import WorkerDied
 
 
+@dataclass(slots=True)
 class Colocation:
-    def __init__(
-        self,
-        engines: Sequence[EngineClient],
-        restore: Callable[[EngineClient], Awaitable[None]],
-        learning: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
-        """`engines`: those on the learner's device. `learning`: entered while they do not play.
-
-        `restore`: loads an engine's adapters, checks them and marks the engine ready.
-        """
-        self.engines = engines
-        self._restore = restore
-        self._learning = learning
-        self._device = asyncio.Lock()
-        self._asleep_s = 0.0
-        """Time of the last turn of the learner, from putting the engines to sleep until they are ready again."""
+    engines: Sequence[EngineClient]
+    """Engines on the learner's device."""
+    load_adapters: Callable[[EngineClient], Awaitable[None]]
+    """Loads an engine's adapters, checks them and marks the engine ready."""
+    learning: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    """Context that is entered while the engines do not play."""
+    _device: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _asleep_s: float = 0.0
+    """Time of the last turn of the learner, from putting the engines to sleep until they are ready again."""
 
     def metrics(self) -> dict[str, float]:
         """Return the time that the engines last slept, in seconds, if any share the device."""
@@ -45,7 +40,7 @@ class Colocation:
             return
         started = time.monotonic()
         async with self._device:
-            with self._learning():
+            with self.learning():
                 asleep = await asyncio.gather(*(_put_to_sleep(engine) for engine in self.engines))
                 yield  # if it raises the run is over, and no engine needs to wake
                 await asyncio.gather(*(self._wake_up(engine) for engine in asleep if engine is not None))
@@ -61,12 +56,12 @@ class Colocation:
         """Restore an engine after its start, unless it slept and was restored since."""
         async with self._device:
             if not engine.is_up:
-                await self._restore(engine)
+                await self.load_adapters(engine)
 
     async def _wake_up(self, engine: EngineClient) -> None:
         with contextlib.suppress(WorkerDied):  # its supervisor restarts it
             await engine.wake_up()
-            await self._restore(engine)
+            await self.load_adapters(engine)
 
 
 async def _put_to_sleep(engine: EngineClient) -> EngineClient | None:

@@ -8,8 +8,8 @@ from functools import partial
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.training import RunConfig
 from unstable_lite.orchestrator.event_loop import unless_set
-from unstable_lite.orchestrator.parts import RunParts
 from unstable_lite.orchestrator.progress import Progress
+from unstable_lite.orchestrator.wiring import RunParts
 from unstable_lite.tracking.evaluations import summarise_evaluation
 from unstable_lite.types import GameRecord, ModelRef
 

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import gc
 import signal
-from collections.abc import Coroutine, Iterator
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from unstable_lite.errors import UnstableError
@@ -23,39 +24,42 @@ def run_in_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     loop_factory: Any = asyncio.new_event_loop
     with contextlib.suppress(ImportError):
         from uvloop import new_event_loop as loop_factory
-    with _few_collections(), asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(coroutine)
-
-
-@contextlib.contextmanager
-def _few_collections() -> Iterator[None]:
-    """Collect garbage rarely: reference counts free nearly everything that games leave behind.
-
-    Python's default, a search every 700 objects through everything ever imported, was a third of the cost of a turn
-    (bench/LOG.md).
-    """
     threshold = gc.get_threshold()
+    # Reference counts free nearly everything that games leave behind. Python's default, a search every 700 objects
+    # through everything ever imported, was a third of the cost of a turn (bench/LOG.md).
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, *threshold[1:])
     try:
-        yield
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(coroutine)
     finally:
         gc.set_threshold(*threshold)
         gc.unfreeze()
 
 
 @contextlib.contextmanager
-def cancelled_by_signals() -> Iterator[None]:
-    """Cancel the current task on Ctrl-C or SIGTERM, so that the workers end before this process does."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, task.cancel)
+def handled_signals(handle: Callable[[], object]) -> Iterator[None]:
+    """Call `handle` on Ctrl-C, SIGTERM or a closed terminal. Only the main thread receives signals."""
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        signals.append(signal.SIGHUP)
+    if threading.current_thread() is not threading.main_thread():
+        signals = []
+    loop = asyncio.get_running_loop()
+    for signum in signals:
+        loop.add_signal_handler(signum, handle)
     try:
         yield
     finally:
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in signals:
             loop.remove_signal_handler(signum)
+
+
+def cancelled_by_signals() -> contextlib.AbstractContextManager[None]:
+    """Cancel the current task on these signals, so that the workers end before this process does."""
+    task = asyncio.current_task()
+    assert task is not None
+    return handled_signals(task.cancel)
 
 
 async def unless_set(waiting: Coroutine[Any, Any, T], *events: asyncio.Event) -> T | None:

@@ -13,14 +13,16 @@ import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from unstable_lite.config import Config
-from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Change, Contests, Reading, Result, readings_of
-from unstable_lite.rollout.episode_buffer import EpisodeBuffer
+from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Change, Contest, Reading, Result, readings_of
+from unstable_lite.rollout.buffer import Buffer
 from unstable_lite.rollout.in_order import InOrder
-from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.tracking.evaluations import POINTS, Evaluation
 from unstable_lite.tracking.repetition import repetition
 from unstable_lite.tracking.run_directory import PAUSED, by_update
@@ -39,33 +41,54 @@ SCORED, VALID = "points", "without an own invalid move"
 """Kinds of windows over the newest games."""
 
 
+@dataclass(slots=True)
+class _Wait:
+    """Wait of the learner for a step of some training games, those of one env or all."""
+
+    since: float = field(default_factory=time.monotonic)
+    num_steps: int = 0
+    """Number of steps that reached the learner before the wait."""
+    ended: Counter[str] = field(default_factory=Counter)
+    """Number of these games that ended during the wait, by how they ended."""
+
+    def seconds(self, num_steps: int, is_over: bool = False) -> float:
+        """Return how long it lasts; it starts again if more steps reached the learner, and lasts only if games end."""
+        now = time.monotonic()
+        if num_steps > self.num_steps or is_over or not self.ended:
+            self.since, self.num_steps = now, max(num_steps, self.num_steps)
+            self.ended.clear()
+        return now - self.since
+
+
 class TrainingHealth:
     def __init__(
         self,
         config: Config,
         directory: Path,
-        buffer: StepBuffer | EpisodeBuffer,
+        buffer: Buffer,
         tracker: Tracker,
         say: Callable[[str], None],
-        unpaused: asyncio.Event,
         stop: asyncio.Event,
     ) -> None:
-        """`unpaused`: games start while it is set. `stop`: if set, the run saves and ends."""
+        """`stop`: if set, the run saves and ends."""
         self.stopped_by: str | None = None
         """The alarm that ends the run, if one does."""
         self.asks_for_pause = asyncio.Event()
+        self.unpaused = asyncio.Event()
+        """Event that lets games start while it is set."""
+        self.unpaused.set()
         self._config = config
         self._directory = directory
         self._buffer = buffer
         self._tracker = tracker
         self._say = say
-        self._unpaused = unpaused
         self._stop = stop
         self._alarms = Alarms(config.alarms)
-        self._contests = Contests()
+        self._contests: dict[str, Contest] = defaultdict(Contest)
+        """Comparisons by subject, an env and an opponent."""
         self._num_evaluations = 0
         """Number of evaluations that were compared."""
-        self._windows: dict[str, dict[str, deque[float]]] = defaultdict(lambda: defaultdict(_new_window))
+        self._windows: dict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         """The newest values, by kind of window and by games."""
         self._counted: InOrder[list[tuple[str, str, float]]] = InOrder()
         """Entries of training games for the windows, in the order of their numbers."""
@@ -74,15 +97,12 @@ class TrainingHealth:
         self._update = 0
         self._reasons: list[str] = []
         """Alarms that ask for a pause."""
-        self._fed_at = time.monotonic()
-        """Time at which the newest step entered the buffer, or a batch still waited in it."""
-        self._steps_kept, self._filtered = buffer.added - buffer.dropped_stale, buffer.filtered
-        self._trained_of: dict[str, tuple[int, float]] = {}
-        """Number of trained steps by env, and the time at which it last grew."""
-        self._ended_of: Counter[str] = Counter()
-        """Number of training games that ended since then, by env."""
-        self._since_fed: Counter[str] = Counter()
-        """Number of training games that ended since then, by how they ended."""
+        self._wait = _Wait()
+        """Wait for a step that enters the buffer, while no batch waits in it."""
+        self._waits: dict[str, _Wait] = defaultdict(_Wait)
+        """Waits for a step to be trained on, by env."""
+        self._filtered = 0
+        """Number of players left out by `run.filter_opponent_invalid` before the wait."""
         (directory / PAUSED).unlink(missing_ok=True)
 
     def begin_game(self, spec: GameSpec) -> None:
@@ -93,12 +113,12 @@ class TrainingHealth:
         """Count a finished game, before the buffer receives it."""
         spec = record.spec
         if spec.kind == "train":
-            self._since_fed["void" if record.end == "void" else "whole"] += 1
-            self._ended_of[spec.env_id] += 1
+            for wait in (self._wait, self._waits[spec.env_id]):
+                wait.ended["void" if record.end == "void" else "whole"] += 1
         entries = [] if record.end == "void" or spec.eval_label is not None else list(self._entries(record))
         for of_game in self._counted.end(spec.game_idx, entries) if spec.kind == "train" else [entries]:
             for what, games, value in of_game:
-                self._windows[what][games].append(value)
+                self._windows[what, games].append(value)
 
     def _entries(self, record: GameRecord) -> Iterator[tuple[str, str, float]]:
         """Yield kind of window, games, and this game's value."""
@@ -151,7 +171,7 @@ class TrainingHealth:
         is_over = self._stop.is_set() or self._update >= self._config.run.learning_steps
         if is_over or not self.asks_for_pause.is_set():
             return
-        self._unpaused.clear()
+        self.unpaused.clear()
         saved = self._saved(*await save())
         path = self._directory / PAUSED
         reasons, self._reasons = self._reasons, []
@@ -168,8 +188,9 @@ class TrainingHealth:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             self.asks_for_pause.clear()
-            self._fed_at = time.monotonic()
-            self._unpaused.set()
+            for wait in (self._wait, *self._waits.values()):
+                wait.since = time.monotonic()
+            self.unpaused.set()
         self._say("ending" if self._stop.is_set() else "continuing")
 
     def status(self) -> str:
@@ -184,7 +205,7 @@ class TrainingHealth:
         return [
             f"the last policy is worse than the best one: {subject}: {contest.newest.describe()}, but "
             f"{contest.best.describe()}. {self._where(contest.best)}"
-            for subject, contest in self._contests.of.items()
+            for subject, contest in self._contests.items()
             if self._alarms.is_on("collapse", subject) or self._alarms.is_on("decline", subject)
             if contest.newest and contest.best
         ]
@@ -192,12 +213,9 @@ class TrainingHealth:
     def state_dict(self) -> dict[str, Any]:
         return {
             "alarms": self._alarms.state_dict(),
-            "contests": self._contests.state_dict(),
+            "contests": msgspec.to_builtins(self._contests),
             "num_evaluations": self._num_evaluations,
-            "windows": {
-                what: {games: list(window) for games, window in windows.items()}
-                for what, windows in self._windows.items()
-            },
+            "windows": [[*key, list(window)] for key, window in self._windows.items()],
             "first_entropy": self._first_entropy,
             "update": self._update,
         }
@@ -205,12 +223,11 @@ class TrainingHealth:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state; evaluations that ended after it was saved have been reported."""
         self._alarms.load_state_dict(state["alarms"])
-        self._contests.load_state_dict(state["contests"])
+        self._contests.update(msgspec.convert(state["contests"], dict[str, Contest]))
         self._num_evaluations, self._update = state["num_evaluations"], state["update"]
-        self._first_entropy = state.get("first_entropy")  # a checkpoint of an earlier version has none
-        for what, windows in state["windows"].items():
-            for games, results in windows.items():
-                self._windows[what][games].extend(results)
+        self._first_entropy = state["first_entropy"]
+        for what, games, values in state["windows"]:
+            self._windows[what, games].extend(values)
         for evaluation in self._tracker.evaluations[self._num_evaluations :]:
             self._alarms.judge(self._update, self._compared(evaluation))
 
@@ -218,7 +235,7 @@ class TrainingHealth:
         self._num_evaluations += 1
         result = Result.of(evaluation)
         subject = f"evaluation of {evaluation.env_id} against {evaluation.opponent}"
-        return [] if result is None else self._contests.add("collapse", subject, result)
+        return [] if result is None else self._contests[subject].add("collapse", subject, result)
 
     def _judge(self, readings: Iterable[Reading]) -> None:
         for change in self._alarms.judge(self._update, readings):
@@ -250,64 +267,54 @@ class TrainingHealth:
 
     def _readings_of_games(self) -> list[Reading]:
         readings: list[Reading] = []
-        for what, windows in self._windows.items():
-            for games, window in windows.items():
-                n, share = len(window), sum(window) / len(window)
-                if n < MIN_GAMES:
-                    continue
-                if what == VALID:
-                    readings.append(Reading(alarm="invalid_moves", value=1 - share, n=n, subject=games))
-                result = Result(
-                    who=f"up to update {self._update}",
-                    update=self._update,
-                    mean=share,
-                    n=n,
-                    draws=sum(value == POINTS["draw"] for value in window),
-                    what=VALID if what == VALID else None,
-                )
-                subject = f"training games of {games}" if what == VALID else games
-                readings += self._contests.add("decline", subject, result)
+        for (what, games), window in self._windows.items():
+            n, share = len(window), sum(window) / len(window)
+            if n < MIN_GAMES:
+                continue
+            if what == VALID:
+                readings.append(Reading(alarm="invalid_moves", value=1 - share, n=n, subject=games))
+            result = Result(
+                who=f"up to update {self._update}",
+                update=self._update,
+                mean=share,
+                n=n,
+                draws=sum(value == POINTS["draw"] for value in window),
+                what=VALID if what == VALID else None,
+            )
+            subject = f"training games of {games}" if what == VALID else games
+            readings += self._contests[subject].add("decline", subject, result)
         return readings
 
     def _starvation(self) -> Reading:
         """Return for how long games have ended without a step for the learner."""
-        now, ended = time.monotonic(), self._since_fed.total()
-        kept = self._buffer.added - self._buffer.dropped_stale
-        is_fed = kept > self._steps_kept or self._buffer.has_steps_for(self._config.learner.batch_size)
-        if is_fed or not self._unpaused.is_set() or not ended:
-            self._fed_at, self._steps_kept, self._filtered = now, max(kept, self._steps_kept), self._buffer.filtered
-            self._since_fed.clear()
-            return Reading(alarm="starved", value=0.0, n=ended, detail="the learner gets steps again")
-        seconds, num_filtered = now - self._fed_at, self._buffer.filtered - self._filtered
+        wait, buffer, batch_size = self._wait, self._buffer, self._config.learner.batch_size
+        is_over = buffer.has_steps_for(batch_size) or not self.unpaused.is_set()
+        seconds = wait.seconds(buffer.added - buffer.dropped_stale, is_over)
+        ended = wait.ended.total()
+        if not ended:
+            self._filtered = buffer.filtered
+            return Reading(alarm="starved", value=0.0, n=0, detail="the learner gets steps again")
         detail = (
             f"the learner has received no step for {seconds:.0f} s, although {ended} training games ended: "
-            f"{self._since_fed['void']} void, {num_filtered} players left out by run.filter_opponent_invalid, "
-            f"{self._buffer.dropped_stale} steps dropped as too stale since the start; "
-            f"{self._buffer.size()} steps wait, and a batch is {self._config.learner.batch_size}"
+            f"{wait.ended['void']} void, {buffer.filtered - self._filtered} players left out by "
+            f"run.filter_opponent_invalid, {buffer.dropped_stale} steps dropped as too stale since the start; "
+            f"{buffer.size()} steps wait, and a batch is {batch_size}"
         )
         return Reading(alarm="starved", value=seconds, n=ended, detail=detail)
 
-    def _env_starvation(self) -> list[Reading]:
-        """Return for how long games of each env have ended without a step of it being trained on."""
-        readings, now = [], time.monotonic()
+    def _env_starvation(self) -> Iterator[Reading]:
+        """Yield for how long games of each env have ended without a step of it being trained on."""
         for env_id in [env.env_id for env in self._config.train_envs]:
             of_env = [counts for (name, _), counts in self._buffer.counts.items() if name == env_id]
-            trained = sum(counts.trained for counts in of_env)
-            before, since = self._trained_of.get(env_id, (0, now))
-            if trained > before or not self._unpaused.is_set() or not self._ended_of[env_id]:
-                since = now
-                self._ended_of[env_id] = 0
-            self._trained_of[env_id] = trained, since
-            dropped, played = sum(c.dropped for c in of_env), sum(c.played for c in of_env)
+            played, trained = sum(c.played for c in of_env), sum(c.trained for c in of_env)
+            wait = self._waits[env_id]
+            seconds, ended = wait.seconds(trained), wait.ended.total()
             detail = (
-                f"no step of {env_id} has been trained on for {now - since:.0f} s, although "
-                f"{self._ended_of[env_id]} of its games ended; since the start {played} of its steps were played, "
-                f"{trained} trained on and {dropped} dropped as too stale, and the rest waits or was left out"
+                f"no step of {env_id} has been trained on for {seconds:.0f} s, although {ended} of its games ended; "
+                f"since the start {played} of its steps were played, {trained} trained on and "
+                f"{sum(c.dropped for c in of_env)} dropped as too stale, and the rest waits or was left out"
             )
-            readings.append(
-                Reading(alarm="starved", value=now - since, n=self._ended_of[env_id], subject=env_id, detail=detail)
-            )
-        return readings
+            yield Reading(alarm="starved", value=seconds, n=ended, subject=env_id, detail=detail)
 
     def _saved(self, checkpoint: Path | None, update: int) -> str:
         """Return which update is saved, for a person who may end the paused run."""
@@ -325,7 +332,3 @@ class TrainingHealth:
         nearest = min(kept, key=lambda update: abs(update - best.update), default=None)
         found = "no checkpoint was kept" if nearest is None else f"the nearest is {kept[nearest]}"
         return f"Update {best.update} itself has no checkpoint (run.checkpoint_every); {found}"
-
-
-def _new_window() -> deque[float]:
-    return deque(maxlen=WINDOW)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from unstable_lite.orchestrator.parts import RunParts
+from msgspec.structs import asdict
+
+from unstable_lite.orchestrator.wiring import RunParts
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.transport.messages import Updated
-from unstable_lite.types import Batch, Histogram
+from unstable_lite.types import Batch
 
 
 class Progress:
@@ -56,7 +58,7 @@ class Progress:
         """Count a batch of which the learner made no update."""
         self.skipped += 1
         self._skipped_in_a_row += 1
-        self.alarm(f"skipped a batch: {reason}")
+        self._parts.alarm(f"skipped a batch: {reason}")
         self._parts.health.check_skipped(self._skipped_in_a_row, reason)
 
     async def report(self, batch: Batch, updated: Updated, metrics: dict[str, float]) -> None:
@@ -71,20 +73,12 @@ class Progress:
         await parts.tracker.add_train_data(self.updates, self.version - 1, batch, updated.logprobs)
         metrics |= self._engine_metrics() | self._buffer_metrics() | self._league_metrics() | self._run_metrics()
         if metrics["learner/oom_retries"] > parts.tracker.latest.get("learner/oom_retries", 0.0):
-            self.alarm(
+            self._parts.alarm(
                 "the learner ran out of memory and did the update again; from now on a micro-batch has at most "
                 f"{metrics['learner/max_tokens_per_micro_batch']:.0f} tokens"
             )
-        self._log(metrics, updated.histograms)
-
-    def alarm(self, text: str) -> None:
-        """Report an alarm of the current update."""
-        self._parts.tracker.alarm(self.updates, text)
-
-    def _log(self, metrics: dict[str, float], histograms: Sequence[Histogram]) -> None:
-        parts = self._parts
         metrics |= parts.health.check_update(self.updates, metrics)
-        parts.tracker.log_update(self.updates, metrics, histograms)
+        parts.tracker.log_update(self.updates, metrics, updated.histograms)
         still_playing = {parts.registry.get_current_ckpt(), *+parts.collector.evaluating}
         parts.tracker.end_evaluations(still_playing=still_playing)
         parts.terminal.show_update(self.updates, parts.plan.config.run.learning_steps, self._live_line())
@@ -92,14 +86,11 @@ class Progress:
     def _engine_metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for engine in self._parts.workers.engines.engines:
-            name, stats = engine.channel.name, engine.stats
-            metrics[f"inference/{name}/queued"] = stats.queued
-            metrics[f"inference/{name}/running"] = stats.running
-            metrics[f"inference/{name}/tok_s"] = stats.tokens_per_s
-            metrics[f"inference/{name}/cached_share"] = stats.cached_share
-            metrics[f"inference/{name}/oom_retries"] = stats.oom_retries
-            if stats.oom_retries > self._parts.tracker.latest.get(f"inference/{name}/oom_retries", 0):
-                self.alarm(f"{name} ran out of memory; it now runs fewer requests at once (see its log)")
+            name, stats = engine.channel.name, asdict(engine.stats)
+            stats["tok_s"] = stats.pop("tokens_per_s")
+            metrics |= {f"inference/{name}/{key}": value for key, value in stats.items()}
+            if stats["oom_retries"] > self._parts.tracker.latest.get(f"inference/{name}/oom_retries", 0):
+                self._parts.alarm(f"{name} ran out of memory; it now runs fewer requests at once (see its log)")
         return metrics | self._parts.colocation.metrics()
 
     def _buffer_metrics(self) -> dict[str, float]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from unstable_lite.adapters.store import reap_stale_arenas, try_lock
@@ -22,7 +22,7 @@ from unstable_lite.config.reading import parse_config
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.errors import ConfigError, UnstableError
 from unstable_lite.league.game_scheduler import GameScheduler
-from unstable_lite.orchestrator.event_loop import first_reason, run_in_loop
+from unstable_lite.orchestrator.event_loop import first_reason, handled_signals, run_in_loop
 from unstable_lite.orchestrator.logs import log_file
 from unstable_lite.orchestrator.resume import rewind_to_checkpoint
 from unstable_lite.orchestrator.status import shown_live
@@ -59,17 +59,14 @@ class Run:
         self._buffer = buffer
         self._terminal = terminal or TerminalInterface()
         self._resume = resume
-        self._summary: Summary | None = None
-        self._error: BaseException | None = None
-        self._is_over: threading.Event | None = None
-        """Set when a run in its own thread has ended; None for a run that blocks."""
+        self._outcome: futures.Future[Summary] | None = None
+        """Summary of the run, or the error that ended it; None before the start."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._whole_run: asyncio.Task[Any] | None = None
         self.training: TrainLoop | None = None
         """The loop and every part of the run, once its workers are up."""
-        self._is_started = False
-        self._is_error_raised = False
-        """Whether `wait` raised the error that ended the run in its own thread."""
+        self._is_waited_for = False
+        """Whether `wait` returned or raised the outcome."""
         self._stop = asyncio.Event()
 
     def start(
@@ -91,7 +88,7 @@ class Run:
                 "this file starts a run when it is imported for a class that a config names: put the start of the run "
                 'under `if __name__ == "__main__":`'
             )
-        if self._is_started:
+        if self._outcome is not None:
             raise ConfigError("this run was started before: build another one, or use `run --resume DIRECTORY`")
         if block and asyncio._get_running_loop() is not None:
             raise ConfigError(
@@ -102,14 +99,13 @@ class Run:
             num_collection_workers=num_collection_workers,
             num_eval_workers=num_eval_workers,
         )
-        self._is_started = True
+        self._outcome = futures.Future()
         if block:
-            self._summary = run_in_loop(self.execute())
-            return self._summary
-        self._is_over = threading.Event()
-        threading.Thread(target=self._run_in_thread, args=(self._is_over,), name="unstable-lite-run").start()
+            self._run_into(self._outcome)
+            return self._outcome.result()
+        threading.Thread(target=self._run_into, args=(self._outcome,), name="unstable-lite-run").start()
         # For a script that ends without `wait`: after this hook Python starts no more work in the run's threads.
-        threading._register_atexit(self._wait_at_exit)  # type: ignore[attr-defined]
+        threading._register_atexit(self._wait_at_exit, self._outcome)  # type: ignore[attr-defined]
         return None
 
     def _change_plan(self, **given: int | None) -> None:
@@ -127,14 +123,11 @@ class Run:
         Ctrl-C during `wait` stops the run: once, after the current update; twice, at once.
         Raises ConfigError if the run was not started.
         """
-        if self._is_over is None and self._summary is None:
+        if self._outcome is None:
             raise ConfigError("wait() is for a run that was started: call start(block=False) first")
-        self._wait_for_end()
-        self._is_error_raised = True
-        if self._error is not None:
-            raise self._error
-        assert self._summary is not None
-        return self._summary
+        self._wait_for(self._outcome)
+        self._is_waited_for = True
+        return self._outcome.result()
 
     def stop(self) -> None:
         """Finish the current update, save, and end. May be called from any thread at any time."""
@@ -151,24 +144,18 @@ class Run:
     async def execute(self) -> Summary:
         """Start the workers, train, evaluate and save; leave no process and no shared memory, however the run ends."""
         self._loop, self._whole_run = asyncio.get_running_loop(), asyncio.current_task()
+        started, checkpoint, say = time.monotonic(), None, self._terminal.say
         directory = create_run_directory(self.plan.config) if self._resume is None else self._resume.resolve()
-        self._terminal.say(f"run directory {directory}")
+        say(f"run directory {directory}")
         lock = try_lock(directory)
         if lock is None:
             raise UnstableError(f"{directory}: another process is running this run")
         try:
-            return await self._execute_in(directory)
-        finally:
-            os.close(lock)
-
-    async def _execute_in(self, directory: Path) -> Summary:
-        started, checkpoint, say = time.monotonic(), None, self._terminal.say
-        if self._resume is not None:
-            checkpoint = rewind_to_checkpoint(directory, self.plan.config, say)
-        for path in (*reap_stale_arenas(), *reap_stale_arenas(directory)):
-            say(f"removed {path}, left behind by a run that was killed")
-        try:
-            with log_file(directory / "logs" / "orchestrator.log"), self._stopped_by_signals():
+            if self._resume is not None:
+                checkpoint = rewind_to_checkpoint(directory, self.plan.config, say)
+            for path in (*reap_stale_arenas(), *reap_stale_arenas(directory)):
+                say(f"removed {path}, left behind by a run that was killed")
+            with log_file(directory / "logs" / "orchestrator.log"), handled_signals(self._interrupt):
                 async with wired_parts(
                     self.plan,
                     directory,
@@ -185,49 +172,31 @@ class Run:
             raise first_reason(group) from group
         finally:
             self._terminal.stop()
+            os.close(lock)
         return summarise(self.training, time.monotonic() - started)
 
-    def _run_in_thread(self, is_over: threading.Event) -> None:
+    def _run_into(self, outcome: futures.Future[Summary]) -> None:
         try:
-            self._summary = run_in_loop(self.execute())
-        except BaseException as error:  # wait() raises it in its caller's thread
-            self._error = error
-        finally:
-            is_over.set()
+            outcome.set_result(run_in_loop(self.execute()))
+        except BaseException as error:  # raised in the thread that asks for the outcome
+            outcome.set_exception(error)
 
-    def _wait_for_end(self) -> None:
-        while self._is_over is not None and not self._is_over.is_set():
+    def _wait_for(self, outcome: futures.Future[Summary]) -> None:
+        while not outcome.done():
             try:
-                self._is_over.wait()  # Python up to 3.12 takes a thread for ended if its `join` was interrupted
+                futures.wait([outcome])  # Python up to 3.12 takes a thread for ended if its `join` was interrupted
             except KeyboardInterrupt:
                 self._call_in_loop(self._interrupt)
 
-    def _wait_at_exit(self) -> None:
-        if self._is_over is not None and not self._is_over.is_set():
+    def _wait_at_exit(self, outcome: futures.Future[Summary]) -> None:
+        if not outcome.done():
             self._terminal.say("the script has ended; the run continues (Ctrl-C: finish the update, save, end)")
-        self._wait_for_end()
-        if self._error is not None and not self._is_error_raised:
-            print(f"error: the run has ended: {visible(str(self._error))}", file=sys.stderr)  # noqa: T201
-
-    @contextlib.contextmanager
-    def _stopped_by_signals(self) -> Iterator[None]:
-        """Stop the run on Ctrl-C, SIGTERM or a closed terminal: after the current update, or at the second signal."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        signals = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-            signals.append(signal.SIGHUP)
-        for signum in signals:
-            loop.add_signal_handler(signum, self._interrupt)
-        try:
-            yield
-        finally:
-            for signum in signals:
-                loop.remove_signal_handler(signum)
+        self._wait_for(outcome)
+        if (error := outcome.exception()) is not None and not self._is_waited_for:
+            print(f"error: the run has ended: {visible(str(error))}", file=sys.stderr)  # noqa: T201
 
     def _interrupt(self) -> None:
+        """Stop the run after the current update, or, at the second interruption, at once."""
         assert self._whole_run is not None
         if self._stop.is_set():
             self._terminal.say("interrupted again: ending now")
@@ -242,9 +211,5 @@ class Run:
 
 def _is_called_by_import() -> bool:
     """Return whether this package, here or in a worker, imports the file that calls `start`."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("unstable_lite."):
-            return True
-        frame = frame.f_back
-    return False
+    callers = traceback.walk_stack(sys._getframe(2))
+    return any(frame.f_globals.get("__name__", "").startswith("unstable_lite.") for frame, _ in callers)

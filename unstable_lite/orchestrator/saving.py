@@ -11,8 +11,8 @@ from typing import Any
 from unstable_lite.errors import UnstableError
 from unstable_lite.orchestrator.checkpoint import Checkpoint, save_checkpoint
 from unstable_lite.orchestrator.evaluations import Evaluations
-from unstable_lite.orchestrator.parts import RunParts
 from unstable_lite.orchestrator.progress import Progress
+from unstable_lite.orchestrator.wiring import RunParts
 
 
 class CheckpointSaver:
@@ -44,6 +44,7 @@ class CheckpointSaver:
             parts.collector.load_state_dict(state["collector"])
             parts.collector.seats.load_state_dict(state["seats"])
             parts.pool.load_state_dict(state["pool"])
+            parts.health.load_state_dict(state["health"])
         self.newest, self.saved_update = checkpoint.directory, progress.updates
         parts.buffer.refill(checkpoint.waiting)
 
@@ -90,7 +91,7 @@ class CheckpointSaver:
             "tracker": parts.tracker.state_dict(),
             "collector": parts.collector.state_dict(),
             "seats": parts.collector.seats.state_dict(),
-            "guard": parts.health.state_dict(),
+            "health": parts.health.state_dict(),
         }
         parts.pool.tell_saving()
         self._is_due = False
@@ -102,7 +103,6 @@ class CheckpointSaver:
 
         Raises UnstableError if there is no next update.
         """
-        progress = self._progress
         try:
             path = await checkpoint
         except UnstableError as error:
@@ -113,14 +113,14 @@ class CheckpointSaver:
                     f"(free some space, then: run --resume {shlex.quote(str(self._parts.directory))})"
                 ) from error
             if not self._has_failed:
-                progress.alarm(
+                self._parts.alarm(
                     f"a checkpoint could not be written, and {newest}; each update will try again until one can: "
                     f"{error}"
                 )
             self._has_failed = self._is_due = True
             return
         if self._has_failed:
-            progress.alarm(f"checkpoints are written again: {path.name}")
+            self._parts.alarm(f"checkpoints are written again: {path.name}")
         self._has_failed = False
         self.newest, self.saved_update = path, update
         await self._parts.pool.tell_saved()

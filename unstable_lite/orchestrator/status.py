@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from unstable_lite.files import replaced
-from unstable_lite.orchestrator.parts import RunParts
+from unstable_lite.orchestrator.wiring import RunParts
 from unstable_lite.orchestrator.workers import environment
 from unstable_lite.tracking.run_directory import LIVE
 from unstable_lite.transport.rpc import WorkerChannel
@@ -53,13 +53,11 @@ def _places(parts: RunParts) -> Iterator[tuple[str, WorkerChannel, int | None, i
     A rank on another machine has no process id.
     """
     plan, workers = parts.plan, parts.workers
-    names = [engine.channel.name for engine in workers.engines.engines]
-    devices = dict(zip(names, plan.engine_devices, strict=True))
-    for process in workers.processes:
-        own = [devices[process.channel.name]] if process.channel.name in devices else plan.learner_devices
+    devices = [*([device] for device in plan.engine_devices), plan.learner_devices]
+    for process, own in zip(workers.processes, devices, strict=True):
         for rank, device in zip(process.ranks, own, strict=True):
             yield rank.channel.name, process.channel, rank.pid, device
-    for rank_index in range(len(plan.learner_devices), len(plan.learner_devices) + plan.config.learner.remote_ranks):
+    for rank_index in range(len(plan.learner_devices), plan.num_ranks):
         yield f"learner-{rank_index}", workers.learner.channel, None, "elsewhere"
 
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 
 from unstable_lite.config.training import RunConfig
 from unstable_lite.errors import WorkerDied
@@ -23,37 +24,25 @@ WINDOW_S = 3600.0
 """Deaths that are older do not count against the budget."""
 
 
+@dataclass(slots=True)
 class Supervisor:
     """Supervisor of one worker."""
 
-    def __init__(
-        self,
-        process: WorkerProcess,
-        config: RunConfig,
-        start_timeout_s: float,
-        stall_timeout_s: float,
-        restore: Callable[[], Awaitable[None]],
-        alarm: Callable[[str], None],
-        starting: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
-        is_dispensable: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """`restore`: gives a restarted worker its adapters or its state; then it may be asked.
-
-        `starting`: entered while the worker starts. `is_dispensable`: whether other workers do its work while the
-        server that it speaks to is away.
-        """
-        self.restarts = 0
-        self._process = process
-        self._config = config
-        self._start_timeout_s = start_timeout_s
-        self._stall_timeout_s = stall_timeout_s
-        self._restore = restore
-        self._alarm = alarm
-        self._starting = starting
-        self._is_dispensable = is_dispensable
-        self._deaths: deque[float] = deque()
-        self._is_waited_for = False
-        """Whether an alarm has said that the worker's server is away."""
+    process: WorkerProcess
+    config: RunConfig
+    start_timeout_s: float
+    stall_timeout_s: float
+    restore: Callable[[], Awaitable[None]]
+    """Gives a restarted worker its adapters or its state; then it may be asked."""
+    alarm: Callable[[str], None]
+    starting: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext
+    """Context that is entered while the worker starts."""
+    is_dispensable: Callable[[], bool] = lambda: False
+    """Whether other workers do its work while the server that it speaks to is away."""
+    restarts: int = 0
+    _deaths: deque[float] = field(default_factory=deque)
+    _is_waited_for: bool = False
+    """Whether an alarm has said that the worker's server is away."""
 
     async def run(self) -> None:
         """Supervise until the worker is asked to stop.
@@ -64,9 +53,9 @@ class Supervisor:
             try:
                 async with asyncio.TaskGroup() as life:
                     companions = [life.create_task(self._kill_when_silent())]
-                    if not self._process.channel.is_up:
+                    if not self.process.channel.is_up:
                         companions.append(life.create_task(self._make_ready()))
-                    await self._process.watch()
+                    await self.process.watch()
                     for companion in companions:
                         companion.cancel()
                 return
@@ -76,21 +65,21 @@ class Supervisor:
             await self._restart(death)
 
     async def _make_ready(self) -> None:
-        await self._process.ready(self._start_timeout_s)
-        await self._restore()
+        await self.process.ready(self.start_timeout_s)
+        await self.restore()
         self._is_waited_for = False
 
     async def _restart(self, death: WorkerDied) -> None:
         while True:
-            if death.is_away and not death.is_final and self._is_dispensable():
+            if death.is_away and not death.is_final and self.is_dispensable():
                 self._wait_for_server(death)
             else:
                 self._count(death)
-            await asyncio.sleep(self._config.restart_backoff_s * 2 ** max(len(self._deaths) - 1, 0))
+            await asyncio.sleep(self.config.restart_backoff_s * 2 ** max(len(self._deaths) - 1, 0))
             try:
-                async with self._starting():
-                    await self._process.start()
-                    await self._process.ready(self._start_timeout_s)
+                async with self.starting():
+                    await self.process.start()
+                    await self.process.ready(self.start_timeout_s)
             except WorkerDied as another:
                 death = another
             else:
@@ -101,12 +90,12 @@ class Supervisor:
         log.warning("%s", death)
         if not self._is_waited_for:
             self._is_waited_for = True
-            self._alarm(f"{str(death).splitlines()[0]} The run continues on the other engines and waits for it.")
+            self.alarm(f"{str(death).splitlines()[0]} The run continues on the other engines and waits for it.")
 
     def _count(self, death: WorkerDied) -> None:
         if death.is_final:
             raise death
-        now, most = time.monotonic(), self._config.max_restarts
+        now, most = time.monotonic(), self.config.max_restarts
         while self._deaths and self._deaths[0] < now - WINDOW_S:
             self._deaths.popleft()
         self._deaths.append(now)
@@ -115,12 +104,12 @@ class Supervisor:
                 raise death
             raise WorkerDied(f"{death}\n({len(self._deaths)} deaths within the hour; run.max_restarts = {most})")
         log.warning("%s", death)
-        self._alarm(f"{str(death).splitlines()[0]} It is restarted ({len(self._deaths)} of {most}).")
+        self.alarm(f"{str(death).splitlines()[0]} It is restarted ({len(self._deaths)} of {most}).")
 
     async def _kill_when_silent(self) -> None:
         """Kill the worker if it owes an answer and says nothing; one that owes none does no harm."""
-        channel = self._process.channel
+        channel = self.process.channel
         while True:
-            silent_s = await channel.wait_for_stall(self._stall_timeout_s, look_every_s=self._stall_timeout_s / 10)
-            self._alarm(f"{channel.name} owes an answer and has said nothing for {silent_s:.0f} s: it is killed")
-            await self._process.kill_stuck()
+            silent_s = await channel.wait_for_stall(self.stall_timeout_s, look_every_s=self.stall_timeout_s / 10)
+            self.alarm(f"{channel.name} owes an answer and has said nothing for {silent_s:.0f} s: it is killed")
+            await self.process.kill_stuck()

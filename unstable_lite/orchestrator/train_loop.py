@@ -7,12 +7,13 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+from unstable_lite.orchestrator.checkpoint import Checkpoint
 from unstable_lite.orchestrator.evaluations import Evaluations
 from unstable_lite.orchestrator.event_loop import unless_set
-from unstable_lite.orchestrator.parts import RunParts
-from unstable_lite.orchestrator.policy import Policy
 from unstable_lite.orchestrator.progress import Progress
 from unstable_lite.orchestrator.saving import CheckpointSaver
+from unstable_lite.orchestrator.wiring import RunParts
+from unstable_lite.tracking.run_directory import replace_config
 from unstable_lite.types import Batch
 
 
@@ -22,7 +23,6 @@ class TrainLoop:
         self.progress = Progress(parts)
         self.evaluations = Evaluations(parts, self.progress)
         self.saver = CheckpointSaver(parts, self.progress, self.evaluations)
-        self.policy = Policy(parts, self.progress, self.saver)
 
     async def run(self) -> None:
         parts = self.parts
@@ -31,7 +31,7 @@ class TrainLoop:
             loops += [parts.adapter_sync.run, parts.pool.run, parts.health.run]
             background = [tasks.create_task(loop()) for loop in loops]
             with parts.terminal.doing(lambda: "checking the adapter on every engine"):
-                await self.policy.start()
+                await self._start()
             if parts.resume_from is None:
                 await self.evaluations.evaluate("before")
             elif self.evaluations.is_due:
@@ -99,10 +99,45 @@ class TrainLoop:
         with _timed(metrics, "learner/publish_s"):
             metrics |= await parts.adapter_sync.sync(version, updated.digest)
             self.progress.updates += 1
-            self.policy.promote(f"ckpt-{self.progress.updates}", version)
+            self._promote(f"ckpt-{self.progress.updates}", version)
         await self.progress.report(batch, updated, metrics)
         self.saver.mark_due()
         return True
+
+    async def _start(self) -> None:
+        """Check the base on every engine, and the adapter that training starts from, if there is one."""
+        parts = self.parts
+        canary = await parts.adapter_sync.canaries.check_base()
+        if parts.resume_from is not None:
+            canary = await self._resume(parts.resume_from)
+        elif parts.plan.config.lora.initial_lora_path is not None:
+            canary = await self._sync_as_it_is(1)
+            self._promote("initial", 1)
+        parts.terminal.say(
+            f"engine and learner agree about {parts.registry.current.uid}: mean |Δ log p| "
+            f"{canary['canary/mismatch']:.5f} over {canary['canary/n']:.0f} tokens"
+        )
+
+    async def _resume(self, checkpoint: Checkpoint) -> dict[str, float]:
+        """Restore the state of `checkpoint` in every process; return the canary's metrics."""
+        parts = self.parts
+        self.saver.restore(checkpoint)
+        await parts.workers.learner.load(checkpoint.directory)
+        canary = await self._sync_as_it_is(self.progress.version)
+        await parts.pool.resume()
+        replace_config(parts.directory, parts.plan.config, self.progress.updates)  # only now: all of the state fits
+        return canary
+
+    async def _sync_as_it_is(self, version: int) -> dict[str, float]:
+        """Sync the learner's adapter to every engine without an update; return the canary's metrics."""
+        digest = await self.parts.workers.learner.write_adapter(version, self.parts.store)
+        return await self.parts.adapter_sync.sync(version, digest)
+
+    def _promote(self, uid: str, version: int) -> None:
+        """Make a synced version the current policy."""
+        self.progress.version = version
+        self.parts.pool.admit(uid, version, self.progress.updates)
+        self.parts.collector.tell_new_checkpoint()
 
 
 @contextlib.contextmanager

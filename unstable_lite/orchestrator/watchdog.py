@@ -43,7 +43,6 @@ class LoopWatchdog:
         self._stall_s = stall_s
         self._log_path = log_path
         self._tick_s = stall_s / 10
-        self._turns = 0
         self._turned_at = 0.0
         self._place: str | None = None
         """Place in the code where the loop is blocked, if the thread has found one."""
@@ -79,7 +78,6 @@ class LoopWatchdog:
         """Note that the loop runs; called on the loop at regular times."""
         now = time.monotonic()
         stood_s, self._turned_at = now - self._turned_at, now
-        self._turns += 1
         place, self._place = self._place, None
         if stood_s > self._stall_s:
             self.stalls += 1
@@ -90,12 +88,12 @@ class LoopWatchdog:
         self._next = self._loop.call_later(self._tick_s, self._turn)
 
     def _watch(self) -> None:
-        seen, stood_s, looked_at = -1, 0.0, time.monotonic()
+        seen, stood_s, looked_at = 0.0, 0.0, time.monotonic()
         while not self._is_over.wait(self._tick_s):
             now = time.monotonic()
             # A suspended machine or Ctrl-Z stops the loop and this thread alike.
-            stood_s = 0.0 if self._turns != seen else stood_s + min(now - looked_at, 2 * self._tick_s)
-            seen, looked_at = self._turns, now
+            stood_s = 0.0 if self._turned_at != seen else stood_s + min(now - looked_at, 2 * self._tick_s)
+            seen, looked_at = self._turned_at, now
             if stood_s > self._stall_s and self._place is None:
                 self._place = self._where()
                 self._dump(f"the event loop has been blocked for {stood_s:.1f} s, {self._place}")

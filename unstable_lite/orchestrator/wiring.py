@@ -1,4 +1,4 @@
-"""Make the parts of a run and connect them: the only module that knows every part's constructor."""
+"""The parts of a run: make them and connect them. The only module that knows every part's constructor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.files import read_records
 from unstable_lite.games.env_catalogue import is_isolated
-from unstable_lite.games.env_pool import opened_env_pool
+from unstable_lite.games.env_pool import EnvPool, opened_env_pool
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import Template, format_prompt, templates_for
@@ -30,7 +31,6 @@ from unstable_lite.orchestrator.checkpoint import Checkpoint
 from unstable_lite.orchestrator.checkpoint_pool import CheckpointPool
 from unstable_lite.orchestrator.colocation import Colocation
 from unstable_lite.orchestrator.health import TrainingHealth
-from unstable_lite.orchestrator.parts import RunParts
 from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.orchestrator.watchdog import LoopWatchdog
 from unstable_lite.orchestrator.workers import Workers, started_workers
@@ -47,10 +47,39 @@ from unstable_lite.tracking.jsonl import JsonlSink
 from unstable_lite.tracking.run_directory import to_toml, versions
 from unstable_lite.tracking.tensorboard import TensorBoardSink
 from unstable_lite.tracking.tracker import RichSink, Sink, Tracker
-from unstable_lite.transport.rpc import WorkerChannel
+from unstable_lite.transport.processes import WorkerProcess
 
 CANARY_PROMPTS = 8
 """Number of prompts of the canary, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """Every part of a run."""
+
+    plan: Plan
+    directory: Path
+    workers: Workers
+    supervisors: tuple[Supervisor, ...]
+    environments: EnvPool
+    store: AdapterStore
+    table: AdapterTable
+    scheduler: GameScheduler
+    registry: ModelRegistry
+    buffer: StepBuffer | EpisodeBuffer
+    collector: Collector
+    adapter_sync: AdapterSync
+    colocation: Colocation
+    pool: CheckpointPool
+    tracker: Tracker
+    health: TrainingHealth
+    terminal: TerminalInterface
+    watchdog: LoopWatchdog
+    resume_from: Checkpoint | None
+    alarm: Callable[[str], None]
+    """Reports an alarm of the current update."""
+    stop: asyncio.Event
+    """Event that asks the run to finish the current update, save, and end."""
 
 
 @contextlib.asynccontextmanager
@@ -105,9 +134,7 @@ async def wired_parts(
         prompts, tolerance = _canary_prompts(config, templates), config.learner.canary_tolerance
         canaries = CanaryChecks(workers.engines, workers.learner, table, prompts, tolerance, alarm)
         adapter_sync = AdapterSync(workers.engines, store, table, canaries)
-        unpaused = asyncio.Event()
-        unpaused.set()
-        health = TrainingHealth(config, directory, buffer, tracker, say, unpaused, stop)
+        health = TrainingHealth(config, directory, buffer, tracker, say, stop)
         collector = Collector(
             scheduler,
             buffer,
@@ -117,7 +144,7 @@ async def wired_parts(
             (tracker, health),
             lock_step=lock_step,
             environments=environments,
-            unpaused=unpaused,
+            unpaused=health.unpaused,
         )
         colocation = _colocation(plan, workers, adapter_sync, collector)
         pool = CheckpointPool(
@@ -139,6 +166,7 @@ async def wired_parts(
             store=store,
             table=table,
             scheduler=scheduler,
+            registry=registry,
             buffer=buffer,
             collector=collector,
             adapter_sync=adapter_sync,
@@ -149,6 +177,7 @@ async def wired_parts(
             terminal=terminal,
             watchdog=watchdog,
             resume_from=checkpoint,
+            alarm=alarm,
             stop=stop,
         )
 
@@ -231,30 +260,26 @@ def _colocation(plan: Plan, workers: Workers, adapter_sync: AdapterSync, collect
 def _supervisors(
     config: Config, workers: Workers, adapter_sync: AdapterSync, colocation: Colocation, alarm: Callable[[str], None]
 ) -> tuple[Supervisor, ...]:
-    restore: dict[str, Callable[[], Awaitable[None]]] = {"learner": workers.learner.restore}
-    restore |= {engine.channel.name: partial(adapter_sync.restore, engine) for engine in workers.engines.engines}
-    restore |= {engine.channel.name: partial(colocation.restore, engine) for engine in colocation.engines}
-    starting = {engine.channel.name: colocation.starting for engine in colocation.engines}
-    channels = [engine.channel for engine in workers.engines.engines]
-    engine, learner = config.engine, config.learner
-    timeouts = {"learner": (learner.start_timeout_s, learner.update_timeout_s)}
-    return tuple(
-        Supervisor(
+    engines = {engine.channel.name: engine for engine in workers.engines.engines}
+
+    def supervisor(process: WorkerProcess) -> Supervisor:
+        engine = engines.get(process.channel.name)
+        if engine is None:
+            start_s, stall_s = config.learner.start_timeout_s, config.learner.update_timeout_s
+            return Supervisor(process, config.run, start_s, stall_s, workers.learner.restore, alarm)
+        is_sleeper = engine in colocation.engines
+        return Supervisor(
             process,
             config.run,
-            *timeouts.get(process.channel.name, (engine.start_timeout_s, engine.stall_timeout_s)),
-            restore=restore[process.channel.name],
+            config.engine.start_timeout_s,
+            config.engine.stall_timeout_s,
+            restore=partial((colocation if is_sleeper else adapter_sync).restore, engine),
             alarm=alarm,
-            starting=starting.get(process.channel.name, contextlib.nullcontext),
-            is_dispensable=partial(_is_dispensable, process.channel, channels),
+            starting=colocation.starting if is_sleeper else contextlib.nullcontext,
+            is_dispensable=lambda: any(other is not engine for other in workers.engines.up),
         )
-        for process in workers.processes
-    )
 
-
-def _is_dispensable(channel: WorkerChannel, engines: Sequence[WorkerChannel]) -> bool:
-    """Return whether another engine is up that does the work of this one."""
-    return channel in engines and any(other.is_up for other in engines if other is not channel)
+    return tuple(map(supervisor, workers.processes))
 
 
 def _canary_prompts(config: Config, templates: Mapping[str, Template]) -> list[str]:

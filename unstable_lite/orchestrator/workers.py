@@ -9,13 +9,14 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
 from unstable_lite.engines.vllm_server.config_checks import server_keys
 from unstable_lite.errors import WorkerDied
 from unstable_lite.learner.client import LearnerClient
+from unstable_lite.orchestrator.event_loop import first_reason
 from unstable_lite.planning.plan import Plan
 from unstable_lite.transport.messages import Message
 from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
@@ -68,12 +69,11 @@ async def started_workers(
 
     Raises WorkerDied if a worker exits, UnstableError if one is not up in time.
     """
-    async with _worker_fleet(plan, logs, is_restart) as fleet:
+    async with _WorkerFleet(plan, logs, is_restart) as fleet:
         engines = EnginePool(await fleet.start_engines())
         if any(isinstance(device, int) for device in plan.shared_devices):
             # An engine that starts measures the free memory, so the learner must not allocate any before it is up.
-            for process in fleet.processes:
-                await process.ready(plan.config.engine.start_timeout_s)
+            await fleet.engines_ready()
         learner = LearnerClient(fleet.router, plan.config.learner)
         await fleet.start_learner(learner.channel)
         info = await fleet.wait_until_up(say, may_servers_be_late=True)
@@ -92,7 +92,7 @@ async def started_engines(
     plan: Plan, logs: Path, say: Callable[[str], None], is_restart: bool = False
 ) -> AsyncIterator[EngineWorkers]:
     """Start only the engines of `plan`; see `started_workers`."""
-    async with _worker_fleet(plan, logs, is_restart) as fleet:
+    async with _WorkerFleet(plan, logs, is_restart) as fleet:
         engines = EnginePool(await fleet.start_engines())
         info = await fleet.wait_until_up(say)
         yield EngineWorkers(engines=engines, processes=fleet.processes, info=info["engine-0"])
@@ -103,53 +103,44 @@ async def started_fine_tuner(
     plan: Plan, logs: Path, say: Callable[[str], None], on_message: Callable[[Message], None]
 ) -> AsyncIterator[WorkerProcess]:
     """Start a worker that fine-tunes, on the learner's device; see `started_workers`."""
-    async with _worker_fleet(plan, logs) as fleet:
+    async with _WorkerFleet(plan, logs) as fleet:
         channel = WorkerChannel(fleet.router, "sft", on_message)
-        await fleet.start("unstable_lite.sft.worker", channel, plan.learner_device, plan.learner_threads)
+        await fleet.start(fleet.make("unstable_lite.sft.worker", channel, plan.learner_device, plan.learner_threads))
         await fleet.wait_until_up(say)
         yield fleet.processes[0]
 
 
 async def while_alive(processes: Iterable[WorkerProcess], work: Awaitable[T]) -> T:
     """Return the result of `work`; raise WorkerDied at once if one of `processes` ends before it."""
-    working = asyncio.ensure_future(work)
-    watching = [asyncio.ensure_future(process.watch()) for process in processes]
     try:
-        await asyncio.wait({working, *watching}, return_when=asyncio.FIRST_COMPLETED)
-        for watch in watching:
-            if watch.done():
-                watch.result()
-        return await working
-    finally:
-        for task in (working, *watching):
-            task.cancel()
-        await asyncio.gather(working, *watching, return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:
+            watching = [tasks.create_task(process.watch()) for process in processes]
+            result = await work
+            for watch in watching:
+                watch.cancel()
+    except BaseExceptionGroup as group:
+        raise first_reason(group) from group
+    return result
 
 
-@contextlib.asynccontextmanager
-async def _worker_fleet(plan: Plan, logs: Path, is_restart: bool = False) -> AsyncIterator[WorkerFleet]:
-    """Yield a fleet without workers; stop every worker that it started on exit."""
-    sockets = make_socket_directory()
-    router = Router(sockets)
-    fleet = WorkerFleet(plan, logs, router, sockets, is_restart)
-    try:
-        yield fleet
-    finally:
-        await asyncio.gather(*(process.stop() for process in fleet.processes))
-        router.close()
-        shutil.rmtree(sockets, ignore_errors=True)
+class _WorkerFleet:
+    """The worker processes on one router. It starts without workers, and stops every worker on exit."""
 
-
-class WorkerFleet:
-    """The worker processes on one router."""
-
-    def __init__(self, plan: Plan, logs: Path, router: Router, sockets: Path, is_restart: bool) -> None:
-        self.router = router
-        self._sockets = sockets
+    def __init__(self, plan: Plan, logs: Path, is_restart: bool = False) -> None:
         self.processes: list[WorkerProcess] = []
+        self._sockets = make_socket_directory()
+        self.router = Router(self._sockets)
         self._plan = plan
         self._logs = logs
         self._is_restart = is_restart
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.gather(*(process.stop() for process in self.processes))
+        self.router.close()
+        shutil.rmtree(self._sockets, ignore_errors=True)
 
     async def start_engines(self) -> list[EngineClient]:
         plan = self._plan
@@ -159,52 +150,49 @@ class WorkerFleet:
         for index, (engine, device) in enumerate(zip(engines, plan.engine_devices, strict=True)):
             if isinstance(device, int) and device in plan.engine_devices[:index]:
                 # vLLM measures the memory of the whole GPU while it starts, so the others there must be up.
-                for process in self.processes:
-                    await process.ready(plan.config.engine.start_timeout_s)
-            await self.start("unstable_lite.engines.worker", engine.channel, device, plan.engine_threads, keys)
+                await self.engines_ready()
+            await self.start(
+                self.make("unstable_lite.engines.worker", engine.channel, device, plan.engine_threads, keys)
+            )
         return engines
+
+    async def engines_ready(self) -> None:
+        """Wait until the engines that were started are up."""
+        for process in self.processes:
+            await process.ready(self._plan.config.engine.start_timeout_s)
 
     async def start_learner(self, channel: WorkerChannel) -> None:
         """Start the learner's ranks; rank 0 answers as `channel`."""
-        plan, module = self._plan, "unstable_lite.learner.worker"
+        plan = self._plan
         ranks = [
-            self._make(
-                module,
+            self.make(
+                "unstable_lite.learner.worker",
                 WorkerChannel(self.router, f"{channel.name}-{rank}") if rank else channel,
                 device,
                 plan.learner_threads,
                 KEEP_MEMORY,
                 rank=rank,
-                num_ranks=len(plan.learner_devices) + plan.config.learner.remote_ranks,
+                num_ranks=plan.num_ranks,
             )
             for rank, device in enumerate(plan.learner_devices)
         ]
-        process = WorkerGroup(ranks, self._sockets) if len(ranks) > 1 else ranks[0]
+        await self.start(WorkerGroup(ranks, self._sockets) if len(ranks) > 1 else ranks[0])
+
+    async def start(self, process: WorkerProcess) -> None:
         self.processes.append(process)
         await process.start()
 
-    async def start(
+    def make(
         self,
         module: str,
         channel: WorkerChannel,
         device: int | str,
         threads: int,
-        more: Mapping[str, str] | None = None,
-    ) -> None:
-        process = self._make(module, channel, device, threads, more or {})
-        self.processes.append(process)
-        await process.start()
-
-    def _make(
-        self,
-        module: str,
-        channel: WorkerChannel,
-        device: int | str,
-        threads: int,
-        more: Mapping[str, str],
+        variables: dict[str, str] | None = None,
         rank: int = 0,
         num_ranks: int = 1,
     ) -> WorkerProcess:
+        """Return a worker that is not started yet. `variables`: more of its environment."""
         spec = WorkerSpec(
             name=channel.name,
             endpoint=self.router.endpoint,
@@ -216,7 +204,7 @@ class WorkerFleet:
             num_ranks=num_ranks,
         )
         log_path = self._logs / f"{channel.name}.log"
-        return WorkerProcess(channel, log_path, module, spec, environment(device, threads) | dict(more))
+        return WorkerProcess(channel, log_path, module, spec, environment(device, threads) | (variables or {}))
 
     async def wait_until_up(
         self, say: Callable[[str], None], may_servers_be_late: bool = False

@@ -8,11 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig
-from unstable_lite.orchestrator.alarms import ALARMS, SAY_EVERY, Alarms, Contests, Reading, Result, readings_of
+from unstable_lite.orchestrator.alarms import ALARMS, SAY_EVERY, Alarms, Contest, Reading, Result, readings_of
 from unstable_lite.tracking.evaluations import Evaluation, Tally
 
 PAGE = (Path(__file__).parents[3] / "docs" / "collapse.md").read_text()
@@ -146,48 +147,48 @@ def evaluation(wins: int, n: int = 400, step: int = 10, **changes: Any) -> Evalu
     )
 
 
-def gaps(contests: Contests, evaluations: list[Evaluation]) -> list[float]:
+def gaps(contest: Contest, evaluations: list[Evaluation]) -> list[float]:
     results = [Result.of(each) for each in evaluations]
-    return [r.value for result in results if result is not None for r in contests.add("collapse", "S", result)]
+    return [r.value for result in results if result is not None for r in contest.add("collapse", "S", result)]
 
 
 def test_result_collapses_if_its_interval_is_below_the_best_one() -> None:
-    contests = Contests()
-    fine, worse = gaps(contests, [evaluation(200, step=10), evaluation(330, step=20), evaluation(240, step=30)])
+    contest = Contest()
+    fine, worse = gaps(contest, [evaluation(200, step=10), evaluation(330, step=20), evaluation(240, step=30)])
     assert fine < 0 < worse
-    assert contests.of["S"].best is not None
-    assert contests.of["S"].best.who == "ckpt-20"
-    (reading,) = contests.add("collapse", "S", Result(who="ckpt-40", update=40, mean=0.5, n=400))
+    assert contest.best is not None
+    assert contest.best.who == "ckpt-20"
+    (reading,) = contest.add("collapse", "S", Result(who="ckpt-40", update=40, mean=0.5, n=400))
     assert re.search(r"^S: ckpt-40 50\.0%.* 400 .*45\.1% – 54\.9%.* ckpt-20 82\.5%.* 78\.5% – 85\.9%", reading.detail)
     # Two results: disjoint Wilson intervals of 95 % decide.
-    assert gaps(Contests(), [evaluation(200), evaluation(161)])[0] == pytest.approx(0.4511 - 0.4512, abs=2e-4)
+    assert gaps(Contest(), [evaluation(200), evaluation(161)])[0] == pytest.approx(0.4511 - 0.4512, abs=2e-4)
 
 
 def test_lost_draws_against_an_unbeatable_opponent_are_a_collapse() -> None:
     drawn = [
         evaluation(0, draws=draws, losses=400 - draws, step=step) for step, draws in ((0, 40), (20, 380), (40, 10))
     ]
-    rise, fall = gaps(Contests(), drawn)
+    rise, fall = gaps(Contest(), drawn)
     assert rise == pytest.approx(-0.447, abs=1e-3)
     assert fall == pytest.approx(0.435, abs=1e-3)
 
 
 def test_late_results_are_judged_in_the_order_of_updates() -> None:
-    contests = Contests()
-    gaps(contests, [evaluation(200, step=0), evaluation(320, step=20), evaluation(220, step=10)])
-    newest, best = contests.of["S"].newest, contests.of["S"].best
+    contest = Contest()
+    gaps(contest, [evaluation(200, step=0), evaluation(320, step=20), evaluation(220, step=10)])
+    newest, best = contest.newest, contest.best
     assert newest is not None and newest == best
     assert newest.who == "ckpt-20", "the better result of update 20 is the newest: no collapse"
-    assert gaps(contests, [evaluation(250, step=15)]) == [], "the result of update 20 was already judged"
-    assert not any(gap > 0 for gap in gaps(contests, [evaluation(310, step=30)]))
-    assert gaps(contests, [evaluation(390, step=25)])[0] > 0, "update 30 is worse than 25, which arrived later"
-    assert contests.of["S"].newest is not None
-    assert contests.of["S"].newest.who == "ckpt-30"
+    assert gaps(contest, [evaluation(250, step=15)]) == [], "the result of update 20 was already judged"
+    assert not any(gap > 0 for gap in gaps(contest, [evaluation(310, step=30)]))
+    assert gaps(contest, [evaluation(390, step=25)])[0] > 0, "update 30 is worse than 25, which arrived later"
+    assert contest.newest is not None
+    assert contest.newest.who == "ckpt-30"
 
 
 def test_rewards_are_compared_in_envs_without_winners() -> None:
     first, second = (evaluation(0, losses=0, mean_reward=mean, reward_std=0.5) for mean in (0.9, 0.2))
-    assert gaps(Contests(), [first, second])[0] == pytest.approx(0.7 - 2 * 1.96 * 0.5 / 20, abs=1e-3)
+    assert gaps(Contest(), [first, second])[0] == pytest.approx(0.7 - 2 * 1.96 * 0.5 / 20, abs=1e-3)
     assert Result.of(evaluation(0, n=0, losses=0)) is None
 
 
@@ -200,8 +201,8 @@ def test_identical_rewards_decide_only_what_shares_would() -> None:
         return tally.evaluation("x", "ckpt-10", 10, "E", "none")
 
     for last, is_collapse in ((15, False), (19, False), (0, True)):
-        (gap,) = gaps(Contests(), [paid(20), paid(last)])
-        (share_gap,) = gaps(Contests(), [evaluation(20, n=20), evaluation(last, n=20)])
+        (gap,) = gaps(Contest(), [paid(20), paid(last)])
+        (share_gap,) = gaps(Contest(), [evaluation(20, n=20), evaluation(last, n=20)])
         assert (gap > 0, share_gap > 0) == (is_collapse, is_collapse)
 
 
@@ -210,15 +211,15 @@ def test_unchanging_policy_does_not_collapse() -> None:
     false_alarms = 0
     for _ in range(100):
         evaluations = [evaluation(sum(chance.random() < 0.6 for _ in range(100)), n=100) for _ in range(40)]
-        false_alarms += any(gap > 0 for gap in gaps(Contests(), evaluations))
+        false_alarms += any(gap > 0 for gap in gaps(Contest(), evaluations))
     assert false_alarms <= 2
 
 
-def test_contests_continue_unchanged_after_json() -> None:
-    first, second = Contests(), Contests()
+def test_contest_continues_unchanged_after_json() -> None:
+    first = Contest()
     gaps(first, [evaluation(200), evaluation(330)])
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.of == first.of
+    second = msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(first))), Contest)
+    assert second == first
     assert gaps(second, [evaluation(240)]) == gaps(first, [evaluation(240)])
 
 

@@ -1,12 +1,15 @@
-"""The settings that `run_in_loop` makes for a run and reverts afterwards."""
+"""The event loop of a run: its settings, which are reverted afterwards, and the signals that end it."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
+import signal
 
 import pytest
 
-from unstable_lite.orchestrator.event_loop import COLLECT_AFTER, run_in_loop
+from unstable_lite.orchestrator.event_loop import COLLECT_AFTER, handled_signals, run_in_loop
 
 
 async def _collector() -> tuple[int, int]:
@@ -26,3 +29,23 @@ def test_run_collects_garbage_rarely_and_restores_the_settings() -> None:
     with pytest.raises(ValueError, match="no"):
         run_in_loop(_fails())
     assert (gc.get_threshold(), gc.get_freeze_count()) == before
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_signals_that_ask_for_the_end_are_handled(signum: signal.Signals) -> None:
+    received, before = asyncio.Event(), signal.getsignal(signum)
+    signal.signal(signum, signal.SIG_DFL)  # the tests may run under nohup
+    try:
+        with handled_signals(received.set):
+            os.kill(os.getpid(), signum)
+            await asyncio.wait_for(received.wait(), 10)
+    finally:
+        signal.signal(signum, before)
+
+
+async def test_run_in_a_thread_handles_no_signals() -> None:
+    async def run() -> None:
+        with handled_signals(lambda: None):
+            pass
+
+    await asyncio.to_thread(asyncio.run, run())

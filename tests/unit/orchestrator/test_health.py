@@ -56,14 +56,11 @@ class Watched:
         self.buffer = StepBuffer(100, filter_opponent_invalid=True)
         self.logged: list[str] = []
         self.tracker = Tracker(directory, [], TrackerConfig(), self.logged.append)
-        self.unpaused, self.stop = asyncio.Event(), asyncio.Event()
-        self.unpaused.set()
+        self.stop = asyncio.Event()
         self.health = self.new_guard()
 
     def new_guard(self) -> TrainingHealth:
-        return TrainingHealth(
-            self.config, self.directory, self.buffer, self.tracker, self.logged.append, self.unpaused, self.stop
-        )
+        return TrainingHealth(self.config, self.directory, self.buffer, self.tracker, self.logged.append, self.stop)
 
     async def save(self) -> tuple[Path | None, int]:
         return self.directory / "checkpoints" / "ckpt-1", 1
@@ -202,11 +199,11 @@ async def test_pause_lasts_until_its_file_is_deleted_and_starts_no_game(
     assert "update 1: staleness: 10 tokens" in text
     assert "ckpt-1" in text
     assert "elete" in text
-    assert not watched.unpaused.is_set()
+    assert not watched.health.unpaused.is_set()
     assert not pausing.done()
     (tmp_path / PAUSED).unlink()
     await pausing
-    assert watched.unpaused.is_set()
+    assert watched.health.unpaused.is_set()
     await watched.health.pause_if_asked(watched.save)
 
 
@@ -220,7 +217,7 @@ async def test_pause_ends_with_the_run_and_a_stale_one_is_removed(
         await asyncio.sleep(0.01)
     watched.stop.set()
     await pausing
-    assert watched.unpaused.is_set()
+    assert watched.health.unpaused.is_set()
     assert not (tmp_path / PAUSED).exists()
     (tmp_path / PAUSED).write_text("left by a run killed during a pause")
     watched.new_guard()
@@ -258,7 +255,7 @@ async def test_run_that_cannot_write_its_pause_file_reports_it_and_continues(
     await asyncio.wait_for(watched.health.pause_if_asked(watched.save), 30)
     assert "cannot pause" in watched.tracker.alarms[-1]
     assert "No space left on device" in watched.tracker.alarms[-1]
-    assert watched.unpaused.is_set()
+    assert watched.health.unpaused.is_set()
     assert not watched.health.asks_for_pause.is_set()
     assert not (tmp_path / PAUSED).is_symlink()
 
@@ -397,6 +394,18 @@ async def test_env_whose_steps_never_reach_the_learner_is_named(watch: Callable[
     await watched.buffer.get_batch(1, 0)
     watched.health.check_update(4, {})
     assert "starved" in watched.logged[-1]
+
+
+async def test_time_in_a_pause_does_not_starve_an_env(watch: Callable[..., Watched], tmp_path: Path) -> None:
+    watched = watch(starved={"threshold": 0.2}, staleness={"updates": 1, "action": "pause"})
+    watched.health.add_record(game())
+    watched.health.check_update(1, SICK)
+    pausing = asyncio.create_task(watched.health.pause_if_asked(watched.save))
+    await asyncio.sleep(0.3)
+    (tmp_path / PAUSED).unlink()
+    await pausing
+    watched.health.check_update(2, WELL)
+    assert not any("starved" in text for text in watched.logged)
 
 
 async def test_learner_with_a_waiting_batch_does_not_starve(watch: Callable[..., Watched]) -> None:
