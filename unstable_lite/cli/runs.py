@@ -65,7 +65,9 @@ def prune_runs(
 ) -> None:
     """Remove older checkpoints of runs that have ended. Those that a resume needs and the best evaluated ones stay."""
     with ErrorsAsMessages(debug):
-        from unstable_lite.dashboards.runs import find_prunable, prune, say_prunable, size
+        from rich import filesize
+
+        from unstable_lite.dashboards.runs import find_prunable, prune, say_prunable
 
         def say(text: str) -> None:
             console().print(text, soft_wrap=True)
@@ -75,13 +77,13 @@ def prune_runs(
         if not num_bytes:
             say("nothing to prune")
         elif not yes:
-            say(f"{size(num_bytes)} in all; nothing was removed; add --yes to remove them")
+            say(f"{filesize.decimal(num_bytes)} in all; nothing was removed; add --yes to remove them")
         else:
             for prunable in prunables:
                 if prunable.paths and (reason := prune(prunable)) is not None:
                     say(f"{prunable.directory}: nothing was removed, because {reason}")
                     num_bytes -= prunable.size_bytes
-            say(f"{size(num_bytes)} freed")
+            say(f"{filesize.decimal(num_bytes)} freed")
 
 
 def export(

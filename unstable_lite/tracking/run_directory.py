@@ -28,6 +28,8 @@ from unstable_lite.planning.trust import CONFIG, seal_config
 
 LEAGUE, WAITING, MANIFEST = "league.json", "waiting.msgpack", "manifest.json"
 """Names of files in a checkpoint."""
+RUNS = f"*/*/{CONFIG}"
+"""Configs of the runs in an output directory."""
 LIVE = "live.json"
 PAUSED = "PAUSED"
 """File in the run directory; a paused run resumes when it is deleted."""
@@ -115,12 +117,17 @@ def versions() -> dict[str, Any]:
     return {"commit": commit, "packages": packages, "machine": machine}
 
 
+def runs_in(outputs: Path) -> list[Path]:
+    """Return the run directories in `outputs`. Raises UnstableError if there is none."""
+    found = [path.parent for path in outputs.glob(RUNS)]
+    if not found:
+        raise UnstableError(f"there is no run in {outputs.absolute()}; name another directory with --outputs")
+    return found
+
+
 def newest_run(outputs: Path) -> Path:
     """Return the run directory that changed last. Raises UnstableError if there is none."""
-    found = sorted(outputs.glob("*/*/config.toml"), key=lambda path: path.parent.stat().st_ctime)
-    if not found:
-        raise UnstableError(f"there is no run in {outputs.absolute()}; give the directory of a run")
-    return found[-1].parent
+    return max(runs_in(outputs), key=lambda directory: directory.stat().st_ctime)
 
 
 def update_of(path: Path) -> int | None:
@@ -139,16 +146,15 @@ def find_damage(directory: Path) -> str | None:
     """Describe how a checkpoint is damaged; return None if it is intact."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
-        for name in (LEAGUE, WAITING, *manifest):
+        for name in dict.fromkeys((LEAGUE, WAITING, *manifest)):
             path = (directory / name).resolve()
             if name not in manifest or not path.is_relative_to(directory.resolve()):
                 return f"its {MANIFEST} does not name {name} among its own files"
             if path.exists() and not path.is_file():
                 return f"{name} is not a file"
-        for name, expected in manifest.items():
-            if size(directory / name) != expected["bytes"]:
-                return f"{name} has {size(directory / name)} bytes instead of {expected['bytes']}"
-            if sha256(directory / name) != expected["sha256"]:
+            if size(path) != manifest[name]["bytes"]:
+                return f"{name} has {size(path)} bytes instead of {manifest[name]['bytes']}"
+            if sha256(path) != manifest[name]["sha256"]:
                 return f"{name} has other contents than were written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
