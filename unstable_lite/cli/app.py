@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from unstable_lite.cli import evaluation, runs
-from unstable_lite.cli.options import ConfigPath, Debug, ErrorsAsMessages, Overrides, TrustConfig, console
+from unstable_lite.cli.options import ConfigPath, Debug, ErrorsAsMessages, Outputs, Overrides, TrustConfig, console
 from unstable_lite.cli.summaries import print_sft_summary, print_summary
 from unstable_lite.errors import ConfigError, UnstableError
 
@@ -111,7 +111,7 @@ def top(
     directory: Annotated[
         Path | None, typer.Argument(metavar="RUN", help="A run directory; default: the newest in --outputs.")
     ] = None,
-    outputs: Annotated[Path, typer.Option("--outputs", help="Parent of the run directories.")] = Path("outputs"),
+    outputs: Outputs = Path("outputs"),
     replay: Annotated[bool, typer.Option("--replay", help="Play back all updates from the first one.")] = False,
     debug: Debug = False,
 ) -> None:

@@ -30,6 +30,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 
 from unstable_lite.config import Config
 from unstable_lite.files import AppendFile
+from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.types import Histogram
 
 PREFIX = "events.out.tfevents."
@@ -182,11 +183,11 @@ def _evaluations(config: Config) -> Iterator[tuple[str, str, str, str]]:
     """Yield (env id, opponent, tag prefix, remark) of each evaluation that can be won."""
     for env in config.eval_envs:
         if env.num_players > 1:
-            tag = f"evaluation-{env.env_id} ({env.fixed_opponent})"
+            cell = env.env_id, env.fixed_opponent
             if config.run.eval_games:
-                yield env.env_id, env.fixed_opponent, f"{tag}/checkpoint", ""
+                yield *cell, evaluation_group("", *cell), ""
             if config.run.num_eval_workers and config.run.schedule != "sync":
-                yield env.env_id, env.fixed_opponent, f"{tag}/concurrent checkpoint", ", while training"
+                yield *cell, evaluation_group("concurrent", *cell), ", while training"
 
 
 def _add_hparams(summary: Summary, config: Config) -> None:

@@ -632,7 +632,7 @@ class Browser {
         : "The run did not keep its tokens. With tracker.keep_tokens = true it does.";
       return el("div", {}, el("p", { class: "note" }, why), textBox(turn.text));
     }
-    const { pieces, logprobs, ids, finish_reason } = turn.tokens, learner = turn.trained?.learner_logprobs, byWeight = this.mode === "weight";
+    const { pieces, logprobs, completion_ids: ids, finish_reason } = turn.tokens, learner = turn.trained?.learner_logprobs, byWeight = this.mode === "weight";
     const cap = this.data.runs[this.current.run].cap;
     const told = el("span", { role: "status" }, "Choose a token.");
     const scale = byWeight ? [el("span", {}, "½"), el("span", { class: "scale weight" }), el("span", {}, `2${cap ? `; underlined: cut to ${cap}` : ""}`)]
@@ -674,7 +674,7 @@ class Browser {
     const box = el("pre", { class: "text sampled", tabindex: "0", "aria-label": "Sampled tokens; the arrow keys go through them", onkeydown: byKey }, spans.slice(0, 4000));
     if (spans.length > 4000) box.append(el("button", { type: "button", onclick: (event) => event.target.replaceWith(...spans.slice(4000)) }, `Show all ${spans.length.toLocaleString("en")} tokens`));
     return el("div", {}, el("div", { class: "tokbar" }, ...scale, told), ...notes.map((note) => el("p", { class: "note" }, note)), box,
-      el("p", { class: "note" }, `${ids.length} tokens of adapter version ${turn.tokens.version}; ${finish_reason === "stop" ? "ended by itself" : "cut at the longest length allowed"}.`));
+      el("p", { class: "note" }, `${ids.length} tokens of adapter version ${turn.tokens.adapter_version}; ${finish_reason === "stop" ? "ended by itself" : "cut at the longest length allowed"}.`));
   }
 }
 
