@@ -18,14 +18,13 @@ from rich import filesize
 from rich.table import Table
 from rich.text import Text
 
-from unstable_lite.adapters.store import try_lock
-from unstable_lite.dashboards.report.runs import RunData, differences, flat, read_run
+from unstable_lite.adapters.store import LOCK, try_lock
+from unstable_lite.dashboards.report.runs import RunData, differences, flat
 from unstable_lite.dashboards.run_view import RunView
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import understood
 from unstable_lite.tracking.run_directory import PAUSED, RUNS, by_update, find_damage, runs_in
 
-LOCK = "lock"
 STATE_STYLES = {"running": "green", "paused": "yellow", "killed": "red", "unreadable": "red"}
 DAY_S = 86_400.0
 EMPTY_FOR_S = 60.0
@@ -66,22 +65,6 @@ def list_runs(outputs: Path) -> list[RunEntry]:
     return sorted(map(_entry, runs_in(outputs)), key=lambda entry: (entry.began, entry.directory), reverse=True)
 
 
-def is_running(directory: Path) -> bool:
-    """Return whether a process holds the run's lock; if the lock is another user's, whether its process exists."""
-    if not (directory / LOCK).exists():
-        return False
-    try:
-        lock = try_lock(directory)
-    except PermissionError:
-        view = RunView(directory)
-        view.refresh()
-        return view.is_running
-    if lock is None:
-        return True
-    os.close(lock)
-    return False
-
-
 def runs_table(entries: Sequence[RunEntry]) -> Text:
     """Return three lines per run: numbers, content, and the directory, which is never cut because it is copied."""
     lines = [Text(f"{'begun':<16}  {'state':<10}  {'updates':>11}  {'points (games)':>15}  {'size':>9}", style="bold")]
@@ -101,7 +84,7 @@ def compare(directories: Sequence[Path]) -> tuple[list[Path], Table, Table]:
     runs, results = list[RunData](), list[dict[str, str]]()
     for directory in dict.fromkeys(path.resolve() for path in directories):
         with understood(directory):
-            runs.append(read_run(directory))
+            runs.append(RunData(directory))
             results.append(dict(_results(runs[-1])))
     if len(runs) < 2:
         raise UnstableError("a comparison needs at least two different run directories")
@@ -158,7 +141,7 @@ def _find_prunable_in(
     view = RunView(run)
     view.refresh()
     rested_s = time.time() - _last_written(run)
-    if is_running(run):
+    if _is_locked(view):
         return Prunable(directory=run, refused="it is running")
     if rested_s < older_than_days * DAY_S:
         return Prunable(directory=run)
@@ -219,7 +202,7 @@ def _entry(directory: Path) -> RunEntry:
 def _readable_entry(directory: Path, began: float, taken: int) -> RunEntry:
     view = RunView(directory)
     view.refresh()
-    if is_running(directory):
+    if _is_locked(view):
         state = "paused" if (directory / PAUSED).exists() else "running"
     else:
         state = "ended" if view.live.get("has_ended") else "killed"
@@ -237,6 +220,19 @@ def _readable_entry(directory: Path, began: float, taken: int) -> RunEntry:
     )
 
 
+def _is_locked(view: RunView) -> bool:
+    """Return whether a process holds the run's lock; if the lock is another user's, whether its process exists."""
+    if not (view.directory / LOCK).exists():
+        return False
+    try:
+        lock = try_lock(view.directory)
+    except PermissionError:
+        return view.is_running
+    if lock is not None:
+        os.close(lock)
+    return lock is None
+
+
 def _began(directory: Path) -> float:
     """Return the start time in the name, because copying changes the times of files; else that of the first file."""
     try:
@@ -251,9 +247,11 @@ def _last_written(directory: Path) -> float:
 
 
 def _results(run: RunData) -> Iterator[tuple[str, str]]:
-    latest = run.latest
+    latest = run.newest
     yield "updates", f"{run.steps[-1] if run.steps else 0} of {run.config['run'].get('learning_steps', '?')}"
-    evaluations = {(line["env_id"], line["opponent"], line["label"] == "concurrent"): line for line in run.evaluations}
+    evaluations = {
+        (line["env_id"], line["opponent"], line["label"] == "concurrent"): line for line in run.lines("eval")
+    }
     for (env_id, opponent, is_concurrent), line in evaluations.items():
         remark = ", while training" * is_concurrent
         if line["points"] is not None:
@@ -284,7 +282,7 @@ def _results(run: RunData) -> Iterator[tuple[str, str]]:
     ):
         if metric in latest and (of is None or latest.get(of)):
             yield label, form.format(latest[metric]) + (f", n={latest[of]:.0f} tokens" if of is not None else "")
-    yield "alarms", str(len(run.alarms))
+    yield "alarms", str(len(run.alarms()))
 
 
 def _side_by_side(title: str, rows: Mapping[str, Sequence[str]], num_runs: int) -> Table:

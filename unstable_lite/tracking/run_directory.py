@@ -5,8 +5,10 @@ Knows nothing of the contents of a checkpoint; see orchestrator/checkpoint.py.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -43,11 +45,13 @@ def create_run_directory(config: Config) -> Path:
     """
     name = config.run.name or default_run_name(config)
     directory = config.run.output_dir / time.strftime("%Y-%m-%d") / f"{time.strftime('%H-%M-%S')}-{name}"
-    unique, attempt = directory, 1
+    unique = directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        while not _makes(unique):
-            attempt += 1
+        for attempt in itertools.count(2):
+            with contextlib.suppress(FileExistsError):  # only one of several concurrent runs makes it
+                unique.mkdir()
+                break
             unique = directory.with_name(f"{directory.name}-{attempt}")
         for part in ("checkpoints", "logs", "tensorboard"):
             (unique / part).mkdir()
@@ -58,15 +62,6 @@ def create_run_directory(config: Config) -> Path:
     except OSError as error:
         raise UnstableError(f"cannot create {unique}: {error.strerror}; choose another run.output_dir") from error
     return unique.resolve()
-
-
-def _makes(directory: Path) -> bool:
-    """Create `directory`. Return False if it exists, so that only one of several concurrent runs gets it."""
-    try:
-        directory.mkdir()
-    except FileExistsError:
-        return False
-    return True
 
 
 def replace_config(directory: Path, config: Config, update: int) -> None:

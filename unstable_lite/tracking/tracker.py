@@ -218,10 +218,8 @@ class Tracker:
         for sink in self._sinks:
             with self._failures.survived(type(sink).__name__):
                 sink.close()
-        self._games_file.close()
-        self._eval_file.close()
-        self._alarms_file.close()
-        self._league_log.close()
+        for file in (self._games_file, self._eval_file, self._alarms_file, self._league_log):
+            file.close()
         if self._train_data is not None:
             self._train_data.close()
 

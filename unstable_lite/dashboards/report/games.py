@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class RunGames:
     kept: list[dict[str, Any]]
     """Games of the samples by number. A turn is a table: see `_turn`."""
     results: dict[Pair, Counter[str]]
-    """Outcomes of the first model of each sorted pair in its games against the second."""
+    """Outcomes of the first model of each pair in its games against the second."""
     outcomes: dict[str, Counter[str]]
     """Outcomes of games against other models, by model."""
     ends: Counter[str]
@@ -116,12 +116,12 @@ def policy_seats(game: Mapping[str, Any]) -> list[int]:
 
 
 def _count_results(game: Mapping[str, Any], results: dict[Pair, Counter[str]]) -> None:
-    """Count one result for each pair of models: the better one has the better mean rank of its seats, as in ratings."""
+    """Count one result of each model against each other one; as in ratings, the better mean rank of the seats wins."""
     uids = {agent["pid"]: agent["model"] for agent in game["agents"]}
     places = mean_ranks(uids, {pid: game["rewards"][str(pid)] for pid in uids})
-    for first, second in combinations(sorted(places), 2):
-        behind = places[first] - places[second]
-        results[first, second]["draw" if behind == 0 else "loss" if behind > 0 else "win"] += 1
+    for model, other in permutations(places, 2):
+        behind = places[model] - places[other]
+        results[model, other]["draw" if behind == 0 else "loss" if behind > 0 else "win"] += 1
 
 
 def _count_outcomes(game: Mapping[str, Any], outcomes: dict[str, Counter[str]]) -> None:

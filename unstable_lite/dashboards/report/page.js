@@ -389,7 +389,7 @@ function textBox(text, className = "text", marked = "") {
 class Browser {
   constructor(data) {
     this.data = data;
-    this.games = data.games.rows.map((row, key) => this.entry(row, key));
+    this.games = data.games.map((row, key) => this.entry(row, key));
     this.pages = new Map();
     this.found = this.games;
     this.page = 0;
@@ -410,13 +410,13 @@ class Browser {
     if (!this.follow()) $("game").append(el("p", { class: "note" }, this.games.length ? "Choose a game." : "There are no games to show."));
   }
 
-  entry([run, number, kind, env, end, seats, policy, invalid, turns, label, page, place], key) {
-    const { envs, models, labels } = this.data.games;
-    const players = seats.map(([pid, model, reward, outcome]) => ({ pid, model: models[model], reward, outcome }));
+  /** Returns the game with the fields that the list shows and filters by. */
+  entry(game, key) {
+    const { end, players, policy } = game;
     const own = players.filter((player) => policy.includes(player.pid)), others = players.filter((player) => !policy.includes(player.pid));
     const outcome = end === "void" ? "" : players.length === 1 ? "na" : others.length === 0 ? "mirror" : own[0]?.outcome ?? "";
-    return { key, run, number, kind, env: envs[env], end, players, policy, invalid, turns, label: labels[label], page, place, outcome,
-      checkpoint: own[0]?.model ?? "", opponents: players.length === 1 ? ["nobody"] : others.length ? [...new Set(others.map((player) => player.model))] : ["itself"] };
+    return { ...game, key, outcome, checkpoint: own[0]?.model ?? "",
+      opponents: players.length === 1 ? ["nobody"] : others.length ? [...new Set(others.map((player) => player.model))] : ["itself"] };
   }
 
   fillSelects() {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,32 +23,51 @@ MAX_POINTS = 1000
 MAX_LABEL_CHARS = 60
 
 
-@dataclass(slots=True, kw_only=True)
-class RunData:
-    directory: Path
-    config: dict[str, Any]
-    config_text: str
-    versions: dict[str, Any]
-    steps: list[int]
-    """Updates with metrics, thinned."""
-    hours: list[float]
-    """Duration of the run at each of `steps`."""
-    series: dict[str, list[float | None]]
-    """A value for each of `steps`, by metric name."""
-    latest: dict[str, float]
-    """Newest value of every metric."""
-    evaluations: list[dict[str, Any]]
-    """Lines of eval.jsonl, in order."""
-    ladder: dict[str, list[tuple[int, float, float, int]]]
-    """(update, μ, σ, games) at every change, by model, of models that have played."""
-    alarms: list[str]
-    label: str = ""
-    group: int = 0
-    """Number of the group, which contains runs whose configs differ only in `OWN_KEYS`."""
+class RunData(RunView):
+    """A run as it is when it is read: with its curves, its ratings, and its place among the runs of a report."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read a run. Raises UnstableError if it is not a run directory, or cannot be read."""
+        super().__init__(directory)
+        path = directory / "versions.json"
+        try:
+            self.versions: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UnstableError(f"{path} cannot be read: {error}") from None
+        self.label = ""
+        self.group = 0
+        """Number of the group, which contains runs whose configs differ only in `OWN_KEYS`."""
+        with understood(directory):
+            self.refresh()
+            self._read_metrics()
+            self.ladder_rows = _ladder_rows(self.lines("league"))
+            """(update, μ, σ, games) at every change, by model, of models that have played."""
 
     @property
     def seed(self) -> int:
         return int(self.config["run"].get("seed", 0))
+
+    def _read_metrics(self) -> None:
+        """Read one row for each update and one for step 0, each merged from all its lines."""
+        rows: dict[int, dict[str, Any]] = {}
+        for line in self.lines("metrics"):
+            rows.setdefault(line["step"], {}).update(line)
+        steps = sorted(rows)
+        hours, seconds = list[float](), 0.0
+        for step in steps:  # by the run's own clock, which stands still between a kill and a resume
+            seconds = rows[step].get("run/seconds", seconds)
+            hours.append(round(seconds / 3600, 4))
+        names = dict.fromkeys(name for row in rows.values() for name in row if name not in ("step", "time"))
+        series = {name: [_rounded(rows[step].get(name)) for step in steps] for name in names}
+        kept = _thin(len(steps))
+        self.steps = [steps[i] for i in kept]
+        """Updates with metrics, thinned."""
+        self.hours = [hours[i] for i in kept]
+        """Duration of the run at each of `steps`."""
+        self.curves = {name: [values[i] for i in kept] for name, values in series.items()}
+        """A value for each of `steps`, by metric name."""
+        self.newest = {name: value for step in steps for name, value in rows[step].items() if value is not None}
+        """Newest value of every metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +79,7 @@ class Group:
 
 def read_runs(directories: Sequence[Path]) -> list[RunData]:
     """Read and group runs; a group's runs are adjacent. Raises UnstableError."""
-    runs = [read_run(directory) for directory in dict.fromkeys(map(Path.resolve, directories))]
+    runs = [RunData(directory) for directory in dict.fromkeys(map(Path.resolve, directories))]
     keys = [json.dumps(_shared_config(run), sort_keys=True, default=str) for run in runs]
     order = list(dict.fromkeys(keys))
     for run, key in zip(runs, keys, strict=True):
@@ -99,54 +118,13 @@ def _label(runs: Sequence[RunData]) -> None:
         run.label = f"{label} ({started})" if labels.count(label) > 1 else label
 
 
-def read_run(directory: Path) -> RunData:
-    """Read a run, without label and group. Raises UnstableError unless it is a run directory."""
-    view = RunView(directory)
-    try:
-        versions = json.loads((directory / "versions.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UnstableError(f"{directory / 'versions.json'} cannot be read: {error}") from None
-    with understood(directory):
-        view.refresh()
-        steps, hours, series = _read_metrics(view)
-        kept = _thin(len(steps))
-        return RunData(
-            directory=directory,
-            config=view.config,
-            config_text=view.config_text,
-            versions=versions,
-            steps=[steps[i] for i in kept],
-            hours=[hours[i] for i in kept],
-            series={name: [values[i] for i in kept] for name, values in series.items()},
-            latest={name: last for name, values in series.items() if (last := _last(values)) is not None},
-            evaluations=list(view.lines("eval")),
-            ladder=_read_ladder(view),
-            alarms=view.alarms(),
-        )
-
-
-def _read_metrics(view: RunView) -> tuple[list[int], list[float], dict[str, list[float | None]]]:
-    """Return one row for each update and one for step 0, each merged from all its lines."""
-    rows: dict[int, dict[str, Any]] = {}
-    for line in view.lines("metrics"):
-        rows.setdefault(line["step"], {}).update(line)
-    steps = sorted(rows)
-    names = dict.fromkeys(name for row in rows.values() for name in row if name not in ("step", "time"))
-    series = {name: [_rounded(rows[step].get(name)) for step in steps] for name in names}
-    hours, seconds = list[float](), 0.0
-    for step in steps:  # by the run's own clock, which stands still between a kill and a resume
-        seconds = rows[step].get("run/seconds", seconds)
-        hours.append(round(seconds / 3600, 4))
-    return steps, hours, series
-
-
-def _read_ladder(view: RunView) -> dict[str, list[tuple[int, float, float, int]]]:
-    ladder: dict[str, list[tuple[int, float, float, int]]] = {}
-    for line in view.lines("league"):
+def _ladder_rows(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float, float, int]]]:
+    rows: dict[str, list[tuple[int, float, float, int]]] = {}
+    for line in lines:
         for uid, (mu, sigma, games, *_) in line["models"].items():
             if games:
-                ladder.setdefault(uid, []).append((line["step"], mu, sigma, games))
-    return ladder
+                rows.setdefault(uid, []).append((line["step"], mu, sigma, games))
+    return rows
 
 
 def _thin(count: int) -> list[int]:
@@ -157,10 +135,6 @@ def _thin(count: int) -> list[int]:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
-
-
-def _last(values: Sequence[float | None]) -> float | None:
-    return next((value for value in reversed(values) if value is not None), None)
 
 
 def _shared_config(run: RunData) -> dict[str, Any]:
