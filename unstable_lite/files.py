@@ -9,6 +9,7 @@ import contextlib
 import gzip
 import json
 import logging
+import mmap
 import os
 import re
 import shutil
@@ -242,18 +243,9 @@ def _compress(part: Path) -> None:
 
 
 def _drop_unfinished_line(path: Path) -> None:
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:  # an empty file cannot be mapped
         return
     with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        start_of_line = end
-        while start_of_line > 0:
-            start = max(0, start_of_line - 65536)
-            file.seek(start)
-            newline = file.read(start_of_line - start).rfind(b"\n")
-            if newline >= 0:
-                start_of_line = start + newline + 1
-                break
-            start_of_line = start
-        if start_of_line < end:
-            file.truncate(start_of_line)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+        file.truncate(end)

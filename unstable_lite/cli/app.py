@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from unstable_lite.cli import evaluation, runs
-from unstable_lite.cli.options import ConfigPath, Debug, ErrorsAsMessages, Overrides, TrustConfig, console
+from unstable_lite.cli.options import ConfigPath, Debug, Outputs, Overrides, TrustConfig, console, errors_as_messages
 from unstable_lite.cli.summaries import print_sft_summary, print_summary
 from unstable_lite.errors import ConfigError, UnstableError
 
@@ -42,7 +42,7 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Train: play games, learn, evaluate, save."""
-    with ErrorsAsMessages(debug):
+    with errors_as_messages(debug):
         from unstable_lite.config.reading import read_config
         from unstable_lite.dashboards.terminal import TerminalInterface
         from unstable_lite.orchestrator.checkpoint import lasting_changes
@@ -83,7 +83,7 @@ def check(
     debug: Debug = False,
 ) -> None:
     """Validate a config; print it resolved, with devices and memory. Starts no process."""
-    with ErrorsAsMessages(debug):
+    with errors_as_messages(debug):
         from unstable_lite.dashboards.terminal import key_value_lines
         from unstable_lite.planning.memory import describe
         from unstable_lite.planning.plan import load_plan
@@ -111,12 +111,12 @@ def top(
     directory: Annotated[
         Path | None, typer.Argument(metavar="RUN", help="A run directory; default: the newest in --outputs.")
     ] = None,
-    outputs: Annotated[Path, typer.Option("--outputs", help="Parent of the run directories.")] = Path("outputs"),
+    outputs: Outputs = Path("outputs"),
     replay: Annotated[bool, typer.Option("--replay", help="Play back all updates from the first one.")] = False,
     debug: Debug = False,
 ) -> None:
     """Watch a run from another terminal without affecting it. Keys: ← → through the updates, space, q."""
-    with ErrorsAsMessages(debug):
+    with errors_as_messages(debug):
         from unstable_lite.dashboards.run_view import RunView
         from unstable_lite.dashboards.watch import show_once, watch
         from unstable_lite.files import understood
@@ -139,7 +139,7 @@ def sft(
     debug: Debug = False,
 ) -> None:
     """Warm start: collect observation-action pairs, train an adapter to imitate them, save it for `run`."""
-    with ErrorsAsMessages(debug):
+    with errors_as_messages(debug):
         from unstable_lite.dashboards.terminal import TerminalInterface
         from unstable_lite.sft.session import load_sft_plan, run_sft
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unstable_lite.cli.options import Debug, ErrorsAsMessages, ModelsOfRun, SetKeys, TrustConfig, console
+from unstable_lite.cli.options import Debug, ModelsOfRun, SetKeys, TrustConfig, console, errors_as_messages
 
 if TYPE_CHECKING:
     from unstable_lite.evaluation.plan import EvaluationPlan
@@ -36,9 +36,7 @@ def evaluate_models(
     tournament: Annotated[bool, typer.Option("--tournament", help="All pairs of models; a ladder.")] = False,
     config: Annotated[Path | None, typer.Option(help="A TOML file; default: the first run's own config.")] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Games in flight; default: the run's.")] = None,
-    override: Annotated[
-        list[str] | None, typer.Option("--set", help="section.key=value, repeated for more; engine.temperature=0.6")
-    ] = None,
+    override: SetKeys = None,
     trust_config: TrustConfig = False,
     probe_games: Annotated[
         int,
@@ -48,7 +46,7 @@ def evaluate_models(
     debug: Debug = False,
 ) -> None:
     """Evaluate checkpoints on disk: models × opponents × envs, or a tournament. Starts engines but no learner."""
-    with ErrorsAsMessages(debug):
+    with errors_as_messages(debug):
         from unstable_lite.dashboards.terminal import TerminalInterface
         from unstable_lite.evaluation.evaluator import evaluate
         from unstable_lite.evaluation.plan import plan_evaluation
@@ -97,7 +95,7 @@ def play(
     debug: Debug = False,
 ) -> None:
     """Play one game against a model, or watch two models play."""
-    with ErrorsAsMessages(debug):
+    with errors_as_messages(debug):
         from unstable_lite.evaluation.playing import HUMAN, plan_game
         from unstable_lite.evaluation.playing import play as play_one
         from unstable_lite.orchestrator.event_loop import run_in_loop
@@ -141,7 +139,7 @@ def resample(
     debug: Debug = False,
 ) -> None:
     """Sample several actions of each model for the same recorded observations, and measure their diversity."""
-    with ErrorsAsMessages(debug):
+    with errors_as_messages(debug):
         from unstable_lite.dashboards.terminal import TerminalInterface
         from unstable_lite.evaluation.resampling import resample as resample_models
         from unstable_lite.evaluation.resampling import resampled_table
@@ -168,7 +166,7 @@ def probe(
     debug: Debug = False,
 ) -> None:
     """Compute each model's exact choices at the same positions: share of optimal moves, entropy, state dependence."""
-    with ErrorsAsMessages(debug):
+    with errors_as_messages(debug):
         from unstable_lite.dashboards.terminal import TerminalInterface
         from unstable_lite.evaluation.probing import probe_table, write_probes
         from unstable_lite.evaluation.scoring import probe_models

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +24,9 @@ TrustConfig = Annotated[
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …, for example learner.batch_size=64")]
 Debug = Annotated[bool, typer.Option("--debug", help="Tracebacks instead of messages.")]
-SetKeys = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, repeated for more.")]
+SetKeys = Annotated[
+    list[str] | None, typer.Option("--set", help="section.key=value, repeated for more; engine.temperature=0.6")
+]
 ModelsOfRun = Annotated[
     list[str] | None, typer.Argument(help="'base', run or adapter directories; default: base and RUN.")
 ]
@@ -30,25 +34,19 @@ EXIT_INTERRUPTED = 130
 Outputs = Annotated[Path, typer.Option("--outputs", help="Parent of the run directories.")]
 
 
-class ErrorsAsMessages:
-    """Report errors of this package as messages with exit code 1, and Ctrl-C as 130; with `--debug` as tracebacks."""
-
-    def __init__(self, debug: bool) -> None:
-        self._debug = debug
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None or self._debug:
-            return
-        if isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+@contextlib.contextmanager
+def errors_as_messages(debug: bool) -> Iterator[None]:
+    """Report errors of this package as messages with exit code 1, and Ctrl-C as 130; with `debug` as tracebacks."""
+    try:
+        yield
+    except (KeyboardInterrupt, asyncio.CancelledError, UnstableError, OSError) as error:
+        if debug:
+            raise
+        if not isinstance(error, UnstableError | OSError):
             raise typer.Exit(EXIT_INTERRUPTED) from None
-        if isinstance(error, UnstableError | OSError):
-            problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-            for problem in problems:
-                print(f"error: {visible(problem)}", file=sys.stderr)  # noqa: T201
-            raise typer.Exit(1) from None
+        for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
+            print(f"error: {visible(problem)}", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(1) from None
 
 
 def console() -> Console:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from unstable_lite.cli.options import Debug, ErrorsAsMessages, Outputs, console
+from unstable_lite.cli.options import Debug, Outputs, console, errors_as_messages
 
 runs_app = typer.Typer(help="The runs on this disk: list, compare, prune.", invoke_without_command=True)
 
@@ -20,7 +20,7 @@ def runs(
 ) -> None:
     """List the runs in --outputs, the newest first; or compare or prune them."""
     if context.invoked_subcommand is None:
-        with ErrorsAsMessages(debug):
+        with errors_as_messages(debug):
             from unstable_lite.dashboards.runs import list_runs, runs_table
 
             console().print(runs_table(list_runs(outputs)), soft_wrap=True)
@@ -32,7 +32,7 @@ def compare_runs(
     debug: Debug = False,
 ) -> None:
     """Show the config keys in which runs differ, and their results, side by side."""
-    with ErrorsAsMessages(debug):
+    with errors_as_messages(debug):
         from unstable_lite.dashboards.runs import column_name, compare
 
         out = console()
@@ -64,8 +64,10 @@ def prune_runs(
     debug: Debug = False,
 ) -> None:
     """Remove older checkpoints of runs that have ended. Those that a resume needs and the best evaluated ones stay."""
-    with ErrorsAsMessages(debug):
-        from unstable_lite.dashboards.runs import find_prunable, prune, say_prunable, size
+    with errors_as_messages(debug):
+        from rich import filesize
+
+        from unstable_lite.dashboards.runs import find_prunable, prune, say_prunable
 
         def say(text: str) -> None:
             console().print(text, soft_wrap=True)
@@ -75,13 +77,13 @@ def prune_runs(
         if not num_bytes:
             say("nothing to prune")
         elif not yes:
-            say(f"{size(num_bytes)} in all; nothing was removed; add --yes to remove them")
+            say(f"{filesize.decimal(num_bytes)} in all; nothing was removed; add --yes to remove them")
         else:
             for prunable in prunables:
                 if prunable.paths and (reason := prune(prunable)) is not None:
                     say(f"{prunable.directory}: nothing was removed, because {reason}")
                     num_bytes -= prunable.size_bytes
-            say(f"{size(num_bytes)} freed")
+            say(f"{filesize.decimal(num_bytes)} freed")
 
 
 def export(
@@ -94,7 +96,7 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write the CSV files of UnstableBaselines: training data, evaluation, collection."""
-    with ErrorsAsMessages(debug):
+    with errors_as_messages(debug):
         from unstable_lite.dashboards.export import export_csv
 
         target = output or run_directory / "csv"
@@ -117,7 +119,7 @@ def report(
     debug: Debug = False,
 ) -> None:
     """Write one HTML file with curves, ladder, matches and a browser of games, which needs no network."""
-    with ErrorsAsMessages(debug):
+    with errors_as_messages(debug):
         from unstable_lite.dashboards.report import write_report
 
         default = run_directories[0] / "report.html" if len(run_directories) == 1 else Path("report.html")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 from unstable_lite.dashboards.report.games import policy_seats
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import read_part, read_records
+from unstable_lite.tracking.train_data import train_files
 
 TRAIN_COLUMNS = ("pid", "obs", "act", "reward", "env_id", "step_info")
 TURN_COLUMNS = (
@@ -30,6 +32,8 @@ TURN_COLUMNS = (
 )
 EVAL_COLUMNS = (*TURN_COLUMNS, "eval_model_pid", "eval_opponent_name")
 COLLECTION_COLUMNS = (*TURN_COLUMNS, "env_id")
+Table = tuple[str, str, Sequence[str], Iterable[Mapping[str, Any]]]
+"""Kind, file name, columns, and rows to append."""
 FORMULA_STARTS = tuple("=+-@\t\r\n")
 
 
@@ -46,44 +50,35 @@ def export_csv(run: Path, output: Path, is_safe_for_spreadsheets: bool = False) 
         raise UnstableError(f"{run} is not a run directory: it has no games.jsonl")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UnstableError(f"{output} exists and is not empty; name another directory with --output, or remove it")
-    counts = {
-        "training_data": _export_train_data(run / "train_data", output / "training_data", is_safe_for_spreadsheets),
-        "eval_data": 0,
-        "collection": 0,
-    }
-    for kind in ("eval_data", "collection"):
+    counts = {"training_data": 0, "eval_data": 0, "collection": 0}
+    for kind in counts:
         (output / kind).mkdir(parents=True)
+    for kind, name, columns, rows in itertools.chain(_trained(run), _played(run)):
+        counts[kind] += _append(output / kind / name, columns, rows, is_safe_for_spreadsheets)
+    return counts
+
+
+def _trained(run: Path) -> Iterator[Table]:
+    for update, file in train_files(run).items():
+        rows = ({**row, "step_info": repr(row["step_info"])} for row in read_part(file))
+        yield "training_data", f"train_data_step_{update - 1}.csv", TRAIN_COLUMNS, rows
+
+
+def _played(run: Path) -> Iterator[Table]:
     for game in read_records(run / "games.jsonl"):
         if game["end"] == "void":
             continue
         if game["kind"] == "eval":
-            path = output / "eval_data" / _file_name(f"{game['env_id']}-{game['game_idx']}")
-            counts["eval_data"] += _append(path, EVAL_COLUMNS, _eval_rows(game), is_safe_for_spreadsheets)
+            yield "eval_data", _file_name(f"{game['env_id']}-{game['game_idx']}"), EVAL_COLUMNS, _eval_rows(game)
         else:
-            path = output / "collection" / _file_name(_collected_model(game))
-            rows = _turn_rows(game, env_id=game["env_id"])
-            counts["collection"] += _append(path, COLLECTION_COLUMNS, rows, is_safe_for_spreadsheets)
-    return counts
-
-
-def _export_train_data(source: Path, target: Path, is_safe_for_spreadsheets: bool) -> int:
-    target.mkdir(parents=True)
-    files = sorted(source.glob("step-*.jsonl.gz"))
-    for file in files:
-        update = int(file.name.removeprefix("step-").removesuffix(".jsonl.gz"))
-        rows = ({**row, "step_info": repr(row["step_info"])} for row in read_part(file))
-        _append(target / f"train_data_step_{update - 1}.csv", TRAIN_COLUMNS, rows, is_safe_for_spreadsheets)
-    return len(files)
+            model = next(str(agent["model"]) for agent in game["agents"] if agent["collect_data"])
+            yield "collection", _file_name(model), COLLECTION_COLUMNS, _turn_rows(game, env_id=game["env_id"])
 
 
 def _eval_rows(game: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     evaluated = policy_seats(game)
     others = [agent["model"].removeprefix("fixed-") for agent in game["agents"] if agent["pid"] not in evaluated]
-    return _turn_rows(
-        game,
-        eval_model_pid=evaluated[0] if evaluated else "",
-        eval_opponent_name=others[0] if others else "",
-    )
+    return _turn_rows(game, eval_model_pid=evaluated[0], eval_opponent_name=others[0] if others else "")
 
 
 def _turn_rows(game: Mapping[str, Any], **same_for_all: Any) -> Iterator[dict[str, Any]]:
@@ -102,11 +97,6 @@ def _turn_rows(game: Mapping[str, Any], **same_for_all: Any) -> Iterator[dict[st
             "final_reward": game["rewards"][str(pid)],
             **same_for_all,
         }
-
-
-def _collected_model(game: Mapping[str, Any]) -> str:
-    """Return the checkpoint for which the game was collected."""
-    return next(str(agent["model"]) for agent in game["agents"] if agent["collect_data"])
 
 
 def _file_name(name: str) -> str:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import parsed_line
-from unstable_lite.tracking.evaluations import with_points
+from unstable_lite.planning.trust import CONFIG
+from unstable_lite.tracking.run_directory import LIVE
 
 Metrics = dict[str, Any]
 PACE_UPDATES = 20
@@ -25,31 +28,31 @@ class Pace:
 
 
 class _Tail:
-    """Reader of the new complete lines of a JSON-lines file; from its beginning, if it was rewritten."""
+    """Complete lines of a JSON-lines file that grows; read from its beginning again if it was rewritten."""
 
     def __init__(self, path: Path) -> None:
+        self.lines: list[dict[str, Any]] = []
         self._path = path
         self._offset = 0
         self._inode = -1
 
-    def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Return whether the file was read from its beginning, and the new lines."""
+    def refresh(self) -> None:
+        """Read the new lines. Raises UnstableError for one that is not a record of an update."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
-                is_anew = status.st_ino != self._inode or status.st_size < self._offset
-                if is_anew:
+                if status.st_ino != self._inode or status.st_size < self._offset:
                     self._offset, self._inode = 0, status.st_ino
+                    self.lines.clear()
                 file.seek(self._offset)
                 content = file.read()
         except FileNotFoundError:
-            return False, []
+            return
         except OSError as error:
             raise UnstableError(f"{self._path} cannot be read: {error.strerror}") from None
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
-        lines = whole.split(b"\n")[:-1]
-        return is_anew, [self._parsed(line) for line in lines]
+        self.lines += map(self._parsed, whole.split(b"\n")[:-1])
 
     def _parsed(self, line: bytes) -> dict[str, Any]:
         where = f"{self._path}: the line that begins {line[:40]!r}"
@@ -59,44 +62,31 @@ class _Tail:
         return record
 
 
-def alarm_lines(lines: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the texts of alarms.jsonl, without repeats."""
-    return [f"update {line['step']}: {line['text']}" for line in lines if not line.get("is_repeat")]
-
-
 class RunView:
     """View of a run: `refresh`, then read. All values are as of the newest update, or as of `at`."""
 
     def __init__(self, directory: Path) -> None:
         """Open a run directory. Raises UnstableError if it is not one."""
         self.directory = directory
+        path = directory / CONFIG
         try:
-            self.config: dict[str, Any] = tomllib.loads((directory / "config.toml").read_text(encoding="utf-8"))
+            self.config_text = path.read_text(encoding="utf-8")
+            self.config: dict[str, Any] = tomllib.loads(self.config_text)
+            if missing := {"model_name", "run", "train_envs"} - self.config.keys():
+                raise ValueError(f"it has no {', '.join(sorted(missing))}")
         except (OSError, ValueError, RecursionError) as error:
-            raise UnstableError(f"{directory} is not a run directory: config.toml: {error}") from None
+            raise UnstableError(f"{directory} is not a run directory: {path} cannot be read: {error}") from None
         self.live: dict[str, Any] = {}
         """Content of live.json; empty before the run has written it."""
         self.at: int | None = None
         """Update to view; None: the newest."""
-        self._lines: list[Metrics] = []
-        self._league: list[dict[str, Any]] = []
-        self._evaluations: list[dict[str, Any]] = []
-        self._alarms: list[dict[str, Any]] = []
-        self._files = [
-            (_Tail(directory / "metrics.jsonl"), self._lines),
-            (_Tail(directory / "league.jsonl"), self._league),
-            (_Tail(directory / "eval.jsonl"), self._evaluations),
-            (_Tail(directory / "alarms.jsonl"), self._alarms),
-        ]
+        self._tails = {name: _Tail(directory / f"{name}.jsonl") for name in ("metrics", "league", "eval", "alarms")}
 
     def refresh(self) -> None:
-        for tail, lines in self._files:
-            is_anew, new = tail.read()
-            if is_anew:
-                lines.clear()
-            lines += new
+        for tail in self._tails.values():
+            tail.refresh()
         try:
-            live = json.loads((self.directory / "live.json").read_text(encoding="utf-8"))
+            live = json.loads((self.directory / LIVE).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             live = None
         self.live = live if isinstance(live, dict) else {}
@@ -104,20 +94,12 @@ class RunView:
     @property
     def is_running(self) -> bool:
         """Return whether the process that wrote live.json exists; only meaningful on its machine."""
-        if not self.live or self.live["has_ended"]:
-            return False
-        try:
-            os.kill(self.live["pid"], 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        return True
+        return bool(self.live) and not self.live["has_ended"] and psutil.pid_exists(self.live["pid"])
 
     @property
     def num_updates(self) -> int:
         """Return the number of updates so far, regardless of `at`."""
-        return max((line["step"] for line in self._lines), default=0)
+        return max((line["step"] for line in self._tails["metrics"].lines), default=0)
 
     @property
     def update(self) -> int:
@@ -127,9 +109,13 @@ class RunView:
     def learning_steps(self) -> int:
         return int(self.live.get("learning_steps") or self.config["run"]["learning_steps"])
 
+    def lines(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield the lines of `<name>.jsonl`: of metrics, league, eval or alarms."""
+        return (line for line in self._tails[name].lines if self.at is None or line["step"] <= self.at)
+
     def updates(self) -> list[Metrics]:
         """Return the line of metrics of each update."""
-        return [line for line in self._until(self._lines) if "run/games" in line]
+        return [line for line in self.lines("metrics") if "run/games" in line]
 
     def series(self, name: str, n: str | None = None) -> list[float]:
         """Return one metric over the updates, if it is a number and its sample size, the metric `n`, is not 0."""
@@ -142,8 +128,6 @@ class RunView:
         if len(lines) < 2:
             return None
         seconds = lines[-1]["run/seconds"] - lines[0]["run/seconds"]  # without the time between a stop and a resume
-        if seconds <= 0:  # of an older version, whose clock restarted with a resume
-            return None
         games = lines[-1]["run/games"] - lines[0]["run/games"]
         return Pace(seconds_per_update=seconds / (lines[-1]["step"] - lines[0]["step"]), games_per_s=games / seconds)
 
@@ -153,21 +137,17 @@ class RunView:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Return the evaluations with a quota by update; they overlap and end in any order."""
-        with_quota = [line for line in self.all_evaluations() if line["label"] != "concurrent"]
+        with_quota = [line for line in self.lines("eval") if line["label"] != "concurrent"]
         return sorted(with_quota, key=lambda line: line["step"])
-
-    def all_evaluations(self) -> list[dict[str, Any]]:
-        """Return all evaluations, also those beside training."""
-        return [with_points(line) for line in self._until(self._evaluations)]
 
     def alarms(self) -> list[str]:
         """Return each alarm once, the oldest first."""
-        return alarm_lines(self._until(self._alarms))
+        return [f"update {line['step']}: {line['text']}" for line in self.lines("alarms") if not line.get("is_repeat")]
 
     def ladder(self) -> list[tuple[str, float, float, int, bool, bool]]:
         """Return (uid, μ, σ, games, active, current) of every model, the strongest first."""
         models: dict[str, list[Any]] = {}
-        for line in self._until(self._league):
+        for line in self.lines("league"):
             models |= line["models"]
         rows = [(uid, *row) for uid, row in models.items()]
         return sorted(rows, key=lambda row: -row[1])
@@ -175,10 +155,7 @@ class RunView:
     def matches(self) -> dict[tuple[str, str], int]:
         """Return the number of games by pair of uids, in both orders."""
         met: dict[tuple[str, str], int] = {}
-        for line in self._until(self._league):
+        for line in self.lines("league"):
             for one, other, games in line["matches"]:
                 met[one, other] = met[other, one] = games
         return met
-
-    def _until(self, lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        return (line for line in lines if self.at is None or line["step"] <= self.at)

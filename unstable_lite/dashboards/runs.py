@@ -13,20 +13,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from rich import filesize
 from rich.table import Table
 from rich.text import Text
 
-from unstable_lite.adapters.store import try_lock
-from unstable_lite.dashboards.report.runs import RunData, flat, read_run
+from unstable_lite.adapters.store import LOCK, try_lock
+from unstable_lite.dashboards.report.runs import RunData, differences, flat
 from unstable_lite.dashboards.run_view import RunView
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import understood
-from unstable_lite.tracking.run_directory import PAUSED, by_update, find_damage
+from unstable_lite.tracking.run_directory import PAUSED, RUNS, by_update, find_damage, runs_in
 
-LOCK = "lock"
-RUNS = "*/*/config.toml"
 STATE_STYLES = {"running": "green", "paused": "yellow", "killed": "red", "unreadable": "red"}
 DAY_S = 86_400.0
 EMPTY_FOR_S = 60.0
@@ -41,14 +39,12 @@ class RunEntry:
     size_bytes: int
     state: str
     """`running`, `paused`, `ended`, `killed` (its process is gone without a record), or `unreadable`."""
-    updates: int = 0
-    planned: int = 0
-    algorithm: str = ""
-    model: str = ""
-    env_ids: tuple[str, ...] = ()
-    """Envs of its training."""
-    evaluation: Mapping[str, Any] | None = None
-    """Newest line of eval.jsonl with games and points."""
+    updates: str = "0/0"
+    """Number of updates, made and planned."""
+    points: str = "–"
+    """Points and number of games of the newest evaluation."""
+    content: str = ""
+    """Algorithm, model and training envs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +52,9 @@ class Prunable:
     """Files of one run that may be removed."""
 
     directory: Path
-    paths: tuple[Path, ...]
-    size_bytes: int
-    kept: tuple[str, ...]
+    paths: tuple[Path, ...] = ()
+    size_bytes: int = 0
+    kept: tuple[str, ...] = ()
     """Names of the checkpoints that stay."""
     refused: str | None = None
     """Reason why nothing of a run that was named may be removed."""
@@ -66,23 +62,7 @@ class Prunable:
 
 def list_runs(outputs: Path) -> list[RunEntry]:
     """Return every run in `outputs`, the newest first. Raises UnstableError if there is none."""
-    return sorted(map(_entry, _runs_in(outputs)), key=lambda entry: (entry.began, entry.directory), reverse=True)
-
-
-def is_running(directory: Path) -> bool:
-    """Return whether a process holds the run's lock; if the lock is another user's, whether its process exists."""
-    if not (directory / LOCK).exists():
-        return False
-    try:
-        lock = try_lock(directory)
-    except PermissionError:
-        view = RunView(directory)
-        view.refresh()
-        return view.is_running
-    if lock is None:
-        return True
-    os.close(lock)
-    return False
+    return sorted(map(_entry, runs_in(outputs)), key=lambda entry: (entry.began, entry.directory), reverse=True)
 
 
 def runs_table(entries: Sequence[RunEntry]) -> Text:
@@ -91,10 +71,8 @@ def runs_table(entries: Sequence[RunEntry]) -> Text:
     for entry in entries:
         line = Text(f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(entry.began))}  ")
         line.append(f"{entry.state:<10}", style=STATE_STYLES.get(entry.state, ""))
-        line.append(f"  {f'{entry.updates}/{entry.planned}':>11}  {_points(entry.evaluation):>15}")
-        line.append(f"  {size(entry.size_bytes):>9}")
-        what = ", ".join((entry.algorithm, entry.model, *entry.env_ids)).strip(", ")
-        lines += [line, Text(f"    {what}", style="dim"), Text(f"    {entry.directory}")]
+        line.append(f"  {entry.updates:>11}  {entry.points:>15}  {filesize.decimal(entry.size_bytes):>9}")
+        lines += [line, Text(f"    {entry.content}", style="dim"), Text(f"    {entry.directory}")]
     return Text("\n").join(lines)
 
 
@@ -106,17 +84,12 @@ def compare(directories: Sequence[Path]) -> tuple[list[Path], Table, Table]:
     runs, results = list[RunData](), list[dict[str, str]]()
     for directory in dict.fromkeys(path.resolve() for path in directories):
         with understood(directory):
-            runs.append(read_run(directory))
+            runs.append(RunData(directory))
             results.append(dict(_results(runs[-1])))
     if len(runs) < 2:
         raise UnstableError("a comparison needs at least two different run directories")
-    configs = [dict(flat(run.config)) for run in runs]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    differing = {
-        key: ["not set" if config.get(key) is None else str(config[key]) for config in configs]
-        for key in keys
-        if key != "run.output_dir" and len({str(config.get(key)) for config in configs}) > 1
-    }
+    differing = differences([dict(flat(run.config)) for run in runs])
+    differing.pop("run.output_dir", None)
     names = dict.fromkeys(name for of_run in results for name in of_run)
     rows = {name: [of_run.get(name, "–") for of_run in results] for name in names}
     return (
@@ -134,27 +107,25 @@ def find_prunable(
     with_train_data: bool = False,
     with_empty_runs: bool = False,
 ) -> list[Prunable]:
-    """Return the removable files of `directories`, or of every run in `outputs` without a write for that long.
+    """Return the removable files of `directories`, or of every run in `outputs`; none of runs written to lately.
 
     Older and damaged checkpoints are removable. The newest `keep` intact ones stay, the best of each evaluation, and
     any from which another run starts; without an intact one, all stay. `with_train_data`: also the batches, which only
     `report` and `export` read. `with_empty_runs`: also whole directories of runs without any checkpoint. Raises
     UnstableError for a directory that is not a run's.
     """
-    asked = [*map(Path.resolve, directories)] or [path.resolve() for path in _runs_in(outputs)]
+    asked = [*map(Path.resolve, directories)] or [path.resolve() for path in runs_in(outputs)]
     all_runs = {*asked, *(path.parent for path in outputs.glob(RUNS))}
     wanted = {path for run in all_runs for path in _starting_points(run)}
     found = []
     for run in asked:
         try:
             with understood(run):
-                prunable = _find_prunable_in(run, keep, wanted, older_than_days, with_train_data, with_empty_runs)
+                found.append(_find_prunable_in(run, keep, wanted, older_than_days, with_train_data, with_empty_runs))
         except UnstableError as error:
             if directories:
                 raise
-            prunable = _nothing(run, str(error))
-        if prunable is not None:
-            found.append(prunable)
+            found.append(Prunable(directory=run, refused=str(error)))
     return found
 
 
@@ -165,15 +136,15 @@ def _find_prunable_in(
     older_than_days: float,
     with_train_data: bool,
     with_empty_runs: bool,
-) -> Prunable | None:
-    """Return the removable files of one run; None if it was written to too recently."""
+) -> Prunable:
+    """Return the removable files of one run; none if it was written to too recently."""
     view = RunView(run)
     view.refresh()
     rested_s = time.time() - _last_written(run)
-    if is_running(run):
-        return _nothing(run, "it is running")
+    if _is_locked(view):
+        return Prunable(directory=run, refused="it is running")
     if rested_s < older_than_days * DAY_S:
-        return None
+        return Prunable(directory=run)
     paths, kept = _old_checkpoints(view, keep, wanted)
     if (run / LOCK).exists():
         paths += run.glob("unstable_lite-*")  # adapters of a killed run for which shared memory was too small
@@ -217,13 +188,6 @@ def size_on_disk(path: Path) -> int:
     return total
 
 
-def size(num_bytes: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.1f} {unit}"
-    return f"{num_bytes / 1e3:.0f} kB"
-
-
 def _entry(directory: Path) -> RunEntry:
     """Return the entry of one run; `unreadable` for any damage, so that the others are shown."""
     began, taken = 0.0, 0
@@ -238,25 +202,35 @@ def _entry(directory: Path) -> RunEntry:
 def _readable_entry(directory: Path, began: float, taken: int) -> RunEntry:
     view = RunView(directory)
     view.refresh()
-    if is_running(directory):
+    if _is_locked(view):
         state = "paused" if (directory / PAUSED).exists() else "running"
     else:
         state = "ended" if view.live.get("has_ended") else "killed"
-    counted = [line for line in view.all_evaluations() if line["n"] and line["points"] is not None]
+    counted = [line for line in view.lines("eval") if line["n"] and line["points"] is not None]
     newest = max(counted, key=lambda line: (line["label"] != "concurrent", line["step"]), default=None)
-    _points(newest)  # raises if it cannot be shown
+    env_ids = dict.fromkeys(str(env["env_id"]) for env in view.config["train_envs"])
     return RunEntry(
         directory=directory,
         began=began,
         size_bytes=taken,
         state=state,
-        updates=view.num_updates,
-        planned=view.learning_steps,
-        algorithm=str(view.config.get("algorithm", "")),
-        model=str(view.config.get("model_name", "")),
-        env_ids=tuple(dict.fromkeys(str(env["env_id"]) for env in view.config["train_envs"])),
-        evaluation=newest,
+        updates=f"{view.num_updates}/{view.learning_steps}",
+        points="–" if newest is None else f"{newest['points']:.1%} ({newest['n']})",
+        content=", ".join((view.config.get("algorithm", ""), view.config["model_name"], *env_ids)).strip(", "),
     )
+
+
+def _is_locked(view: RunView) -> bool:
+    """Return whether a process holds the run's lock; if the lock is another user's, whether its process exists."""
+    if not (view.directory / LOCK).exists():
+        return False
+    try:
+        lock = try_lock(view.directory)
+    except PermissionError:
+        return view.is_running
+    if lock is not None:
+        os.close(lock)
+    return lock is None
 
 
 def _began(directory: Path) -> float:
@@ -272,15 +246,12 @@ def _last_written(directory: Path) -> float:
     return max((directory / name).stat().st_mtime for name in names if (directory / name).exists())
 
 
-def _points(evaluation: Mapping[str, Any] | None) -> str:
-    return "–" if evaluation is None else f"{evaluation['points']:.1%} ({evaluation['n']})"
-
-
 def _results(run: RunData) -> Iterator[tuple[str, str]]:
-    latest = run.latest
-    planned = run.config.get("run", {}).get("learning_steps", "?")
-    yield "updates", f"{run.steps[-1] if run.steps else 0} of {planned}"
-    evaluations = {(line["env_id"], line["opponent"], line["label"] == "concurrent"): line for line in run.evaluations}
+    latest = run.newest
+    yield "updates", f"{run.steps[-1] if run.steps else 0} of {run.config['run'].get('learning_steps', '?')}"
+    evaluations = {
+        (line["env_id"], line["opponent"], line["label"] == "concurrent"): line for line in run.lines("eval")
+    }
     for (env_id, opponent, is_concurrent), line in evaluations.items():
         remark = ", while training" * is_concurrent
         if line["points"] is not None:
@@ -294,7 +265,7 @@ def _results(run: RunData) -> Iterator[tuple[str, str]]:
         between = " – ".join(map(form.format, interval))
         name = f"{env_id} against {opponent}{remark}"
         yield name, f"{shown}{f' ({between})' * bool(interval)}, n={line['n']}, {line['model']}"
-    for env in run.config.get("train_envs", []):
+    for env in run.config["train_envs"]:
         group = f"collection-{env['env_id']}"
         for name, form in (("reward", "{:+.3f}"), ("Points", "{:.1%}"), ("Ended by own invalid move", "{:.1%}")):
             if (value := latest.get(f"{group}/{name}")) is not None:
@@ -311,7 +282,7 @@ def _results(run: RunData) -> Iterator[tuple[str, str]]:
     ):
         if metric in latest and (of is None or latest.get(of)):
             yield label, form.format(latest[metric]) + (f", n={latest[of]:.0f} tokens" if of is not None else "")
-    yield "alarms", str(len(run.alarms))
+    yield "alarms", str(len(run.alarms()))
 
 
 def _side_by_side(title: str, rows: Mapping[str, Sequence[str]], num_runs: int) -> Table:
@@ -326,13 +297,6 @@ def _side_by_side(title: str, rows: Mapping[str, Sequence[str]], num_runs: int) 
 
 def column_name(number: int) -> str:
     return chr(ord("A") + number) if number < 26 else str(number + 1)
-
-
-def _runs_in(outputs: Path) -> list[Path]:
-    found = [path.parent for path in outputs.glob(RUNS)]
-    if not found:
-        raise UnstableError(f"there is no run in {outputs.absolute()}; name another directory with --outputs")
-    return found
 
 
 def _old_checkpoints(view: RunView, keep: int, wanted: Collection[Path]) -> tuple[list[Path], list[str]]:
@@ -372,10 +336,6 @@ def _starting_points(run: Path) -> Iterator[Path]:
                 yield (Path(lora[key]) / inside).resolve()
 
 
-def _nothing(directory: Path, reason: str) -> Prunable:
-    return Prunable(directory=directory, paths=(), size_bytes=0, kept=(), refused=reason)
-
-
 def say_prunable(prunables: Sequence[Prunable], say: Callable[[str], None]) -> int:
     """Report the removable files of each run; return the bytes that removal frees."""
     for prunable in prunables:
@@ -387,5 +347,5 @@ def say_prunable(prunables: Sequence[Prunable], say: Callable[[str], None]) -> i
                 for path in prunable.paths
             )
             stays = f"; {', '.join(prunable.kept)} stay" * bool(prunable.kept)
-            say(f"{prunable.directory}: {size(prunable.size_bytes)}: {names}{stays}")
+            say(f"{prunable.directory}: {filesize.decimal(prunable.size_bytes)}: {names}{stays}")
     return sum(prunable.size_bytes for prunable in prunables)

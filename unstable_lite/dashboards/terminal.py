@@ -105,9 +105,8 @@ class TerminalInterface:
         self._show()
 
     def stop(self) -> None:
-        self._is_counting = False
         self._doing.clear()
-        self._show()
+        self.stop_counting()
 
     def stop_counting(self) -> None:
         """End the progress; other operations remain visible."""

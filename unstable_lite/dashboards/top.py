@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.layout import Layout
 from rich.panel import Panel
 from rich.table import Table
-from rich.text import Text
+from rich.text import Text, TextType
 
 from unstable_lite.dashboards.run_view import RunView
 
@@ -31,6 +31,8 @@ GOOD, FAIR = 0.75, 0.40
 PAST = Text("not recorded for past updates", style="dim")
 FIRST_LOOK_S = 0.1
 """Time over which a process's load is first measured; later it is measured from frame to frame."""
+LITTLE = 13
+"""Height of the middle below which it shows only the statistics of one env and the ladder."""
 ROOMY = 30
 """Height from which alarms have a panel; below it the newest alarm is shown under the header."""
 
@@ -41,128 +43,103 @@ class Row:
 
     label: str
     name: str
-    write: Callable[[float], str]
+    form: str = ".3g"
     n: str | None = None
     """Metric with the sample size, if that may be 0."""
 
 
-def percent(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def plain(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def short(value: float) -> str:
-    return f"{value:.3g}"
-
-
 LEARNER = (
-    Row("loss", "learner/loss", short),
-    Row("entropy", "learner/entropy", short),
-    Row("|Δ log p|", "learner/mismatch_mean", short, "learner/mismatch_tokens"),
-    Row("grad norm", "learner/policy_grad_norm", short),
-    Row("waits (s)", "learner/wait_for_batch_s", short),
-    Row("0 advantage", "learner/zero_advantage", percent),
-    Row("weights cut", "learner/importance_weight_clipped", percent),
-    Row("tokens/s", "learner/tokens_per_s", plain),
+    Row("loss", "learner/loss"),
+    Row("entropy", "learner/entropy"),
+    Row("|Δ log p|", "learner/mismatch_mean", n="learner/mismatch_tokens"),
+    Row("grad norm", "learner/policy_grad_norm"),
+    Row("waits (s)", "learner/wait_for_batch_s"),
+    Row("0 advantage", "learner/zero_advantage", ".1%"),
+    Row("weights cut", "learner/importance_weight_clipped", ".1%"),
+    Row("tokens/s", "learner/tokens_per_s", ",.0f"),
 )
 STALENESS = (
-    Row("staleness", "learner/staleness_mean", short),
-    Row("greatest", "learner/staleness_max", plain),
-    Row("buffer", "buffer/size", plain),
-    Row("too old", "buffer/dropped_stale", plain),
+    Row("staleness", "learner/staleness_mean"),
+    Row("greatest", "learner/staleness_max", ",.0f"),
+    Row("buffer", "buffer/size", ",.0f"),
+    Row("too old", "buffer/dropped_stale", ",.0f"),
 )
 """Staleness in updates, and numbers of steps: waiting, and dropped so far."""
-
-
-def collection_rows(env_id: str) -> list[Row]:
-    group = f"collection-{env_id}"
-    return [
-        Row("reward", f"{group}/reward", lambda value: f"{value:+.2f}"),
-        Row("points", f"{group}/Points", percent),
-        Row("format ok", f"{group}/Format Success Rate - correct_answer_format", percent),
-        Row("own invalid", f"{group}/Ended by own invalid move", percent),
-        Row("turns a game", f"{group}/Game Length", short),
-        Row("tokens a turn", f"{group}/Response Length (token)", short),
-    ]
+COLLECTION = (
+    Row("reward", "collection-{env_id}/reward", "+.2f"),
+    Row("points", "collection-{env_id}/Points", ".1%"),
+    Row("format ok", "collection-{env_id}/Format Success Rate - correct_answer_format", ".1%"),
+    Row("own invalid", "collection-{env_id}/Ended by own invalid move", ".1%"),
+    Row("turns a game", "collection-{env_id}/Game Length"),
+    Row("tokens a turn", "collection-{env_id}/Response Length (token)"),
+)
 
 
 def draw(view: RunView, width: int, height: int, load: MachineLoad) -> RenderableType:
     """Draw one frame of exactly this size."""
-    layout = Layout()
     workers = view.live.get("workers", []) if view.at is None else []
-    alarms = view.alarms()
     workers_a_row = 1 if len(workers) <= 3 and width < 120 else 2
     of_workers = 2 + max(1, math.ceil(len(workers) / workers_a_row))
+    shown_workers = _workers(workers, workers_a_row, load, width) if view.at is None else PAST
+    alarms = view.alarms()
     has_alarms = height >= ROOMY
     of_alarms = min(2 + max(1, len(alarms)), 5 if height < 45 else 8) if has_alarms else 0
+    inner, room = width // 2 - 4, height - 3 - of_workers - of_alarms
+    middle = Layout(ratio=1)
+    middle.split_row(_columns(_left(view, inner, room)), _columns(_right(view, inner, room)))
     sections = [
-        Layout(_header(view, width, not has_alarms), name="header", size=3),
-        Layout(name="middle", ratio=1),
-        Layout(
-            Panel(
-                _workers(workers, workers_a_row, load, width) if view.at is None else PAST,
-                title="workers",
-                title_align="left",
-            ),
-            size=of_workers,
-        ),
+        Layout(_header(view, width, not has_alarms), size=3),
+        middle,
+        Layout(_panel(shown_workers, "workers"), size=of_workers),
     ]
     if has_alarms:
         sections.append(Layout(_alarms(alarms, of_alarms - 2), size=of_alarms))
-    layout.split_column(*sections)
-    left, right = Layout(ratio=1), Layout(ratio=1)
-    layout["middle"].split_row(left, right)
-    room = height - 3 - of_workers - of_alarms
-    inner = width // 2 - 4
-    env_ids = [env["env_id"] for env in view.config.get("train_envs", [])]
+    return _columns(sections)
+
+
+def _columns(parts: Sequence[Layout]) -> Layout:
+    layout = Layout(ratio=1)
+    layout.split_column(*parts)
+    return layout
+
+
+def _panel(content: RenderableType, title: TextType, **options: Any) -> Panel:
+    return Panel(content, title=title, title_align="left", **options)
+
+
+def _left(view: RunView, width: int, room: int) -> list[Layout]:
+    """Return the panels of statistics that fit: of each env, of the learner, and of staleness."""
     of_envs = [
-        Panel(
-            _statistics(view, collection_rows(env_id), inner), title=Text(f"collection: {env_id}"), title_align="left"
-        )
-        for env_id in env_ids
+        _panel(_statistics(view, COLLECTION, width, env_id=env["env_id"]), Text(f"collection: {env['env_id']}"))
+        for env in view.config["train_envs"]
     ]
-    ladder = view.ladder()
-    # Little room is for statistics and ladder; more also for evaluations, then for the matches.
-    if room < 13:
-        left.update(of_envs[0] if of_envs else Panel(""))
-        right.update(Panel(_ladder(ladder, inner, room - 2), title=_ladder_title(ladder), title_align="left"))
-        return layout
-    of_staleness = 2 + len(STALENESS)
+    if room < LITTLE:
+        return [Layout(of_envs[0])]
+    of_learner, of_staleness = 2 + len(LEARNER), 2 + len(STALENESS)
     has_staleness = room >= 8 + 7 + of_staleness
     rows = LEARNER if has_staleness else (*LEARNER[:4], *STALENESS[::2], LEARNER[4])
-    learner = Panel(_statistics(view, rows, inner), title="learner", title_align="left")
-    of_learner = 2 + len(LEARNER)
-    column = [Layout(panel, size=8) for panel in of_envs[: max(1, (room - of_learner - of_staleness) // 8)]]
-    column.append(Layout(learner, ratio=1, minimum_size=5))
+    parts = [Layout(panel, size=8) for panel in of_envs[: max(1, (room - of_learner - of_staleness) // 8)]]
+    parts.append(Layout(_panel(_statistics(view, rows, width), "learner"), ratio=1, minimum_size=5))
     if has_staleness:
-        panel = Panel(_statistics(view, STALENESS, inner), title="staleness", title_align="left")
-        column.append(Layout(panel, size=of_staleness))
-    left.split_column(*column)
-    evaluations = view.evaluations()
-    of_evaluations = min(2 + max(1, len(evaluations)), 7)
+        parts.append(Layout(_panel(_statistics(view, STALENESS, width), "staleness"), size=of_staleness))
+    return parts
+
+
+def _right(view: RunView, width: int, room: int) -> list[Layout]:
+    """Return the panels of ratings that fit: the ladder, then the evaluations, then the matches."""
+    ladder, evaluations = view.ladder(), view.evaluations()
+    of_evaluations = 0 if room < LITTLE else min(2 + max(1, len(evaluations)), 7)
     of_ladder = room - of_evaluations
-    has_matrix = of_ladder >= 20
-    of_matrix = min(of_ladder // 2, len(ladder) + 3) if has_matrix else 0
-    parts = [
-        Layout(
-            Panel(_ladder(ladder, inner, of_ladder - of_matrix - 2), title=_ladder_title(ladder), title_align="left"),
-            ratio=1,
-        )
-    ]
-    if has_matrix:
-        matrix = _matches(ladder, view.matches(), inner, of_matrix - 2)
-        parts.append(Layout(Panel(matrix, title="games between them", title_align="left"), size=of_matrix))
-    parts.append(
-        Layout(
-            Panel(_evaluations(evaluations[-(of_evaluations - 2) :]), title="evaluations", title_align="left"),
-            size=of_evaluations,
-        )
-    )
-    right.split_column(*parts)
-    return layout
+    of_matrix = min(of_ladder // 2, len(ladder) + 3) if of_ladder >= 20 else 0
+    shown = _ladder(ladder, width, of_ladder - of_matrix - 2)
+    parts = [Layout(_panel(shown, f"TrueSkill (μ, σ): {len(ladder)} models"), ratio=1)]
+    if of_matrix:
+        matrix = _matches(ladder, view.matches(), width, of_matrix - 2)
+        parts.append(Layout(_panel(matrix, "games between them"), size=of_matrix))
+    if of_evaluations:
+        shown = _evaluations(evaluations[-(of_evaluations - 2) :])
+        parts.append(Layout(_panel(shown, "evaluations"), size=of_evaluations))
+    return parts
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -212,9 +189,7 @@ def _header(view: RunView, width: int, has_no_alarms_panel: bool) -> Panel:
     if has_no_alarms_panel and (alarms := view.alarms()):
         below = Text(f"alarm, {alarms[-1]}", style="red")
     below.truncate(width - 8, overflow="ellipsis")
-    return Panel(
-        line, title=Text(view.directory.name), title_align="left", subtitle=below or None, subtitle_align="left"
-    )
+    return _panel(line, Text(view.directory.name), subtitle=below or None, subtitle_align="left")
 
 
 def _now(view: RunView) -> Text:
@@ -232,24 +207,21 @@ def _now(view: RunView) -> Text:
 def _alarms(alarms: Sequence[str], height: int) -> Panel:
     """Return the panel of the newest alarms."""
     if not alarms:
-        return Panel(Text("none", style="dim"), title="alarms", title_align="left")
+        return _panel(Text("none", style="dim"), "alarms")
     text = Text("\n".join(alarms[-height:]), style="red", no_wrap=True, overflow="ellipsis")
-    return Panel(text, title=f"alarms: {len(alarms)}", title_align="left", border_style="red")
+    return _panel(text, f"alarms: {len(alarms)}", border_style="red")
 
 
-def _statistics(view: RunView, rows: Sequence[Row], width: int) -> Table:
+def _statistics(view: RunView, rows: Sequence[Row], width: int, env_id: str = "") -> Table:
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right", min_width=7)
     table.add_column(no_wrap=True, ratio=1, style="cyan", overflow="crop")
     for row in rows:
-        values = view.series(row.name, row.n)
-        table.add_row(row.label, row.write(values[-1]) if values else "–", sparkline(values, max(width - 24, 8)))
+        values = view.series(row.name.format(env_id=env_id), row.n)
+        newest = format(values[-1], row.form) if values else "–"
+        table.add_row(row.label, newest, sparkline(values, max(width - 24, 8)))
     return table
-
-
-def _ladder_title(ladder: Sequence[Any]) -> str:
-    return f"TrueSkill (μ, σ): {len(ladder)} models"
 
 
 def _ladder(ladder: Sequence[tuple[str, float, float, int, bool, bool]], width: int, height: int) -> RenderableType:
@@ -305,15 +277,14 @@ def _evaluations(evaluations: Sequence[dict[str, Any]]) -> RenderableType:
     table.add_column(ratio=1, no_wrap=True, overflow="ellipsis", style="dim")
     for line in evaluations:
         if line["points"] is not None:
-            share, (low, high) = percent(line["points"]), [f"{edge:.0%}" for edge in line["points_interval"]]
+            share, interval = f"{line['points']:.1%}", [f"{edge:.0%}" for edge in line["points_interval"]]
         elif line["mean_reward"] is not None:
-            share, (low, high) = (
-                short(line["mean_reward"]),
-                [short(edge) for edge in line["reward_interval"] if edge is not None] or "??",
-            )
+            share = f"{line['mean_reward']:.3g}"
+            interval = ["?" if edge is None else f"{edge:.3g}" for edge in line["reward_interval"]]
         else:
             continue
-        table.add_row(line["model"], share, f"{low}–{high}", f"n={line['n']}", f"{line['opponent']}, {line['env_id']}")
+        against = f"{line['opponent']}, {line['env_id']}"
+        table.add_row(line["model"], share, "–".join(interval), f"n={line['n']}", against)
     return table
 
 
@@ -368,8 +339,7 @@ class MachineLoad:
         if isinstance(device, int) and self._nvml is not None:
             # The run's number of a GPU differs from the machine's if only some were visible to the run.
             gpu = worker.get("gpu", str(device)).strip()
-            # Each value on its own, because some GPUs have no power meter.
-            return "  ".join(filter(None, (self._power(gpu), self._memory(gpu))))
+            return self._of_gpu(gpu)
         try:
             interval = None if pid in self._processes else FIRST_LOOK_S
             process = self._processes.setdefault(pid, psutil.Process(pid))
@@ -377,22 +347,17 @@ class MachineLoad:
         except psutil.Error:
             return ""
 
-    def _handle(self, gpu: str) -> Any:
+    def _of_gpu(self, gpu: str) -> str:
         """`gpu`: a number or a UUID, as CUDA_VISIBLE_DEVICES has them."""
-        if gpu.isdecimal():
-            return self._nvml.nvmlDeviceGetHandleByIndex(int(gpu))
-        return self._nvml.nvmlDeviceGetHandleByUUID(gpu)
-
-    def _power(self, gpu: str) -> str:
-        with contextlib.suppress(self._nvml.NVMLError):
-            return f"{self._nvml.nvmlDeviceGetPowerUsage(self._handle(gpu)) / 1000:.0f} W"
-        return ""
-
-    def _memory(self, gpu: str) -> str:
-        with contextlib.suppress(self._nvml.NVMLError):
-            memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle(gpu))
-            return f"{memory.used / 2**30:.1f}/{memory.total / 2**30:.0f} GiB"
-        return ""
+        nvml, shown = self._nvml, []
+        with contextlib.suppress(nvml.NVMLError):
+            by_number = gpu.isdecimal()
+            handle = nvml.nvmlDeviceGetHandleByIndex(int(gpu)) if by_number else nvml.nvmlDeviceGetHandleByUUID(gpu)
+            with contextlib.suppress(nvml.NVMLError):  # some GPUs have no power meter
+                shown.append(f"{nvml.nvmlDeviceGetPowerUsage(handle) / 1000:.0f} W")
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            shown.append(f"{memory.used / 2**30:.1f}/{memory.total / 2**30:.0f} GiB")
+        return "  ".join(shown)
 
 
 def _duration(seconds: float) -> str:

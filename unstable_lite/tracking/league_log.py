@@ -6,7 +6,6 @@ The first n lines together are the league at the n-th line.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from unstable_lite.files import AppendFile, to_line
 from unstable_lite.league.model_registry import ModelRegistry
@@ -16,8 +15,6 @@ class LeagueLog:
     def __init__(self, path: Path) -> None:
         self._file = AppendFile(path)
         self._step = 0
-        self._models: dict[str, list[Any]] = {}
-        self._matches: dict[tuple[str, str], int] = {}
 
     def log(self, step: int, registry: ModelRegistry) -> None:
         """Write the changes. `models`: [μ, σ, games, active, current] by uid; `matches`: [uid, uid, games].
@@ -26,18 +23,14 @@ class LeagueLog:
         """
         self._step = max(step, self._step)
         current = registry.get_current_ckpt()
-        changed = {}
+        models = {}
         for uid in registry.touched:
             meta = registry.get(uid)
-            row = [round(meta.rating.mu, 4), round(meta.rating.sigma, 4), meta.games, meta.active, uid == current]
-            if self._models.get(uid) != row:
-                changed[uid] = row
-        met = {pair: registry.match_counts[pair] for pair in registry.touched_pairs}
-        matches = [[*pair, games] for pair, games in met.items() if self._matches.get(pair) != games]
-        self._file.write(to_line({"step": self._step, "models": changed, "matches": matches}))
-        self._models |= changed  # after the write: if it fails, the next line has these changes
-        self._matches |= met
-        registry.touched.clear()
+            rating = round(meta.rating.mu, 4), round(meta.rating.sigma, 4)
+            models[uid] = [*rating, meta.games, meta.active, uid == current]
+        matches = [[*pair, registry.match_counts[pair]] for pair in registry.touched_pairs]
+        self._file.write(to_line({"step": self._step, "models": models, "matches": matches}))
+        registry.touched.clear()  # after the write: if it fails, the next line has these changes
         registry.touched_pairs.clear()
 
     def close(self) -> None:

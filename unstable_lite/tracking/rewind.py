@@ -15,6 +15,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from unstable_lite.files import keep_records, keep_whole_lines, read_records, replaced
 from unstable_lite.tracking.evaluations import evaluation_group
+from unstable_lite.tracking.train_data import train_files
 
 
 def rewind(
@@ -50,8 +51,8 @@ def rewind(
         return bool(number < num_games and (number not in in_flight or label is not None))
 
     keep_records(directory / "games.jsonl", is_known, num_late=len(in_flight))
-    for path in (directory / "train_data").glob("step-*.jsonl.gz"):
-        if int(path.name.removeprefix("step-").partition(".")[0]) > update:
+    for number, path in train_files(directory).items():
+        if number > update:
             path.unlink()
     # Last, because it determines the records to remove from the other files.
     keep_whole_lines(evaluations, lambda line: line["step"] <= update and not is_repeated(line))

@@ -5,8 +5,10 @@ Knows nothing of the contents of a checkpoint; see orchestrator/checkpoint.py.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -28,6 +30,8 @@ from unstable_lite.planning.trust import CONFIG, seal_config
 
 LEAGUE, WAITING, MANIFEST = "league.json", "waiting.msgpack", "manifest.json"
 """Names of files in a checkpoint."""
+RUNS = f"*/*/{CONFIG}"
+"""Configs of the runs in an output directory."""
 LIVE = "live.json"
 PAUSED = "PAUSED"
 """File in the run directory; a paused run resumes when it is deleted."""
@@ -41,11 +45,13 @@ def create_run_directory(config: Config) -> Path:
     """
     name = config.run.name or default_run_name(config)
     directory = config.run.output_dir / time.strftime("%Y-%m-%d") / f"{time.strftime('%H-%M-%S')}-{name}"
-    unique, attempt = directory, 1
+    unique = directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        while not _makes(unique):
-            attempt += 1
+        for attempt in itertools.count(2):
+            with contextlib.suppress(FileExistsError):  # only one of several concurrent runs makes it
+                unique.mkdir()
+                break
             unique = directory.with_name(f"{directory.name}-{attempt}")
         for part in ("checkpoints", "logs", "tensorboard"):
             (unique / part).mkdir()
@@ -56,15 +62,6 @@ def create_run_directory(config: Config) -> Path:
     except OSError as error:
         raise UnstableError(f"cannot create {unique}: {error.strerror}; choose another run.output_dir") from error
     return unique.resolve()
-
-
-def _makes(directory: Path) -> bool:
-    """Create `directory`. Return False if it exists, so that only one of several concurrent runs gets it."""
-    try:
-        directory.mkdir()
-    except FileExistsError:
-        return False
-    return True
 
 
 def replace_config(directory: Path, config: Config, update: int) -> None:
@@ -115,12 +112,17 @@ def versions() -> dict[str, Any]:
     return {"commit": commit, "packages": packages, "machine": machine}
 
 
+def runs_in(outputs: Path) -> list[Path]:
+    """Return the run directories in `outputs`. Raises UnstableError if there is none."""
+    found = [path.parent for path in outputs.glob(RUNS)]
+    if not found:
+        raise UnstableError(f"there is no run in {outputs.absolute()}; name another directory with --outputs")
+    return found
+
+
 def newest_run(outputs: Path) -> Path:
     """Return the run directory that changed last. Raises UnstableError if there is none."""
-    found = sorted(outputs.glob("*/*/config.toml"), key=lambda path: path.parent.stat().st_ctime)
-    if not found:
-        raise UnstableError(f"there is no run in {outputs.absolute()}; give the directory of a run")
-    return found[-1].parent
+    return max(runs_in(outputs), key=lambda directory: directory.stat().st_ctime)
 
 
 def update_of(path: Path) -> int | None:
@@ -139,16 +141,15 @@ def find_damage(directory: Path) -> str | None:
     """Describe how a checkpoint is damaged; return None if it is intact."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
-        for name in (LEAGUE, WAITING, *manifest):
+        for name in dict.fromkeys((LEAGUE, WAITING, *manifest)):
             path = (directory / name).resolve()
             if name not in manifest or not path.is_relative_to(directory.resolve()):
                 return f"its {MANIFEST} does not name {name} among its own files"
             if path.exists() and not path.is_file():
                 return f"{name} is not a file"
-        for name, expected in manifest.items():
-            if size(directory / name) != expected["bytes"]:
-                return f"{name} has {size(directory / name)} bytes instead of {expected['bytes']}"
-            if sha256(directory / name) != expected["sha256"]:
+            if size(path) != manifest[name]["bytes"]:
+                return f"{name} has {size(path)} bytes instead of {manifest[name]['bytes']}"
+            if sha256(path) != manifest[name]["sha256"]:
                 return f"{name} has other contents than were written"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"

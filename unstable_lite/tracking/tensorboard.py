@@ -30,6 +30,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 
 from unstable_lite.config import Config
 from unstable_lite.files import AppendFile
+from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.types import Histogram
 
 PREFIX = "events.out.tfevents."
@@ -156,21 +157,12 @@ def layout(config: Config) -> layout_pb2.Layout:
 
 
 def _points_by_opponent(config: Config) -> list[layout_pb2.Chart]:
-    return [
-        layout_pb2.Chart(
-            title=f"{env_id}, points against {opponent}, 95 %{remark}",
-            margin=layout_pb2.MarginChartContent(
-                series=[
-                    layout_pb2.MarginChartContent.Series(
-                        value=charted(f"{tag} Points"),
-                        lower=charted(f"{tag} Points low"),
-                        upper=charted(f"{tag} Points high"),
-                    )
-                ]
-            ),
-        )
-        for env_id, opponent, tag, remark in _evaluations(config)
-    ]
+    charts = []
+    for title, tag in _evaluations(config):
+        value, lower, upper = (charted(f"{tag} Points{edge}") for edge in ("", " low", " high"))
+        series = layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
+        charts.append(layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=[series])))
+    return charts
 
 
 def _lines(title: str, *tags: str) -> layout_pb2.Chart:
@@ -178,15 +170,16 @@ def _lines(title: str, *tags: str) -> layout_pb2.Chart:
     return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=whole))
 
 
-def _evaluations(config: Config) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (env id, opponent, tag prefix, remark) of each evaluation that can be won."""
+def _evaluations(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the chart's title and the tag prefix of each evaluation that can be won."""
     for env in config.eval_envs:
         if env.num_players > 1:
-            tag = f"evaluation-{env.env_id} ({env.fixed_opponent})"
+            cell = env.env_id, env.fixed_opponent
+            title = f"{env.env_id}, points against {env.fixed_opponent}, 95 %"
             if config.run.eval_games:
-                yield env.env_id, env.fixed_opponent, f"{tag}/checkpoint", ""
+                yield title, evaluation_group("", *cell)
             if config.run.num_eval_workers and config.run.schedule != "sync":
-                yield env.env_id, env.fixed_opponent, f"{tag}/concurrent checkpoint", ", while training"
+                yield f"{title}, while training", evaluation_group("concurrent", *cell)
 
 
 def _add_hparams(summary: Summary, config: Config) -> None:
@@ -204,7 +197,7 @@ def _add_hparams(summary: Summary, config: Config) -> None:
         else:
             session.hparams[key].string_value = value if isinstance(value, str) else json.dumps(value)
             experiment.hparam_infos.add(name=key, type=api_pb2.DATA_TYPE_STRING)
-    metrics = [f"{tag} Points" for _, _, tag, _ in _evaluations(config)]
+    metrics = [f"{tag} Points" for _, tag in _evaluations(config)]
     metrics += [f"collection-{env_id}/reward" for env_id in dict.fromkeys(env.env_id for env in config.train_envs)]
     for tag in metrics:
         experiment.metric_infos.add(name=api_pb2.MetricName(tag=tag))

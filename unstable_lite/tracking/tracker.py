@@ -8,11 +8,10 @@ Sinks receive finished numbers and know nothing of games.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -210,13 +209,7 @@ class Tracker:
             self._diversity[env_id].load_state_dict(diversity)
         for *key, tally in state["tallies"]:
             self._tallies[key[0], key[1], key[2]].load_state_dict(tally)
-        names = {field.name for field in fields(Evaluation)} - {"scores"}
-        known = []
-        for line in evaluations:
-            columns: dict[str, Any] = {
-                name: math.nan if line[name] is None else line[name] for name in names & line.keys()
-            }
-            known.append(Evaluation(**columns, scores=tuple(map(tuple, line.get("scores", ())))))
+        known = map(Evaluation.from_json, evaluations)
         self.evaluations = [evaluation for evaluation in known if evaluation.label != "concurrent"]
 
     def close(self) -> None:
@@ -225,10 +218,8 @@ class Tracker:
         for sink in self._sinks:
             with self._failures.survived(type(sink).__name__):
                 sink.close()
-        self._games_file.close()
-        self._eval_file.close()
-        self._alarms_file.close()
-        self._league_log.close()
+        for file in (self._games_file, self._eval_file, self._alarms_file, self._league_log):
+            file.close()
         if self._train_data is not None:
             self._train_data.close()
 

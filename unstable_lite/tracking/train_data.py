@@ -52,6 +52,12 @@ class TrainDataFiles:
         write_whole(path, [step_to_json(step, version, one) for step, one in zip(steps, of_steps, strict=True)])
 
 
+def train_files(directory: Path) -> dict[int, Path]:
+    """Return the files of training data of a run directory by update, oldest first."""
+    paths = sorted((directory / "train_data").glob("step-*.jsonl.gz"))
+    return {int(path.name.removeprefix("step-").removesuffix(".jsonl.gz")): path for path in paths}
+
+
 def steps_of(batch: Batch) -> Iterator[Step]:
     for entry in batch:
         if isinstance(entry, Step):

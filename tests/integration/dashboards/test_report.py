@@ -26,7 +26,7 @@ from unstable_lite.dashboards.report import write_report
 from unstable_lite.dashboards.report.games import Sample, read_games
 from unstable_lite.dashboards.report.page import Change, _changes
 from unstable_lite.dashboards.report.prompts import templates_by_env
-from unstable_lite.dashboards.report.runs import RunData, read_run
+from unstable_lite.dashboards.report.runs import RunData
 from unstable_lite.dashboards.report.tokens import pieces
 from unstable_lite.engines.detokenizer import CUT
 from unstable_lite.errors import UnstableError
@@ -689,9 +689,9 @@ def test_late_evaluation_is_placed_at_its_own_update(tmp_path: Path) -> None:
     evaluations = map(json.loads, (run / "eval.jsonl").read_text().splitlines())
     before, after = (line for line in evaluations if line["label"] != "concurrent")
     write_lines(run / "eval.jsonl", before, after | {"step": 20}, after | {"step": 10, "wins": 40, "losses": 60})
-    data = read_run(run)
+    data = RunData(run)
     assert (data.steps, data.hours) == ([0, 1, 2], [0.0, 1.0, 2.0])
-    assert data.series["evaluation/of 1"] == [None, 0.5, None]
+    assert data.curves["evaluation/of 1"] == [None, 0.5, None]
     (change,) = _changes([data])
     assert (change.first, change.last, change.updates) == (0.5, 0.9, (0, 20))
 
@@ -712,7 +712,7 @@ def evaluated(directory: Path, *evaluations: tuple[int, float], n: int = 400, is
             tally.add(("win" if is_won else "loss") if is_share else "na", float(is_won), own_invalid=False)
         tracker.add_evaluation(tally.evaluation("x", f"ckpt-{update}", update, NIM, "scripted:random"))
     tracker.close()
-    return read_run(run)
+    return RunData(run)
 
 
 def test_seeds_are_compared_at_the_last_update_they_all_reached(tmp_path: Path) -> None:
@@ -810,7 +810,8 @@ def test_game_counts_once_per_pair_and_per_model(
 ) -> None:
     run = write_run(tmp_path / "12-00-00-seats", [record])
     games = read_games(run, None, 10)
-    assert games.results == {("base", RANDOM.uid): {result: 1}}
+    reverse = {"win": "loss", "draw": "draw", "loss": "win"}[result]
+    assert games.results == {("base", RANDOM.uid): {result: 1}, (RANDOM.uid, "base"): {reverse: 1}}
     assert games.outcomes == {"base": {base: 1}, RANDOM.uid: {other: 1}}
     # The table of evaluations counts the model at one seat in the same way.
     evaluation = summarise_evaluation("x", 0, BASE, NIM, "scripted:random", [record])

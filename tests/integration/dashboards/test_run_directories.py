@@ -26,6 +26,7 @@ from unstable_lite.dashboards import runs as dashboards_runs
 from unstable_lite.dashboards.runs import find_prunable, list_runs, prune
 from unstable_lite.errors import UnstableError
 from unstable_lite.orchestrator.checkpoint import save_checkpoint
+from unstable_lite.tracking.intervals import points_interval
 from unstable_lite.tracking.run_directory import create_run_directory, find_damage
 
 DAY_S = 86_400
@@ -76,8 +77,8 @@ def evaluated(model: str, win_rate: float, n: int = 40, label: str = "update") -
         "wins": round(win_rate * n),
         "draws": 0,
         "losses": n - round(win_rate * n),
-        "win_rate": win_rate,
-        "interval": [win_rate - 0.125, win_rate + 0.125],
+        "points": win_rate,
+        "points_interval": points_interval(round(win_rate * n), 0, n - round(win_rate * n)),
         "mean_reward": 0.0,
         "reward_interval": [-0.1, 0.1],
     }
@@ -116,7 +117,7 @@ def checkpoints_of(run: Path) -> set[str]:
 
 
 async def test_mean_reward_without_an_interval_is_compared_without_one(two: tuple[Path, Path]) -> None:
-    identical = {"win_rate": None, "mean_reward": 1.0, "reward_interval": [None, None]}
+    identical = {"points": None, "mean_reward": 1.0, "reward_interval": [None, None]}
     write_lines(two[0] / "eval.jsonl", evaluated("ckpt-4", 0.0) | identical)
     assert "reward 1.000, n=40, ckpt-4" in command("compare", *two)[1]
 
@@ -124,7 +125,7 @@ async def test_mean_reward_without_an_interval_is_compared_without_one(two: tupl
 async def test_runs_are_listed_newest_first_with_their_progress(two: tuple[Path, Path], tmp_path: Path) -> None:
     new, old = list_runs(tmp_path)
     assert (old.directory, new.directory) == two
-    assert (old.updates, old.planned, old.state, old.algorithm, old.env_ids) == (8, 9, "ended", "", ("Nim-v0-train",))
+    assert (old.updates, old.state, old.content) == ("8/9", "ended", "builtin:tiny, Nim-v0-train")
     assert old.size_bytes > 4 * 50_000 > new.size_bytes
     code, out = command("--outputs", tmp_path)
     assert code == 0
@@ -233,7 +234,7 @@ async def test_run_that_resumes_after_the_listing_is_left_alone(two: tuple[Path,
 
 async def test_options_limit_what_is_pruned(two: tuple[Path, Path], tmp_path: Path) -> None:
     old, new = two
-    assert find_prunable(tmp_path, older_than_days=1) == []
+    assert not any(prunable.paths for prunable in find_prunable(tmp_path, older_than_days=1))
     (old / "train_data").mkdir()
     (old / "train_data" / "step-000001.jsonl.gz").write_bytes(bytes(1000))
     by_run = {prunable.directory: prunable for prunable in find_prunable(tmp_path, keep=3, with_train_data=True)}
@@ -340,7 +341,7 @@ BAD = {
     "infinite step": ("metrics.jsonl", '{"step": 1e999}\n'),
     "step as text": ("metrics.jsonl", '{"step": "x"}\n'),
     "empty evaluation": ("eval.jsonl", "{}\n"),
-    "win rate as text": ("eval.jsonl", '{"step": 1, "n": 3, "win_rate": "x", "label": "l", "model": "ckpt-1"}\n'),
+    "points as text": ("eval.jsonl", '{"step": 1, "n": 3, "points": "x", "label": "l", "model": "ckpt-1"}\n'),
     "live": ("live.json", '{"pid": "x", "learning_steps": [1]}'),
     "deep config": ("config.toml", "x = " + "[" * 5000 + "]" * 5000),
     "config": ("config.toml", "train_envs = 5\n[run]\nlearning_steps = 3"),

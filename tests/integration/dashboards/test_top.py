@@ -28,6 +28,7 @@ from unstable_lite.dashboards.top import MachineLoad, draw, sparkline
 from unstable_lite.errors import UnstableError
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.orchestrator.workers import environment
+from unstable_lite.tracking.intervals import points_interval
 from unstable_lite.tracking.league_log import LeagueLog
 from unstable_lite.tracking.run_directory import newest_run
 
@@ -77,8 +78,8 @@ def directory(tmp_path: Path) -> Path:
                 "wins": wins,
                 "draws": 0,
                 "losses": 100 - wins,
-                "win_rate": wins / 100,
-                "interval": [wins / 100 - 0.1, wins / 100 + 0.1],
+                "points": wins / 100,
+                "points_interval": points_interval(wins, 0, 100 - wins),
             }
             evaluations.write(json.dumps(evaluation) + "\n")
     league.close()
@@ -210,11 +211,6 @@ def test_pace_is_that_of_the_newest_updates_regardless_of_the_clock(
     assert view.pace() == Pace(seconds_per_update=3.0, games_per_s=2.0)
     view.at = 1
     assert view.pace() is None  # a single update has no pace
-    with path.open("a") as file:
-        file.write(json.dumps({**lines[-1], "step": 43, "run/seconds": 1.0}) + "\n")
-    view.at = None
-    view.refresh()
-    assert view.pace() is None
 
 
 class NoMeter:

@@ -18,7 +18,7 @@ FORMULAS = ("=cmd|' /C calc'!A0", "+1", "-1+2", "@SUM(1)", "\t=1", "\r=1", "\n=1
 def game(env_id: str = "E-v0", model: str = "ckpt-1", kind: str = "eval", **changes: Any) -> dict[str, Any]:
     agents = [
         {"pid": 0, "model": model, "collect_data": kind == "train"},
-        {"pid": 1, "model": "fixed-x", "collect_data": False},
+        {"pid": 1, "model": "fixed-x", "collect_data": False, "opponent": "x"},
     ]
     return {
         "end": "done",

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from unstable_lite.config import Config
 from unstable_lite.config.tracking import TrackerConfig
-from unstable_lite.dashboards.run_view import alarm_lines
 from unstable_lite.files import read_part
 from unstable_lite.orchestrator.alarms import SAY_EVERY
 from unstable_lite.orchestrator.health import TrainingHealth
@@ -173,8 +172,8 @@ async def test_lasting_alarm_is_repeated_and_listed_once(watch: Callable[..., Wa
     (text,) = watched.tracker.alarms
     assert text.startswith("update 1: staleness: ")
     lines = list(read_part(watched.directory / "alarms.jsonl"))
-    assert len(lines) == 3
-    assert alarm_lines(lines) == [text]
+    assert [line["is_repeat"] for line in lines] == [False, True, True]
+    assert text == f"update {lines[0]['step']}: {lines[0]['text']}"
 
 
 async def test_stop_ends_the_run_with_the_reason(watch: Callable[..., Watched]) -> None:

@@ -44,7 +44,7 @@ def write_report(directories: Sequence[Path], output: Path, max_games: int = MAX
     games = []
     for run in runs:
         with understood(run.directory):
-            tokenizer = find_tokenizer(str(run.config.get("model_name", "")))
+            tokenizer = find_tokenizer(str(run.config["model_name"]))
             games.append(read_games(run.directory, tokenizer, max_games, templates_by_env(run.config)))
     directories_read = ", ".join(str(run.directory) for run in runs)
     try:

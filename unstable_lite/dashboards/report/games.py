@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from unstable_lite.dashboards.report.tokens import pieces
 from unstable_lite.files import read_part, read_records
 from unstable_lite.games.templates import Template
 from unstable_lite.league.model_registry import mean_ranks
+from unstable_lite.tracking.train_data import train_files
 
 MAX_CHARS = 64_000_000
 """Most characters of the texts in one kind's sample; compressed, transcripts take a tenth to a fiftieth of that."""
@@ -53,7 +54,7 @@ class RunGames:
     kept: list[dict[str, Any]]
     """Games of the samples by number. A turn is a table: see `_turn`."""
     results: dict[Pair, Counter[str]]
-    """Outcomes of the first model of each sorted pair in its games against the second."""
+    """Outcomes of the first model of each pair in its games against the second."""
     outcomes: dict[str, Counter[str]]
     """Outcomes of games against other models, by model."""
     ends: Counter[str]
@@ -84,7 +85,7 @@ def read_games(
             _count_results(game, results)
             _count_outcomes(game, outcomes)
     kept = sorted((game for sample in samples.values() for game in sample.games), key=lambda game: game["game_idx"])
-    trained = _trained_turns(run / "train_data", {game["game_idx"] for game in kept if game["kind"] == "train"})
+    trained = _trained_turns(run, {game["game_idx"] for game in kept if game["kind"] == "train"})
     for game in kept:
         template = (templates or {}).get((game["kind"], game["env_id"]))
         served = {agent["pid"] for agent in game["agents"] if not agent["model"].startswith("fixed-")}
@@ -111,17 +112,16 @@ def policy_seats(game: Mapping[str, Any]) -> list[int]:
     """Return the seats of the model that was trained or evaluated."""
     if game["kind"] == "train":
         return [agent["pid"] for agent in game["agents"] if agent["collect_data"]]
-    # Games of earlier versions have no "opponent"; theirs were all fixed.
-    return [a["pid"] for a in game["agents"] if "opponent" not in a and not a["model"].startswith("fixed-")]
+    return [agent["pid"] for agent in game["agents"] if "opponent" not in agent]
 
 
 def _count_results(game: Mapping[str, Any], results: dict[Pair, Counter[str]]) -> None:
-    """Count one result for each pair of models: the better one has the better mean rank of its seats, as in ratings."""
+    """Count one result of each model against each other one; as in ratings, the better mean rank of the seats wins."""
     uids = {agent["pid"]: agent["model"] for agent in game["agents"]}
     places = mean_ranks(uids, {pid: game["rewards"][str(pid)] for pid in uids})
-    for first, second in combinations(sorted(places), 2):
-        behind = places[first] - places[second]
-        results[first, second]["draw" if behind == 0 else "loss" if behind > 0 else "win"] += 1
+    for model, other in permutations(places, 2):
+        behind = places[model] - places[other]
+        results[model, other]["draw" if behind == 0 else "loss" if behind > 0 else "win"] += 1
 
 
 def _count_outcomes(game: Mapping[str, Any], outcomes: dict[str, Counter[str]]) -> None:
@@ -140,11 +140,10 @@ def _count_outcomes(game: Mapping[str, Any], outcomes: dict[str, Counter[str]]) 
         outcomes[model]["win" if is_won else "draw" if model in at_top else "loss"] += 1
 
 
-def _trained_turns(directory: Path, games: set[int]) -> dict[tuple[int, int, int], dict[str, Any]]:
+def _trained_turns(run: Path, games: set[int]) -> dict[tuple[int, int, int], dict[str, Any]]:
     """Return the data in batches and the number of the update, by game, player and turn."""
     trained = {}
-    for path in sorted(directory.glob("step-*.jsonl.gz")):
-        update = int(path.name.removeprefix("step-").removesuffix(".jsonl.gz"))
+    for update, path in train_files(run).items():
         for row in read_part(path):
             info = row["step_info"]
             if info.get("game_idx") in games:
@@ -154,15 +153,7 @@ def _trained_turns(directory: Path, games: set[int]) -> dict[tuple[int, int, int
 
 def _turn(turn: list[Any], trained: Mapping[str, Any] | None, tokenizer: tokenizers.Tokenizer | None) -> dict[str, Any]:
     """Return `obs`, `text`, `action` …, `trained` if a batch had the turn, and `tokens` if the run kept them."""
-    pid, observation, text, action, format_ok, seconds, *rest = turn
-    made: dict[str, Any] = {
-        "pid": pid,
-        "obs": observation,
-        "text": text,
-        "action": action,
-        "format_ok": format_ok,
-        "seconds": seconds,
-    }
+    made = dict(zip(("pid", "obs", "text", "action", "format_ok", "seconds", "tokens"), turn, strict=False))
     if trained is not None:
         info = trained["step_info"]
         made["trained"] = {
@@ -170,11 +161,11 @@ def _turn(turn: list[Any], trained: Mapping[str, Any] | None, tokenizer: tokeniz
             "staleness": trained["staleness"],
             "finish_reason": trained["finish_reason"],
             "rewards": [info.get(stage) for stage in ("raw_reward", "env_reward", "step_reward")] + [trained["reward"]],
-            "prompt": _around(trained["obs"], observation),
+            "prompt": _around(trained["obs"], made["obs"]),
             "learner_logprobs": trained.get("learner_logprobs"),
         }
-    if rest and rest[0] is not None:
-        made["tokens"] = _tokens(rest[0], text, tokenizer)
+    if sampled := made.get("tokens"):
+        made["tokens"] = sampled | {"pieces": pieces(sampled["completion_ids"], made["text"], tokenizer)}
     return made
 
 
@@ -187,15 +178,3 @@ def _around(prompt: str, observation: str) -> list[str]:
     """Return the prompt's parts before and after the observation, or the whole prompt if it does not contain that."""
     before, found, after = prompt.partition(observation)
     return [before, after] if found else [prompt]
-
-
-def _tokens(sampled: Mapping[str, Any], text: str, tokenizer: tokenizers.Tokenizer | None) -> dict[str, Any]:
-    """Return `pieces`, texts with their numbers of tokens, or null, and `logprobs`, one for each token."""
-    ids = sampled["completion_ids"]
-    return {
-        "ids": ids,
-        "pieces": pieces(ids, text, tokenizer),
-        "logprobs": sampled["logprobs"],
-        "version": sampled["adapter_version"],
-        "finish_reason": sampled["finish_reason"],
-    }

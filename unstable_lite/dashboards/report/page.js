@@ -389,7 +389,7 @@ function textBox(text, className = "text", marked = "") {
 class Browser {
   constructor(data) {
     this.data = data;
-    this.games = data.games.rows.map((row, key) => this.entry(row, key));
+    this.games = data.games.map((row, key) => this.entry(row, key));
     this.pages = new Map();
     this.found = this.games;
     this.page = 0;
@@ -410,13 +410,13 @@ class Browser {
     if (!this.follow()) $("game").append(el("p", { class: "note" }, this.games.length ? "Choose a game." : "There are no games to show."));
   }
 
-  entry([run, number, kind, env, end, seats, policy, invalid, turns, label, page, place], key) {
-    const { envs, models, labels } = this.data.games;
-    const players = seats.map(([pid, model, reward, outcome]) => ({ pid, model: models[model], reward, outcome }));
+  /** Returns the game with the fields that the list shows and filters by. */
+  entry(game, key) {
+    const { end, players, policy } = game;
     const own = players.filter((player) => policy.includes(player.pid)), others = players.filter((player) => !policy.includes(player.pid));
     const outcome = end === "void" ? "" : players.length === 1 ? "na" : others.length === 0 ? "mirror" : own[0]?.outcome ?? "";
-    return { key, run, number, kind, env: envs[env], end, players, policy, invalid, turns, label: labels[label], page, place, outcome,
-      checkpoint: own[0]?.model ?? "", opponents: players.length === 1 ? ["nobody"] : others.length ? [...new Set(others.map((player) => player.model))] : ["itself"] };
+    return { ...game, key, outcome, checkpoint: own[0]?.model ?? "",
+      opponents: players.length === 1 ? ["nobody"] : others.length ? [...new Set(others.map((player) => player.model))] : ["itself"] };
   }
 
   fillSelects() {
@@ -632,7 +632,7 @@ class Browser {
         : "The run did not keep its tokens. With tracker.keep_tokens = true it does.";
       return el("div", {}, el("p", { class: "note" }, why), textBox(turn.text));
     }
-    const { pieces, logprobs, ids, finish_reason } = turn.tokens, learner = turn.trained?.learner_logprobs, byWeight = this.mode === "weight";
+    const { pieces, logprobs, completion_ids: ids, finish_reason } = turn.tokens, learner = turn.trained?.learner_logprobs, byWeight = this.mode === "weight";
     const cap = this.data.runs[this.current.run].cap;
     const told = el("span", { role: "status" }, "Choose a token.");
     const scale = byWeight ? [el("span", {}, "½"), el("span", { class: "scale weight" }), el("span", {}, `2${cap ? `; underlined: cut to ${cap}` : ""}`)]
@@ -674,7 +674,7 @@ class Browser {
     const box = el("pre", { class: "text sampled", tabindex: "0", "aria-label": "Sampled tokens; the arrow keys go through them", onkeydown: byKey }, spans.slice(0, 4000));
     if (spans.length > 4000) box.append(el("button", { type: "button", onclick: (event) => event.target.replaceWith(...spans.slice(4000)) }, `Show all ${spans.length.toLocaleString("en")} tokens`));
     return el("div", {}, el("div", { class: "tokbar" }, ...scale, told), ...notes.map((note) => el("p", { class: "note" }, note)), box,
-      el("p", { class: "note" }, `${ids.length} tokens of adapter version ${turn.tokens.version}; ${finish_reason === "stop" ? "ended by itself" : "cut at the longest length allowed"}.`));
+      el("p", { class: "note" }, `${ids.length} tokens of adapter version ${turn.tokens.adapter_version}; ${finish_reason === "stop" ? "ended by itself" : "cut at the longest length allowed"}.`));
   }
 }
 

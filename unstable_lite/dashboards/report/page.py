@@ -84,21 +84,16 @@ def _run_data(run: RunData) -> dict[str, Any]:
         "group": run.group,
         "steps": run.steps,
         "hours": run.hours,
-        "series": run.series,
-        "evaluations": [{name: value for name, value in row.items() if name != "scores"} for row in run.evaluations],
-        "ladder": {uid: rows for uid, rows in run.ladder.items() if uid == "base" or uid.startswith("fixed-")},
+        "series": run.curves,
+        "evaluations": [{name: value for name, value in row.items() if name != "scores"} for row in run.lines("eval")],
+        "ladder": {uid: rows for uid, rows in run.ladder_rows.items() if uid == "base" or uid.startswith("fixed-")},
         "cap": run.config.get("learner", {}).get("importance_weight_cap"),
     }
 
 
-def _games_data(games: Sequence[RunGames]) -> tuple[dict[str, Any], list[list[Any]]]:
-    """Return an index with one short row per game, and the games in parts."""
-    names: dict[str, dict[str, int]] = {"envs": {}, "models": {}, "labels": {}}
-
-    def number(kind: str, name: str | None) -> int:
-        return names[kind].setdefault(name or "", len(names[kind]))
-
-    rows: list[Any] = []
+def _games_data(games: Sequence[RunGames]) -> tuple[list[dict[str, Any]], list[list[Any]]]:
+    """Return an index with one short entry per game, and the games in parts."""
+    index: list[dict[str, Any]] = []
     pages: list[list[Any]] = [[]]
     chars = 0
     for run, of_run in enumerate(games):
@@ -106,35 +101,31 @@ def _games_data(games: Sequence[RunGames]) -> tuple[dict[str, Any], list[list[An
             if chars > PAGE_CHARS:
                 pages.append([])
                 chars = 0
-            seats = [
-                [
-                    agent["pid"],
-                    number("models", agent["model"]),
-                    game["rewards"].get(str(agent["pid"])),
-                    game["outcomes"].get(str(agent["pid"])),
-                ]
+            players = [
+                {"pid": agent["pid"], "model": agent["model"]}
+                | {name: game[f"{name}s"].get(str(agent["pid"])) for name in ("reward", "outcome")}
                 for agent in game["agents"]
             ]
-            rows.append(
-                [
-                    run,
-                    game["game_idx"],
-                    game["kind"],
-                    number("envs", game["env_id"]),
-                    game["end"],
-                    seats,
-                    policy_seats(game),
-                    game["invalid_pids"],
-                    len(game["turns"]),
-                    number("labels", game["eval_label"]),
-                    len(pages) - 1,
-                    len(pages[-1]),
-                ]
+            index.append(
+                {
+                    "run": run,
+                    "number": game["game_idx"],
+                    "kind": game["kind"],
+                    "env": game["env_id"],
+                    "end": game["end"],
+                    "players": players,
+                    "policy": policy_seats(game),
+                    "invalid": game["invalid_pids"],
+                    "turns": len(game["turns"]),
+                    "label": game["eval_label"] or "",
+                    "page": len(pages) - 1,
+                    "place": len(pages[-1]),
+                }
             )
             whole = {name: game[name] for name in ("seed", "turns", "error", "seconds")}
             pages[-1].append(whole)
             chars += len(json.dumps(whole))
-    return {"rows": rows, **{kind: list(numbers) for kind, numbers in names.items()}}, pages
+    return index, pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +165,7 @@ def _changes(runs: Sequence[RunData]) -> Iterator[Change]:
     found: dict[tuple[int, str, str], list[dict[int, dict[str, Any]]]] = {}
     for run in runs:
         of_run: dict[tuple[int, str, str], dict[int, dict[str, Any]]] = {}
-        for row in run.evaluations:
+        for row in run.lines("eval"):
             if row["label"] != "concurrent" and row["n"]:
                 of_run.setdefault((run.group, row["env_id"], row["opponent"]), {})[row["step"]] = row
         for key, by_update in of_run.items():
@@ -246,7 +237,7 @@ def _evaluation_tables(runs: Sequence[RunData]) -> Iterator[tuple[str, str, list
     """Yield (env, opponent, rows), with a row for each evaluated checkpoint of each run."""
     tables: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for run in runs:
-        for row in sorted(run.evaluations, key=lambda row: int(row["step"])):
+        for row in sorted(run.lines("eval"), key=lambda row: int(row["step"])):
             tables.setdefault((row["env_id"], row["opponent"]), []).append(row | {"run": run.label})
     for (env_id, opponent), rows in sorted(tables.items()):
         yield env_id, opponent, rows
@@ -257,17 +248,16 @@ def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
 
     Outcomes of games against other models are counted in the games that were read.
     """
-    rated = {uid: rows[-1] for uid, rows in run.ladder.items()}
+    rated = {uid: rows[-1] for uid, rows in run.ladder_rows.items()}
     low = min((mu - 2 * sigma for _, mu, sigma, _ in rated.values()), default=0.0)
     high = max((mu + 2 * sigma for _, mu, sigma, _ in rated.values()), default=1.0)
-    names = {"wins": "win", "draws": "draw", "losses": "loss"}
     return [
         {
             "uid": uid,
             "mu": mu,
             "sigma": sigma,
             "games": num_games,
-            **{name: games.outcomes.get(uid, Counter[str]())[outcome] for name, outcome in names.items()},
+            "results": games.outcomes.get(uid, Counter[str]()),
             "from": (mu - 2 * sigma - low) / (high - low),
             "to": (mu + 2 * sigma - low) / (high - low),
         }
@@ -275,7 +265,7 @@ def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
     ]
 
 
-def _matrix(games: RunGames) -> tuple[list[str], list[tuple[str, list[dict[str, Any] | None]]]]:
+def _matrix(games: RunGames) -> tuple[list[str], list[tuple[str, list[Counter[str] | None]]]]:
     """Return the names of the columns, and rows with the columns' results against the row's model.
 
     There are at most `MAX_IN_MATRIX` models, with checkpoints chosen evenly. Rows are the models that met several
@@ -289,7 +279,7 @@ def _matrix(games: RunGames) -> tuple[list[str], list[tuple[str, list[dict[str, 
         if len(others) > room:
             others = [others[round(i * (len(others) - 1) / (room - 1))] for i in range(room)]
         names = others + fixed
-    cells = {name: [_met(games, column, name) for column in names] for name in names}
+    cells = {name: [games.results.get((column, name)) for column in names] for name in names}
     rows = [name for name in names if sum(cell is not None for cell in cells[name]) > 1] or names
     columns = [i for i in range(len(names)) if any(cells[name][i] for name in rows)]
     return [names[i] for i in columns], [(name, [cells[name][i] for i in columns]) for name in rows]
@@ -301,25 +291,10 @@ def _by_age(name: str) -> tuple[int, int, str]:
     return int(name.startswith("fixed-")), int(digits) if digits.isdecimal() else -1, name
 
 
-def _met(games: RunGames, model: str, other: str) -> dict[str, Any] | None:
-    """Return the results of `model` against `other`."""
-    met = games.results.get((min(model, other), max(model, other)))
-    if met is None:
-        return None
-    wins, losses = (met["win"], met["loss"]) if model < other else (met["loss"], met["win"])
-    return {
-        "wins": wins,
-        "draws": met["draw"],
-        "losses": losses,
-        "n": met.total(),
-        "share": (wins + met["draw"] / 2) / met.total(),
-    }
-
-
 def _steps(run: RunData) -> list[tuple[str, str, dict[str, int]]]:
     """Return (env, class of game length, number of steps by fate); an env's sum comes first."""
     rows: dict[tuple[str, str], dict[str, int]] = {}
-    for name, value in run.latest.items():
+    for name, value in run.newest.items():
         if match := STEPS.fullmatch(name):
             rows.setdefault((match[1], match[3] or "any"), {})[match[2]] = int(value)
     by_length = sorted(rows, key=lambda row: (row[0], int("0" + re.split(r"\D", row[1])[0])))
@@ -327,8 +302,8 @@ def _steps(run: RunData) -> list[tuple[str, str, dict[str, int]]]:
 
 
 def _title(runs: Sequence[RunData]) -> str:
-    envs = dict.fromkeys(env["env_id"] for run in runs for env in run.config.get("train_envs", ()))
-    models = dict.fromkeys(str(run.config.get("model_name", "a model")) for run in runs)
+    envs = dict.fromkeys(env["env_id"] for run in runs for env in run.config["train_envs"])
+    models = dict.fromkeys(str(run.config["model_name"]) for run in runs)
     return f"{', '.join(models)} on {', '.join(envs) or 'no env'}"
 
 

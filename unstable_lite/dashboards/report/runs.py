@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unstable_lite.dashboards.run_view import alarm_lines
+from unstable_lite.dashboards.run_view import RunView
 from unstable_lite.errors import UnstableError
-from unstable_lite.files import read_part, understood
-from unstable_lite.tracking.evaluations import with_points
+from unstable_lite.files import understood
 
 OWN_KEYS = ("run.seed", "run.output_dir", "run.name")
 """Config keys in which runs of one group may differ."""
@@ -25,32 +23,51 @@ MAX_POINTS = 1000
 MAX_LABEL_CHARS = 60
 
 
-@dataclass(slots=True, kw_only=True)
-class RunData:
-    directory: Path
-    config: dict[str, Any]
-    config_text: str
-    versions: dict[str, Any]
-    steps: list[int]
-    """Updates with metrics, thinned."""
-    hours: list[float]
-    """Duration of the run at each of `steps`."""
-    series: dict[str, list[float | None]]
-    """A value for each of `steps`, by metric name."""
-    latest: dict[str, float]
-    """Newest value of every metric."""
-    evaluations: list[dict[str, Any]]
-    """Lines of eval.jsonl, in order."""
-    ladder: dict[str, list[tuple[int, float, float, int]]]
-    """(update, μ, σ, games) at every change, by model, of models that have played."""
-    alarms: list[str]
-    label: str = ""
-    group: int = 0
-    """Number of the group, which contains runs whose configs differ only in `OWN_KEYS`."""
+class RunData(RunView):
+    """A run as it is when it is read: with its curves, its ratings, and its place among the runs of a report."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read a run. Raises UnstableError if it is not a run directory, or cannot be read."""
+        super().__init__(directory)
+        path = directory / "versions.json"
+        try:
+            self.versions: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UnstableError(f"{path} cannot be read: {error}") from None
+        self.label = ""
+        self.group = 0
+        """Number of the group, which contains runs whose configs differ only in `OWN_KEYS`."""
+        with understood(directory):
+            self.refresh()
+            self._read_metrics()
+            self.ladder_rows = _ladder_rows(self.lines("league"))
+            """(update, μ, σ, games) at every change, by model, of models that have played."""
 
     @property
     def seed(self) -> int:
-        return int(self.config.get("run", {}).get("seed", 0))
+        return int(self.config["run"].get("seed", 0))
+
+    def _read_metrics(self) -> None:
+        """Read one row for each update and one for step 0, each merged from all its lines."""
+        rows: dict[int, dict[str, Any]] = {}
+        for line in self.lines("metrics"):
+            rows.setdefault(line["step"], {}).update(line)
+        steps = sorted(rows)
+        hours, seconds = list[float](), 0.0
+        for step in steps:  # by the run's own clock, which stands still between a kill and a resume
+            seconds = rows[step].get("run/seconds", seconds)
+            hours.append(round(seconds / 3600, 4))
+        names = dict.fromkeys(name for row in rows.values() for name in row if name not in ("step", "time"))
+        series = {name: [_rounded(rows[step].get(name)) for step in steps] for name in names}
+        kept = _thin(len(steps))
+        self.steps = [steps[i] for i in kept]
+        """Updates with metrics, thinned."""
+        self.hours = [hours[i] for i in kept]
+        """Duration of the run at each of `steps`."""
+        self.curves = {name: [values[i] for i in kept] for name, values in series.items()}
+        """A value for each of `steps`, by metric name."""
+        self.newest = {name: value for step in steps for name, value in rows[step].items() if value is not None}
+        """Newest value of every metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +79,11 @@ class Group:
 
 def read_runs(directories: Sequence[Path]) -> list[RunData]:
     """Read and group runs; a group's runs are adjacent. Raises UnstableError."""
-    resolved = list(dict.fromkeys(directory.resolve() for directory in directories))
-    runs = [read_run(directory) for directory in resolved]
-    keys = [_shared_config(run.config) for run in runs]
-    order = list(dict.fromkeys(json.dumps(key, sort_keys=True) for key in keys))
+    runs = [RunData(directory) for directory in dict.fromkeys(map(Path.resolve, directories))]
+    keys = [json.dumps(_shared_config(run), sort_keys=True, default=str) for run in runs]
+    order = list(dict.fromkeys(keys))
     for run, key in zip(runs, keys, strict=True):
-        run.group = order.index(json.dumps(key, sort_keys=True))
+        run.group = order.index(key)
     runs.sort(key=lambda run: run.group)
     _label(runs)
     return runs
@@ -75,17 +91,23 @@ def read_runs(directories: Sequence[Path]) -> list[RunData]:
 
 def groups_of(runs: Sequence[RunData]) -> list[Group]:
     """Return the groups in order. A single group has no label."""
-    configs = {run.group: dict(flat(_shared_config(run.config))) for run in runs}
-    keys = list(dict.fromkeys(key for config in configs.values() for key in config))
-    differing = [key for key in keys if len({json.dumps(config.get(key)) for config in configs.values()}) > 1]
+    configs = {run.group: _shared_config(run) for run in runs}
+    differing = differences([*configs.values()])
     groups = []
-    for number, config in configs.items():
-        own = {key: "not set" if config.get(key) is None else _short(config[key]) for key in differing}
+    for number in range(len(configs)):
+        own = {key: _short(values[number]) for key, values in differing.items()}
         shown = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in own.items())
         letter = f"config {chr(ord('A') + number % 26)}"
         label = (shown if len(shown) <= MAX_LABEL_CHARS else letter) if len(configs) > 1 else ""
         groups.append(Group(label, own))
     return groups
+
+
+def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the values, one for each config, of the keys in which flat configs differ."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = {key: [_text(config.get(key)) for config in configs] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
 def _label(runs: Sequence[RunData]) -> None:
@@ -96,69 +118,13 @@ def _label(runs: Sequence[RunData]) -> None:
         run.label = f"{label} ({started})" if labels.count(label) > 1 else label
 
 
-def read_run(directory: Path) -> RunData:
-    """Read a run, without label and group. Raises UnstableError unless it is a run directory."""
-    if not (directory / "config.toml").is_file():
-        raise UnstableError(f"{directory} is not a run directory: it has no config.toml")
-    name = "config.toml"
-    try:
-        config_text = (directory / name).read_text(encoding="utf-8")
-        config = tomllib.loads(config_text)
-        if missing := [key for key in ("model_name", "train_envs") if key not in config]:
-            raise ValueError(f"it has no {', '.join(missing)}")
-        name = "versions.json"
-        versions = json.loads((directory / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UnstableError(f"{directory / name} cannot be read: {error}") from None
-    with understood(directory):
-        return _read_data(directory, config, config_text, versions)
-
-
-def _read_data(directory: Path, config: dict[str, Any], config_text: str, versions: dict[str, Any]) -> RunData:
-    steps, hours, series = _read_metrics(directory / "metrics.jsonl")
-    kept = _thin(len(steps))
-    return RunData(
-        directory=directory,
-        config=config,
-        config_text=config_text,
-        versions=versions,
-        steps=[steps[i] for i in kept],
-        hours=[hours[i] for i in kept],
-        series={name: [values[i] for i in kept] for name, values in series.items()},
-        latest={name: last for name, values in series.items() if (last := _last(values)) is not None},
-        evaluations=[with_points(line) for line in _lines(directory / "eval.jsonl")],
-        ladder=_read_ladder(directory / "league.jsonl"),
-        alarms=alarm_lines(_lines(directory / "alarms.jsonl")),
-    )
-
-
-def _read_metrics(path: Path) -> tuple[list[int], list[float], dict[str, list[float | None]]]:
-    """Return one row for each update and one for step 0, each merged from all its lines."""
-    rows: dict[int, dict[str, Any]] = {}
-    for line in _lines(path):
-        rows.setdefault(int(line["step"]), {}).update(line)
-    steps = sorted(rows)
-    names = dict.fromkeys(name for row in rows.values() for name in row if name not in ("step", "time"))
-    series = {name: [_rounded(rows[step].get(name)) for step in steps] for name in names}
-    hours, seconds = list[float](), 0.0
-    for step in steps:  # by the run's own clock, which stands still between a kill and a resume
-        seconds = rows[step].get("run/seconds", seconds)
-        hours.append(round(seconds / 3600, 4))
-    return steps, hours, series
-
-
-def _read_ladder(path: Path) -> dict[str, list[tuple[int, float, float, int]]]:
-    ladder: dict[str, list[tuple[int, float, float, int]]] = {}
-    for line in _lines(path):
+def _ladder_rows(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float, float, int]]]:
+    rows: dict[str, list[tuple[int, float, float, int]]] = {}
+    for line in lines:
         for uid, (mu, sigma, games, *_) in line["models"].items():
             if games:
-                ladder.setdefault(uid, []).append((line["step"], mu, sigma, games))
-    return ladder
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Return the lines of a file, none if it does not exist yet."""
-    return read_part(path) if path.exists() else iter(())
+                rows.setdefault(uid, []).append((line["step"], mu, sigma, games))
+    return rows
 
 
 def _thin(count: int) -> list[int]:
@@ -171,18 +137,9 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def _last(values: Sequence[float | None]) -> float | None:
-    return next((value for value in reversed(values) if value is not None), None)
-
-
-def _shared_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def _shared_config(run: RunData) -> dict[str, Any]:
     """Return the config without the keys in which runs of one group may differ."""
-    shared = json.loads(json.dumps(config, default=str))
-    for key in OWN_KEYS:
-        section, _, name = key.partition(".")
-        shared.get(section, {}).pop(name, None)
-    assert isinstance(shared, dict)
-    return shared
+    return {key: value for key, value in flat(run.config) if key not in OWN_KEYS}
 
 
 def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -197,6 +154,9 @@ def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
+def _text(value: Any) -> str:
+    return "not set" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _short(text: str) -> str:
     return text if len(text) <= MAX_LABEL_CHARS else f"{text[: MAX_LABEL_CHARS - 1]}…"
