@@ -31,9 +31,14 @@ _STEP_PENALTIES = (
 _NORMALIZED = (_transformation("NormalizeRewardsByEnv", z_score=True),)
 
 
+def algorithm_of(config: Config) -> Algorithm:
+    """Return the named algorithm, or the assumptions about a `module:Class`."""
+    return LEARNERS.get(config.algorithm, Algorithm(target=config.algorithm))
+
+
 def resolve_defaults(config: Config) -> Config:
     """Return the config with each setting that it leaves open set to the algorithm's default."""
-    kind = _algorithm(config).batches if config.buffer.kind == "auto" else config.buffer.kind
+    kind = algorithm_of(config).batches if config.buffer.kind == "auto" else config.buffer.kind
     has_group = config.group_baseline is not None
     # A critic or a group is already a baseline; a role average or the batch mean would be a second one.
     has_baseline = has_group or kind == "episodes"
@@ -67,7 +72,7 @@ def describe_rewards(rewards: RewardConfig) -> str:
 
 def algorithm_problems(config: Config) -> Iterable[str]:
     """Yield each reason why the algorithm cannot run with these settings."""
-    algorithm, learner = _algorithm(config), config.learner
+    algorithm, learner = algorithm_of(config), config.learner
     is_ours = config.algorithm in LEARNERS
     if is_ours and config.buffer.kind not in ("auto", algorithm.batches):
         yield (
@@ -97,8 +102,3 @@ def dropout_problems(config: Config) -> Iterable[str]:
             f"lora.lora_dropout = {config.lora.lora_dropout}: {config.algorithm} compares each token's probability "
             "with the one it was sampled with, and dropout changes the policy in every pass; set it to 0"
         )
-
-
-def _algorithm(config: Config) -> Algorithm:
-    """Return the named algorithm, or the assumptions about a `module:Class`."""
-    return LEARNERS.get(config.algorithm, Algorithm(target=config.algorithm))

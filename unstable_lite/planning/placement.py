@@ -12,8 +12,8 @@ from pathlib import Path
 from unstable_lite.config import Config
 from unstable_lite.engines.devices import gpu_memory_bytes, resolve_devices
 from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
-from unstable_lite.learner import LEARNERS
-from unstable_lite.planning.memory import GIB, LearnerMemory, engine_memory, learner_memory, shape_of
+from unstable_lite.planning.algorithm_defaults import algorithm_of
+from unstable_lite.planning.memory import GIB, engine_memory, learner_memory, shape_of
 
 ENGINE_SHARE = {"split": 0.5, "sleep": 0.7}
 """Engines' default share of a shared GPU's memory by `engine.when_shared`."""
@@ -88,7 +88,7 @@ def describe_sharing(config: Config, engine_devices: Devices, learner_devices: D
 
 
 def _parts(config: Config, device: int | str, engine_devices: Devices, learner_devices: Devices) -> Iterator[str]:
-    engine_share, learner_share = _engines_share(config, device, engine_devices), config.learner.gpu_memory_utilization
+    engine_share, learner_share = _shares(config, device, engine_devices)
     size = f" of {room / GIB:.1f} GiB" if (room := memory_bytes(device)) else ""
     if device == "cpu":
         yield f"both allocate as needed{size}"
@@ -96,16 +96,15 @@ def _parts(config: Config, device: int | str, engine_devices: Devices, learner_d
         yield f"engine {engine_share:.0%}{size} while it is awake, learner all free memory while the engine sleeps"
     else:
         yield f"engine {engine_share:.0%}, learner {learner_share:.0%}{size}"
-    needs, learner = _needs(config, device, engine_devices), _learner(config, learner_devices)
-    if needs is not None and learner is not None:
-        least = _resident(learner) * list(learner_devices).count(device)
-        yield f"minimum {needs / GIB:.2f} GiB and {least / GIB:.2f} GiB without a micro-batch (computed)"
+    if (least := _least(config, device, engine_devices, learner_devices)) is not None:
+        of_engine, of_learner = least
+        yield f"minimum {of_engine / GIB:.2f} GiB and {of_learner / GIB:.2f} GiB without a micro-batch (computed)"
 
 
 def _too_small(config: Config, device: int | str, engine_devices: Devices, learner_devices: Devices) -> Iterator[str]:
     """Yield the problems that no batch size can avoid: a base that does not fit, or shares above the whole."""
-    takes_turns, engine_share = config.engine.when_shared == "sleep", _engines_share(config, device, engine_devices)
-    learner_share = config.learner.gpu_memory_utilization or 0.0
+    takes_turns = config.engine.when_shared == "sleep"
+    engine_share, learner_share = _shares(config, device, engine_devices)
     is_too_much = engine_share > 1 or (not takes_turns and (engine_share + learner_share > 1 or not learner_share))
     if device != "cpu" and is_too_much:
         yield (
@@ -114,22 +113,20 @@ def _too_small(config: Config, device: int | str, engine_devices: Devices, learn
             "learner nothing; lower engine.gpu_memory_utilization"
         )
         return
-    room, needs = memory_bytes(device), _needs(config, device, engine_devices)
-    learner = _learner(config, learner_devices)
-    if room is None or needs is None or learner is None:
+    room, least = memory_bytes(device), _least(config, device, engine_devices, learner_devices)
+    if room is None or least is None:
         return
-    ranks = list(learner_devices).count(device)
-    least = _resident(learner) * ranks
+    of_engine, of_learner = least
     if device == "cpu":
-        if needs + least > room:
+        if of_engine + of_learner > room:
             yield (
-                f"engine and learner share {room / GIB:.1f} GiB of memory, but need at least {needs / GIB:.1f} and "
-                f"{least / GIB:.1f} GiB (computed); lower engine.kv_cache_gb, engine.max_loras or lora.lora_rank, or "
-                "use a smaller model"
+                f"engine and learner share {room / GIB:.1f} GiB of memory, but need at least {of_engine / GIB:.1f} and "
+                f"{of_learner / GIB:.1f} GiB (computed); lower engine.kv_cache_gb, engine.max_loras or "
+                "lora.lora_rank, or use a smaller model"
             )
         return
     learner_room = room * (1 - UNASSIGNED - engine_share if takes_turns else learner_share)
-    for section, needed, has in (("engine", needs, room * engine_share), ("learner", least, learner_room)):
+    for section, needed, has in (("engine", of_engine, room * engine_share), ("learner", of_learner, learner_room)):
         if needed > has:
             yield (
                 f"engine.when_shared = {config.engine.when_shared!r}: the {section}'s share of {_name(device)} is "
@@ -149,34 +146,27 @@ def memory_bytes(device: int | str) -> int | None:
     return min(limits)
 
 
-def _engines_share(config: Config, device: int | str, engine_devices: Devices) -> float:
-    """Return the share of a GPU's memory that all engines on it take together."""
-    return config.engine.gpu_share * list(engine_devices).count(device)
+def _shares(config: Config, device: int | str, engine_devices: Devices) -> tuple[float, float]:
+    """Return the shares of a GPU's memory of all engines on it together and of the learner; 0 if it has no limit."""
+    engine_share = config.engine.gpu_share * list(engine_devices).count(device)
+    return engine_share, config.learner.gpu_memory_utilization or 0.0
 
 
-def _needs(config: Config, device: int | str, engine_devices: Devices) -> int | None:
-    """Return the least memory of all engines on `device` together; None if the model's shape is not known."""
+def _least(
+    config: Config, device: int | str, engine_devices: Devices, learner_devices: Devices
+) -> tuple[int, int] | None:
+    """Return the least memory of all engines and of all ranks on a device; None if it cannot be computed."""
     shape = shape_of(config.model_name)
     if shape is None or config.engine.kind in ("scripted", VLLM_SERVER):
         return None
-    memory = engine_memory(shape, config.engine, config.lora)
-    one = memory.base + memory.adapters + memory.kv_per_token * config.engine.max_model_len
-    return one * list(engine_devices).count(device)
-
-
-def _learner(config: Config, devices: Devices) -> LearnerMemory | None:
-    shape, algorithm = shape_of(config.model_name), LEARNERS.get(config.algorithm)
-    if shape is None:
-        return None
-    has_critic = algorithm is not None and algorithm.has_critic
-    is_bfloat16 = config.learner.dtype != "float32"
-    num_ranks = len(devices) + config.learner.remote_ranks
-    return learner_memory(shape, config.learner, config.lora, is_bfloat16, has_critic, num_ranks)
-
-
-def _resident(learner: LearnerMemory) -> int:
-    """Return the memory that a rank holds between updates."""
-    return learner.base + learner.adapter
+    engine = engine_memory(shape, config.engine, config.lora)
+    one_engine = engine.base + engine.adapters + engine.kv_per_token * config.engine.max_model_len
+    num_ranks = len(learner_devices) + config.learner.remote_ranks
+    learner = learner_memory(shape, config.learner, config.lora, algorithm_of(config).has_critic, num_ranks)
+    return (
+        one_engine * list(engine_devices).count(device),
+        (learner.base + learner.adapter) * list(learner_devices).count(device),
+    )
 
 
 def _name(device: int | str) -> str:
