@@ -58,16 +58,16 @@ def resolve_defaults(config: Config) -> Config:
 
 def describe_rewards(rewards: RewardConfig) -> str:
     """Return a readable list of the transforms that a reward passes through."""
-    kinds = {
+    lists = {
         "final": rewards.final_reward_transformation,
         "step": rewards.step_reward_transformation,
         "sampling": rewards.sampling_reward_transformation,
     }
-    names = {
-        kind: " + ".join(entry if isinstance(entry, str) else entry.name for entry in entries or ()) or "none"
-        for kind, entries in kinds.items()
-    }
-    return "; ".join(f"{kind}: {name}" for kind, name in names.items())
+    return "; ".join(f"{kind}: {' + '.join(transform_names(entries)) or 'none'}" for kind, entries in lists.items())
+
+
+def transform_names(entries: Iterable[Transformation | str] | None) -> list[str]:
+    return [entry if isinstance(entry, str) else entry.name for entry in entries or ()]
 
 
 def algorithm_problems(config: Config) -> Iterable[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from unstable_lite.config import Config
+from unstable_lite.config.training import LearnerConfig
 from unstable_lite.engines.devices import gpu_memory_bytes, resolve_devices
 from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
 from unstable_lite.planning.algorithm_defaults import algorithm_of
@@ -30,21 +31,19 @@ def shared(engine_devices: Devices, learner_devices: Devices) -> list[int | str]
 
 
 def divide(config: Config, engine_devices: Devices, learner_devices: Devices) -> Config:
-    """Return the config with `gpu_memory_utilization` set in each section whose workers share a GPU.
+    """Return the config with `gpu_memory_utilization` set in each section whose workers share a GPU with others.
 
     The learner's share may be 0.
     """
-    engine, learner, takes_turns = config.engine, config.learner, config.engine.when_shared == "sleep"
-    gpus = [device for device in shared(engine_devices, learner_devices) if isinstance(device, int)]
+    engine, learner = config.engine, config.learner
+    is_shared = any(isinstance(device, int) for device in shared(engine_devices, learner_devices))
     num_engines = max((list(engine_devices).count(gpu) for gpu in engine_devices if isinstance(gpu, int)), default=1)
-    if not gpus:
-        if num_engines == 1 or engine.gpu_memory_utilization:
-            return config
-        part = {"gpu_memory_utilization": engine.gpu_share / num_engines}
-        return config.model_copy(update={"engine": engine.model_copy(update=part)})
-    ours = engine.gpu_memory_utilization or ENGINE_SHARE[engine.when_shared] / num_engines
-    rest = max(0.0, round(1 - UNASSIGNED - ours * num_engines, 4))
-    theirs = learner.gpu_memory_utilization or (None if takes_turns else rest)
+    if not is_shared and num_engines == 1:
+        return config
+    default = ENGINE_SHARE[engine.when_shared] if is_shared else engine.gpu_share
+    ours, theirs = engine.gpu_memory_utilization or default / num_engines, learner.gpu_memory_utilization
+    if is_shared and engine.when_shared == "split":
+        theirs = theirs or max(0.0, round(1 - UNASSIGNED - ours * num_engines, 4))
     return config.model_copy(
         update={
             "engine": engine.model_copy(update={"gpu_memory_utilization": ours}),
@@ -53,8 +52,8 @@ def divide(config: Config, engine_devices: Devices, learner_devices: Devices) ->
     )
 
 
-def sharing_problems(config: Config, kind: str, engine_devices: Devices, learner_devices: Devices) -> Iterable[str]:
-    """Yield each reason why engine and learner cannot share their devices. `kind`: the engine kind that was chosen."""
+def sharing_problems(config: Config, engine_devices: Devices, learner_devices: Devices) -> Iterable[str]:
+    """Yield each reason why engine and learner cannot share their devices."""
     takes_turns, devices = config.engine.when_shared == "sleep", shared(engine_devices, learner_devices)
     if takes_turns and not devices:
         yield (
@@ -62,7 +61,7 @@ def sharing_problems(config: Config, kind: str, engine_devices: Devices, learner
             f"({_listed(learner_devices)}) share no device; name the same one in engine.devices and learner.devices, "
             "or leave out engine.when_shared"
         )
-    if takes_turns and kind == "vllm" and "cpu" in devices:
+    if takes_turns and config.engine.kind == "vllm" and "cpu" in devices:
         yield (
             "engine.when_shared = 'sleep': vLLM can sleep only on GPUs; set engine.kind = 'transformers', which can "
             "sleep here, or engine.when_shared = 'split', which needs no sleep"
@@ -178,8 +177,13 @@ def _listed(devices: Devices) -> str:
 
 
 def devices_of(config: Config) -> tuple[tuple[int | str, ...], tuple[int | str, ...]]:
-    """Return the devices of engines and learner; for a server's engine, the server's URL."""
+    """Return the devices of engines and learner; for a server's engine, the server's URL. Raises ConfigError."""
     engine, learner = config.engine, config.learner
     if engine.kind == VLLM_SERVER:
         return engine.urls, resolve_devices(("cpu",), learner.devices)[1]
     return resolve_devices(engine.devices, learner.devices)
+
+
+def engine_devices_alone(config: Config) -> tuple[int | str, ...]:
+    """Return the devices of engines without a learner. Raises ConfigError."""
+    return devices_of(config.model_copy(update={"learner": LearnerConfig(devices=("cpu",))}))[0]
