@@ -369,7 +369,8 @@ def longest_sequences(arguments: dict[str, Any], policy: Policy, update: Update,
     shape = memory.shape_of(config.model_name)
     assert shape is not None
     if arguments["kind"] == "ours":
-        needs = memory.learner_memory(shape, config.learner, config.lora, policy.dtype == torch.bfloat16)
+        dtype = "bfloat16" if policy.dtype == torch.bfloat16 else "float32"
+        needs = memory.learner_memory(shape, config.learner.model_copy(update={"dtype": dtype}), config.lora)
         still, size = needs.base + needs.adapter, 1024 if is_small else 8192
         how = f"computed; of {size} tokens {(needs.total(size) - still) / MB:.0f} MB, counted {counted(size) / MB:.0f}"
         return {"how": how} | {str(gb): needs.longest(still + int(gb * 1e9)) for gb in BUDGETS_GB}

@@ -129,7 +129,7 @@ def _name(annotation: Any) -> str:
         return f"list of {items[0]}" if Ellipsis in arguments else f"[{', '.join(items)}]"
     if origin is dict or annotation is Transformation:
         return "table"
-    if annotation is AlarmConfig:
+    if isinstance(annotation, type) and issubclass(annotation, AlarmConfig):
         return "alarm"
     return {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}[annotation]
 

@@ -28,13 +28,25 @@ class TrackerConfig(Section):
 class AlarmConfig(Section):
     """One alarm about the learning."""
 
-    threshold: float
+    threshold: float = Field(ge=0)
     """Value of the metric beyond which the alarm is on: above it, or for `entropy` below it."""
     action: Literal["off", "warn", "pause", "stop"] = "warn"
     """`warn`: report the alarm. `pause`: also save a checkpoint, stop playing and learning, and wait until the file
     PAUSED in the run directory is deleted. `stop`: also finish the update, save a checkpoint, and end with an error."""
     updates: int = Field(1, ge=1)
     """Number of consecutive readings beyond the threshold that raise the alarm, and of others that clear it."""
+
+
+class ShareAlarm(AlarmConfig):
+    threshold: float = Field(ge=0, lt=1)
+
+
+class UncountedAlarm(AlarmConfig):
+    updates: Literal[1] = 1
+
+
+class StarvedAlarm(UncountedAlarm):
+    threshold: float = Field(gt=0)
 
 
 class AlarmsConfig(Section):
@@ -45,23 +57,23 @@ class AlarmsConfig(Section):
 
     mismatch: AlarmConfig = AlarmConfig(threshold=0.1)
     """Mean |Δ log p| between engine and learner over a sample of each update's steps."""
-    clipping: AlarmConfig = AlarmConfig(threshold=0.2, updates=3)
+    clipping: ShareAlarm = ShareAlarm(threshold=0.2, updates=3)
     """Share of an update's tokens whose importance weight is cut at `learner.importance_weight_cap`."""
     staleness: AlarmConfig = AlarmConfig(threshold=6.0, updates=5)
     """Mean age of an update's tokens, in updates; `buffer.max_staleness` bounds the oldest."""
-    dropped: AlarmConfig = AlarmConfig(threshold=0.05, updates=3)
+    dropped: ShareAlarm = ShareAlarm(threshold=0.05, updates=3)
     """Share of the steps leaving the buffer for an update that are dropped as older than `buffer.max_staleness`."""
     entropy: AlarmConfig = AlarmConfig(threshold=0.02, updates=3)
     """Mean entropy of the policy at an update's tokens, in nats; the alarm is on below the threshold."""
     high_entropy: AlarmConfig = AlarmConfig(threshold=3.0, updates=3)
     """Mean entropy minus that of the run's first update; the alarm is on above the threshold."""
-    repetition: AlarmConfig = AlarmConfig(threshold=0.5, updates=3)
+    repetition: ShareAlarm = ShareAlarm(threshold=0.5, updates=3)
     """Share of 4-grams of tokens that occurred before in the same completion."""
-    identical: AlarmConfig = AlarmConfig(threshold=0.95, updates=5)
+    identical: ShareAlarm = ShareAlarm(threshold=0.95, updates=5)
     """Share of an update's steps with the most common completion."""
-    zero_advantage: AlarmConfig = AlarmConfig(threshold=0.95, updates=5)
+    zero_advantage: ShareAlarm = ShareAlarm(threshold=0.95, updates=5)
     """Share of an update's steps whose advantage is 0."""
-    invalid_moves: AlarmConfig = AlarmConfig(threshold=0.9, updates=5)
+    invalid_moves: ShareAlarm = ShareAlarm(threshold=0.9, updates=5)
     """Share of an env's newest training games that the policy ended with an invalid move."""
     collapse: AlarmConfig = AlarmConfig(threshold=0.0)
     """Distance by which the interval of the newest evaluation lies below that of the best one before it, in points (win
@@ -69,10 +81,10 @@ class AlarmsConfig(Section):
     decline: AlarmConfig = AlarmConfig(threshold=0.1)
     """Same distance for the share of points of the newest games of training and of `run.num_eval_workers` against a
     fixed opponent, and for the share of training games in which the policy made no invalid move."""
-    starved: AlarmConfig = AlarmConfig(threshold=900.0)
+    starved: StarvedAlarm = StarvedAlarm(threshold=900.0)
     """Seconds in which training games ended but none brought the learner a step and no batch waited; or in which games
     of one env ended but updates were made without a step of it."""
-    skipped: AlarmConfig = AlarmConfig(threshold=9, action="stop")
+    skipped: UncountedAlarm = UncountedAlarm(threshold=9, action="stop")
     """Number of consecutive batches skipped because the loss was not finite or none of their steps could be trained
     on."""
 

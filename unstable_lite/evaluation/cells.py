@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel
+from unstable_lite.evaluation.models import NO_OPPONENT, EvaluatedModel
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import GameSpec, ModelRef
@@ -27,6 +27,7 @@ class CellKey:
 
     model_key: str
     opponent_key: str
+    env_id: str
     num_players: int
     prompt_template: str
     other_settings: str
@@ -38,8 +39,7 @@ class Cell:
     """`model` at one seat of `env`, `opponent` at all others."""
 
     model: EvaluatedModel
-    opponent: EvaluatedModel | None
-    """None if the env has one seat."""
+    opponent: EvaluatedModel
     env: EvalEnvSpec
 
     @property
@@ -50,31 +50,32 @@ class Cell:
             for name, field in EnvSpec.model_fields.items()
             if getattr(self.env, name) != field.default
         ]
-        return JOINT.join((self.model.key, self.opponent_key, *played_how))
+        return JOINT.join((self.model.key, self.opponent.key, *played_how))
 
     @property
-    def opponent_key(self) -> str:
-        return self.opponent.key if self.opponent is not None else "none"
+    def title(self) -> str:
+        return f"{self.model.name} against {self.opponent.name}"
 
     @property
-    def opponent_name(self) -> str:
-        return self.opponent.name if self.opponent is not None else "none"
+    def models(self) -> tuple[EvaluatedModel, EvaluatedModel]:
+        return self.model, self.opponent
 
     @property
-    def adapters(self) -> set[str]:
-        """Keys of the adapters that must be loaded to play the cell."""
-        seated = (self.model, self.opponent)
-        return {model.key for model in seated if model is not None and model.path is not None}
+    def adapters(self) -> dict[str, EvaluatedModel]:
+        """Adapters, by key, that must be loaded to play the cell."""
+        return {model.key: model for model in self.models if model.path is not None}
 
 
 def read_key(key: str) -> CellKey:
     """Parse a `Cell.key`."""
     models, _, env = key.partition(f"{JOINT}env_id=")
     model_key, _, opponent_key = models.partition(JOINT)
-    settings = dict(setting.partition("=")[::2] for setting in env.split(JOINT)[1:])
+    env_id, *others = env.split(JOINT)
+    settings = dict(setting.partition("=")[::2] for setting in others)
     return CellKey(
         model_key=model_key,
         opponent_key=opponent_key,
+        env_id=env_id,
         num_players=int(settings.pop("num_players")),
         prompt_template=settings.pop("prompt_template", EvalEnvSpec(env_id="", num_players=1).prompt_template),
         other_settings=", ".join(f"{name}={value}" for name, value in settings.items()),
@@ -91,7 +92,7 @@ def make_cells(
         Cell(model=model, opponent=opponent, env=env)
         for env in envs
         for model in models
-        for opponent in (opponents(env) if env.num_players > 1 else [None])
+        for opponent in (opponents(env) if env.num_players > 1 else [NO_OPPONENT])
     ]
 
 
@@ -119,15 +120,13 @@ def in_rounds(cells: Iterable[Cell], slots: int) -> list[list[Cell]]:
     Raises ConfigError if one cell alone needs more.
     """
     rounds: list[list[Cell]] = []
-    needed: set[str] = set()
+    needed: dict[str, EvaluatedModel] = {}
     for cell in cells:
         if len(cell.adapters) > slots:
-            raise ConfigError(
-                f"engine.max_loras = {slots}: {cell.model.name} against {cell.opponent_name} needs {len(cell.adapters)}"
-            )
+            raise ConfigError(f"engine.max_loras = {slots}: {cell.title} needs {len(cell.adapters)}")
         if not rounds or len(needed | cell.adapters) > slots:
             rounds.append([])
-            needed = set()
+            needed = {}
         rounds[-1].append(cell)
         needed |= cell.adapters
     return rounds
@@ -141,8 +140,7 @@ def seat_of(cell: Cell, number: int) -> int:
 def game_spec(cell: Cell, number: int, seed: int, ref: Callable[[EvaluatedModel], ModelRef]) -> GameSpec:
     """Return game `number` of a cell. `ref`: returns the current reference to a model."""
     env, seat = cell.env, seat_of(cell, number)
-    seated = [cell.model if pid == seat else cell.opponent or BASE_MODEL for pid in range(env.num_players)]
+    seated = [cell.model if pid == seat else cell.opponent for pid in range(env.num_players)]
     number_of_seed = number // env.num_players
     game_seed = derive_seed(seed, "offline eval", env.env_id, env.num_players, number_of_seed) % 2**31 | 1
-    label = f"{cell.model.name} against {cell.opponent_name}"
-    return new_game(env, [ref(model) for model in seated], number, "eval", game_seed, label=label)
+    return new_game(env, [ref(model) for model in seated], number, "eval", game_seed, label=cell.title)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from unstable_lite.errors import UnstableError
-from unstable_lite.evaluation.cells import Cell, game_spec, in_rounds
+from unstable_lite.evaluation.cells import Cell, game_spec
 from unstable_lite.evaluation.ladder import LadderEntry, RatedGame, make_ladder
 from unstable_lite.evaluation.loaded_adapters import AdapterSlots
-from unstable_lite.evaluation.plan import EvaluationPlan, adapters_of
+from unstable_lite.evaluation.plan import EvaluationPlan
 from unstable_lite.evaluation.results import CellEvaluation, Results, write_ladder, write_tables
 from unstable_lite.games.env_pool import opened_env_pool
 from unstable_lite.games.environments import Environment
@@ -20,9 +20,10 @@ from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import format_prompt, templates_for
 from unstable_lite.orchestrator.event_loop import cancelled_by_signals, first_reason
 from unstable_lite.orchestrator.logs import log_file
-from unstable_lite.orchestrator.workers import EngineWorkers, started_engines, while_alive
+from unstable_lite.orchestrator.workers import started_engines, while_alive
 from unstable_lite.rollout.game_runner import GameRunner
-from unstable_lite.types import GameSpec
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,66 +70,66 @@ async def evaluate(evaluation: EvaluationPlan, say: Callable[[str], None]) -> Ev
     return Evaluated(evaluations=tuple(evaluations), ladder=tuple(ladder), played=num_missing, output=output)
 
 
-@contextlib.asynccontextmanager
-async def opened(
-    evaluation: EvaluationPlan, logs: Path, say: Callable[[str], None], is_restart: bool = False
-) -> AsyncIterator[tuple[EngineWorkers, PlayerFactory, AdapterSlots]]:
-    """Yield engines, players and adapter slots. `is_restart`: whether an earlier call played some of the games."""
-    plan = evaluation.plan
-    async with started_engines(plan, logs, say, is_restart) as workers:
-        templates = templates_for(plan.config, workers.prompts)
-        async with PlayerFactory(workers.engines.generate, templates, plan.config.opponents, say) as seats:
+async def with_engines(
+    evaluation: EvaluationPlan,
+    logs: Path,
+    say: Callable[[str], None],
+    work: Callable[[PlayerFactory, AdapterSlots], Awaitable[T]],
+    is_restart: bool = False,
+) -> T:
+    """Return the result of `work` while the engines are alive.
+
+    `is_restart`: whether an earlier call played some of the games. Raises WorkerDied, and the errors of `work`.
+    """
+    config = evaluation.plan.config
+    async with started_engines(evaluation.plan, logs, say, is_restart) as workers:
+        templates = templates_for(config, workers.prompts)
+        async with PlayerFactory(workers.engines.generate, templates, config.opponents, say) as seats:
             env = evaluation.cells[0].env
             _, observation = Environment(env.env_id, env.num_players, seed=0).observe()
             prompt = format_prompt(env.prompt_template, observation, env.num_players, templates)
-            yield workers, seats, AdapterSlots(workers, plan.config.engine.max_loras, prompt)
+            slots = AdapterSlots(workers, config.engine.max_loras, prompt)
+            return await while_alive(workers.processes, work(seats, slots))
 
 
 async def _play_all(
     evaluation: EvaluationPlan, todo: dict[str, list[int]], results: Results, say: Callable[[str], None]
 ) -> None:
     logs, config = evaluation.output / "logs", evaluation.plan.config.run
-    is_restart = sum(map(len, todo.values())) < evaluation.games * len(evaluation.cells)
-    async with (
-        opened_env_pool(logs, config.env_timeout_s) as environments,
-        opened(evaluation, logs, say, is_restart) as (workers, seats, slots),
-    ):
+
+    async def play_rounds(seats: PlayerFactory, slots: AdapterSlots) -> None:
         runner = GameRunner(seats, config, environments)
-        await while_alive(workers.processes, _play_rounds(evaluation, todo, slots, runner, results, say))
+
+        async def play(game: tuple[Cell, int]) -> None:
+            cell, number = game
+            results.add(cell, await runner.play(game_spec(cell, number, config.seed, slots.ref)))
+
+        async for round_ in slots.rounds(cell for cell in evaluation.cells if todo[cell.key]):
+            say(f"playing {_describe(round_)}")
+            games = ((cell, number) for cell in round_ for number in todo[cell.key])
+            await for_each(games, play, evaluation.concurrency)
+
+    is_restart = sum(map(len, todo.values())) < evaluation.games * len(evaluation.cells)
+    async with opened_env_pool(logs, config.env_timeout_s) as environments:
+        await with_engines(evaluation, logs, say, play_rounds, is_restart)
 
 
-async def _play_rounds(
-    evaluation: EvaluationPlan,
-    todo: dict[str, list[int]],
-    slots: AdapterSlots,
-    runner: GameRunner,
-    results: Results,
-    say: Callable[[str], None],
-) -> None:
-    config = evaluation.plan.config
-    cells = [cell for cell in evaluation.cells if todo[cell.key]]
-    for round_ in in_rounds(cells, config.engine.max_loras):
-        await slots.hold({model.key: model for cell in round_ for model in adapters_of(cell)})
-        say(f"playing {_describe(round_)}")
-        games = (
-            (cell, game_spec(cell, number, config.run.seed, slots.ref)) for cell in round_ for number in todo[cell.key]
-        )
-        await _play(games, runner, results, evaluation.concurrency)
+async def for_each(items: Iterable[T], work: Callable[[T], Awaitable[None]], concurrency: int) -> None:
+    """Do the work for each of `items`, for at most `concurrency` of them at once."""
+    remaining = iter(items)
 
-
-async def _play(games: Iterator[tuple[Cell, GameSpec]], runner: GameRunner, results: Results, concurrency: int) -> None:
-    async def play() -> None:
-        for cell, spec in games:  # shared by all
-            results.add(cell, await runner.play(spec))
+    async def process() -> None:
+        for item in remaining:  # shared by all tasks
+            await work(item)
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(concurrency):
-            tasks.create_task(play())
+            tasks.create_task(process())
 
 
 def _rated_games(evaluation: EvaluationPlan, results: Results) -> list[RatedGame]:
     return [
-        RatedGame(cell.env.env_id, cell.model.name, cell.opponent_name, row["outcome"])
+        RatedGame(cell.env.env_id, cell.model.name, cell.opponent.name, row["outcome"])
         for cell in evaluation.cells
         for row in results.rows(cell, evaluation.games)
         if row["end"] != "void"
@@ -136,6 +137,6 @@ def _rated_games(evaluation: EvaluationPlan, results: Results) -> list[RatedGame
 
 
 def _describe(cells: Sequence[Cell]) -> str:
-    names = [f"{cell.model.name} against {cell.opponent_name} in {cell.env.env_id}" for cell in cells]
+    names = [f"{cell.title} in {cell.env.env_id}" for cell in cells]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

@@ -51,7 +51,12 @@ def make_ladder(games: Sequence[RatedGame], beta: float) -> list[LadderEntry]:
     num_orders = max(LEAST_ORDERS, min(MOST_ORDERS, RATED_GAMES // max(len(games), 1)))
     orders = [_rate(rng.sample(canonical, len(canonical)), beta) for _ in range(num_orders)]
     names = sorted({name for game in games for name in (game.model, game.opponent)})
-    placed = [_placed(name, [order[name] for order in orders]) for name in names]
+    placed = []
+    for name in names:
+        metas = [order[name] for order in orders]
+        mu, sigma = (fmean(numbers) for numbers in zip(*(meta.rating for meta in metas), strict=True))
+        counts = {count: getattr(metas[0], count) for count in ("games", "wins", "draws", "losses")}  # same in all
+        placed.append(LadderEntry(model=name, mu=mu, sigma=sigma, **counts))
     return sorted(placed, key=lambda model: -model.mu)
 
 
@@ -65,16 +70,3 @@ def _rate(games: Sequence[RatedGame], beta: float) -> dict[str, ModelMeta]:
         score = {"win": 1.0, "draw": 0.0, "loss": -1.0}[game.outcome]
         registry.update_ratings({0: uids[game.model], 1: uids[game.opponent]}, {0: score, 1: 0.0}, "")
     return {name: registry.get(uid) for name, uid in uids.items()}
-
-
-def _placed(name: str, metas: Sequence[ModelMeta]) -> LadderEntry:
-    counts = metas[0]  # the same in every order
-    return LadderEntry(
-        model=name,
-        mu=fmean(meta.rating.mu for meta in metas),
-        sigma=fmean(meta.rating.sigma for meta in metas),
-        games=counts.games,
-        wins=counts.wins,
-        draws=counts.draws,
-        losses=counts.losses,
-    )

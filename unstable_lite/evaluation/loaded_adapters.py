@@ -15,14 +15,14 @@ applied every adapter at half its scale would pass.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from unstable_lite.adapters.table import AdapterTable, Origin
 from unstable_lite.engines.client import EngineClient
 from unstable_lite.errors import AdapterError, RequestError
-from unstable_lite.evaluation.models import EvaluatedModel
+from unstable_lite.evaluation.cells import Cell, in_rounds
+from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel
 from unstable_lite.orchestrator.workers import EngineWorkers
 from unstable_lite.types import BASE, Generation, ModelRef
 
@@ -36,20 +36,19 @@ UNLOAD_RETRY_S = 1.0
 
 
 class AdapterSlots:
-    """Adapters that the engines hold, in an adapter table. An adapter that returns gets a new id."""
+    """Adapters that the engines hold. An adapter that returns gets a new id."""
 
     def __init__(self, workers: EngineWorkers, num_slots: int, prompt: str) -> None:
         self._engines = workers.engines
-        self._table = AdapterTable(num_slots)
+        self._num_slots = num_slots
         self._prompt = prompt
         self._has_model = workers.info.get("model") is not None
         """Whether adapters differ; for the scripted engine, which has none, all answers are the same."""
-        self._ids: dict[str, int] = {}
-        """Adapter ids by the model's key."""
-        self._names: dict[str, str] = {}
-        self._zeros = {BASE}
-        """Keys of the adapters that answer like the base."""
-        self._answers: dict[tuple[str, str], list[Generation]] = {}
+        self._ids = {BASE: 0}
+        """Ids of the loaded adapters by the model's key."""
+        self._models = {BASE: BASE_MODEL}
+        """Loaded adapters and the base, by key."""
+        self._answers: dict[str, dict[str, list[Generation]]] = {}
         """Answers by engine and the model's key."""
         self._gaps: dict[str, float] = {}
         """Largest difference in log p of two answers of the same weights, by engine."""
@@ -58,73 +57,64 @@ class AdapterSlots:
     def ref(self, model: EvaluatedModel) -> ModelRef:
         if model.is_fixed:
             return ModelRef(uid=f"fixed-{model.name}", kind="fixed", name=model.name)
-        version = 0 if model.path is None else self._ids[model.key]
-        return ModelRef(uid=model.name, kind="checkpoint", adapter_version=version)
+        return ModelRef(uid=model.name, kind="checkpoint", adapter_version=self._ids[model.key])
 
-    async def hold(self, models: dict[str, EvaluatedModel]) -> None:
-        """Load and check these adapters; unload the others. Raises AdapterError."""
-        for key in [key for key in self._ids if key not in models]:
+    async def rounds(self, cells: Iterable[Cell]) -> AsyncIterator[list[Cell]]:
+        """Yield the cells in rounds, each with its adapters loaded and checked. Raises AdapterError."""
+        for round_ in in_rounds(cells, self._num_slots):
+            await self.hold({key: model for cell in round_ for key, model in cell.adapters.items()})
+            yield round_
+
+    async def hold(self, models: Mapping[str, EvaluatedModel]) -> None:
+        """Load and check these adapters, given by key; unload the others. Raises AdapterError."""
+        for key in [key for key in self._ids if key != BASE and key not in models]:
             await self._unload(key)
         for key, model in models.items():
             if key not in self._ids:
                 await self._load(model)
-                await self._try(model)
-                id = self._ids[key]
-                self._table.check(id)
-                self._table.pin(id)
-                self._table.offer(id)
+                if self._has_model:
+                    for engine in self._engines.engines:
+                        await self._check(engine, model)
 
     async def _load(self, model: EvaluatedModel) -> None:
         assert model.path is not None
-        id = self._last_id = self._last_id + 1
-        self._table.add(id, Origin("file", model.key), digest="")
-        self._table.load(id)
+        self._last_id += 1
         try:
-            await self._engines.load_adapter(id, model.path)
+            await self._engines.load_adapter(self._last_id, model.path)
         except RequestError as error:
             raise AdapterError(f"{model.name} ({model.path}): {error}") from error
-        self._ids[model.key] = id
-        self._names[model.key] = model.name
-        if model.is_zero:
-            self._zeros.add(model.key)
+        self._ids[model.key], self._models[model.key] = self._last_id, model
 
     async def _unload(self, key: str) -> None:
-        id = self._ids.pop(key)
-        if self._table.adapters[id].is_used:
-            self._table.unpin(id)
-        self._answers = {of: answers for of, answers in self._answers.items() if of[1] != key}
+        id, model = self._ids.pop(key), self._models.pop(key)
+        for answers in self._answers.values():
+            answers.pop(key, None)
         for attempt in range(UNLOAD_RETRIES):
             try:
                 await self._engines.unload_adapter(id)
-                self._table.remove(id)
                 return
             except RequestError as error:
                 # An abandoned game may still have a request in an engine.
                 if attempt + 1 == UNLOAD_RETRIES:
-                    raise AdapterError(f"{self._names[key]} cannot be unloaded: {error}") from error
+                    raise AdapterError(f"{model.name} cannot be unloaded: {error}") from error
             await asyncio.sleep(UNLOAD_RETRY_S)
 
-    async def _try(self, model: EvaluatedModel) -> None:
+    async def _check(self, engine: EngineClient, model: EvaluatedModel) -> None:
         """Raise AdapterError if an adapter answers like the base or like another adapter."""
-        if not self._has_model:
-            return
-        for engine in self._engines.engines:
-            name = engine.channel.name
-            if (name, BASE) not in self._answers:
-                self._answers[name, BASE] = await self._ask(engine, 0)
-                again = await self._ask(engine, 0)
-                self._gaps[name] = max(LEAST_GAP, 4 * _gap(self._answers[name, BASE], again))
-            answers = await self._ask(engine, self._ids[model.key])
-            for (of, key), others in self._answers.items():
-                is_other = of == name and not (model.is_zero and key in self._zeros)
-                if is_other and _gap(answers, others) <= self._gaps[name]:
-                    raise AdapterError(
-                        f"{name} answers like {self._names.get(key, 'the base model')} instead of {model.name} "
-                        f"({model.path}), over {PROBES} answers. Either it serves the wrong weights, or the two are "
-                        "too alike for this precision; engine.dtype = 'float32' separates "
-                        "which"
-                    )
-            self._answers[name, model.key] = answers
+        name = engine.channel.name
+        known = self._answers.setdefault(name, {})
+        if BASE not in known:
+            known[BASE] = await self._ask(engine, 0)
+            self._gaps[name] = max(LEAST_GAP, 4 * _gap(known[BASE], await self._ask(engine, 0)))
+        answers = await self._ask(engine, self._ids[model.key])
+        for other, its_answers in ((self._models[key], found) for key, found in known.items()):
+            if _gap(answers, its_answers) <= self._gaps[name] and not (model.is_zero and other.is_zero):
+                raise AdapterError(
+                    f"{name} answers like {'the base model' if other is BASE_MODEL else other.name} instead of "
+                    f"{model.name} ({model.path}), over {PROBES} answers. Either it serves the wrong weights, or the "
+                    "two are too alike for this precision; engine.dtype = 'float32' separates which"
+                )
+        known[model.key] = answers
 
     async def _ask(self, engine: EngineClient, version: int) -> list[Generation]:
         asked = [

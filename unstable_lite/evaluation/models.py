@@ -20,7 +20,7 @@ from unstable_lite.config import Config
 from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.games.players.factory import is_remote
 from unstable_lite.models import resolve_model
-from unstable_lite.tracking.run_directory import by_update, update_of
+from unstable_lite.tracking.run_directory import by_update
 from unstable_lite.types import BASE, ModelRef
 
 
@@ -34,12 +34,12 @@ class EvaluatedModel:
     """PEFT directory of an adapter."""
     is_fixed: bool = False
     is_zero: bool = False
-    """Whether all B matrices of the adapter are zero, so that it equals the base."""
-    step: int = 0
-    """Number of updates of a checkpoint."""
+    """Whether it answers like the base: the base itself, or an adapter whose B matrices are all zero."""
 
 
-BASE_MODEL = EvaluatedModel(name=BASE, key=BASE)
+BASE_MODEL = EvaluatedModel(name=BASE, key=BASE, is_zero=True)
+NO_OPPONENT = EvaluatedModel(name="none", key="none")
+"""Placeholder for the opponent in an env of one seat."""
 
 
 def find_models(words: Iterable[str]) -> list[EvaluatedModel]:
@@ -148,7 +148,7 @@ def _adapter(path: Path) -> EvaluatedModel:
         raise AdapterError(f"{path} is not a readable adapter: {error}") from error
     # The same matrices with another scale are another model.
     key = f"{digest}-{stored.get('r')}-{stored.get('lora_alpha')}" + "-rslora" * bool(stored.get("use_rslora"))
-    return EvaluatedModel(name=path.name, key=key, path=path, is_zero=is_zero, step=update_of(path) or 0)
+    return EvaluatedModel(name=path.name, key=key, path=path, is_zero=is_zero)
 
 
 def _is_zero(weights: Path) -> bool:

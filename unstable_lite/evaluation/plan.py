@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec
-from unstable_lite.config.reading import read_config
-from unstable_lite.config.training import LearnerConfig
+from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell, in_rounds, make_cells, make_tournament
 from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_run, find_sides, opponent
-from unstable_lite.planning.plan import Plan, make_plan
+from unstable_lite.planning.plan import Plan, checked_config, make_engine_plan
 from unstable_lite.planning.trust import run_config
+from unstable_lite.types import BASE
 
 _ENV_WORD = re.compile(r"((?:[A-Za-z_][\w.]*:(?=[A-Za-z_]))?[^:]+)(?::(\d+)(?::([^:]+))?)?")
 """Pattern of `env_id[:players[:template]]`, where `env_id` may be `module:id`."""
@@ -39,21 +37,16 @@ class EvaluationPlan:
     def settings(self) -> dict[str, Any]:
         """Return the settings that all games of one output directory share."""
         config = self.plan.config
-        engine, opponents = config.engine, config.opponents
+        sampling = ("dtype", "temperature", "top_p", "max_generation_len", "max_model_len")
+        answers = ("base_url", "temperature", "max_tokens")
         return {
             "format": 2,
             "model_name": config.model_name,
             "seed": config.run.seed,
-            "engine": engine.kind,
-            "dtype": engine.dtype,
-            "temperature": engine.temperature,
-            "top_p": engine.top_p,
-            "max_generation_len": engine.max_generation_len,
-            "max_model_len": engine.max_model_len,
+            "engine": config.engine.kind,
+            **{key: getattr(config.engine, key) for key in sampling},
             "max_action_chars": config.run.max_action_chars,
-            "opponents.base_url": opponents.base_url,
-            "opponents.temperature": opponents.temperature,
-            "opponents.max_tokens": opponents.max_tokens,
+            **{f"opponents.{key}": getattr(config.opponents, key) for key in answers},
             "templates": config.model_dump(mode="json")["templates"],
         }
 
@@ -85,10 +78,10 @@ def plan_evaluation(
         if run is None:
             raise ConfigError("none of the models is in a run directory: name base and envs with --config")
         config = run_config(run, overrides, trusts_config)
-    given, problems = read_config(config, tuple(overrides))
-    if problems or given is None:
-        raise ConfigError(*problems)
+    given = checked_config(config, overrides)
     specs = _env_specs(given, envs)
+    if tournament or others:
+        specs = _distinct_envs(specs)
     if tournament and opponents:
         raise ConfigError("the models of a tournament are each other's opponents: leave out --opponent")
 
@@ -96,12 +89,11 @@ def plan_evaluation(
         return others or [opponent(env.fixed_opponent)]
 
     if tournament:
-        cells = make_tournament(found, _distinct_envs(specs))
+        cells = make_tournament(found, specs)
     else:
-        cells = _without_twins(make_cells(found, opponents_of, specs if not others else _distinct_envs(specs)))
-    seated = {model.key: model for cell in cells for model in (cell.model, cell.opponent) if model is not None}
-    rank = check_base(list(seated.values()), given)
-    plan = _engine_plan(given, cells, rank)
+        cells = list({cell.key: cell for cell in make_cells(found, opponents_of, specs)}.values())
+    seated = {model.key: model for cell in cells for model in cell.models}
+    plan = _engine_plan(given, cells, check_base(list(seated.values()), given))
     in_rounds(cells, plan.config.engine.max_loras)  # refuses adapters that do not fit the slots
     return EvaluationPlan(
         plan=plan,
@@ -147,55 +139,25 @@ def _distinct_envs(specs: Sequence[EvalEnvSpec]) -> list[EvalEnvSpec]:
     return list({spec.model_copy(update={"fixed_opponent": ""}): spec for spec in specs}.values())
 
 
-def _without_twins(cells: Sequence[Cell]) -> list[Cell]:
-    return list({cell.key: cell for cell in cells}.values())
-
-
 def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
-    """Return a plan of the part of a config that an evaluation needs, with engines on every device of the training.
+    """Return a plan of engines for the envs of `cells`, on every device that the config gives to engines or learner.
 
     Raises ConfigError with every problem of its envs, templates, opponents, engine and devices.
     """
-    envs = list(dict.fromkeys(cell.env.model_copy(update={"fixed_opponent": ""}) for cell in cells))
-    fixed = dict.fromkeys(
-        cell.env.model_copy(update={"fixed_opponent": model.name})
+    played = dict.fromkeys(
+        cell.env.model_copy(update={"fixed_opponent": model.name if model.is_fixed else BASE})
         for cell in cells
-        for model in (cell.model, cell.opponent)
-        if model is not None and model.is_fixed
+        for model in cell.models
     )
-    mirror = tuple(
-        TrainEnvSpec(num_actors=env.num_players, **env.model_dump(exclude={"fixed_opponent"})) for env in envs
+    first = cells[0].env
+    train_env = TrainEnvSpec(num_actors=first.num_players, **first.model_dump(exclude={"fixed_opponent"}))
+    return make_engine_plan(
+        config.model_copy(
+            update={
+                "engine": config.engine.model_copy(update={"when_shared": "split"}),
+                "lora": config.lora.model_copy(update={"lora_rank": rank, "initial_lora_path": None}),
+                "train_envs": (train_env,),  # a config has at least one
+                "eval_envs": tuple(played),
+            }
+        )
     )
-    run = {
-        "group_size": 1,
-        "eval_games": 0,
-        "eval_every": None,
-        "num_eval_workers": 1,
-        "max_eval_games_per_ckpt": None,
-    }
-    lora = {"lora_rank": rank, "initial_lora_path": None, "initial_critic_path": None}
-    plan = make_plan(
-        # Keys of learning keep their defaults, because they may not fit this machine or the default algorithm.
-        Config(
-            model_name=config.model_name,
-            trust_remote_code=config.trust_remote_code,
-            run=config.run.model_copy(update=run),
-            engine=config.engine.model_copy(update={"when_shared": "split"}),
-            learner=LearnerConfig(devices=("cpu",)),
-            lora=config.lora.model_copy(update=lora),
-            league=LeagueConfig(fixed_opponents=(), trueskill_beta=config.league.trueskill_beta),
-            opponents=config.opponents,
-            templates=config.templates,
-            train_envs=mirror,
-            eval_envs=tuple(fixed),
-        ),
-        side_by_side=False,
-    )
-    if config.engine.threads or "cpu" not in plan.engine_devices:
-        return plan
-    # No learner uses a share of the cores.
-    return replace(plan, engine_threads=max(1, len(os.sched_getaffinity(0)) // plan.engine_devices.count("cpu")))
-
-
-def adapters_of(cell: Cell) -> list[EvaluatedModel]:
-    return [model for model in (cell.model, cell.opponent) if model is not None and model.path is not None]

@@ -6,21 +6,21 @@ import random
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import game_spec
-from unstable_lite.evaluation.evaluator import opened
+from unstable_lite.evaluation.evaluator import with_engines
 from unstable_lite.evaluation.loaded_adapters import AdapterSlots
 from unstable_lite.evaluation.models import find_models, find_run
-from unstable_lite.evaluation.plan import EvaluationPlan, adapters_of, plan_evaluation
+from unstable_lite.evaluation.plan import EvaluationPlan, plan_evaluation
 from unstable_lite.games.env_pool import EnvPool, opened_env_pool
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.player import Player
 from unstable_lite.orchestrator.event_loop import cancelled_by_signals
-from unstable_lite.orchestrator.workers import while_alive
 from unstable_lite.planning.trust import run_config
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.types import GameRecord, Reply
@@ -88,29 +88,23 @@ async def play(evaluation: EvaluationPlan, seat: int | None, console: Console) -
     (cell,) = evaluation.cells
     if seat is not None and seat >= cell.env.num_players:
         raise ConfigError(f"--seat {seat}: {cell.env.env_id} has the seats 0 to {cell.env.num_players - 1}")
+    say = partial(console.print, style="dim")
     with tempfile.TemporaryDirectory() as directory, cancelled_by_signals():
-
-        def say(text: str) -> None:
-            console.print(text, style="dim")
-
-        async with (
-            opened_env_pool(Path(directory), evaluation.plan.config.run.env_timeout_s) as environments,
-            opened(evaluation, Path(directory), say) as (workers, seats, slots),
-        ):
-            playing = _play(evaluation, seat, slots, seats, environments, console)
-            return await while_alive(workers.processes, playing)
+        logs = Path(directory)
+        async with opened_env_pool(logs, evaluation.plan.config.run.env_timeout_s) as environments:
+            return await with_engines(evaluation, logs, say, partial(_play, evaluation, seat, environments, console))
 
 
 async def _play(
     evaluation: EvaluationPlan,
     seat: int | None,
-    slots: AdapterSlots,
-    seats: PlayerFactory,
     environments: EnvPool,
     console: Console,
+    seats: PlayerFactory,
+    slots: AdapterSlots,
 ) -> GameRecord:
     config, (cell,) = evaluation.plan.config, evaluation.cells
-    await slots.hold({model.key: model for model in adapters_of(cell)})
+    await slots.hold(cell.adapters)
     # Draw a new game each time: this game is not part of any result, so it need not be reproducible.
     number = random.randrange(1 << 20) * cell.env.num_players
     number += random.randrange(cell.env.num_players) if seat is None else seat

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -70,9 +70,6 @@ class Estimate:
     high: float
     n: int
     """Number of positions."""
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} ({self.low:.3f} – {self.high:.3f})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,13 +264,10 @@ def write_probes(path: Path, probes: Sequence[Probe]) -> None:
     """Write a CSV file with a row for each model and env; a metric has its value, `_low`, `_high` and `_n`."""
     rows = []
     for of in probes:
-        row: dict[str, object] = {}
-        for name, value in ((field.name, getattr(of, field.name)) for field in fields(Probe)):
-            if name in METRICS:
-                parts = asdict(value) if value is not None else dict.fromkeys(("value", "low", "high", "n"))
-                row |= {name: parts.pop("value")} | {f"{name}_{part}": number for part, number in parts.items()}
-            else:
-                row[name] = value
+        row = asdict(of)
+        for name in METRICS:
+            parts = row.pop(name) or dict.fromkeys(("value", "low", "high", "n"))
+            row |= {name: parts.pop("value")} | {f"{name}_{part}": number for part, number in parts.items()}
         rows.append(row)
     write_csv(path, list(rows[0]), rows)
 

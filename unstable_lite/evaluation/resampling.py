@@ -7,28 +7,28 @@ average below the policy's entropy, so compare only results with the same number
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
 from rich.table import Table
 
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.cells import Cell, game_spec, in_rounds, seat_of
-from unstable_lite.evaluation.evaluator import opened
+from unstable_lite.evaluation.cells import Cell, game_spec, seat_of
+from unstable_lite.evaluation.evaluator import for_each, with_engines
 from unstable_lite.evaluation.loaded_adapters import AdapterSlots
-from unstable_lite.evaluation.plan import EvaluationPlan, adapters_of
+from unstable_lite.evaluation.plan import EvaluationPlan
 from unstable_lite.evaluation.results import write_csv
 from unstable_lite.files import read_records
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.player import Player
 from unstable_lite.orchestrator.event_loop import first_reason
-from unstable_lite.orchestrator.workers import while_alive
+from unstable_lite.tracking.diversity import entropy
 from unstable_lite.tracking.intervals import Z_95
 from unstable_lite.types import Reply
 
@@ -83,11 +83,10 @@ async def resample(
         evaluation.output.open("a").close()
     except OSError as error:
         raise ConfigError(f"--output {evaluation.output}: {error.strerror}") from error
-    (run / "logs" / "resample").mkdir(parents=True, exist_ok=True)
+    logs = run / "logs" / "resample"
+    logs.mkdir(parents=True, exist_ok=True)
     try:
-        async with opened(evaluation, run / "logs" / "resample", say) as (workers, seats, slots):
-            work = _resample_all(evaluation, kept, samples, seats, slots)
-            return await while_alive(workers.processes, work)
+        return await with_engines(evaluation, logs, say, partial(_resample_all, evaluation, kept, samples))
     except BaseExceptionGroup as group:
         raise first_reason(group) from group
 
@@ -96,8 +95,7 @@ async def _resample_all(
     evaluation: EvaluationPlan, kept: dict[str, list[str]], samples: int, seats: PlayerFactory, slots: AdapterSlots
 ) -> list[Resampled]:
     rows: list[Resampled] = []
-    for round_ in in_rounds(evaluation.cells, evaluation.plan.config.engine.max_loras):
-        await slots.hold({model.key: model for cell in round_ for model in adapters_of(cell)})
+    async for round_ in slots.rounds(evaluation.cells):
         for cell in round_:
             player = seats.players(game_spec(cell, 0, 0, slots.ref))[seat_of(cell, 0)]
             observations = kept[cell.env.env_id]
@@ -109,21 +107,18 @@ async def _resample_all(
 async def _ask(player: Player, observations: Sequence[str], samples: int, concurrency: int) -> list[list[Reply]]:
     """Return `samples` answers to each observation."""
     answers: list[list[Reply]] = [[] for _ in observations]
-    questions: Iterator[int] = iter([index for index in range(len(observations)) for _ in range(samples)])
 
-    async def ask() -> None:
-        for index in questions:  # shared by all
-            answers[index].append(await player.act(observations[index]))
+    async def ask(index: int) -> None:
+        answers[index].append(await player.act(observations[index]))
 
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(concurrency):
-            tasks.create_task(ask())
+    questions = (index for index in range(len(observations)) for _ in range(samples))
+    await for_each(questions, ask, concurrency)
     return answers
 
 
 def _summarise(cell: Cell, answers: Sequence[Sequence[Reply]]) -> Resampled:
     counts = [Counter(reply.action for reply in replies) for replies in answers]
-    entropies = [entropy(list(count.values())) for count in counts]
+    entropies = [entropy(count.values(), count.total()) for count in counts]
     mean = fmean(entropies)
     half = Z_95 * stdev(entropies) / math.sqrt(len(entropies)) if len(entropies) > 1 else math.nan
     return Resampled(
@@ -137,12 +132,6 @@ def _summarise(cell: Cell, answers: Sequence[Sequence[Reply]]) -> Resampled:
         distinct_actions=fmean(map(len, counts)),
         correct_answer_format=fmean(reply.format_ok for replies in answers for reply in replies),
     )
-
-
-def entropy(counts: Sequence[int]) -> float:
-    """Return the entropy of frequencies, in nats."""
-    total = sum(counts)
-    return math.log(total) - sum(count * math.log(count) for count in counts) / total
 
 
 def resampled_table(rows: Sequence[Resampled]) -> Table:

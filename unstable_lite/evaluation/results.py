@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,55 +19,28 @@ from typing import Any
 from rich.table import Table
 
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.cells import Cell, read_key, seat_of
+from unstable_lite.evaluation.cells import Cell, CellKey, read_key, seat_of
 from unstable_lite.evaluation.ladder import LadderEntry
 from unstable_lite.files import RecordLog, read_records
 from unstable_lite.tracking.evaluations import Evaluation, Tally, score
 from unstable_lite.tracking.intervals import paired_difference
 from unstable_lite.types import GameRecord
 
-COLUMNS = (
-    "model",
-    "opponent",
-    "env_id",
-    "num_players",
-    "prompt_template",
-    "other_settings",
-    "n",
-    "wins",
-    "draws",
-    "losses",
-    "win_rate",
-    "low",
-    "high",
-    "points",
-    "points_low",
-    "points_high",
-    "mean_reward",
-    "reward_low",
-    "reward_high",
-    "own_invalid",
-    "own_invalid_rate",
-    "void",
-    "compared_with",
-    "change",
-    "change_low",
-    "change_high",
-    "change_seeds",
-)
-REFERENCE_COLUMNS = (
-    "game_idx",
-    "env_id",
-    "eval_model_pid",
-    "eval_model_reward",
-    "avg_opponent_reward",
-    "num_turns",
-)
+REFERENCE_COLUMNS = {
+    "game_idx": "index",
+    "env_id": "env_id",
+    "eval_model_pid": "pid",
+    "eval_model_reward": "reward",
+    "avg_opponent_reward": "opponent_reward",
+    "num_turns": "num_turns",
+}
+"""Columns of eval_results.csv, with the key of each in a line."""
 PLAYED_HOW = {"players": "num_players", "template": "prompt_template", "settings": "other_settings"}
 """Columns of a terminal's table, shown if its rows differ in them."""
 SAME_GAMES = ("opponent", "env_id", *PLAYED_HOW.values())
 """Fields in which evaluations with the same seeds and seats agree."""
-LADDER_COLUMNS = ("rank", "model", "mu", "sigma", "games", "wins", "draws", "losses")
+COUNTS = ("n", "wins", "draws", "losses")
+LADDER_COLUMNS = ("rank", *(field.name for field in fields(LadderEntry)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +78,7 @@ class Results:
             "cell": cell.key,
             "game": number,
             "model": cell.model.name,
-            "opponent": cell.opponent_name,
+            "opponent": cell.opponent.name,
             "env_id": cell.env.env_id,
             "seed": record.spec.seed,
             "pid": pid,
@@ -128,16 +101,15 @@ class Results:
         return [rows[number] for number in sorted(rows) if number < games]
 
     def evaluation(self, cell: Cell, games: int) -> CellEvaluation:
-        model, rows = cell.model, self.rows(cell, games)
-        return _evaluation(cell.key, rows, model.name, cell.opponent_name, cell.env.env_id, model.step)
+        return _evaluation(read_key(cell.key), self.rows(cell, games), cell.model.name, cell.opponent.name)
 
     def all_evaluations(self, cells: Sequence[Cell]) -> list[CellEvaluation]:
         """Return the results of all games: of `cells` first, then of the others in the order of their lines."""
         names, evaluations = self._names(cells), []
         for key in dict.fromkeys([cell.key for cell in cells if cell.key in self._rows] + [*self._rows]):
-            rows, of = [*self._rows[key].values()], read_key(key)
-            model, opponent = names[of.model_key], names[of.opponent_key]
-            evaluations.append(_evaluation(key, rows, model, opponent, rows[0]["env_id"]))
+            of = read_key(key)
+            rows, model, opponent = [*self._rows[key].values()], names[of.model_key], names[of.opponent_key]
+            evaluations.append(_evaluation(of, rows, model, opponent))
         return evaluations
 
     def close(self) -> None:
@@ -153,25 +125,23 @@ class Results:
             of, newest = read_key(key), [*rows.values()][-1]
             names |= {of.model_key: newest["model"], of.opponent_key: newest["opponent"]}
         for cell in cells:
-            names |= {cell.model.key: cell.model.name, cell.opponent_key: cell.opponent_name}
+            names |= {model.key: model.name for model in cell.models}
         times = Counter(names.values())
         return {key: name if times[name] == 1 else f"{name} ({key})" for key, name in names.items()}
 
 
-def _evaluation(
-    key: str, rows: Sequence[Mapping[str, Any]], model: str, opponent: str, env_id: str, step: int = 0
-) -> CellEvaluation:
-    tally, of = Tally(), read_key(key)
-    played = {row["game"]: score(row["outcome"], row["reward"]) for row in rows if row["end"] != "void"}
-    firsts = range(0, max(played, default=-1) + 1, of.num_players)
-    scores = tuple(tuple(played.get(first + seat) for seat in range(of.num_players)) for first in firsts)
+def _evaluation(of: CellKey, rows: Sequence[Mapping[str, Any]], model: str, opponent: str) -> CellEvaluation:
+    tally, played = Tally(), dict[int, float]()
     for row in rows:
         if row["end"] == "void":
             tally.void += 1
         else:
             tally.add(row["outcome"], row["reward"], row["own_invalid"])
+            played[row["game"]] = score(row["outcome"], row["reward"])
+    firsts = range(0, max(played, default=-1) + 1, of.num_players)
+    scores = tuple(tuple(played.get(first + seat) for seat in range(of.num_players)) for first in firsts)
     return CellEvaluation(
-        **asdict(replace(tally.evaluation(model, model, step, env_id, opponent), scores=scores)),
+        **asdict(replace(tally.evaluation(model, model, 0, of.env_id, opponent), scores=scores)),
         num_players=of.num_players,
         prompt_template=of.prompt_template,
         other_settings=of.other_settings,
@@ -212,24 +182,13 @@ def write_tables(results: Results, cells: Sequence[Cell], games: int) -> list[Ce
     """
     evaluations = results.all_evaluations(cells)
     rows = [_row(evaluation, _first(evaluation, evaluations)) for evaluation in evaluations]
-    write_csv(results.directory / "table.csv", COLUMNS, rows)
-    write_markdown(results.directory / "table.md", COLUMNS, rows)
-    played = [(cell, row) for cell in cells for row in results.rows(cell, games) if row["end"] != "void"]
-    write_csv(
-        results.directory / "eval_results.csv",
-        REFERENCE_COLUMNS,
-        [
-            {
-                "game_idx": index,
-                "env_id": cell.env.env_id,
-                "eval_model_pid": row["pid"],
-                "eval_model_reward": row["reward"],
-                "avg_opponent_reward": row["opponent_reward"],
-                "num_turns": row["num_turns"],
-            }
-            for index, (cell, row) in enumerate(played)
-        ],
-    )
+    _write_both(results.directory / "table", list(rows[0]), rows)
+    played = [row for cell in cells for row in results.rows(cell, games) if row["end"] != "void"]
+    reference = [
+        {column: ({"index": index} | row)[key] for column, key in REFERENCE_COLUMNS.items()}
+        for index, row in enumerate(played)
+    ]
+    write_csv(results.directory / "eval_results.csv", list(REFERENCE_COLUMNS), reference)
     return [results.evaluation(cell, games) for cell in cells]
 
 
@@ -238,12 +197,8 @@ def write_ladder(directory: Path, placed: Sequence[LadderEntry], evaluations: Se
 
     A win is a point, a draw half of one. A cell is empty if the two did not meet.
     """
-    rows = [
-        {"rank": rank, **{column: getattr(model, column) for column in LADDER_COLUMNS[1:]}}
-        for rank, model in enumerate(placed, start=1)
-    ]
-    write_csv(directory / "ladder.csv", LADDER_COLUMNS, rows)
-    write_markdown(directory / "ladder.md", LADDER_COLUMNS, rows)
+    rows = [{"rank": rank} | asdict(model) for rank, model in enumerate(placed, start=1)]
+    _write_both(directory / "ladder", LADDER_COLUMNS, rows)
     points, games = _points(evaluations)
     names = [model.model for model in placed]
     matrix = [
@@ -261,10 +216,12 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, An
         writer.writerows({column: _plain(value) for column, value in row.items()} for row in rows)
 
 
-def write_markdown(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+def _write_both(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write `path` with the suffixes .csv and .md."""
+    write_csv(path.with_suffix(".csv"), columns, rows)
     lines = [columns, ["---"] * len(columns), *([str(_plain(row[column])) for column in columns] for row in rows)]
     text = "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
-    path.write_text(text, encoding="utf-8")
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
 def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
@@ -278,15 +235,12 @@ def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
             table.add_column(name, justify="right")
         for e in shown:
             low, high = e.points_interval
-            is_decided = math.isfinite(e.points)
+            points = (f"{e.points:.1%}", f"{low:.1%} – {high:.1%}", str(e.wins), str(e.draws))
             table.add_row(
                 e.model,
                 *(str(getattr(e, of)) for of in differing.values()),
                 f"{e.n}" + f" (+{e.void} void)" * bool(e.void),
-                f"{e.points:.1%}" if is_decided else "–",
-                f"{low:.1%} – {high:.1%}" if is_decided else "–",
-                str(e.wins) if is_decided else "–",
-                str(e.draws) if is_decided else "–",
+                *(points if math.isfinite(e.points) else ["–"] * len(points)),
                 f"{e.mean_reward:+.3f}" if e.n else "–",
                 e.own_invalid,
             )
@@ -314,30 +268,15 @@ def _first(e: CellEvaluation, evaluations: Sequence[CellEvaluation]) -> CellEval
 
 
 def _row(e: CellEvaluation, first: CellEvaluation) -> dict[str, Any]:
-    low, high = e.interval
-    points_low, points_high = e.points_interval
-    reward_low, reward_high = e.reward_interval
     gained = None if e is first else paired_difference(first.scores, e.scores)
-    return {
-        "model": e.model,
-        "opponent": e.opponent,
-        "env_id": e.env_id,
-        "num_players": e.num_players,
-        "prompt_template": e.prompt_template,
-        "other_settings": e.other_settings,
-        "n": e.n,
-        "wins": e.wins,
-        "draws": e.draws,
-        "losses": e.losses,
-        "win_rate": e.win_rate,
-        "low": low,
-        "high": high,
-        "points": e.points,
-        "points_low": points_low,
-        "points_high": points_high,
-        "mean_reward": e.mean_reward,
-        "reward_low": reward_low,
-        "reward_high": reward_high,
+    row = {name: getattr(e, name) for name in ("model", *SAME_GAMES, *COUNTS)}
+    for name, prefix, (low, high) in (
+        ("win_rate", "", e.interval),
+        ("points", "points_", e.points_interval),
+        ("mean_reward", "reward_", e.reward_interval),
+    ):
+        row |= {name: getattr(e, name), f"{prefix}low": low, f"{prefix}high": high}
+    return row | {
         "own_invalid": e.invalid,
         "own_invalid_rate": e.invalid / e.n if e.n else math.nan,
         "void": e.void,

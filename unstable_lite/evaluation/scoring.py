@@ -17,7 +17,6 @@ import transformers
 from unstable_lite.adapters.peft_files import CONFIG, read_json
 from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
-from unstable_lite.config.reading import read_config
 from unstable_lite.config.training import EngineConfig, LoraConfig
 from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import ConfigError
@@ -29,6 +28,7 @@ from unstable_lite.games.templates import Template, chats_in_use, find_extractio
 from unstable_lite.learner.batching import WHOLE
 from unstable_lite.learner.model import Policy
 from unstable_lite.models import resolve_model
+from unstable_lite.planning.plan import checked_config
 from unstable_lite.planning.trust import run_config
 from unstable_lite.types import TrainItem
 
@@ -189,10 +189,7 @@ def _config(model: EvaluatedModel, path: Path | None, env_id: str) -> Config:
     if path is None and run is not None:
         path = run_config(run)
     if path is not None:
-        config, problems = read_config(path, ())
-        if problems or config is None:
-            raise ConfigError(*problems)
-        return config
+        return checked_config(path)
     stored = read_json(model.path / CONFIG) if model.path is not None else {}
     base = stored.get("base_model_name_or_path")
     if not base:

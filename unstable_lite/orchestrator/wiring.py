@@ -34,7 +34,7 @@ from unstable_lite.orchestrator.health import TrainingHealth
 from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.orchestrator.watchdog import LoopWatchdog
 from unstable_lite.orchestrator.workers import Workers, started_workers
-from unstable_lite.planning.adapter_slots import adapters_in_memory
+from unstable_lite.planning.adapter_slots import active_checkpoints, adapters_in_memory
 from unstable_lite.planning.plan import Plan
 from unstable_lite.planning.staleness import in_flight
 from unstable_lite.reward_transformations import GROUP_BASELINES, build_reward_transformations
@@ -149,7 +149,7 @@ async def wired_parts(
         colocation = _colocation(plan, workers, adapter_sync, collector)
         pool = CheckpointPool(
             config.league,
-            plan.active_checkpoints,
+            active_checkpoints(config),
             registry,
             table,
             store,

@@ -105,7 +105,9 @@ async def started_fine_tuner(
     """Start a worker that fine-tunes, on the learner's device; see `started_workers`."""
     async with _WorkerFleet(plan, logs) as fleet:
         channel = WorkerChannel(fleet.router, "sft", on_message)
-        await fleet.start(fleet.make("unstable_lite.sft.worker", channel, plan.learner_device, plan.learner_threads))
+        await fleet.start(
+            fleet.make("unstable_lite.sft.worker", channel, plan.learner_devices[0], plan.learner_threads)
+        )
         await fleet.wait_until_up(say)
         yield fleet.processes[0]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unstable_lite.config import Config
 from unstable_lite.league.samplers import strategies, uses_checkpoints
-from unstable_lite.learner import LEARNERS
+from unstable_lite.planning.algorithm_defaults import algorithm_of
 
 
 def active_checkpoints(config: Config) -> int:
@@ -34,8 +34,7 @@ def adapters_in_memory(config: Config) -> int:
     It holds the loaded adapters, the next one, and one that is loaded again. The learner adds three versions (this one,
     the next one, and the one that is being saved), each with two moments, and the same again for a critic.
     """
-    known = LEARNERS.get(config.algorithm)
-    return config.engine.max_loras + 2 + 3 * 3 * (2 if known is not None and known.has_critic else 1)
+    return config.engine.max_loras + 2 + 3 * 3 * (2 if algorithm_of(config).has_critic else 1)
 
 
 def _slots_besides_active(config: Config, has_pool: bool) -> int:

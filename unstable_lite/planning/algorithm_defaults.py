@@ -31,9 +31,14 @@ _STEP_PENALTIES = (
 _NORMALIZED = (_transformation("NormalizeRewardsByEnv", z_score=True),)
 
 
+def algorithm_of(config: Config) -> Algorithm:
+    """Return the named algorithm, or the assumptions about a `module:Class`."""
+    return LEARNERS.get(config.algorithm, Algorithm(target=config.algorithm))
+
+
 def resolve_defaults(config: Config) -> Config:
     """Return the config with each setting that it leaves open set to the algorithm's default."""
-    kind = _algorithm(config).batches if config.buffer.kind == "auto" else config.buffer.kind
+    kind = algorithm_of(config).batches if config.buffer.kind == "auto" else config.buffer.kind
     has_group = config.group_baseline is not None
     # A critic or a group is already a baseline; a role average or the batch mean would be a second one.
     has_baseline = has_group or kind == "episodes"
@@ -53,21 +58,21 @@ def resolve_defaults(config: Config) -> Config:
 
 def describe_rewards(rewards: RewardConfig) -> str:
     """Return a readable list of the transforms that a reward passes through."""
-    kinds = {
+    lists = {
         "final": rewards.final_reward_transformation,
         "step": rewards.step_reward_transformation,
         "sampling": rewards.sampling_reward_transformation,
     }
-    names = {
-        kind: " + ".join(entry if isinstance(entry, str) else entry.name for entry in entries or ()) or "none"
-        for kind, entries in kinds.items()
-    }
-    return "; ".join(f"{kind}: {name}" for kind, name in names.items())
+    return "; ".join(f"{kind}: {' + '.join(transform_names(entries)) or 'none'}" for kind, entries in lists.items())
+
+
+def transform_names(entries: Iterable[Transformation | str] | None) -> list[str]:
+    return [entry if isinstance(entry, str) else entry.name for entry in entries or ()]
 
 
 def algorithm_problems(config: Config) -> Iterable[str]:
     """Yield each reason why the algorithm cannot run with these settings."""
-    algorithm, learner = _algorithm(config), config.learner
+    algorithm, learner = algorithm_of(config), config.learner
     is_ours = config.algorithm in LEARNERS
     if is_ours and config.buffer.kind not in ("auto", algorithm.batches):
         yield (
@@ -97,8 +102,3 @@ def dropout_problems(config: Config) -> Iterable[str]:
             f"lora.lora_dropout = {config.lora.lora_dropout}: {config.algorithm} compares each token's probability "
             "with the one it was sampled with, and dropout changes the policy in every pass; set it to 0"
         )
-
-
-def _algorithm(config: Config) -> Algorithm:
-    """Return the named algorithm, or the assumptions about a `module:Class`."""
-    return LEARNERS.get(config.algorithm, Algorithm(target=config.algorithm))

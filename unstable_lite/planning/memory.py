@@ -8,15 +8,15 @@ so a GPU needs somewhat less. Loads neither torch nor transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from unstable_lite.config import Config
 from unstable_lite.config.training import EngineConfig, LearnerConfig, LoraConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.learner import LEARNERS
 from unstable_lite.models import read_json, resolve_model
+from unstable_lite.planning.algorithm_defaults import algorithm_of
 
 GIB = 1 << 30
 RESERVED_BYTES = GIB
@@ -28,18 +28,27 @@ LOGIT_BYTES = 8
 reuses the memory of the logits; a bfloat16 base needs the gradient once more, in bfloat16."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a decoder that determine its memory, in elements; `queries` and `keys` are sums over all heads."""
+    """Sizes of a decoder that determine its memory, in elements."""
 
     hidden: int
     inner: int
-    queries: int
-    keys: int
+    heads: int
+    key_heads: int
+    head_size: int
     layers: int
     vocab_size: int
     is_tied: bool
     """Whether head and embedding share their weights."""
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.head_size
 
     @property
     def linear_layers(self) -> dict[str, tuple[int, int]]:
@@ -71,34 +80,18 @@ class ModelShape:
         return lora.lora_rank * self.layers * sum(sizes)
 
 
-def _shape(
-    hidden: int, inner: int, heads: tuple[int, int, int], layers: int, vocab_size: int, tied: bool
-) -> ModelShape:
-    queries, keys, size = heads
-    return ModelShape(
-        hidden=hidden,
-        inner=inner,
-        queries=queries * size,
-        keys=keys * size,
-        layers=layers,
-        vocab_size=vocab_size,
-        is_tied=tied,
-    )
-
-
 KNOWN_SHAPES = {
-    "Qwen/Qwen3-0.6B": _shape(1024, 3072, (16, 8, 128), 28, 151_936, True),
-    "Qwen/Qwen3-1.7B": _shape(2048, 6144, (16, 8, 128), 28, 151_936, True),
-    "Qwen/Qwen3-4B": _shape(2560, 9728, (32, 8, 128), 36, 151_936, True),
-    "Qwen/Qwen3-8B": _shape(4096, 12_288, (32, 8, 128), 36, 151_936, False),
-    "Qwen/Qwen3-14B": _shape(5120, 17_408, (40, 8, 128), 40, 151_936, False),
-    "meta-llama/Llama-3.2-1B": _shape(2048, 8192, (32, 8, 64), 16, 128_256, True),
-    "meta-llama/Llama-3.2-3B": _shape(3072, 8192, (24, 8, 128), 28, 128_256, True),
-    "meta-llama/Llama-3.1-8B": _shape(4096, 14_336, (32, 8, 128), 32, 128_256, False),
-    "google/gemma-3-1b-pt": _shape(1152, 6912, (4, 1, 256), 26, 262_144, True),
+    "Qwen/Qwen3-0.6B": ModelShape(1024, 3072, 16, 8, 128, 28, 151_936, True),
+    "Qwen/Qwen3-1.7B": ModelShape(2048, 6144, 16, 8, 128, 28, 151_936, True),
+    "Qwen/Qwen3-4B": ModelShape(2560, 9728, 32, 8, 128, 36, 151_936, True),
+    "Qwen/Qwen3-8B": ModelShape(4096, 12_288, 32, 8, 128, 36, 151_936, False),
+    "Qwen/Qwen3-14B": ModelShape(5120, 17_408, 40, 8, 128, 40, 151_936, False),
+    "meta-llama/Llama-3.2-1B": ModelShape(2048, 8192, 32, 8, 64, 16, 128_256, True),
+    "meta-llama/Llama-3.2-3B": ModelShape(3072, 8192, 24, 8, 128, 28, 128_256, True),
+    "meta-llama/Llama-3.1-8B": ModelShape(4096, 14_336, 32, 8, 128, 32, 128_256, False),
+    "google/gemma-3-1b-pt": ModelShape(1152, 6912, 4, 1, 256, 26, 262_144, True),
 }
 """Shapes from the models' published config.json, for machines without the model; also for `-Base` and `-Instruct`."""
-
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
@@ -118,7 +111,8 @@ def shape_of(model_name: str) -> ModelShape | None:
         return None
     hidden, inner, heads, layers, vocab_size = sizes
     key_heads, size = model.get("num_key_value_heads") or heads, model.get("head_dim") or hidden // heads
-    return _shape(hidden, inner, (heads, key_heads, size), layers, vocab_size, bool(model.get("tie_word_embeddings")))
+    is_tied = bool(model.get("tie_word_embeddings"))
+    return ModelShape(hidden, inner, heads, key_heads, size, layers, vocab_size, is_tied)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,17 +147,14 @@ class LearnerMemory:
 
 
 def learner_memory(
-    shape: ModelShape,
-    learner: LearnerConfig,
-    lora: LoraConfig,
-    is_bfloat16: bool = True,
-    has_critic: bool = False,
-    num_ranks: int = 1,
+    shape: ModelShape, learner: LearnerConfig, lora: LoraConfig, has_critic: bool = False, num_ranks: int = 1
 ) -> LearnerMemory:
     """Return the memory of each of `num_ranks` ranks, which divide the base if `learner.shard_base` is set.
 
-    `is_bfloat16`: type of the frozen base; adapter and optimiser are float32. A critic counts as a second adapter.
+    With `learner.dtype` "auto" the base is bfloat16; adapter and optimiser are float32. A critic counts as a second
+    adapter.
     """
+    is_bfloat16 = learner.dtype != "float32"
     h, i, q, k, r = shape.hidden, shape.inner, shape.queries, shape.keys, lora.lora_rank
     if is_bfloat16:
         width, layer, recomputed, ends = 2, 12.4 * h + 8 * i + 14 * q + 12 * k + 18 * r, 2.4 * h + 4 * i, 19 * h
@@ -215,12 +206,11 @@ def engine_memory(shape: ModelShape, engine: EngineConfig, lora: LoraConfig) -> 
 
 
 def describe(
-    model_name: str, vram_gib: float, sections: Config | None = None, num_ranks: int = 1
+    model_name: str, vram_gib: float, config: Config | None = None, num_ranks: int = 1
 ) -> list[tuple[str, str]]:
     """Return readable rows (name, amount) for a GPU of `vram_gib` and `num_ranks` ranks of the learner.
 
-    The memory-related keys are those of the config `sections` or the defaults. Raises ConfigError if the model's shape
-    is not known.
+    The memory-related keys are those of `config` or the defaults. Raises ConfigError if the model's shape is not known.
     """
     shape = shape_of(model_name)
     if shape is None:
@@ -228,79 +218,40 @@ def describe(
             f"--memory {model_name}: the shape of this model is not known; give the directory of a downloaded model "
             f"(with its config.json), or one of {', '.join(KNOWN_SHAPES)}"
         )
-    rows = [("model", f"{shape.base_parameters / 1e9:.2f} billion parameters, {shape.layers} layers")]
-    learner, engine = (sections.learner, sections.engine) if sections else (LearnerConfig(), EngineConfig())
-    lora = sections.lora if sections else LoraConfig()
-    algorithm = LEARNERS.get(sections.algorithm) if sections else None
-    has_critic = algorithm is not None and algorithm.has_critic
-    usable = int(vram_gib * GIB) - RESERVED_BYTES
-    rows += _describe_learner(shape, learner, lora, has_critic, num_ranks, usable)
-    serving = engine_memory(shape, engine, lora)
+    config = config or Config.model_construct(train_envs=())
+    engine, usable = config.engine, int(vram_gib * GIB) - RESERVED_BYTES
+    serving = engine_memory(shape, engine, config.lora)
     tokens = serving.kv_tokens(int(usable * engine.gpu_share))
     fits = (
         f"{tokens:,} tokens at {serving.kv_per_token / 1e3:.0f} kB: {tokens // engine.max_model_len} sequences of "
         f"engine.max_model_len = {engine.max_model_len} at once"
     )
     return [
-        *rows,
+        ("model", f"{shape.base_parameters / 1e9:.2f} billion parameters, {shape.layers} layers"),
+        *_describe_learner(shape, config, num_ranks, usable),
         ("engine: base", _gib(serving.base)),
         (f"engine: {engine.max_loras} adapter slots", _gib(serving.adapters)),
         ("engine: keys and values", fits if tokens else "do not fit"),
     ]
 
 
-def _describe_learner(
-    shape: ModelShape, learner: LearnerConfig, lora: LoraConfig, has_critic: bool, num_ranks: int, usable: int
-) -> Iterator[tuple[str, str]]:
+def _describe_learner(shape: ModelShape, config: Config, num_ranks: int, usable: int) -> Iterator[tuple[str, str]]:
     """Yield rows of one rank. `usable`: bytes of its GPU."""
-    memory = _learner(shape, learner, lora, True, has_critic, num_ranks)
+    has_critic = algorithm_of(config).has_critic
+    memory = learner_memory(shape, config.learner, config.lora, has_critic, num_ranks)
     yield "learner: frozen base", _gib(memory.base) + f", one of {num_ranks} shards" * bool(memory.lent)
     if memory.lent:
         yield "learner: gathered in a pass", f"{_gib(memory.lent)} of other ranks' shards"
-    adapters = f"adapter{'s of policy and critic,' * has_critic} of rank {lora.lora_rank}"
+    adapters = f"adapter{'s of policy and critic,' * has_critic} of rank {config.lora.lora_rank}"
     yield f"learner: {adapters}", f"{_gib(memory.adapter)} with gradient and optimiser"
-    yield f"learner: logits of {learner.logits_chunk_tokens} tokens", _gib(memory.head)
+    yield f"learner: logits of {config.learner.logits_chunk_tokens} tokens", _gib(memory.head)
     for is_checkpointed, how in ((True, "with checkpointing"), (False, "without")):
-        memory = _learner(shape, learner, lora, is_checkpointed, has_critic, num_ranks)
+        learner = config.learner.model_copy(update={"activation_checkpointing": is_checkpointed})
+        memory = learner_memory(shape, learner, config.lora, has_critic, num_ranks)
         per_token = (memory.kept_per_token + memory.layer_per_token) / 1e6
         tokens = memory.longest(usable)
         fits = f"{tokens:,} tokens" if tokens else "does not fit"
         yield f"learner {how}: largest micro-batch", f"{fits}, at {per_token:.2f} MB per token"
-
-
-def table(models: Sequence[str], vram_gib: Sequence[float]) -> list[list[str]]:
-    """Return a table of models by GPUs, with all defaults: longest sequence trained / sequences served at once."""
-    rows = [["model", *(f"{size:g} GB" for size in vram_gib)]]
-    for name in models:
-        shape = shape_of(name)
-        assert shape is not None
-        cells = []
-        for size in vram_gib:
-            usable = int(size * GIB) - RESERVED_BYTES
-            trained = _learner(shape, LearnerConfig(), LoraConfig(), True).longest(usable)
-            engine = EngineConfig()
-            served = engine_memory(shape, engine, LoraConfig()).kv_tokens(int(usable * engine.gpu_share))
-            at_once = served // engine.max_model_len
-            cells.append(f"{_tokens(trained)} / {at_once or '–'}")
-        rows.append([name, *cells])
-    return rows
-
-
-def _learner(
-    shape: ModelShape,
-    learner: LearnerConfig,
-    lora: LoraConfig,
-    is_checkpointed: bool,
-    has_critic: bool = False,
-    num_ranks: int = 1,
-) -> LearnerMemory:
-    learner = learner.model_copy(update={"activation_checkpointing": is_checkpointed})
-    return learner_memory(shape, learner, lora, learner.dtype != "float32", has_critic, num_ranks)
-
-
-def _tokens(count: int) -> str:
-    """Return a count in thousands, rounded down, because a computed value is not more exact than that."""
-    return f"{count // 1000}k" if count >= 1000 else "–"
 
 
 def _gib(num_bytes: float) -> str:

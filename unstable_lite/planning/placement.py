@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from unstable_lite.config import Config
+from unstable_lite.config.training import LearnerConfig
 from unstable_lite.engines.devices import gpu_memory_bytes, resolve_devices
 from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
-from unstable_lite.learner import LEARNERS
-from unstable_lite.planning.memory import GIB, LearnerMemory, engine_memory, learner_memory, shape_of
+from unstable_lite.planning.algorithm_defaults import algorithm_of
+from unstable_lite.planning.memory import GIB, engine_memory, learner_memory, shape_of
 
 ENGINE_SHARE = {"split": 0.5, "sleep": 0.7}
 """Engines' default share of a shared GPU's memory by `engine.when_shared`."""
@@ -30,21 +31,19 @@ def shared(engine_devices: Devices, learner_devices: Devices) -> list[int | str]
 
 
 def divide(config: Config, engine_devices: Devices, learner_devices: Devices) -> Config:
-    """Return the config with `gpu_memory_utilization` set in each section whose workers share a GPU.
+    """Return the config with `gpu_memory_utilization` set in each section whose workers share a GPU with others.
 
     The learner's share may be 0.
     """
-    engine, learner, takes_turns = config.engine, config.learner, config.engine.when_shared == "sleep"
-    gpus = [device for device in shared(engine_devices, learner_devices) if isinstance(device, int)]
+    engine, learner = config.engine, config.learner
+    is_shared = any(isinstance(device, int) for device in shared(engine_devices, learner_devices))
     num_engines = max((list(engine_devices).count(gpu) for gpu in engine_devices if isinstance(gpu, int)), default=1)
-    if not gpus:
-        if num_engines == 1 or engine.gpu_memory_utilization:
-            return config
-        part = {"gpu_memory_utilization": engine.gpu_share / num_engines}
-        return config.model_copy(update={"engine": engine.model_copy(update=part)})
-    ours = engine.gpu_memory_utilization or ENGINE_SHARE[engine.when_shared] / num_engines
-    rest = max(0.0, round(1 - UNASSIGNED - ours * num_engines, 4))
-    theirs = learner.gpu_memory_utilization or (None if takes_turns else rest)
+    if not is_shared and num_engines == 1:
+        return config
+    default = ENGINE_SHARE[engine.when_shared] if is_shared else engine.gpu_share
+    ours, theirs = engine.gpu_memory_utilization or default / num_engines, learner.gpu_memory_utilization
+    if is_shared and engine.when_shared == "split":
+        theirs = theirs or max(0.0, round(1 - UNASSIGNED - ours * num_engines, 4))
     return config.model_copy(
         update={
             "engine": engine.model_copy(update={"gpu_memory_utilization": ours}),
@@ -53,8 +52,8 @@ def divide(config: Config, engine_devices: Devices, learner_devices: Devices) ->
     )
 
 
-def sharing_problems(config: Config, kind: str, engine_devices: Devices, learner_devices: Devices) -> Iterable[str]:
-    """Yield each reason why engine and learner cannot share their devices. `kind`: the engine kind that was chosen."""
+def sharing_problems(config: Config, engine_devices: Devices, learner_devices: Devices) -> Iterable[str]:
+    """Yield each reason why engine and learner cannot share their devices."""
     takes_turns, devices = config.engine.when_shared == "sleep", shared(engine_devices, learner_devices)
     if takes_turns and not devices:
         yield (
@@ -62,7 +61,7 @@ def sharing_problems(config: Config, kind: str, engine_devices: Devices, learner
             f"({_listed(learner_devices)}) share no device; name the same one in engine.devices and learner.devices, "
             "or leave out engine.when_shared"
         )
-    if takes_turns and kind == "vllm" and "cpu" in devices:
+    if takes_turns and config.engine.kind == "vllm" and "cpu" in devices:
         yield (
             "engine.when_shared = 'sleep': vLLM can sleep only on GPUs; set engine.kind = 'transformers', which can "
             "sleep here, or engine.when_shared = 'split', which needs no sleep"
@@ -88,7 +87,7 @@ def describe_sharing(config: Config, engine_devices: Devices, learner_devices: D
 
 
 def _parts(config: Config, device: int | str, engine_devices: Devices, learner_devices: Devices) -> Iterator[str]:
-    engine_share, learner_share = _engines_share(config, device, engine_devices), config.learner.gpu_memory_utilization
+    engine_share, learner_share = _shares(config, device, engine_devices)
     size = f" of {room / GIB:.1f} GiB" if (room := memory_bytes(device)) else ""
     if device == "cpu":
         yield f"both allocate as needed{size}"
@@ -96,16 +95,15 @@ def _parts(config: Config, device: int | str, engine_devices: Devices, learner_d
         yield f"engine {engine_share:.0%}{size} while it is awake, learner all free memory while the engine sleeps"
     else:
         yield f"engine {engine_share:.0%}, learner {learner_share:.0%}{size}"
-    needs, learner = _needs(config, device, engine_devices), _learner(config, learner_devices)
-    if needs is not None and learner is not None:
-        least = _resident(learner) * list(learner_devices).count(device)
-        yield f"minimum {needs / GIB:.2f} GiB and {least / GIB:.2f} GiB without a micro-batch (computed)"
+    if (least := _least(config, device, engine_devices, learner_devices)) is not None:
+        of_engine, of_learner = least
+        yield f"minimum {of_engine / GIB:.2f} GiB and {of_learner / GIB:.2f} GiB without a micro-batch (computed)"
 
 
 def _too_small(config: Config, device: int | str, engine_devices: Devices, learner_devices: Devices) -> Iterator[str]:
     """Yield the problems that no batch size can avoid: a base that does not fit, or shares above the whole."""
-    takes_turns, engine_share = config.engine.when_shared == "sleep", _engines_share(config, device, engine_devices)
-    learner_share = config.learner.gpu_memory_utilization or 0.0
+    takes_turns = config.engine.when_shared == "sleep"
+    engine_share, learner_share = _shares(config, device, engine_devices)
     is_too_much = engine_share > 1 or (not takes_turns and (engine_share + learner_share > 1 or not learner_share))
     if device != "cpu" and is_too_much:
         yield (
@@ -114,22 +112,20 @@ def _too_small(config: Config, device: int | str, engine_devices: Devices, learn
             "learner nothing; lower engine.gpu_memory_utilization"
         )
         return
-    room, needs = memory_bytes(device), _needs(config, device, engine_devices)
-    learner = _learner(config, learner_devices)
-    if room is None or needs is None or learner is None:
+    room, least = memory_bytes(device), _least(config, device, engine_devices, learner_devices)
+    if room is None or least is None:
         return
-    ranks = list(learner_devices).count(device)
-    least = _resident(learner) * ranks
+    of_engine, of_learner = least
     if device == "cpu":
-        if needs + least > room:
+        if of_engine + of_learner > room:
             yield (
-                f"engine and learner share {room / GIB:.1f} GiB of memory, but need at least {needs / GIB:.1f} and "
-                f"{least / GIB:.1f} GiB (computed); lower engine.kv_cache_gb, engine.max_loras or lora.lora_rank, or "
-                "use a smaller model"
+                f"engine and learner share {room / GIB:.1f} GiB of memory, but need at least {of_engine / GIB:.1f} and "
+                f"{of_learner / GIB:.1f} GiB (computed); lower engine.kv_cache_gb, engine.max_loras or "
+                "lora.lora_rank, or use a smaller model"
             )
         return
     learner_room = room * (1 - UNASSIGNED - engine_share if takes_turns else learner_share)
-    for section, needed, has in (("engine", needs, room * engine_share), ("learner", least, learner_room)):
+    for section, needed, has in (("engine", of_engine, room * engine_share), ("learner", of_learner, learner_room)):
         if needed > has:
             yield (
                 f"engine.when_shared = {config.engine.when_shared!r}: the {section}'s share of {_name(device)} is "
@@ -149,34 +145,27 @@ def memory_bytes(device: int | str) -> int | None:
     return min(limits)
 
 
-def _engines_share(config: Config, device: int | str, engine_devices: Devices) -> float:
-    """Return the share of a GPU's memory that all engines on it take together."""
-    return config.engine.gpu_share * list(engine_devices).count(device)
+def _shares(config: Config, device: int | str, engine_devices: Devices) -> tuple[float, float]:
+    """Return the shares of a GPU's memory of all engines on it together and of the learner; 0 if it has no limit."""
+    engine_share = config.engine.gpu_share * list(engine_devices).count(device)
+    return engine_share, config.learner.gpu_memory_utilization or 0.0
 
 
-def _needs(config: Config, device: int | str, engine_devices: Devices) -> int | None:
-    """Return the least memory of all engines on `device` together; None if the model's shape is not known."""
+def _least(
+    config: Config, device: int | str, engine_devices: Devices, learner_devices: Devices
+) -> tuple[int, int] | None:
+    """Return the least memory of all engines and of all ranks on a device; None if it cannot be computed."""
     shape = shape_of(config.model_name)
     if shape is None or config.engine.kind in ("scripted", VLLM_SERVER):
         return None
-    memory = engine_memory(shape, config.engine, config.lora)
-    one = memory.base + memory.adapters + memory.kv_per_token * config.engine.max_model_len
-    return one * list(engine_devices).count(device)
-
-
-def _learner(config: Config, devices: Devices) -> LearnerMemory | None:
-    shape, algorithm = shape_of(config.model_name), LEARNERS.get(config.algorithm)
-    if shape is None:
-        return None
-    has_critic = algorithm is not None and algorithm.has_critic
-    is_bfloat16 = config.learner.dtype != "float32"
-    num_ranks = len(devices) + config.learner.remote_ranks
-    return learner_memory(shape, config.learner, config.lora, is_bfloat16, has_critic, num_ranks)
-
-
-def _resident(learner: LearnerMemory) -> int:
-    """Return the memory that a rank holds between updates."""
-    return learner.base + learner.adapter
+    engine = engine_memory(shape, config.engine, config.lora)
+    one_engine = engine.base + engine.adapters + engine.kv_per_token * config.engine.max_model_len
+    num_ranks = len(learner_devices) + config.learner.remote_ranks
+    learner = learner_memory(shape, config.learner, config.lora, algorithm_of(config).has_critic, num_ranks)
+    return (
+        one_engine * list(engine_devices).count(device),
+        (learner.base + learner.adapter) * list(learner_devices).count(device),
+    )
 
 
 def _name(device: int | str) -> str:
@@ -188,8 +177,13 @@ def _listed(devices: Devices) -> str:
 
 
 def devices_of(config: Config) -> tuple[tuple[int | str, ...], tuple[int | str, ...]]:
-    """Return the devices of engines and learner; for a server's engine, the server's URL."""
+    """Return the devices of engines and learner; for a server's engine, the server's URL. Raises ConfigError."""
     engine, learner = config.engine, config.learner
     if engine.kind == VLLM_SERVER:
         return engine.urls, resolve_devices(("cpu",), learner.devices)[1]
     return resolve_devices(engine.devices, learner.devices)
+
+
+def engine_devices_alone(config: Config) -> tuple[int | str, ...]:
+    """Return the devices of engines without a learner. Raises ConfigError."""
+    return devices_of(config.model_copy(update={"learner": LearnerConfig(devices=("cpu",))}))[0]

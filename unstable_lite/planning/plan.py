@@ -6,8 +6,8 @@ Loads neither torch nor transformers; makes and resets each env once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unstable_lite.config import Config
@@ -21,14 +21,11 @@ from unstable_lite.games.env_catalogue import is_isolated
 from unstable_lite.games.trial_games import trial_lengths
 from unstable_lite.league.samplers import uses_fixed
 from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slots_needed, adapters_in_memory
-from unstable_lite.planning.algorithm_defaults import (
-    describe_rewards,
-    resolve_defaults,
-)
+from unstable_lite.planning.algorithm_defaults import describe_rewards, resolve_defaults
 from unstable_lite.planning.memory import shape_of
-from unstable_lite.planning.placement import describe_sharing, devices_of, divide, shared
+from unstable_lite.planning.placement import describe_sharing, devices_of, divide, engine_devices_alone, shared
 from unstable_lite.planning.staleness import describe as describe_pace
-from unstable_lite.planning.validation import critic_warnings, find_problems, played_otherwise
+from unstable_lite.planning.validation import critic_warnings, find_engine_problems, find_problems, played_otherwise
 
 MIB = 1 << 20
 
@@ -46,15 +43,10 @@ class Plan:
     engine_reason: str
     engine_devices: tuple[int | str, ...]
     learner_devices: tuple[int | str, ...]
-    """Device of each rank on this machine."""
+    """Device of each rank on this machine; empty if no learner is started."""
     engine_threads: int
     learner_threads: int
-    adapter_slots_needed: int
-    active_checkpoints: int
-    """Number of checkpoints that can be played at once, the current one included."""
-    adapter_bytes: int | None
-    """Size of one adapter in float32; None if the model's shape is not known."""
-    game_lengths: dict[str, list[int]]
+    game_lengths: dict[str, list[int]] = field(default_factory=dict)
     """Turns of some games of random moves, by training env; empty if no random player knows the moves."""
 
     @property
@@ -66,11 +58,6 @@ class Plan:
     def divided(self) -> Config:
         """Config that workers receive, with their shares of a shared GPU."""
         return divide(self.config, self.engine_devices, self.learner_devices)
-
-    @property
-    def learner_device(self) -> int | str:
-        """Device of rank 0."""
-        return self.learner_devices[0]
 
     @property
     def num_ranks(self) -> int:
@@ -118,15 +105,15 @@ class Plan:
         for difference in played_otherwise(config):
             yield "differs", difference
         yield "opponents", self.opponents()
-        if self.active_checkpoints > 1:
+        if (active := active_checkpoints(config)) > 1:
             least, most = config.league.opponent_lag
             by = f"by {config.league.active_checkpoints_by}, {least} to {most} updates back"
-            yield "older checkpoints", f"at most {self.active_checkpoints - 1} as opponents, {by}"
-        yield "adapter slots", f"{config.engine.max_loras} per worker; at least {self.adapter_slots_needed} needed"
-        if self.adapter_bytes is not None:
-            total = self.adapter_bytes * adapters_in_memory(config)
-            size = f"{self.adapter_bytes / MIB:.1f} MiB per adapter, up to {total / MIB:.0f} MiB in shared memory"
-            yield "adapters", size
+            yield "older checkpoints", f"at most {active - 1} as opponents, {by}"
+        yield "adapter slots", f"{config.engine.max_loras} per worker; at least {adapter_slots_needed(config)} needed"
+        shape = shape_of(config.model_name)
+        if shape is not None and (size := 4 * shape.lora_parameters(config.lora)):
+            total = size * adapters_in_memory(config)
+            yield "adapters", f"{size / MIB:.1f} MiB per adapter, up to {total / MIB:.0f} MiB in shared memory"
         memory = f"up to {config.engine.kv_cache_gb:g} GB for the KV cache"
         if config.engine.kind == VLLM_SERVER:
             yield "adapters to the servers", delivery(config.engine)
@@ -141,7 +128,7 @@ class Plan:
         if config.run.schedule == "sync":
             games = f"complete rounds of at most {config.run.num_collection_workers}, each followed by an update"
         yield "games in flight", games
-        yield from describe_pace(config, self.game_lengths, self.active_checkpoints)
+        yield from describe_pace(config, self.game_lengths)
         specs: list[EnvSpec] = [*config.train_envs, *config.eval_envs]
         isolated = [
             spec.env_id for spec in specs if is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated)
@@ -159,23 +146,43 @@ class Plan:
 
 def load_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
     """Read, validate and plan a config. Raises ConfigError with every problem at once, of form and of meaning."""
-    config, problems = read_config(path, overrides)
+    return _plan_run(checked_config(path, overrides, find_problems))
+
+
+def checked_config(
+    path: Path, overrides: Sequence[str] = (), find: Callable[[Config], Sequence[str]] = lambda _: ()
+) -> Config:
+    """Read a config. `find`: returns its problems of meaning. Raises ConfigError with every problem at once."""
+    config, problems = read_config(path, tuple(overrides))
     if config is not None:
-        problems += [f"{path}: {problem}" for problem in find_problems(config)]
+        problems += [f"{path}: {problem}" for problem in find(config)]
     if problems or config is None:
         raise ConfigError(*problems)
-    return make_plan(config)
+    return config
 
 
-def make_plan(config: Config, side_by_side: bool = True) -> Plan:
-    """Decide devices, engine and threads for a config. Raises ConfigError with every problem of meaning.
-
-    `side_by_side`: plan a run, which has engines and a learner (perhaps on a shared device) and a run directory.
-    """
-    if problems := find_problems(config, side_by_side):
+def make_plan(config: Config) -> Plan:
+    """Plan a run. Raises ConfigError with every problem of meaning."""
+    if problems := find_problems(config):
         raise ConfigError(*problems)
+    return _plan_run(config)
+
+
+def make_engine_plan(config: Config) -> Plan:
+    """Plan engines that have all devices to themselves. Raises ConfigError with every problem of engines and envs."""
+    if problems := find_engine_problems(config):
+        raise ConfigError(*problems)
+    return plan_workers(config, engine_devices_alone(config), ())
+
+
+def _plan_run(config: Config) -> Plan:
+    plan = plan_workers(config, *devices_of(config))
+    return replace(plan, game_lengths={spec.env_id: trial_lengths(spec) for spec in config.train_envs})
+
+
+def plan_workers(config: Config, engine_devices: tuple[int | str, ...], learner_devices: tuple[int | str, ...]) -> Plan:
+    """Decide engine and threads for a config without problems. Raises ConfigError if vLLM is set but cannot serve."""
     config = resolve_defaults(config)
-    engine_devices, learner_devices = devices_of(config)
     kind, reason = choose_engine(config.engine.kind, engine_devices)
     workers_on_cpu = [*engine_devices, *learner_devices].count("cpu")
     share = max(1, len(os.sched_getaffinity(0)) // max(1, workers_on_cpu))
@@ -186,17 +193,7 @@ def make_plan(config: Config, side_by_side: bool = True) -> Plan:
         learner_devices=learner_devices,
         engine_threads=config.engine.threads or (share if "cpu" in engine_devices else ENGINE_THREADS_ON_GPU),
         learner_threads=config.learner.threads or (share if "cpu" in learner_devices else LEARNER_THREADS_ON_GPU),
-        adapter_slots_needed=adapter_slots_needed(config),
-        active_checkpoints=active_checkpoints(config),
-        adapter_bytes=_adapter_bytes(config),
-        game_lengths={spec.env_id: trial_lengths(spec) for spec in config.train_envs} if side_by_side else {},
     )
-
-
-def _adapter_bytes(config: Config) -> int | None:
-    """Return the float32 size of the LoRA on the usual linear layers; None if the model's shape is not known."""
-    shape = shape_of(config.model_name)
-    return (4 * shape.lora_parameters(config.lora) or None) if shape else None
 
 
 def _device(device: int | str, threads: int) -> str:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from statistics import fmean
 
 from unstable_lite.config import Config
 from unstable_lite.config.games import LeagueConfig, TrainEnvSpec
 from unstable_lite.league.samplers import strategies
+from unstable_lite.planning.adapter_slots import active_checkpoints
 from unstable_lite.rollout.back_pressure import InFlight, max_age, spread_of
 
 SYNC_SPARE = 1.1
@@ -26,7 +26,7 @@ GROUPS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Predicted pace of a run."""
+    """Predicted pace of a run; in a sync schedule, ages have no meaning."""
 
     games: float
     """Number of games in flight, or in a round of a sync schedule."""
@@ -60,60 +60,58 @@ def in_flight(config: Config, lengths: Mapping[str, Sequence[int]]) -> InFlight:
     return InFlight(config.learner.batch_size, least, oldest, steps_per_seat(config, lengths))
 
 
-def predict(config: Config, lengths: Mapping[str, Sequence[int]], active_checkpoints: int) -> Pace | None:
-    """Return the predicted pace; None if the lengths of some env's games are not known."""
-    if not all(lengths.get(spec.env_id) for spec in config.train_envs):
-        return None
+def predict(config: Config, lengths: Mapping[str, Sequence[int]]) -> Pace:
+    """Return the predicted pace of a run. `lengths`: turns of some games, for every training env."""
     run, batch_size = config.run, config.learner.batch_size
-    collected = {spec.env_id: _collected_share(spec, config.league) for spec in config.train_envs}
-    of_env = {env_id: collected[env_id] * fmean(lengths[env_id]) for env_id in collected}
-    steps_per_game = max(fmean(of_env.values()), 1e-9)
-    lifetimes = list(chain.from_iterable(_lifetimes(lengths[e], collected[e], run.group_size) for e in collected))
-    spread, mean = spread_of(lifetimes), fmean(lifetime for lifetime, _ in lifetimes)
-    limit = in_flight(config, lengths)
-    limit.spread = spread
-    steps = max(limit.limit, limit.least)
-    games = min(run.num_collection_workers, max(steps / steps_per_game, run.group_size))
-    if run.schedule == "sync":
-        return Pace(games=games, steps_per_game=steps_per_game, spread=spread, mean_age=0.0, most_age=1.0, adapters=2)
-    updates = games * steps_per_game / batch_size
+    lifetimes, steps_per_game = list[tuple[float, float]](), list[float]()
+    for spec in config.train_envs:
+        collected, turns = _collected_share(spec, config.league), lengths[spec.env_id]
+        lifetimes += _lifetimes(turns, collected, run.group_size)
+        steps_per_game.append(collected * fmean(turns))
+    steps, limit = max(fmean(steps_per_game), 1e-9), in_flight(config, lengths)
+    limit.spread = spread_of(lifetimes)
+    games = min(run.num_collection_workers, max(max(limit.limit, limit.least) / steps, run.group_size))
+    updates = games * steps / batch_size
     """Updates during a mean lifetime."""
-    mean_age = updates * sum(life * n for life, n in lifetimes) / sum(n for _, n in lifetimes) / mean
-    most_age = 1 + spread * updates
+    mean = fmean(lifetime for lifetime, _ in lifetimes)
+    mean_of_steps = sum(lifetime * n for lifetime, n in lifetimes) / sum(n for _, n in lifetimes)
+    most_age = 1 + limit.spread * updates
     return Pace(
         games=games,
-        steps_per_game=steps_per_game,
-        spread=spread,
-        mean_age=mean_age,
+        steps_per_game=steps,
+        spread=limit.spread,
+        mean_age=updates * mean_of_steps / mean,
         most_age=most_age,
-        adapters=math.floor(most_age) + 1 + active_checkpoints,
+        adapters=math.floor(most_age) + 1 + active_checkpoints(config),
     )
 
 
-def describe(config: Config, lengths: Mapping[str, Sequence[int]], active_checkpoints: int) -> list[tuple[str, str]]:
-    """Return readable rows (name, prediction), and a row "warning" for every contradiction."""
-    run, staleness = config.run, config.buffer.max_staleness
-    pace = predict(config, lengths, active_checkpoints)
-    if pace is None:
-        unknown = ", ".join(spec.env_id for spec in config.train_envs if not lengths.get(spec.env_id))
-        return [("back-pressure", f"the run measures the length of games of {unknown}; few are in flight until then")]
+def describe(config: Config, lengths: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, str]]:
+    """Yield readable rows (name, prediction), and a row "warning" for every contradiction."""
+    run = config.run
+    if unknown := [spec.env_id for spec in config.train_envs if not lengths.get(spec.env_id)]:
+        text = f"the run measures the length of games of {', '.join(unknown)}; few are in flight until then"
+        yield "back-pressure", text
+        return
+    pace = predict(config, lengths)
     share = f"a game brings {pace.steps_per_game:.1f} steps, if moves are random"
     if run.schedule == "sync":
-        return [("back-pressure", f"rounds of about {pace.games:.0f} games: enough for a batch; {share}")]
-    rows = [
-        (
-            "back-pressure",
-            f"about {pace.games:.0f} of {run.num_collection_workers} games in flight; {share}; a long one lasts "
-            f"{pace.spread:.1f} times the mean",
-        ),
-        (
-            "staleness",
-            f"about {pace.mean_age:.1f} updates on average and {pace.most_age:.1f} for the longest games, if the "
-            f"learner waits for games; buffer.max_staleness = {staleness}",
-        ),
-        ("adapters loaded", f"about {pace.adapters} at that staleness; engine.max_loras = {config.engine.max_loras}"),
-    ]
-    return rows + [("warning", text) for text in _warnings(config, pace)]
+        yield "back-pressure", f"rounds of about {pace.games:.0f} games: enough for a batch; {share}"
+        return
+    yield (
+        "back-pressure",
+        f"about {pace.games:.0f} of {run.num_collection_workers} games in flight; {share}; a long one lasts "
+        f"{pace.spread:.1f} times the mean",
+    )
+    yield (
+        "staleness",
+        f"about {pace.mean_age:.1f} updates on average and {pace.most_age:.1f} for the longest games, if the learner "
+        f"waits for games; buffer.max_staleness = {config.buffer.max_staleness}",
+    )
+    slots = config.engine.max_loras
+    yield "adapters loaded", f"about {pace.adapters} at that staleness; engine.max_loras = {slots}"
+    for text in _warnings(config, pace):
+        yield "warning", text
 
 
 def _warnings(config: Config, pace: Pace) -> Iterable[str]:

@@ -15,8 +15,7 @@ from pathlib import Path
 from unstable_lite.adapters.peft_files import check_adapter
 from unstable_lite.config import Config
 from unstable_lite.config.games import INHERITED, EvalEnvSpec, OpponentsConfig, TrainEnvSpec
-from unstable_lite.config.tracking import AlarmConfig, AlarmsConfig
-from unstable_lite.config.training import EMBEDDINGS, LoraConfig, no_adapter_at
+from unstable_lite.config.training import EMBEDDINGS, EngineConfig, LoraConfig, no_adapter_at
 from unstable_lite.engines.devices import choose_engine
 from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
 from unstable_lite.engines.vllm_server.config_checks import server_problems
@@ -31,9 +30,11 @@ from unstable_lite.learner import LEARNERS
 from unstable_lite.models import has_chat_template, resolve_model
 from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slots_needed
 from unstable_lite.planning.algorithm_defaults import (
+    algorithm_of,
     algorithm_problems,
     dropout_problems,
     resolve_defaults,
+    transform_names,
 )
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.placement import devices_of, sharing_problems
@@ -44,46 +45,58 @@ from unstable_lite.types import BASE
 LEAST_TRAINED_TEMPERATURE = 0.01
 """Lowest temperature that engines sample at. vLLM raises lower ones to it, and at the very lowest all engines take the
 most probable token and report its log-probability at temperature 1; the learner would divide by the configured one."""
-_SHARES = ("clipping", "dropped", "repetition", "identical", "zero_advantage", "invalid_moves")
-"""Alarms whose threshold is a share."""
 
 
-def find_problems(config: Config, side_by_side: bool = True) -> list[str]:
-    """Return every impossible combination and every unknown name."""
+def find_problems(config: Config) -> list[str]:
+    """Return every reason why a run with this config cannot start."""
+    problems = [
+        *find_worker_problems(config),
+        *_directory_problems(config),
+        *learning_problems(config),
+        *dropout_problems(config),
+    ]
+    return problems or list(sharing_problems(config, *devices_of(config)))
+
+
+def find_worker_problems(config: Config) -> list[str]:
+    """Return every reason why engines or learner cannot do their work, be it for a run or for `sft`."""
     config = resolve_defaults(config)
-    problems = [*_env_problems(config), *check_league(config), *_number_problems(config), *algorithm_problems(config)]
-    problems += [*_rank_problems(config), *(_directory_problems(config) if side_by_side else [])]
-    problems += [*learning_problems(config), *dropout_problems(config)] if side_by_side else []
-    problems += [no_adapter_at(target) for target in config.lora.target_modules if target in EMBEDDINGS]
-    problems += [*template_problems(config.templates), *_spending_problems(config.opponents)]
-    problems += _alarm_problems(config.alarms)
+    problems = [*find_engine_problems(config), *check_league(config), *_number_problems(config)]
+    problems += [*algorithm_problems(config), *_rank_problems(config)]
     try:
         build_reward_transformations(config.rewards)
     except ConfigError as error:
         problems += error.problems
+    for key in ("initial_lora_path", "initial_critic_path"):
+        if (path := getattr(config.lora, key)) is not None:
+            problems += adapter_problems(f"lora.{key}", path, config.lora)
+    problems += _unknown("algorithm", config.algorithm, LEARNERS, may_be_import=True)
+    if config.tracker.wandb_project and importlib.util.find_spec("wandb") is None:
+        problems.append("tracker.wandb_project: wandb is not installed; pip install 'unstable-lite[wandb]'")
+    return problems or _device_problems(config)
+
+
+def find_engine_problems(config: Config) -> list[str]:
+    """Return every reason why engines cannot play the games of the config's envs: all that an evaluation needs."""
+    problems = [*_env_problems(config), *_sampling_problems(config.engine)]
+    problems += [no_adapter_at(target) for target in config.lora.target_modules if target in EMBEDDINGS]
+    problems += [*template_problems(config.templates), *_spending_problems(config.opponents)]
     try:
         shape_of(config.model_name)
         problems += _chat_problems(config)
     except ModelError as error:
         problems.append(str(error))
-    for key in ("initial_lora_path", "initial_critic_path"):
-        if (path := getattr(config.lora, key)) is not None:
-            problems += adapter_problems(f"lora.{key}", path, config.lora)
-    problems += _unknown("algorithm", config.algorithm, LEARNERS, may_be_import=True)
     engine_kinds = ("auto", "vllm", "transformers", VLLM_SERVER, "scripted")
     problems += _unknown("engine.kind", config.engine.kind, engine_kinds, may_be_import=True)
-    problems += server_problems(config.engine)
-    if not problems:
-        try:
-            engine_devices, learner_devices = devices_of(config)
-            kind, _ = choose_engine(config.engine.kind, engine_devices)
-        except ConfigError as error:
-            problems += error.problems
-        else:
-            problems += sharing_problems(config, kind, engine_devices, learner_devices) if side_by_side else []
-    if config.tracker.wandb_project and importlib.util.find_spec("wandb") is None:
-        problems.append("tracker.wandb_project: wandb is not installed; pip install 'unstable-lite[wandb]'")
-    return problems
+    return [*problems, *server_problems(config.engine)]
+
+
+def _device_problems(config: Config) -> list[str]:
+    try:
+        choose_engine(config.engine.kind, devices_of(config)[0])
+    except ConfigError as error:
+        return list(error.problems)
+    return []
 
 
 def learning_problems(config: Config) -> Iterable[str]:
@@ -116,17 +129,12 @@ def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterable[
             f"{json.dumps(names)}"
         )
         return
-    theirs = {
-        "lora_rank": stored["r"],
-        "lora_alpha": float(stored["lora_alpha"]),
-        "target_modules": sorted(stored["target_modules"]),
-    }
-    ours = {
-        "lora_rank": lora.lora_rank,
-        "lora_alpha": float(lora.lora_alpha),
-        "target_modules": sorted(lora.target_modules),
-    }
-    different = [f"{key} is {value}, not {ours[key]}" for key, value in theirs.items() if value != ours[key]]
+    pairs = (
+        ("lora_rank", stored["r"], lora.lora_rank),
+        ("lora_alpha", float(stored["lora_alpha"]), float(lora.lora_alpha)),
+        ("target_modules", sorted(stored["target_modules"]), sorted(lora.target_modules)),
+    )
+    different = [f"{key} is {value}, not {ours}" for key, value, ours in pairs if value != ours]
     if different:
         yield f"{where}: {directory} does not fit section lora: {'; '.join(different)}; set section lora to the same"
 
@@ -151,13 +159,7 @@ def _rank_problems(config: Config) -> Iterable[str]:
         yield f"learner.rendezvous = {learner.rendezvous!r}: write the address of this machine as HOST:PORT"
 
 
-def _number_problems(config: Config) -> Iterable[str]:
-    engine, batch_size = config.engine, config.learner.batch_size
-    if config.buffer_size < batch_size:
-        yield (
-            f"buffer.buffer_size = {config.buffer_size} is less than learner.batch_size = {batch_size}: "
-            "the learner would wait forever"
-        )
+def _sampling_problems(engine: EngineConfig) -> Iterable[str]:
     if engine.top_p < 1 and not engine.allow_top_p:
         yield (
             f"engine.top_p = {engine.top_p}: importance weights need the whole distribution; set it to 1, or "
@@ -167,6 +169,15 @@ def _number_problems(config: Config) -> Iterable[str]:
         yield (
             f"engine.max_generation_len = {engine.max_generation_len} leaves no room for a prompt in "
             f"engine.max_model_len = {engine.max_model_len}"
+        )
+
+
+def _number_problems(config: Config) -> Iterable[str]:
+    engine, batch_size = config.engine, config.learner.batch_size
+    if config.buffer_size < batch_size:
+        yield (
+            f"buffer.buffer_size = {config.buffer_size} is less than learner.batch_size = {batch_size}: "
+            "the learner would wait forever"
         )
     if engine.max_loras < (needed := adapter_slots_needed(config)):
         way_out = "; raise it, or lower league.max_active_checkpoints" * (active_checkpoints(config) > 1)
@@ -242,8 +253,7 @@ def _group_problems(config: Config) -> Iterable[str]:
 
 def _baselines(config: Config, key: str) -> list[str]:
     """Return the names of the baselines among the transforms of a key of section `rewards`."""
-    names = [entry if isinstance(entry, str) else entry.name for entry in getattr(config.rewards, key)]
-    return [name for name in names if name in BASELINES]
+    return [name for name in transform_names(getattr(config.rewards, key)) if name in BASELINES]
 
 
 def _env_problems(config: Config) -> Iterable[str]:
@@ -261,11 +271,16 @@ def _env_problems(config: Config) -> Iterable[str]:
         for problem in extraction_problems(spec.action_extraction_fn):
             yield f"{where}: {problem}"
         for name in _opponents(config, spec):
-            observation = None
-            if info.problem is None:
-                observation = Environment(spec.env_id, spec.num_players, 0, spec.observation).observe()[1]
-            if (reason := opponent_problem(name, spec.env_id, observation, config.opponents)) is not None:
+            if (reason := why_not_seated(name, spec, config.opponents)) is not None:
                 yield f"{where}: {reason}"
+
+
+def why_not_seated(name: str, spec: TrainEnvSpec | EvalEnvSpec, opponents: OpponentsConfig) -> str | None:
+    """Return the reason why an opponent cannot play in an env; None if it can."""
+    observation = None
+    if probe(spec.env_id, spec.num_players, spec.observation).problem is None:
+        observation = Environment(spec.env_id, spec.num_players, 0, spec.observation).observe()[1]
+    return opponent_problem(name, spec.env_id, observation, opponents)
 
 
 def _chat_problems(config: Config) -> Iterable[str]:
@@ -333,8 +348,8 @@ def played_otherwise(config: Config) -> Iterator[str]:
 
 def critic_warnings(config: Config) -> Iterator[str]:
     """Yield the reward transforms that change which policy is best for an algorithm with a critic."""
-    known, gamma = LEARNERS.get(config.algorithm), config.learner.gamma
-    if known is None or not known.has_critic:
+    gamma = config.learner.gamma
+    if not algorithm_of(config).has_critic:
         return
     way_out = "The critic already is the baseline; remove the transform (or set [])"
     if gamma < 1:
@@ -348,22 +363,3 @@ def critic_warnings(config: Config) -> Iterator[str]:
             f"rewards.sampling_reward_transformation: {name} subtracts a baseline from every turn, and "
             f"{config.algorithm} adds up the turns of a game, so their number changes which policy is best. {way_out}"
         )
-
-
-def _alarm_problems(config: AlarmsConfig) -> Iterable[str]:
-    """Yield thresholds that no value of the metric can cross, or that every value crosses."""
-    for name in AlarmsConfig.model_fields:
-        alarm: AlarmConfig = getattr(config, name)
-        if name in _SHARES and not 0 <= alarm.threshold < 1:
-            yield (
-                f"alarms.{name}.threshold = {alarm.threshold:g} applies to a share: set at least 0 and less than 1; "
-                f'alarms.{name}.action = "off" disables the alarm'
-            )
-        elif alarm.threshold < 0 or (name == "starved" and alarm.threshold == 0):
-            yield (
-                f"alarms.{name}.threshold = {alarm.threshold:g}: "
-                f"must be {'over' if name == 'starved' else 'at least'} 0"
-            )
-    for name in ("starved", "skipped"):
-        if getattr(config, name).updates != 1:
-            yield f"alarms.{name}.updates: this alarm does not count updates; use alarms.{name}.threshold instead"

@@ -14,19 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from unstable_lite.config import Config
-from unstable_lite.config.reading import read_config
 from unstable_lite.dashboards.terminal import TerminalInterface
-from unstable_lite.errors import ConfigError, UnstableError
-from unstable_lite.games.env_catalogue import probe
+from unstable_lite.errors import UnstableError
 from unstable_lite.games.env_pool import opened_env_pool
-from unstable_lite.games.environments import Environment
-from unstable_lite.games.players.factory import PlayerFactory, opponent_problem
+from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import templates_for
 from unstable_lite.orchestrator.event_loop import cancelled_by_signals
 from unstable_lite.orchestrator.logs import log_file
 from unstable_lite.orchestrator.workers import started_engines, started_fine_tuner, while_alive
-from unstable_lite.planning.plan import Plan, make_plan
-from unstable_lite.planning.validation import adapter_problems, find_problems, learning_problems
+from unstable_lite.planning.placement import devices_of
+from unstable_lite.planning.plan import Plan, checked_config, plan_workers
+from unstable_lite.planning.validation import adapter_problems, find_worker_problems, learning_problems, why_not_seated
 from unstable_lite.sft.collect import ADAPTER, Collected, adapter_versions, collect_pairs
 from unstable_lite.sft.pairs import Pair, read_pairs, write_line
 from unstable_lite.tracking.run_directory import versions
@@ -54,19 +52,16 @@ class SftSummary:
 
 def load_sft_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
     """Read, validate and plan a config for `sft`. Raises ConfigError with every problem at once."""
-    config, problems = read_config(path, overrides)
-    if config is not None:
-        config = _before_its_own_output(config)
-        problems += [
-            f"{path}: {problem}" for problem in [*find_problems(config, side_by_side=False), *find_sft_problems(config)]
-        ]
-    if problems or config is None:
-        raise ConfigError(*problems)
-    return make_plan(config, side_by_side=False)
+
+    def find(config: Config) -> list[str]:
+        return [*find_worker_problems(_before_its_own_output(config)), *find_sft_problems(config)]
+
+    config = _before_its_own_output(checked_config(path, overrides, find))
+    return plan_workers(config, *devices_of(config))
 
 
 def find_sft_problems(config: Config) -> list[str]:
-    """Return every problem of section `sft`; `find_problems` checks the other sections."""
+    """Return every problem of section `sft`; `find_worker_problems` checks the other sections."""
     sft, problems = config.sft, [*learning_problems(config)]
     pairs_file = sft.output / PAIRS
     if sft.data is None:
@@ -217,20 +212,11 @@ def _player_problems(config: Config) -> Iterator[str]:
         if name.startswith(ADAPTER):
             yield from adapter_problems("sft.players", Path(name.removeprefix(ADAPTER)), config.lora)
         elif name != BASE:
-            for problem in _not_seated(name, config):
-                yield f"sft.players: {problem} (players are base, adapter:DIRECTORY, scripted:NAME, an API's model)"
+            for problem in dict.fromkeys(why_not_seated(name, env, config.opponents) for env in config.train_envs):
+                if problem is not None:
+                    yield f"sft.players: {problem} (players are base, adapter:DIRECTORY, scripted:NAME, an API's model)"
     if sum(map(bool, versions_of.values())) > config.engine.max_loras:
         yield f"sft.players: {len(versions_of)} need more adapters than engine.max_loras = {config.engine.max_loras}"
-
-
-def _not_seated(name: str, config: Config) -> Iterator[str]:
-    """Yield each reason why `name` cannot play."""
-    reasons = {}
-    for env in config.train_envs:
-        if probe(env.env_id, env.num_players, env.observation).problem is None:
-            observation = Environment(env.env_id, env.num_players, seed=0, observation=env.observation).observe()[1]
-            reasons[opponent_problem(name, env.env_id, observation, config.opponents)] = True
-    yield from (reason for reason in reasons if reason is not None)
 
 
 async def _no_engine(_prompt: str, _version: int, _stop: tuple[str, ...], _seed: int | None) -> Generation:

@@ -59,10 +59,10 @@ class Diversity:
             "Unique Actions": len(actions),
             "Unique States": len(states),
             "Unique Trajectories": len(set(all_actions)),
-            "Action Entropy": _entropy(actions.values(), num_turns),
-            "State Entropy": _entropy(states.values(), num_turns),
+            "Action Entropy": entropy(actions.values(), num_turns),
+            "State Entropy": entropy(states.values(), num_turns),
             # H(action | turn) = H(action, turn) - H(turn): uncertainty of an action given the number of its turn.
-            "Action Entropy (per turn)": _entropy(at_turn.values(), num_turns) - _entropy(of_turn.values(), num_turns),
+            "Action Entropy (per turn)": entropy(at_turn.values(), num_turns) - entropy(of_turn.values(), num_turns),
             "Action Entropy (trajectory)": own_entropy / max(num_trajectories, 1),
             "n": num_trajectories,
             "n (turns)": num_turns,
@@ -90,9 +90,9 @@ def _own_entropy(actions: tuple[int, ...]) -> float:
     n, distinct = len(actions), set(actions)
     if len(distinct) == n:
         return math.log(n) if n else 0.0
-    return _entropy(map(actions.count, distinct), n)
+    return entropy(map(actions.count, distinct), n)
 
 
-def _entropy(counts: Iterable[int], total: int) -> float:
+def entropy(counts: Iterable[int], total: int) -> float:
     """Return -Σ p log p of counts; equal counts are taken together, because there are few different ones."""
     return -sum(times * count / total * math.log(count / total) for count, times in Counter(counts).items())

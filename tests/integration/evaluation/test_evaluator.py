@@ -266,7 +266,7 @@ async def test_training_settings_do_not_affect_an_evaluation(run: Path, tmp_path
 )
 def test_no_learning_key_prevents_an_evaluation(run: Path, tmp_path: Path, learning: tuple[str, ...]) -> None:
     overrides = (*SCRIPTED, *learning)
-    assert plan_evaluation([str(run)], output=tmp_path, overrides=overrides).plan.config.run.group_size == 1
+    assert plan_evaluation([str(run)], output=tmp_path, overrides=overrides).plan.learner_devices == ()
 
 
 def test_opponent_named_by_an_eval_env_needs_no_slash(run: Path, tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_opponent_named_by_an_eval_env_needs_no_slash(run: Path, tmp_path: Path)
     config.write_text(config.read_text().replace('fixed_opponent = "scripted:random"', 'fixed_opponent = "llama3:8b"'))
     overrides = (*SCRIPTED, "opponents.base_url=http://127.0.0.1:9/v1")
     cells = plan_evaluation([str(run)], output=tmp_path, overrides=overrides).cells
-    assert {cell.opponent_name for cell in cells} == {"llama3:8b"}
+    assert {cell.opponent.name for cell in cells} == {"llama3:8b"}
 
 
 def test_model_code_is_trusted_in_an_evaluation_only_on_request(run: Path, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from fakes import runs
 from fakes.handmade_adapters import write_run
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.plan import plan_evaluation
-from unstable_lite.evaluation.resampling import entropy, kept_observations, resample
+from unstable_lite.evaluation.resampling import kept_observations, resample
+from unstable_lite.tracking.diversity import entropy
 
 NIM = "Nim-v0-train"
 
@@ -43,9 +44,9 @@ def test_observations_are_those_of_the_served_models_each_once(run: Path) -> Non
 
 
 def test_entropy_matches_the_frequencies() -> None:
-    assert entropy([8]) == pytest.approx(0)
-    assert entropy([1, 1, 1, 1]) == pytest.approx(math.log(4))
-    assert entropy([2, 1, 1]) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4))
+    assert entropy([8], 8) == pytest.approx(0)
+    assert entropy([1, 1, 1, 1], 4) == pytest.approx(math.log(4))
+    assert entropy([2, 1, 1], 4) == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(4))
 
 
 @pytest.mark.parametrize(

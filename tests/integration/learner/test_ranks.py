@@ -182,7 +182,7 @@ def test_memory_lent_to_a_sharded_rank_matches_the_computation(
     config = make_config("a2c", learner={"shard_base": True})
     shape = shape_of(config.model_name)
     assert shape is not None
-    computed = learner_memory(shape, config.learner, config.lora, is_bfloat16=False, num_ranks=2)
+    computed = learner_memory(shape, config.learner, config.lora, num_ranks=2)
     for rank in (0, 1):
         whole, sharded = outcome("whole a2c", 2, rank), outcome("sharded a2c", 2, rank)
         assert sharded.base_bytes == pytest.approx(computed.base, rel=0.02)

@@ -16,8 +16,9 @@ from unstable_lite.config.section import Section
 from unstable_lite.config.training import LoraConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.models import BUILTIN
+from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slots_needed
 from unstable_lite.planning.plan import load_plan, make_plan
-from unstable_lite.planning.validation import find_problems
+from unstable_lite.planning.validation import find_problems, find_worker_problems
 from unstable_lite.tracking.run_directory import to_toml
 
 ENV = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
@@ -321,7 +322,7 @@ def test_impossible_config_is_refused_with_the_key(sections: dict[str, Any], say
 
 def test_fine_tuning_and_custom_algorithms_may_use_dropout() -> None:
     lora = {"lora_dropout": 0.1}
-    fine_tuning = find_problems(Config.model_validate({"train_envs": [ENV], "lora": lora}), side_by_side=False)
+    fine_tuning = find_worker_problems(Config.model_validate({"train_envs": [ENV], "lora": lora}))
     assert not any("lora_dropout" in problem for problem in [*fine_tuning, *problems_of(lora=lora, algorithm="a:B")])
 
 
@@ -335,8 +336,8 @@ def test_truncated_model_or_tokenizer_config_is_reported(tmp_path: Path, content
     chat = {**ENV, "prompt_template": "mine"}
     sections: dict[str, Any] = {"train_envs": [chat], "templates": {"mine": {"user": "{observation}", "chat": True}}}
     (tmp_path / "config.json").write_text(content)
-    (problem, *_) = problems_of(model_name=str(tmp_path), run={"name": "a/b"}, **sections)[1:]
-    assert problem.startswith(f"{tmp_path}/config.json ")
+    problems = problems_of(model_name=str(tmp_path), run={"name": "a/b"}, **sections)
+    assert [problem for problem in problems if problem.startswith(f"{tmp_path}/config.json ")]
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text(content)
     assert any(
@@ -352,7 +353,7 @@ def test_warm_start_paths_become_absolute() -> None:
 
 def test_any_temperature_is_allowed_without_training() -> None:
     config = Config.model_validate({"train_envs": [ENV], "engine": {"temperature": 1e-6}})
-    assert find_problems(config, side_by_side=False) == []
+    assert find_worker_problems(config) == []
 
 
 def test_no_number_of_a_config_may_be_infinite() -> None:
@@ -508,7 +509,7 @@ def test_plan_fits_the_active_checkpoints_to_the_adapter_slots(
             }
         )
     )
-    assert (plan.active_checkpoints, plan.adapter_slots_needed) == (active, needed)
+    assert (active_checkpoints(plan.config), adapter_slots_needed(plan.config)) == (active, needed)
     assert ("older checkpoints" in dict(plan.describe())) == (active > 1)
 
 

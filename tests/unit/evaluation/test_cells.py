@@ -8,7 +8,7 @@ import pytest
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell, CellKey, game_spec, in_rounds, make_cells, make_tournament, read_key
-from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel
+from unstable_lite.evaluation.models import BASE_MODEL, NO_OPPONENT, EvaluatedModel
 from unstable_lite.types import ModelRef
 
 NIM = EvalEnvSpec(env_id="Nim-v0-train", num_players=2)
@@ -27,7 +27,7 @@ def ref(model: EvaluatedModel) -> ModelRef:
 
 def test_every_model_meets_every_opponent_in_every_env() -> None:
     cells = make_cells([BASE_MODEL, adapter(1)], lambda env: [RANDOM, BASE_MODEL], [NIM, FROZEN])
-    assert [(c.env.env_id, c.model.name, c.opponent_name) for c in cells] == [
+    assert [(c.env.env_id, c.model.name, c.opponent.name) for c in cells] == [
         ("Nim-v0-train", "base", "scripted:random"),
         ("Nim-v0-train", "base", "base"),
         ("Nim-v0-train", "ckpt-1", "scripted:random"),
@@ -53,7 +53,7 @@ def test_tournament_has_every_pair_once_or_both_ways_if_one_sits_alone() -> None
     models = [adapter(n) for n in range(4)]
     assert len(make_tournament(models, [NIM])) == 6
     cells = make_tournament(models, [DICE])
-    assert len(cells) == len({(c.model.name, c.opponent_name) for c in cells}) == 12
+    assert len(cells) == len({(c.model.name, c.opponent.name) for c in cells}) == 12
     seats = [a.model.uid for a in game_spec(cells[0], 1, 0, ref).agent_specs]
     assert seats == ["ckpt-1", "ckpt-0", "ckpt-1"]
 
@@ -93,10 +93,16 @@ def test_cell_key_contains_how_the_cell_is_played() -> None:
     assert read_key(Cell(model=adapter(1), opponent=RANDOM, env=played).key) == CellKey(
         model_key="digest 1",
         opponent_key="scripted:random",
+        env_id="LiarsDice-v0-small-train",
         num_players=3,
         prompt_template="tiny",
         other_settings="max_turns=9, observation=first-last",
     )
-    assert read_key(Cell(model=BASE_MODEL, opponent=None, env=FROZEN).key) == CellKey(
-        model_key="base", opponent_key="none", num_players=1, prompt_template="default", other_settings=""
+    assert read_key(Cell(model=BASE_MODEL, opponent=NO_OPPONENT, env=FROZEN).key) == CellKey(
+        model_key="base",
+        opponent_key="none",
+        env_id="FrozenLake-v0-train",
+        num_players=1,
+        prompt_template="default",
+        other_settings="",
     )

@@ -26,7 +26,6 @@ def test_run_stands_for_all_its_checkpoints_in_numeric_order(run: Path) -> None:
         "scripted:random",
         "google/gemini-2.0-flash-lite-001",
     ]
-    assert [model.step for model in models[1:12]] == list(range(1, 12))
     assert [model.is_fixed for model in models[-2:]] == [True, True]
 
 
