@@ -149,7 +149,7 @@ class _Worker:
                 self._load(Path(message.path), message)
             else:
                 return self._save(message)
-            return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
+            return Done(request_id=message.request_id)
         except RequestError as error:
             return Failed(request_id=message.request_id, error=str(error))
         except AdapterError as error:
@@ -361,13 +361,12 @@ class _Worker:
             self.past_adapters.save(directory)
 
     def _save(self, message: SaveLearner) -> Message:
-        started = time.perf_counter()
         try:
             self._write_state(Path(message.path))
         except OSError as error:
             reason = writer.explain(error, Path(message.path), 3 * self._policy.adapter_bytes)
             return Failed(request_id=message.request_id, error=reason)
-        return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
+        return Done(request_id=message.request_id)
 
     def _write_adapter(self, path: str) -> str:
         """Write the adapter, unless a predecessor did, and return the digest of the one that this process holds."""

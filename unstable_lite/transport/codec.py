@@ -1,35 +1,34 @@
 """The bytes of messages.
 
-A frame is msgpack: `[PROTOCOL, [[tag, field, …], …]]`. Queued messages share one frame. msgspec checks every field on
+A frame is msgpack: `[PROTOCOL, [[name, field, …], …]]`. Queued messages share one frame. msgspec checks every field on
 arrival. Token arrays are little-endian `bin`, not lists.
 """
 
 from __future__ import annotations
 
-import reprlib
+import functools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-import msgpack
 import msgspec
 import numpy as np
 
 from unstable_lite.errors import ProtocolError
-from unstable_lite.transport.messages import Message
+from unstable_lite.transport.messages import MESSAGES, Message
 from unstable_lite.types import TokenIds
 
 T = TypeVar("T")
 
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_FRAME_BYTES = 1 << 30
-MAX_ITEMS = 1 << 20
-"""Longest accepted list or table, so that a frame cannot claim memory that it does not fill."""
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
 
 class _Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     protocol: int
-    messages: list[Message]
+    values: msgspec.Raw
+    """Read to its end, but not yet unpacked, so that no list in it claims memory that it does not fill."""
 
 
 def encode(messages: Sequence[Message]) -> bytes:
@@ -43,24 +42,22 @@ def decode(frame: bytes) -> list[Message]:
     Raises ProtocolError if the frame is malformed, oversized, of another protocol version, or has fields of a wrong
     type.
     """
-    return _convert(_unpack(frame), _Frame).messages
+    return _unpack(frame, _MESSAGES)
 
 
 def pack_all(values: Iterable[Any]) -> bytes:
-    """Pack values of one type without tags into the content of a file."""
+    """Pack values of one type without names into the content of a file."""
     return _pack(list(values))
 
 
 def unpack_all(cls: type[T], content: bytes) -> list[T]:
     """Unpack values that `pack_all` packed. Raises ProtocolError for any other content."""
-    values: list[T] = _convert(_unpack(content)[1], list[cls])  # type: ignore[valid-type]
-    return values
+    return _unpack(content, msgspec.msgpack.Decoder(list[cls], dec_hook=_to_array))  # type: ignore[valid-type]
 
 
 def _pack(values: Any) -> bytes:
     try:
-        plain = msgspec.to_builtins([PROTOCOL, values], builtin_types=(bytes,), enc_hook=_to_plain)
-        frame: bytes = msgpack.packb(plain)
+        frame = _ENCODER.encode([PROTOCOL, values])
     except (UnicodeEncodeError, OverflowError) as error:
         raise ProtocolError(f"cannot be sent: {error}") from error
     if len(frame) > MAX_FRAME_BYTES:
@@ -68,26 +65,16 @@ def _pack(values: Any) -> bytes:
     return frame
 
 
-def _unpack(frame: bytes) -> list[Any]:
-    """Return `[PROTOCOL, values]`. Needs at most about 70 bytes of memory per byte of the frame."""
-    if len(frame) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
+def _unpack(content: bytes, values: msgspec.msgpack.Decoder[list[T]]) -> list[T]:
+    if len(content) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"frame of {len(content)} bytes; the limit is {MAX_FRAME_BYTES}")
     try:
-        envelope = msgpack.unpackb(frame, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS, max_ext_len=0)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise ProtocolError(f"frame of {len(frame)} bytes is not msgpack: {error}") from error
-    if type(envelope) is not list or len(envelope) != 2 or type(envelope[1]) is not list:
-        raise ProtocolError("frame is not [protocol, messages]")
-    if type(envelope[0]) is not int or envelope[0] != PROTOCOL:
-        raise ProtocolError(f"peer uses protocol {reprlib.repr(envelope[0])}, this process uses {PROTOCOL}")
-    return envelope
-
-
-def _convert(value: Any, cls: type[T]) -> T:
-    try:
-        return msgspec.convert(value, cls, dec_hook=_to_array)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise ProtocolError(str(error)) from error
+        frame = _FRAME.decode(content)
+        if frame.protocol != PROTOCOL:
+            raise ProtocolError(f"peer uses protocol {frame.protocol}, this process uses {PROTOCOL}")
+        return values.decode(frame.values)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"frame of {len(content)} bytes is malformed: {error}") from error
 
 
 def _to_plain(value: Any) -> Any:
@@ -104,3 +91,9 @@ def _to_array(hint: Any, value: Any) -> Any:
     if type(value) is not bytes:
         raise ValueError(f"expected the bytes of an array, got {type(value).__name__}")
     return np.frombuffer(value, _INT32 if hint == TokenIds else _FLOAT32)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+_FRAME = msgspec.msgpack.Decoder(_Frame)
+_ANY_MESSAGE: Any = functools.reduce(operator.or_, MESSAGES)
+_MESSAGES: msgspec.msgpack.Decoder[list[Message]] = msgspec.msgpack.Decoder(list[_ANY_MESSAGE], dec_hook=_to_array)

@@ -2,24 +2,27 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import fields, is_dataclass, replace
+from datetime import UTC, datetime
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import msgpack
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 from unstable_lite.errors import ProtocolError
 from unstable_lite.transport import codec
 from unstable_lite.transport.codec import PROTOCOL, decode, encode, pack_all, unpack_all
 from unstable_lite.transport.messages import (
+    MESSAGES,
     REPLIES,
     Failed,
     Generate,
     Generated,
     Message,
+    Reply,
     Update,
     Updated,
 )
@@ -101,19 +104,16 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b or (a != a and b != b))
 
 
-@given(st.lists(st.one_of([_instances(cls) for cls in get_args(Message)]), max_size=4))
+@given(st.lists(st.one_of([_instances(cls) for cls in MESSAGES]), max_size=4))
 def test_every_message_survives_a_round_trip(sent: list[Message]) -> None:
     received = decode(encode(sent))
     assert len(received) == len(sent)
     assert all(map(_same, sent, received))
 
 
-def test_reply_types_match_the_docstrings_of_requests() -> None:
-    requests = {
-        cls: doc.partition("Reply: `")[2] for cls in get_args(Message) if "Reply: `" in (doc := cls.__doc__ or "")
-    }
-    named = {cls: reply.partition("`")[0] for cls, reply in requests.items() if "request_id" in cls.__struct_fields__}
-    assert {cls: reply.__name__ for cls, reply in REPLIES.items()} == named
+def test_every_request_names_the_type_of_its_reply() -> None:
+    assert {Generate: Generated, Update: Updated}.items() <= REPLIES.items()
+    assert all(issubclass(reply, Reply) and reply in MESSAGES for reply in REPLIES.values())
 
 
 def test_arrays_take_four_bytes_per_token_in_any_byte_order() -> None:
@@ -169,13 +169,13 @@ def _assert_well_typed(value: Any, hint: Any) -> None:
         assert type(value) in (get_args(hint) or (hint,))
 
 
-@given(st.data(), st.sampled_from(get_args(Message)))
+@given(st.data(), st.sampled_from(MESSAGES))
 def test_wrong_field_gives_a_protocol_error_or_a_well_typed_message(data: Any, cls: Any) -> None:
-    (_, ((tag, *values),)) = msgpack.unpackb(encode([data.draw(_instances(cls))]))
+    (_, ((tag, *values),)) = msgpack.decode(encode([data.draw(_instances(cls))]))
     if values:
         values[data.draw(st.integers(0, len(values) - 1))] = data.draw(_json_like)
     try:
-        (message,) = decode(msgpack.packb([PROTOCOL, [[tag, *values]]]))
+        (message,) = decode(msgpack.encode([PROTOCOL, [[tag, *values]]]))
     except ProtocolError:
         return
     _assert_well_typed(message, cls)
@@ -192,16 +192,16 @@ def _generated(**changes: Any) -> list[Any]:
     [
         ([PROTOCOL + 1, []], "protocol"),
         ([PROTOCOL, [["NoSuchMessage", 1]]], "NoSuchMessage"),
-        ([PROTOCOL, [[["unhashable"], 1]]], "Expected `str`, got `list`"),
+        ([PROTOCOL, [[["unhashable"], 1]]], "Expected `str`, got `array`"),
         ([PROTOCOL, [["UnloadAdapter", 1]]], "at least length 3, got 2"),
         ([PROTOCOL, [["UnloadAdapter", 1, 2, 3]]], "at most length 2, got 3"),
-        ([PROTOCOL, [["UnloadAdapter", 1, "two"]]], r"Expected `int`, got `str` - at `\$\[1\]\[0\]\[2\]`"),
+        ([PROTOCOL, [["UnloadAdapter", 1, "two"]]], r"Expected `int`, got `str` - at `\$\[0\]\[2\]`"),
         ([PROTOCOL, [["UnloadAdapter", 1, True]]], "Expected `int`, got `bool`"),
         ([PROTOCOL, [["Updated", 1, {"loss": "low"}, None, [], [], ""]]], "Expected `float`, got `str`"),
         ([PROTOCOL, [["Updated", 1, {"loss": [1.0]}, None, [], [], ""]]], "Expected `float`, got `array`"),
         ([PROTOCOL, [["FineTuned", 1, {}, {"too long": 0.5}]]], "Expected `int`, got `float`"),
         ([PROTOCOL, [["Ready", {"bytes": b"x"}]]], "bytes"),
-        ([PROTOCOL, [["Ready", {"when": msgpack.Timestamp(1)}]]], "not msgpack|Timestamp"),
+        ([PROTOCOL, [["Ready", {"when": datetime.now(UTC)}]]], "datetime"),
         ([PROTOCOL, [["Ready", {b"kind": 1}]]], "Expected `str`, got `bytes`"),
         ([PROTOCOL, [_generated(completion_ids=bytes(8), logprobs=bytes(4))]], "1 logprobs, 2 completion_ids"),
         ([PROTOCOL, [_generated(finish_reason="tired")]], "Invalid enum value 'tired'"),
@@ -209,13 +209,13 @@ def _generated(**changes: Any) -> list[Any]:
         ([PROTOCOL, [_generated(prompt_ids="123")]], "str"),
         ([PROTOCOL, [["Generated", 1, []]]], "Expected `object`, got `array`"),
         ([PROTOCOL, [["Scored", 1, [{"adapter": bytes(8), "base": bytes(4)}]]]], "2 adapter, 1 base"),
-        ([float(PROTOCOL), []], rf"{PROTOCOL}\.0.* {PROTOCOL}\b"),
-        ({"a": 1}, r"\[protocol, messages\]"),
+        ([float(PROTOCOL), []], "Expected `int`, got `float`"),
+        ({"a": 1}, "Expected `array`, got `object`"),
     ],
 )
 def test_invalid_envelope_is_refused_by_name(envelope: Any, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
-        decode(msgpack.packb(envelope))
+        decode(msgpack.encode(envelope))
 
 
 def _nested(levels: int) -> bytes:
@@ -235,6 +235,7 @@ def _in_envelope(content: bytes) -> bytes:
         pytest.param(b"\x92" + _nested(1000) + b"\x90", id="a version nested deeper than Python goes"),
         pytest.param(_in_envelope(b"\x92\xa5Ready\x81\xa1x" + _nested(900)), id="facts nested without end"),
         pytest.param(b"\xdd\xff\xff\xff\xff", id="a list of four billion"),
+        pytest.param(_in_envelope(b"\x92\xa5Ready\x81\xa1x\xdd\xff\xff\xff\xff"), id="facts of four billion"),
         pytest.param(b"\xdf\xff\xff\xff\xff", id="a table of four billion"),
         pytest.param(b"\xc6\xff\xff\xff\xff", id="four billion bytes"),
         pytest.param((b"\xdd" + (60_000).to_bytes(4, "big")) * 1000 + b"\xc0" * 60_000, id="lists of lists of lists"),
@@ -250,12 +251,6 @@ def test_oversized_or_hidden_content_is_refused_in_little_memory(frame: bytes) -
         assert tracemalloc.get_traced_memory()[1] < 1 << 29
     finally:
         tracemalloc.stop()
-
-
-def test_list_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "MAX_ITEMS", 10)
-    with pytest.raises(ProtocolError, match="not msgpack"):
-        decode(encode([Failed(request_id=1, error="x")] * 11))
 
 
 def test_memory_of_a_frame_is_bounded_by_its_size() -> None:
@@ -283,12 +278,12 @@ def test_steps_on_disk_are_checked_in_the_same_way() -> None:
     assert unpack_all(Failed, pack_all([failed])) == [failed]
     for content in ([PROTOCOL, [7]], [PROTOCOL, [["Failed", 1, 2, False]]], [PROTOCOL + 1, []], 7):
         with pytest.raises(ProtocolError):
-            unpack_all(Failed, msgpack.packb(content))
+            unpack_all(Failed, msgpack.encode(content))
 
 
 def test_oversized_frame_is_refused_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
     updated = encode([Updated(request_id=1, metrics={"loss": 1.0}, skipped=None)])
-    generated = msgpack.packb([PROTOCOL, [_generated()]])
+    generated = msgpack.encode([PROTOCOL, [_generated()]])
     assert decode(updated) and decode(generated)
     monkeypatch.setattr(codec, "MAX_FRAME_BYTES", 10)
     for frame in (updated, generated):
