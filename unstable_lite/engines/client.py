@@ -6,8 +6,9 @@ Turns prompts into Generations and adapters into loaded versions. Knows no games
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 from unstable_lite.config.training import EngineConfig
 from unstable_lite.errors import AdapterError, WorkerDied
@@ -199,25 +200,14 @@ class EnginePool:
 
         Raises an ExceptionGroup of RequestErrors if an engine cannot load it.
         """
-        _raise(await self._ask_each(lambda engine: engine.load_adapter(version, path)))
+        await self._ask_each(lambda engine: engine.load_adapter(version, path))
 
     async def unload_adapter(self, version: int) -> None:
-        _raise(await self._ask_each(lambda engine: engine.unload_adapter(version)))
+        await self._ask_each(lambda engine: engine.unload_adapter(version))
 
-    async def _ask_each(self, ask: Callable[[EngineClient], Awaitable[None]]) -> dict[EngineClient, Exception]:
-        """Ask all engines that are up and wait for all; return the errors by engine.
-
-        An engine that dies gets its adapters when it returns.
-        """
-        asked = self.up
-        results = await asyncio.gather(*map(ask, asked), return_exceptions=True)
-        return {
-            engine: result
-            for engine, result in zip(asked, results, strict=True)
-            if isinstance(result, Exception) and not isinstance(result, WorkerDied)
-        }
-
-
-def _raise(failures: Mapping[EngineClient, Exception]) -> None:
-    if failures:
-        raise ExceptionGroup("engines", list(failures.values()))
+    async def _ask_each(self, ask: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
+        """Ask all engines that are up and wait for all; an engine that dies gets its adapters when it returns."""
+        results = await asyncio.gather(*map(ask, self.up), return_exceptions=True)
+        errors = [error for error in results if isinstance(error, Exception) and not isinstance(error, WorkerDied)]
+        if errors:
+            raise ExceptionGroup("engines", errors)
