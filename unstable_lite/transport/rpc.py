@@ -69,13 +69,9 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.FD, self.receive_waiting)
 
-    def expect(self, identity: bytes, channel: WorkerChannel) -> None:
-        """Pass messages from this identity to `channel`."""
+    def expect(self, identity: bytes, channel: WorkerChannel | None) -> None:
+        """Pass messages from this identity to `channel`; None ignores those that still arrive from a dead worker."""
         self._peers[identity] = channel
-
-    def forget(self, identity: bytes) -> None:
-        """Ignore messages that still arrive from this dead worker."""
-        self._peers[identity] = None
 
     def send(self, identity: bytes, message: Message) -> None:
         if not self._outgoing:
@@ -244,7 +240,7 @@ class WorkerChannel:
         """Prepare for a new worker under the name of a dead one; `ready` is pending again."""
         self.ready = self._loop.create_future()
         self.crash = None
-        self._router.forget(self.identity)
+        self._router.expect(self.identity, None)
         self.life += 1
         self._begins_with_run = False
         self.identity = f"{self.name}.{self.life}".encode()
