@@ -238,7 +238,7 @@ class Faults:
         unknown = context.socket(zmq.DEALER)
         unknown.setsockopt(zmq.IDENTITY, f"unknown-{self.rng.random()}".encode())
         unknown.connect(router.endpoint)
-        whole = encode([Done(request_id=1, seconds=0.0)])
+        whole = encode([Done(request_id=1)])
         for number in range(NUM_FRAMES):
             cut = whole[: self.rng.randrange(len(whole))]
             unknown.send([self.rng.randbytes(self.rng.randrange(200)), cut, whole, b""][number % 4])

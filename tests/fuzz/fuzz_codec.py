@@ -15,18 +15,17 @@ import numpy as np
 
 from unstable_lite.errors import ProtocolError
 from unstable_lite.transport.codec import decode, encode, pack_all, unpack_all
-from unstable_lite.transport.messages import Message
+from unstable_lite.transport.messages import MESSAGES
 from unstable_lite.types import Logprobs, Step, StepContext, TokenIds
 
-KINDS = get_args(Message)
 DICTIONARY = [
-    *(bytes([0xA0 + len(kind.__name__)]) + kind.__name__.encode() for kind in KINDS if len(kind.__name__) < 32),
+    *(bytes([0xA0 + len(kind.__name__)]) + kind.__name__.encode() for kind in MESSAGES if len(kind.__name__) < 32),
     *(bytes([lead]) for lead in range(0x80, 0x100)),
     *(bytes([lead]) + length for lead in (0xC6, 0xC9, 0xDB, 0xDD, 0xDF) for length in (b"\xff" * 4, b"\0\0\0\x01")),
     *(bytes([lead]) + b"\xff" * 8 for lead in (0xCB, 0xCF, 0xD3)),
     b"\xcb\x7f\xf8" + bytes(6),
-    b"\x92\x08\x91",
-    b"\x92\x08\x90",
+    b"\x92\x09\x91",
+    b"\x92\x09\x90",
 ]
 
 
@@ -48,7 +47,7 @@ def one_input(data: bytes) -> None:
 
 
 def seeds() -> list[bytes]:
-    messages = [_example(kind) for kind in KINDS]
+    messages = [_example(kind) for kind in MESSAGES]
     chunk = [_example(Step)]
     return [encode([message]) for message in messages] + [encode(messages), pack_all([chunk, chunk])]
 

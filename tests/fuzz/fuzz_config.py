@@ -67,7 +67,7 @@ def _keys() -> list[str]:
         for info in Config.model_fields.values()
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
     ]
-    names = [*Config.model_fields, *TrainEnvSpec.__dataclass_fields__, *EvalEnvSpec.__dataclass_fields__]
+    names = [*Config.model_fields, *TrainEnvSpec.model_fields, *EvalEnvSpec.model_fields]
     return sorted({*names, *(name for section in sections for name in section.model_fields)})
 
 

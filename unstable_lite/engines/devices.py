@@ -74,11 +74,10 @@ def vllm_usable(devices: Sequence[int | str]) -> tuple[bool, str]:
 
 def count_gpus() -> int:
     """Return the number of CUDA devices that a child process would see."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        listed = [entry.strip() for entry in visible.split(",")]
-        return len([entry for entry in listed if entry and entry != "-1"]) if _num_present() else 0
-    return _num_present()
+    num_present, visible = _num_present(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or num_present == 0:
+        return num_present
+    return sum(entry.strip() not in ("", "-1") for entry in visible.split(","))
 
 
 @functools.cache  # a config is checked more than once, and nvidia-smi may take a second

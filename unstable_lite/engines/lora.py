@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from unstable_lite.adapters import peft_files
 from unstable_lite.errors import AdapterError, ModelError
@@ -29,32 +30,26 @@ class Group:
     version: int
 
 
-class Groups:
-    """Groups of the current forward pass; shared by all layers."""
-
-    def __init__(self) -> None:
-        self.current: list[Group] = []
-
-
 class LoraLinear(nn.Module):
     """Linear layer with a low-rank pair for each adapter version that has one: W x + (x a) b."""
 
-    def __init__(self, base: Any, groups: Groups) -> None:
+    def __init__(self, base: Any, groups: list[Group]) -> None:
         super().__init__()
         self.base: Any = base  # nn.Linear or Conv1D
         self._groups = groups
+        """Groups of the current forward pass, in a list that all layers share."""
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x)
         x_NI, out_NO = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
-        if len(x_NI) != self._groups.current[-1].stop:
+        if len(x_NI) != self._groups[-1].stop:
             raise ModelError(
-                f"an adapted layer receives {len(x_NI)} of {self._groups.current[-1].stop} tokens, as experts do, so "
+                f"an adapted layer receives {len(x_NI)} of {self._groups[-1].stop} tokens, as experts do, so "
                 "that their adapters are unknown. Leave such layers out of lora.target_modules, or use "
                 "engine.kind = 'vllm'"
             )
-        for group in self._groups.current:
+        for group in self._groups:
             if (pair := self._pairs.get(group.version)) is not None:
                 a_IR, b_RO = pair
                 low_NR = x_NI[group.start : group.stop] @ a_IR
@@ -95,13 +90,13 @@ class LoraModel:
     """Stock model with low-rank pairs beside the linear layers that adapters change."""
 
     def __init__(self, model: Any) -> None:
-        self._groups = Groups()
+        self._groups: list[Group] = []
         self._model = model
         self._layers: dict[str, LoraLinear] = {}
 
     def __call__(self, id_N: Tensor, position_N: Tensor, groups: list[Group], last_B: Tensor) -> Tensor:
         """Return the logits after tokens `last_B` of a pass of N, B × V."""
-        self._groups.current = groups
+        self._groups[:] = groups
         output = self._model(
             input_ids=id_N[None], position_ids=position_N[None], use_cache=False, logits_to_keep=last_B
         )
@@ -170,9 +165,9 @@ def check_fits(model: Any, pairs: Mapping[str, tuple[Tensor, Tensor]], directory
         except AttributeError:
             raise AdapterError(f"{directory}: adapts {name}, which the base does not have") from None
         layer = layer.base if isinstance(layer, LoraLinear) else layer
-        if not (isinstance(layer, nn.Linear) or _is_conv1d(layer)) or layer is model.get_output_embeddings():
+        if not isinstance(layer, nn.Linear | Conv1D) or layer is model.get_output_embeddings():
             raise AdapterError(f"{directory}: adapts {name}; only linear layers below the model's head can be adapted")
-        fan_in, fan_out = layer.weight.shape if _is_conv1d(layer) else reversed(layer.weight.shape)
+        fan_in, fan_out = layer.weight.shape if isinstance(layer, Conv1D) else reversed(layer.weight.shape)
         if a_RI.shape[1] != fan_in or b_OR.shape[0] != fan_out or a_RI.shape[0] != b_OR.shape[1]:
             raise AdapterError(
                 f"{directory} does not fit the base: {name} has {fan_in} inputs and {fan_out} outputs, "
@@ -190,7 +185,3 @@ def bare_model(path: str, trust_remote_code: bool) -> Any:
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"{path} cannot be loaded as a causal language model: {error}") from error
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    return isinstance(module, transformers.pytorch_utils.Conv1D)

@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM allocates memory for; an adapter of another rank takes the next larger one."""
 
-_WHOLE_PROMPTS: dict[str, Any] = {"enable_chunked_prefill": False}
-"""vLLM 0.32 on the CPU crashes if it reads the prompt of a seeded request in parts ("CPU Generator does not use
-offset")."""
-
 LARGE_GPU_BYTES = 70 << 30
 """Size of a GPU from which on vLLM's `LLM` reads more prompt tokens per step."""
 
@@ -198,8 +194,10 @@ def engine_arguments(spec: WorkerSpec, path: str, max_model_len: int) -> dict[st
     """Return the arguments of `vllm.EngineArgs` for the model in `path` on the device of `spec`."""
     config = spec.config
     engine, is_cpu = config.engine, spec.device == "cpu"
+    of_device: dict[str, Any]
     if is_cpu:
-        of_device = _WHOLE_PROMPTS | {"max_num_batched_tokens": max(4096, max_model_len)}
+        # vLLM 0.32 crashes here if it reads a seeded request's prompt in parts ("CPU Generator does not use offset").
+        of_device = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, max_model_len)}
     else:
         # `from_engine_args` alone uses 2,048, an eighth of the value of `LLM` on a large GPU.
         tokens_per_step = 16_384 if (gpu_memory_bytes(0) or 0) >= LARGE_GPU_BYTES else 8_192
@@ -225,7 +223,7 @@ def engine_arguments(spec: WorkerSpec, path: str, max_model_len: int) -> dict[st
         "lora_target_modules": list(config.lora.target_modules),
         "enforce_eager": is_eager,
         "gpu_memory_utilization": engine.gpu_share,
-        "enable_sleep_mode": config.engine.when_shared == "sleep",
+        "enable_sleep_mode": engine.when_shared == "sleep",
         "enable_prefix_caching": config.run.schedule != "sync",
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import cast
 
 from unstable_lite.engines.base import Engine, SleepingEngine, load_engine
 from unstable_lite.errors import MEMORY_ADVICE, AdapterError, ModelError, RequestError, is_out_of_memory
@@ -22,6 +22,7 @@ from unstable_lite.transport.messages import (
     LoadAdapter,
     Message,
     Ready,
+    Request,
     Sleep,
     Stop,
     UnloadAdapter,
@@ -34,13 +35,6 @@ log = logging.getLogger(__name__)
 STATS_EVERY_S = 1.0
 SLOW_STEP_S = 5.0
 """Time above which a step is reported in the worker's log (reference: `actor.py`)."""
-
-
-class Socket(Protocol):
-    def receive(self, wait_s: float) -> list[Message]:
-        """Return all messages that have arrived, after waiting up to `wait_s` for one."""
-
-    def send(self, *messages: Message) -> None: ...
 
 
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
@@ -57,7 +51,7 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
         getattr(engine, "close", lambda: None)()
 
 
-def serve(engine: Engine, socket: Socket) -> None:
+def serve(engine: Engine, socket: WorkerSocket) -> None:
     """Serve until `Stop`."""
     stats_due = time.monotonic() + STATS_EVERY_S
 
@@ -94,41 +88,42 @@ def serve(engine: Engine, socket: Socket) -> None:
 
 
 def _take(engine: Engine, message: Message) -> list[Message]:
-    """Pass one message to the engine; return the replies that exist already."""
-    assert isinstance(message, (Generate, LoadAdapter, ConfirmAdapter, UnloadAdapter, Sleep, WakeUp)), message
-    start = time.monotonic()
+    """Pass one request to the engine; return the replies that exist already."""
+    assert isinstance(message, Request), message
+    request_id, start = message.request_id, time.monotonic()
     try:
-        if isinstance(message, Generate):
-            engine.add_request(message)
-            return []
-        if isinstance(message, LoadAdapter | ConfirmAdapter):
-            if isinstance(message, LoadAdapter):
-                digest = engine.load_adapter(message.version, Path(message.path))
-            else:
-                digest = engine.confirm_adapter(message.version)
-            return [_digest_reply(engine, message.request_id, digest, time.monotonic() - start)]
-        if isinstance(message, UnloadAdapter):
-            engine.unload_adapter(message.version)
-        else:
-            assert isinstance(engine, SleepingEngine), engine
-            if isinstance(message, Sleep):
-                engine.sleep()
-            else:
-                engine.wake_up()
+        match message:
+            case Generate():
+                engine.add_request(message)
+                return []
+            case LoadAdapter() | ConfirmAdapter():
+                if isinstance(message, LoadAdapter):
+                    digest = engine.load_adapter(message.version, Path(message.path))
+                else:
+                    digest = engine.confirm_adapter(message.version)
+                seconds = time.monotonic() - start
+                return [AdapterDigest(request_id=request_id, seconds=seconds, digest=_checked(engine, digest))]
+            case UnloadAdapter():
+                engine.unload_adapter(message.version)
+            case Sleep():
+                cast(SleepingEngine, engine).sleep()
+            case WakeUp():
+                cast(SleepingEngine, engine).wake_up()
+            case _:
+                raise AssertionError(message)
     except (RequestError, AdapterError) as error:
-        return [Failed(request_id=message.request_id, error=str(error))]
+        return [Failed(request_id=request_id, error=str(error))]
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return [Failed(request_id=message.request_id, error=f"out of memory: {MEMORY_ADVICE} ({error})")]
-    return [Done(request_id=message.request_id, seconds=time.monotonic() - start)]
+        return [Failed(request_id=request_id, error=f"out of memory: {MEMORY_ADVICE} ({error})")]
+    return [Done(request_id=request_id)]
 
 
-def _digest_reply(engine: Engine, request_id: int, digest: object, seconds: float) -> Message:
-    if isinstance(digest, str):
-        return AdapterDigest(request_id=request_id, seconds=seconds, digest=digest)
-    error = (
-        f"{type(engine).__name__} returned {digest!r:.99} where the digest of an adapter is expected; see load_adapter "
-        "and confirm_adapter in engines/base.py"
-    )
-    return Failed(request_id=request_id, error=error)
+def _checked(engine: Engine, digest: object) -> str:
+    if not isinstance(digest, str):
+        raise RequestError(
+            f"{type(engine).__name__} returned {digest!r:.99} where the digest of an adapter is expected; see "
+            "load_adapter and confirm_adapter in engines/base.py"
+        )
+    return digest

@@ -148,7 +148,7 @@ class _Worker:
                 self._load(Path(message.path), message)
             else:
                 return self._save(message)
-            return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
+            return Done(request_id=message.request_id)
         except RequestError as error:
             is_no_room = isinstance(error, NoRoomError)
             return Failed(request_id=message.request_id, error=str(error), is_no_room=is_no_room)
@@ -350,13 +350,12 @@ class _Worker:
             self.past_adapters.save(directory)
 
     def _save(self, message: SaveLearner) -> Message:
-        started = time.perf_counter()
         try:
             self._write_state(Path(message.path))
         except OSError as error:
             reason = peft_files.explain(error, Path(message.path), 3 * self._policy.adapter_bytes)
             return Failed(request_id=message.request_id, error=reason)
-        return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
+        return Done(request_id=message.request_id)
 
     def _write_adapter(self, path: str) -> str:
         """Write the adapter, unless a predecessor did, and return the digest of the one that this process holds."""

@@ -1,11 +1,13 @@
 """The bytes of messages.
 
-A frame is msgpack: `[PROTOCOL, [[tag, field, …], …]]`. Queued messages share one frame. msgspec checks every field on
+A frame is msgpack: `[PROTOCOL, [[name, field, …], …]]`. Queued messages share one frame. msgspec checks every field on
 arrival. Token arrays are little-endian `bin`, not lists.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
@@ -15,21 +17,17 @@ import msgspec
 import numpy as np
 
 from unstable_lite.errors import ProtocolError
-from unstable_lite.transport.messages import Message
+from unstable_lite.transport.messages import MESSAGES, Message
 from unstable_lite.types import TokenIds
 
 T = TypeVar("T")
 
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_FRAME_BYTES = 1 << 30
 MAX_ITEMS = 1 << 20
 """Longest accepted list or table, so that a frame cannot claim memory that it does not fill."""
 _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
-
-
-class _Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    protocol: int
-    messages: list[Message]
+_ANY_MESSAGE: Any = functools.reduce(operator.or_, MESSAGES)
 
 
 def encode(messages: Sequence[Message]) -> bytes:
@@ -43,18 +41,17 @@ def decode(frame: bytes) -> list[Message]:
     Raises ProtocolError if the frame is malformed, oversized, of another protocol version, or has fields of a wrong
     type.
     """
-    return _convert(_unpack(frame), _Frame).messages
+    return _convert(_unpack(frame), _ANY_MESSAGE)
 
 
 def pack_all(values: Iterable[Any]) -> bytes:
-    """Pack values of one type without tags into the content of a file."""
+    """Pack values of one type without names into the content of a file."""
     return _pack(list(values))
 
 
 def unpack_all(cls: type[T], content: bytes) -> list[T]:
     """Unpack values that `pack_all` packed. Raises ProtocolError for any other content."""
-    values: list[T] = _convert(_unpack(content)[1], list[cls])  # type: ignore[valid-type]
-    return values
+    return _convert(_unpack(content), cls)
 
 
 def _pack(values: Any) -> bytes:
@@ -69,7 +66,7 @@ def _pack(values: Any) -> bytes:
 
 
 def _unpack(frame: bytes) -> list[Any]:
-    """Return `[PROTOCOL, values]`. Needs at most about 70 bytes of memory per byte of the frame."""
+    """Return the values of `[PROTOCOL, values]`. Needs at most about 70 bytes of memory per byte of the frame."""
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
     try:
@@ -80,12 +77,13 @@ def _unpack(frame: bytes) -> list[Any]:
         raise ProtocolError("frame is not [protocol, messages]")
     if type(envelope[0]) is not int or envelope[0] != PROTOCOL:
         raise ProtocolError(f"peer uses protocol {reprlib.repr(envelope[0])}, this process uses {PROTOCOL}")
-    return envelope
+    values: list[Any] = envelope[1]
+    return values
 
 
-def _convert(value: Any, cls: type[T]) -> T:
+def _convert(values: list[Any], cls: type[T]) -> list[T]:
     try:
-        return msgspec.convert(value, cls, dec_hook=_to_array)
+        return msgspec.convert(values, list[cls], dec_hook=_to_array)  # type: ignore[valid-type]
     except (msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(str(error)) from error
 

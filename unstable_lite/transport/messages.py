@@ -1,14 +1,14 @@
 """The messages between the orchestrator and its workers.
 
-Every request carries a `request_id` and gets exactly one reply with the same id: the reply that its docstring names, or
-`Failed`. codec.py turns messages into bytes.
+A request gets exactly one reply with the same `request_id`: of the type that its class names, or `Failed`. codec.py
+turns messages into bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import NoneType
-from typing import Any
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 
@@ -18,14 +18,47 @@ MAX_LEVELS = 16
 """Deepest nesting of a field that may hold any JSON value."""
 
 
-class _Message(msgspec.Struct, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all messages. On the wire a message is an array of its fields."""
+class Message(msgspec.Struct, kw_only=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Base of all messages. On the wire a message is an array of its name and its fields."""
 
 
-class Generate(_Message, tag=True):
-    """Ask an engine for one completion. Reply: `Generated`."""
+class Notice(Message):
+    """Message without a reply."""
 
+
+class Reply(Message):
     request_id: int
+
+
+R = TypeVar("R", bound=Reply)
+
+
+class Request(Message, Generic[R]):
+    request_id: int
+
+
+class Done(Reply):
+    """Reply without a result."""
+
+
+class Failed(Reply):
+    """Reply to a request that failed; the worker itself still works."""
+
+    error: str
+    is_no_room: bool = False
+    """Whether the request failed because its output did not fit in the given location; another one may have room."""
+
+
+class Generated(Reply):
+    generation: Generation
+
+    def __post_init__(self) -> None:
+        check_lengths([self.generation])
+
+
+class Generate(Request[Generated]):
+    """Ask an engine for one completion."""
+
     prompt: str
     adapter_version: int
     """0 is the base."""
@@ -38,73 +71,41 @@ class Generate(_Message, tag=True):
     """Seed of this request's random stream; None uses the engine's stream."""
 
 
-class Generated(_Message, tag=True):
-    request_id: int
-    generation: Generation
-
-    def __post_init__(self) -> None:
-        check_lengths([self.generation])
-
-
-class LoadAdapter(_Message, tag=True):
-    """Load a PEFT directory under a version that was never used before. Reply: `AdapterDigest` of the adapter read."""
-
-    request_id: int
-    version: int
-    path: str
-
-
-class ConfirmAdapter(_Message, tag=True):
-    """Ask an engine for the digest of the adapter that it holds as `version`. Reply: `AdapterDigest`."""
-
-    request_id: int
-    version: int
-
-
-class AdapterDigest(_Message, tag=True):
+class AdapterDigest(Reply):
     """Digest of the adapter that a worker wrote, read or holds, computed by `peft_files.digest_of`."""
 
-    request_id: int
     seconds: float
     digest: str
 
 
-class UnloadAdapter(_Message, tag=True):
-    """Forget a version; no request may use it again. Reply: `Done`."""
+class LoadAdapter(Request[AdapterDigest]):
+    """Load a PEFT directory under a version that was never used before."""
 
-    request_id: int
     version: int
-
-
-class Sleep(_Message, tag=True):
-    """Answer all earlier requests, then release the device memory until `WakeUp`. Reply: `Done`."""
-
-    request_id: int
-
-
-class WakeUp(_Message, tag=True):
-    """Allocate the device memory again; the adapters are unchanged. Reply: `Done`."""
-
-    request_id: int
-
-
-class Update(_Message, tag=True):
-    """Make one optimiser step on a batch, then write the new adapter to `path`. Reply: `Updated`."""
-
-    request_id: int
-    items: tuple[TrainItem, ...]
-    version: int
-    """Adapter version that this update creates."""
     path: str
-    state_path: str
-    """New directory for the learner's complete state, written before the reply; see `LoadLearner`."""
-
-    def __post_init__(self) -> None:
-        check_lengths(self.items)
 
 
-class Updated(_Message, tag=True):
-    request_id: int
+class ConfirmAdapter(Request[AdapterDigest]):
+    """Ask an engine for the digest of the adapter that it holds as `version`."""
+
+    version: int
+
+
+class UnloadAdapter(Request[Done]):
+    """Forget a version; no request may use it again."""
+
+    version: int
+
+
+class Sleep(Request[Done]):
+    """Answer all earlier requests, then release the device memory until `WakeUp`."""
+
+
+class WakeUp(Request[Done]):
+    """Allocate the device memory again; the adapters are unchanged."""
+
+
+class Updated(Reply):
     metrics: dict[str, float]
     skipped: str | None
     """Reason why no adapter was made (a non-finite loss or gradient), or None."""
@@ -116,27 +117,29 @@ class Updated(_Message, tag=True):
     """Digest of the adapter that was written; empty if the update was skipped."""
 
 
-class WriteAdapter(_Message, tag=True):
-    """Write the adapter that training starts from to `path`, as `version`. Reply: `AdapterDigest`."""
+class Update(Request[Updated]):
+    """Make one optimiser step on a batch, then write the new adapter to `path`."""
 
-    request_id: int
+    items: tuple[TrainItem, ...]
     version: int
+    """Adapter version that this update creates."""
     path: str
     state_path: str
-
-
-class Score(_Message, tag=True):
-    """Compute the learner's log-probabilities of the items' completion tokens. Reply: `Scored`."""
-
-    request_id: int
-    items: tuple[TrainItem, ...]
+    """New directory for the learner's complete state, written before the reply; see `LoadLearner`."""
 
     def __post_init__(self) -> None:
         check_lengths(self.items)
 
 
-class Scored(_Message, tag=True):
-    request_id: int
+class WriteAdapter(Request[AdapterDigest]):
+    """Write the adapter that training starts from to `path`, as `version`."""
+
+    version: int
+    path: str
+    state_path: str
+
+
+class Scored(Reply):
     logprobs: tuple[LearnerLogprobs, ...]
     """Log-probabilities in the order of the items."""
 
@@ -146,29 +149,45 @@ class Scored(_Message, tag=True):
                 raise ValueError(f"{len(logprobs.adapter)} adapter, {len(logprobs.base)} base log-probabilities")
 
 
-class SaveLearner(_Message, tag=True):
-    """Write adapter and optimiser state into the existing directory `path`. Reply: `Done`."""
+class Score(Request[Scored]):
+    """Compute the learner's log-probabilities of the items' completion tokens."""
 
-    request_id: int
+    items: tuple[TrainItem, ...]
+
+    def __post_init__(self) -> None:
+        check_lengths(self.items)
+
+
+class SaveLearner(Request[Done]):
+    """Write adapter and optimiser state into the existing directory `path`."""
+
     path: str
 
 
-class FineTune(_Message, tag=True):
-    """Train an adapter on the pairs in the file `pairs` and write it into `output`. Reply: `FineTuned`."""
+class LoadLearner(Request[Done]):
+    """Resume from a directory that `SaveLearner`, `Update` or `WriteAdapter` wrote.
 
-    request_id: int
-    pairs: str
-    output: str
+    If the update that wrote the directory is requested again because its reply was lost, the learner only repeats the
+    reply.
+    """
+
+    path: str
 
 
-class FineTuned(_Message, tag=True):
-    request_id: int
+class FineTuned(Reply):
     metrics: dict[str, float]
     left_out: dict[str, int]
     """Number of pairs that were not trained on, by reason."""
 
 
-class FineTuning(_Message, tag=True):
+class FineTune(Request[FineTuned]):
+    """Train an adapter on the pairs in the file `pairs` and write it into `output`."""
+
+    pairs: str
+    output: str
+
+
+class FineTuning(Notice):
     """Progress of a `FineTune`, sent without a request."""
 
     update: int
@@ -176,46 +195,9 @@ class FineTuning(_Message, tag=True):
     loss: float
 
 
-class LoadLearner(_Message, tag=True):
-    """Resume from a directory that `SaveLearner`, `Update` or `WriteAdapter` wrote. Reply: `Done`.
-
-    If the update that wrote the directory is requested again because its reply was lost, the learner only repeats the
-    reply.
-    """
-
-    request_id: int
-    path: str
-
-
-class MakeEnv(_Message, tag=True):
-    """Create and reset an env for a new game. Reply: `EnvState`."""
-
-    request_id: int
-    game: int
-    env_id: str
-    num_players: int
-    seed: int
-    observation: str
-
-
-class StepEnv(_Message, tag=True):
-    """Play one action. Reply: `EnvState`."""
-
-    request_id: int
-    game: int
-    action: str
-
-
-class DropEnv(_Message, tag=True):
-    """Forget a game. No reply."""
-
-    game: int
-
-
-class EnvState(_Message, tag=True):
+class EnvState(Reply):
     """Next turn of a game, or its result."""
 
-    request_id: int
     is_over: bool
     was_invalid: bool
     """Whether the rules forbid the last action."""
@@ -230,21 +212,30 @@ class EnvState(_Message, tag=True):
     """Information from the env as JSON; set when the game is over."""
 
 
-class Done(_Message, tag=True):
-    request_id: int
-    seconds: float
+class MakeEnv(Request[EnvState]):
+    """Create and reset an env for a new game."""
+
+    game: int
+    env_id: str
+    num_players: int
+    seed: int
+    observation: str
 
 
-class Failed(_Message, tag=True):
-    """Reply to a request that failed; the worker itself still works."""
+class StepEnv(Request[EnvState]):
+    """Play one action."""
 
-    request_id: int
-    error: str
-    is_no_room: bool = False
-    """Whether the request failed because its output did not fit in the given location; another one may have room."""
+    game: int
+    action: str
 
 
-class Ready(_Message, tag=True):
+class DropEnv(Notice):
+    """Forget a game."""
+
+    game: int
+
+
+class Ready(Notice):
     """First message of a worker. `info` is shown at start-up and read by the runtime (see each worker)."""
 
     info: dict[str, Any]
@@ -253,7 +244,7 @@ class Ready(_Message, tag=True):
         check_plain(self.info)
 
 
-class EngineStats(_Message, tag=True):
+class EngineStats(Notice):
     """Load of an engine, sent about once a second while it has work."""
 
     queued: int
@@ -265,7 +256,7 @@ class EngineStats(_Message, tag=True):
     """Number of steps since the start that were repeated with fewer requests because memory had run out."""
 
 
-class Crashed(_Message, tag=True):
+class Crashed(Notice):
     """Last message of a worker that cannot continue."""
 
     error: str
@@ -275,56 +266,14 @@ class Crashed(_Message, tag=True):
     """Whether the server of this worker cannot be reached, or was lost."""
 
 
-class Stop(_Message, tag=True):
-    """Ask a worker to exit. No reply."""
+class Stop(Notice):
+    """Ask a worker to exit."""
 
 
-Message = (
-    Generate
-    | Generated
-    | LoadAdapter
-    | ConfirmAdapter
-    | AdapterDigest
-    | UnloadAdapter
-    | Sleep
-    | WakeUp
-    | Update
-    | Updated
-    | WriteAdapter
-    | Score
-    | Scored
-    | SaveLearner
-    | LoadLearner
-    | FineTune
-    | FineTuned
-    | FineTuning
-    | MakeEnv
-    | StepEnv
-    | DropEnv
-    | EnvState
-    | Done
-    | Failed
-    | Ready
-    | EngineStats
-    | Crashed
-    | Stop
-)
-
-REPLIES: dict[Any, Any] = {
-    Generate: Generated,
-    LoadAdapter: AdapterDigest,
-    ConfirmAdapter: AdapterDigest,
-    UnloadAdapter: Done,
-    Sleep: Done,
-    WakeUp: Done,
-    Update: Updated,
-    WriteAdapter: AdapterDigest,
-    Score: Scored,
-    SaveLearner: Done,
-    LoadLearner: Done,
-    FineTune: FineTuned,
-    MakeEnv: EnvState,
-    StepEnv: EnvState,
+MESSAGES: tuple[type[Message], ...] = tuple(kind for base in (Request, Reply, Notice) for kind in base.__subclasses__())
+REPLIES: dict[Callable[..., Message], type[Reply]] = {
+    request: get_args(request.__orig_bases__[0])[0]  # type: ignore[attr-defined]
+    for request in Request.__subclasses__()
 }
 """Reply type of each request, unless the reply is `Failed`."""
 

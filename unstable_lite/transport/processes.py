@@ -129,12 +129,16 @@ class WorkerProcess:
     def kill(self) -> None:
         """Send SIGKILL to the worker and to all processes that it started."""
         self._stopping = True
-        if self._process is not None and self._process.returncode is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._kill_group()
+
+    def _kill_group(self) -> None:
+        if self.is_running:
+            os.killpg(self.pid, signal.SIGKILL)
 
     async def _facts(self) -> dict[str, Any]:
-        """Wait for the worker's `Ready` message and return its `info`."""
-        return await asyncio.shield(self.channel.ready)
+        """Wait for the `Ready` message of each rank; return the first rank's `info`."""
+        info, *_ = await asyncio.gather(*(asyncio.shield(process.channel.ready) for process in self.ranks))
+        return info
 
     def _death(self, code: int) -> WorkerDied:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
@@ -176,10 +180,6 @@ class WorkerGroup(WorkerProcess):
         for process in self.others:
             await process.start()
 
-    async def _facts(self) -> dict[str, Any]:
-        info, *_ = await asyncio.gather(*(asyncio.shield(each.channel.ready) for each in self.ranks))
-        return info
-
     async def watch(self) -> None:
         """Watch all ranks. If a rank dies, kill the others and raise its WorkerDied."""
         lives = [super().watch(), *(process.watch() for process in self.others)]
@@ -188,7 +188,8 @@ class WorkerGroup(WorkerProcess):
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
             first = [error for watch in done if isinstance(error := watch.exception(), WorkerDied)]
             if first:
-                self._kill_all()
+                for process in self.ranks:
+                    process._kill_group()
             ends = await asyncio.gather(*watches, return_exceptions=True)
         finally:
             for watch in watches:
@@ -209,8 +210,3 @@ class WorkerGroup(WorkerProcess):
         super().kill()
         for process in self.others:
             process.kill()
-
-    def _kill_all(self) -> None:
-        for process in self.ranks:
-            if process.is_running:
-                os.killpg(process.pid, signal.SIGKILL)

@@ -20,7 +20,7 @@ import zmq
 
 from unstable_lite.errors import NoRoomError, ProtocolError, RequestError, WorkerDied
 from unstable_lite.transport.codec import MAX_FRAME_BYTES, decode, encode
-from unstable_lite.transport.messages import REPLIES, Crashed, Failed, Message, Ready
+from unstable_lite.transport.messages import REPLIES, Crashed, Failed, Message, Ready, Reply, Request
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +69,9 @@ class Router:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.FD, self.receive_waiting)
 
-    def expect(self, identity: bytes, channel: WorkerChannel) -> None:
-        """Pass messages from this identity to `channel`."""
+    def expect(self, identity: bytes, channel: WorkerChannel | None) -> None:
+        """Pass messages from this identity to `channel`; None ignores those that still arrive from a dead worker."""
         self._peers[identity] = channel
-
-    def forget(self, identity: bytes) -> None:
-        """Ignore messages that still arrive from this dead worker."""
-        self._peers[identity] = None
 
     def send(self, identity: bytes, message: Message) -> None:
         if not self._outgoing:
@@ -90,22 +86,21 @@ class Router:
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, {}
         for identity, messages in outgoing.items():
-            try:
-                self._socket.send_multipart([identity, encode(messages)])
-            except ProtocolError:
-                self._send_singly(identity, messages)
+            self._send_frame(identity, messages)
         # ZeroMQ's descriptor is edge-triggered: a send may have consumed the edge of a message that arrived.
         self.receive_waiting()
 
-    def _send_singly(self, identity: bytes, messages: list[Message]) -> None:
-        """Send each message in its own frame, so that only the messages that cannot be sent fail."""
-        for message in messages:
-            try:
-                self._socket.send_multipart([identity, encode([message])])
-            except ProtocolError as error:
-                log.warning("%s to %r %s", type(message).__name__, identity, error)
-                if (channel := self._peers.get(identity)) is not None:
-                    channel.fail(message, error)
+    def _send_frame(self, identity: bytes, messages: list[Message]) -> None:
+        try:
+            self._socket.send_multipart([identity, encode(messages)])
+        except ProtocolError as error:
+            if len(messages) > 1:  # only the messages that cannot be sent must fail
+                for message in messages:
+                    self._send_frame(identity, [message])
+                return
+            log.warning("%s to %r %s", type(messages[0]).__name__, identity, error)
+            if (channel := self._peers.get(identity)) is not None:
+                channel.fail(messages[0], error)
 
     def receive_waiting(self) -> None:
         """Pass the frames that have arrived to their channels."""
@@ -228,10 +223,6 @@ class WorkerChannel:
         while self.state is not WorkerState.READY:
             await self._changed.wait()
 
-    def silent_for(self) -> float:
-        """Return the seconds since the worker's last message while a request is pending; 0 if none is."""
-        return self._loop.time() - max(self._heard_at, self._busy_since) if self._pending else 0.0
-
     async def wait_for_stall(self, limit_s: float, look_every_s: float) -> float:
         """Wait until a request is pending and the worker has been silent for `limit_s`. Return the silent seconds.
 
@@ -241,14 +232,15 @@ class WorkerChannel:
         silent_s = 0.0
         while silent_s <= limit_s:
             await asyncio.sleep(look_every_s)
-            silent_s = min(self.silent_for(), silent_s + 2 * look_every_s)
+            since_heard_s = self._loop.time() - max(self._heard_at, self._busy_since) if self._pending else 0.0
+            silent_s = min(since_heard_s, silent_s + 2 * look_every_s)
         return silent_s
 
     def reset(self) -> None:
         """Prepare for a new worker under the name of a dead one; `ready` is pending again."""
         self.ready = self._loop.create_future()
         self.crash = None
-        self._router.forget(self.identity)
+        self._router.expect(self.identity, None)
         self.life += 1
         self._begins_with_run = False
         self.identity = f"{self.name}.{self.life}".encode()
@@ -281,14 +273,13 @@ class WorkerChannel:
     def receive(self, message: Message) -> None:
         """Handle a message. Raises ProtocolError if a reply is of the wrong type; its request stays pending."""
         self._heard_at = self._loop.time()
-        request_id: int | None = getattr(message, "request_id", None)
-        if request_id is not None:
-            if (waiting := self._pending.get(request_id)) is None:
+        if isinstance(message, Reply):
+            if (waiting := self._pending.get(message.request_id)) is None:
                 return  # the reply came after its deadline
             reply, _, expected = waiting
             if type(message) not in (expected, Failed):
                 raise ProtocolError(f"the reply is {type(message).__name__}; expected {expected.__name__}")
-            del self._pending[request_id]
+            del self._pending[message.request_id]
             if reply.done():
                 return  # the request's game was cancelled
             if isinstance(message, Failed):
@@ -307,16 +298,13 @@ class WorkerChannel:
 
     def not_understood(self, error: ProtocolError) -> None:
         """Fail `ready`, because the peer is of another version or not a worker."""
-        if not self.ready.done():
-            advice = "worker and orchestrator must run the same version of unstable_lite"
-            self.ready.set_exception(ProtocolError(f"{self.name}: {error}; {advice}"))
-            self.ready.exception()  # mark as retrieved: no task may be waiting for it
+        advice = "worker and orchestrator must run the same version of unstable_lite"
+        _fail(self.ready, ProtocolError(f"{self.name}: {error}; {advice}"))
 
     def fail(self, message: Message, error: ProtocolError) -> None:
         """Fail the request of a message that could not be sent."""
-        reply, *_ = self._pending.pop(getattr(message, "request_id", 0), (None,))
-        if reply is not None and not reply.done():
-            reply.set_exception(RequestError(f"{self.name}: {type(message).__name__} {error}"))
+        if isinstance(message, Request) and (waiting := self._pending.pop(message.request_id, None)) is not None:
+            _fail(waiting[0], RequestError(f"{self.name}: {type(message).__name__} {error}"))
 
     def fail_all(self, error: WorkerDied) -> None:
         """Fail every pending and every later request with `error`, because the worker is dead."""
@@ -324,9 +312,7 @@ class WorkerChannel:
         self._enter(WorkerState.DEAD)
         waiting, self._pending = self._pending, {}
         for reply in (self.ready, *(reply for reply, *_ in waiting.values())):
-            if not reply.done():
-                reply.set_exception(error)
-                reply.exception()  # mark as retrieved: no task may still be waiting for `ready`
+            _fail(reply, error)
 
     def _enter(self, state: WorkerState) -> None:
         self.state = state
@@ -340,6 +326,12 @@ class WorkerChannel:
         over = [(id_, reply) for id_, (reply, deadline, _) in self._pending.items() if deadline <= now or reply.done()]
         for request_id, reply in over:
             del self._pending[request_id]
-            if not reply.done():  # else the request's game was cancelled
-                reply.set_exception(RequestError(f"{self.name}: no reply before its deadline"))
+            _fail(reply, RequestError(f"{self.name}: no reply before its deadline"))
         self._sweep = self._loop.call_later(SWEEP_EVERY_S, self._fail_overdue) if self._pending else None
+
+
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    """Set an error, unless the future is done because its request's game was cancelled."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # mark as retrieved, because no task may be waiting

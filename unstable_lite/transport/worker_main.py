@@ -73,15 +73,12 @@ class WorkerSocket:
 
     def receive(self, wait_s: float) -> list[Message]:
         """Return all messages that have arrived, after waiting up to `wait_s` for the first one."""
-        return self._arrived() if self._socket.poll(int(wait_s * 1000)) else []
-
-    def _arrived(self) -> list[Message]:
         messages: list[Message] = []
-        while True:
-            try:
-                messages += decode(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
-                return messages
+        if self._socket.poll(int(wait_s * 1000)):
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    messages += decode(self._socket.recv(zmq.NOBLOCK))
+        return messages
 
     def send(self, *messages: Message) -> None:
         """Send `messages` in one frame, without blocking."""
@@ -122,8 +119,7 @@ def last_words(error: Exception) -> Crashed:
     reason = f"{type(error).__name__}: {error}"
     if is_out_of_memory(error):
         reason += f"\n(out of memory: {MEMORY_ADVICE})"
-    is_away = isinstance(error, ConnectionError)
-    return Crashed(error=reason, is_final=isinstance(error, UnstableError), is_away=is_away)
+    return Crashed(error=reason, is_final=isinstance(error, UnstableError), is_away=isinstance(error, ConnectionError))
 
 
 def _exit_when_orphaned() -> None:

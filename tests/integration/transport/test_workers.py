@@ -210,7 +210,7 @@ async def _dropped(router: Router, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-DONE = encode([Done(request_id=1, seconds=0.0)])
+DONE = encode([Done(request_id=1)])
 
 
 @pytest.mark.parametrize(
@@ -273,9 +273,7 @@ async def test_reply_of_the_wrong_type_is_dropped_and_the_right_one_accepted(
         finish_reason="stop",
         adapter_version=0,
     )
-    _sends(
-        router, engine.channel.identity, [encode([Done(request_id=1, seconds=0), Crashed(error="e", is_final=False)])]
-    )
+    _sends(router, engine.channel.identity, [encode([Done(request_id=1), Crashed(error="e", is_final=False)])])
     await _dropped(router, 1)
     assert engine.channel.crash is not None, "the rest of the frame is processed"
     assert engine.channel.num_pending == 1
@@ -391,7 +389,7 @@ def test_reply_without_a_waiting_request_is_ignored() -> None:
     async def scenario() -> None:
         directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
         router = Router(directory)
-        EngineClient(router, "engine-0", CONFIG.engine).channel.receive(Done(request_id=99, seconds=0.0))
+        EngineClient(router, "engine-0", CONFIG.engine).channel.receive(Done(request_id=99))
         router.close()
         shutil.rmtree(directory)
 

@@ -9,34 +9,33 @@ import torch
 
 from fakes.remote_engine import engine_spec, generate
 from unstable_lite.engines.embedded.engine import TransformersEngine
-from unstable_lite.engines.lora import Group, Groups, LoraLinear, LoraModel
+from unstable_lite.engines.lora import Group, LoraLinear, LoraModel
 from unstable_lite.errors import ModelError
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_each_group_of_rows_gets_its_own_terms(bias: bool) -> None:
     torch.manual_seed(0)
-    groups = Groups()
+    groups: list[Group] = []
     layer = LoraLinear(torch.nn.Linear(6, 5, bias=bias).requires_grad_(False), groups)
     pairs = {version: (torch.randn(2, 6), torch.randn(5, 2)) for version in (3, 8)}
     for version, (a, b) in pairs.items():
         layer.load(version, a, b, scale=0.5)
     x = torch.randn(1, 9, 6)
-    groups.current = [Group(0, 2, 0), Group(2, 5, 3), Group(5, 6, 4), Group(6, 9, 8)]
+    groups[:] = [Group(0, 2, 0), Group(2, 5, 3), Group(5, 6, 4), Group(6, 9, 8)]
     expected = layer.base(x)
     for rows, version in ((slice(2, 5), 3), (slice(6, 9), 8)):
         a, b = pairs[version]
         expected[0, rows] += 0.5 * x[0, rows] @ a.T @ b.T
     torch.testing.assert_close(layer(x), expected)
-    groups.current = [Group(0, 9, 3)]
+    groups[:] = [Group(0, 9, 3)]
     a, b = pairs[3]
     torch.testing.assert_close(layer(x), layer.base(x) + 0.5 * x @ a.T @ b.T)
 
 
 def test_layer_given_only_some_tokens_cannot_assign_adapters() -> None:
-    groups = Groups()
+    groups = [Group(0, 2, 3), Group(2, 5, 8)]
     layer = LoraLinear(torch.nn.Linear(6, 5), groups)
-    groups.current = [Group(0, 2, 3), Group(2, 5, 8)]
     with pytest.raises(ModelError, match="3 of 5 tokens"):
         layer(torch.randn(3, 6))
 

@@ -80,6 +80,7 @@ def test_stock_models_are_served_with_adapters(
         ("Bloom", {"n_head": 4, "n_layer": 2}, "BloomForCausalLM"),
         # From 5.20 on, transformers itself refuses the attention that the engine requests.
         ("Gemma2", {"sliding_window": 64}, "sliding window|scaled_dot_product_attention"),
+        ("Gemma2", {"sliding_window": 128}, "soft cap|scaled_dot_product_attention"),
         ("Mistral", {"sliding_window": 64}, "sliding window"),
         ("Phimoe", {"sliding_window": 64, **EXPERTS}, "sliding window"),  # visible only in the mask
         ("Qwen2Moe", {"sliding_window": 64, "use_sliding_window": True, **EXPERTS}, "sliding window"),

@@ -15,11 +15,13 @@ from unstable_lite.errors import ProtocolError
 from unstable_lite.transport import codec
 from unstable_lite.transport.codec import PROTOCOL, decode, encode, pack_all, unpack_all
 from unstable_lite.transport.messages import (
+    MESSAGES,
     REPLIES,
     Failed,
     Generate,
     Generated,
     Message,
+    Reply,
     Update,
     Updated,
 )
@@ -101,19 +103,16 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b or (a != a and b != b))
 
 
-@given(st.lists(st.one_of([_instances(cls) for cls in get_args(Message)]), max_size=4))
+@given(st.lists(st.one_of([_instances(cls) for cls in MESSAGES]), max_size=4))
 def test_every_message_survives_a_round_trip(sent: list[Message]) -> None:
     received = decode(encode(sent))
     assert len(received) == len(sent)
     assert all(map(_same, sent, received))
 
 
-def test_reply_types_match_the_docstrings_of_requests() -> None:
-    requests = {
-        cls: doc.partition("Reply: `")[2] for cls in get_args(Message) if "Reply: `" in (doc := cls.__doc__ or "")
-    }
-    named = {cls: reply.partition("`")[0] for cls, reply in requests.items() if "request_id" in cls.__struct_fields__}
-    assert {cls: reply.__name__ for cls, reply in REPLIES.items()} == named
+def test_every_request_names_the_type_of_its_reply() -> None:
+    assert {Generate: Generated, Update: Updated}.items() <= REPLIES.items()
+    assert all(issubclass(reply, Reply) and reply in MESSAGES for reply in REPLIES.values())
 
 
 def test_arrays_take_four_bytes_per_token_in_any_byte_order() -> None:
@@ -169,7 +168,7 @@ def _assert_well_typed(value: Any, hint: Any) -> None:
         assert type(value) in (get_args(hint) or (hint,))
 
 
-@given(st.data(), st.sampled_from(get_args(Message)))
+@given(st.data(), st.sampled_from(MESSAGES))
 def test_wrong_field_gives_a_protocol_error_or_a_well_typed_message(data: Any, cls: Any) -> None:
     (_, ((tag, *values),)) = msgpack.unpackb(encode([data.draw(_instances(cls))]))
     if values:
@@ -195,7 +194,7 @@ def _generated(**changes: Any) -> list[Any]:
         ([PROTOCOL, [[["unhashable"], 1]]], "Expected `str`, got `list`"),
         ([PROTOCOL, [["UnloadAdapter", 1]]], "at least length 3, got 2"),
         ([PROTOCOL, [["UnloadAdapter", 1, 2, 3]]], "at most length 2, got 3"),
-        ([PROTOCOL, [["UnloadAdapter", 1, "two"]]], r"Expected `int`, got `str` - at `\$\[1\]\[0\]\[2\]`"),
+        ([PROTOCOL, [["UnloadAdapter", 1, "two"]]], r"Expected `int`, got `str` - at `\$\[0\]\[2\]`"),
         ([PROTOCOL, [["UnloadAdapter", 1, True]]], "Expected `int`, got `bool`"),
         ([PROTOCOL, [["Updated", 1, {"loss": "low"}, None, [], [], ""]]], "Expected `float`, got `str`"),
         ([PROTOCOL, [["Updated", 1, {"loss": [1.0]}, None, [], [], ""]]], "Expected `float`, got `array`"),
@@ -235,6 +234,7 @@ def _in_envelope(content: bytes) -> bytes:
         pytest.param(b"\x92" + _nested(1000) + b"\x90", id="a version nested deeper than Python goes"),
         pytest.param(_in_envelope(b"\x92\xa5Ready\x81\xa1x" + _nested(900)), id="facts nested without end"),
         pytest.param(b"\xdd\xff\xff\xff\xff", id="a list of four billion"),
+        pytest.param(_in_envelope(b"\x92\xa5Ready\x81\xa1x\xdd\xff\xff\xff\xff"), id="facts of four billion"),
         pytest.param(b"\xdf\xff\xff\xff\xff", id="a table of four billion"),
         pytest.param(b"\xc6\xff\xff\xff\xff", id="four billion bytes"),
         pytest.param((b"\xdd" + (60_000).to_bytes(4, "big")) * 1000 + b"\xc0" * 60_000, id="lists of lists of lists"),

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from unstable_lite.engines.embedded.kv_cache import KVCache
-from unstable_lite.errors import ModelError
 
 IntArray = npt.NDArray[np.int64]
 
@@ -135,16 +134,8 @@ class CachedAttention:
         value_1HND: Tensor,
         _mask: Tensor | None,
         scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        if softcap is not None or (sliding_window is not None and sliding_window < self._cache.max_len):
-            raise ModelError(
-                f"{type(module).__name__} attends with a sliding window of {sliding_window} tokens or a soft cap "
-                f"({softcap}), which the embedded engine does not compute; lower engine.max_model_len to the window, "
-                "take another model, or engine.kind = 'vllm'"
-            )
         query_NHD, key_NHD, value_NHD = (x_1HND[0].transpose(0, 1) for x_1HND in (query_1HND, key_1HND, value_1HND))
         return self.attend(module.layer_idx, query_NHD.contiguous(), key_NHD, value_NHD, scaling)[None], None
 

@@ -8,6 +8,7 @@ completion. Knows no sockets.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence
@@ -67,20 +68,11 @@ class Row:
     slot: int = -1
     num_computed: int = 0
     """Number of `ids` that have keys and values."""
+    num_fed: int = 0
+    """Number of `ids` that have them after the current pass."""
     logprobs: list[float] = field(default_factory=list)
     """Log-probability of each token of the completion."""
     finish_reason: FinishReason | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Feed:
-    """Next tokens of one row that go through the model."""
-
-    row: Row
-    stop: int
-    """Index after the last of them."""
-    is_whole: bool
-    """Whether these are all."""
 
 
 class TransformersEngine:
@@ -187,17 +179,18 @@ class TransformersEngine:
 
     def _advance(self) -> None:
         """Run one pass, and sample a token for each row that it completes. A failure changes no row."""
-        feeds = self._next_feeds()
+        rows = self._feed()
+        is_whole = [row.num_fed == len(row.ids) for row in rows]
         logits_BV = self._logits(
-            [feed.row.slot for feed in feeds],
-            [feed.row.ids[feed.row.num_computed : feed.stop] for feed in feeds],
-            [feed.row.request.adapter_version for feed in feeds],
-            [feed.is_whole for feed in feeds],
+            [row.slot for row in rows],
+            [row.ids[row.num_computed : row.num_fed] for row in rows],
+            [row.request.adapter_version for row in rows],
+            is_whole,
         )
-        whole = [feed.row for feed in feeds if feed.is_whole]
+        whole = list(itertools.compress(rows, is_whole))
         sampled = self._sample(whole, logits_BV) if whole else ([], [])
-        for feed in feeds:
-            feed.row.num_computed = feed.stop
+        for row in rows:
+            row.num_computed = row.num_fed
         self._append(whole, *sampled)
 
     def _make_do_with_less(self, reason: str) -> None:
@@ -286,20 +279,19 @@ class TransformersEngine:
         self._queue.extendleft(reversed(waiting))
         self._running.sort(key=lambda row: row.request.adapter_version)
 
-    def _next_feeds(self) -> list[Feed]:
-        """Return every decoding row's last token, and the prompt tokens of this step."""
-        feeds = []
+    def _feed(self) -> list[Row]:
+        """Feed every decoding row's last token, and the prompt tokens of this step; return the rows that get any."""
+        fed = []
         room = self._prompt_tokens_per_step
         for row in self._running:
-            size = len(row.ids)
-            count = size - row.num_computed
+            count = len(row.ids) - row.num_computed
             if count > 1:
                 count = min(count, room)
                 room -= count
             if count:
-                stop = row.num_computed + count
-                feeds.append(Feed(row, stop, stop == size))
-        return feeds
+                row.num_fed = row.num_computed + count
+                fed.append(row)
+        return fed
 
     def _logits(
         self, slots: Sequence[int], new_ids: Sequence[list[int]], versions: Sequence[int], wanted: Sequence[bool]

@@ -58,11 +58,11 @@ def choose_dtype(dtype: str, device: torch.device, width: int) -> torch.dtype:
 def cache_shape(model: Any, max_len: int) -> CacheShape:
     """Return the size of a token's keys and values in all layers, measured by running one.
 
-    Raises ModelError if layers differ, or if the last of `max_len` tokens cannot attend to the first in one of them:
-    some have their window in the mask alone, and this engine makes its own masks.
+    Raises ModelError if layers differ, or if in one of them the last of `max_len` tokens cannot attend to the first,
+    or does so with a soft cap. Some layers have their window in the mask alone, and this engine makes its own masks.
     """
     seen: dict[int, tuple[int, int, int]] = {}
-    do_not_reach: list[int] = []
+    not_plain: list[int] = []
 
     def reach(*_: Any, mask_function: Callable[..., Any], **__: Any) -> Tensor:
         """Return, instead of the mask of one token, whether the last token would see the first."""
@@ -73,8 +73,11 @@ def cache_shape(model: Any, max_len: int) -> CacheShape:
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
     ) -> Any:
         seen[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[3])
-        if mask is not None and mask.dtype == torch.bool and not mask.all():
-            do_not_reach.append(module.layer_idx)
+        window = kwargs.get("sliding_window")
+        is_windowed = window is not None and window < max_len
+        is_masked = mask is not None and mask.dtype == torch.bool and not mask.all()
+        if is_windowed or is_masked or kwargs.get("softcap") is not None:
+            not_plain.append(module.layer_idx)
         return sdpa_attention_forward(module, query, key, value, None, *args, **kwargs)
 
     transformers.AttentionInterface.register(_PROBE, look)
@@ -86,11 +89,11 @@ def cache_shape(model: Any, max_len: int) -> CacheShape:
             f"{type(model).__name__}: not all its layers attend alike through transformers' attention "
             f"interface; {_ADVICE}"
         )
-    if do_not_reach:
+    if not_plain:
         raise ModelError(
-            f"{type(model).__name__}: layer {do_not_reach[0]} attends within a sliding window or chunks of fewer than "
-            f"{max_len} tokens, which the embedded engine does not compute; lower engine.max_model_len to the window, "
-            f"{_ADVICE}"
+            f"{type(model).__name__}: layer {not_plain[0]} attends within a sliding window or chunks of fewer than "
+            f"{max_len} tokens, or with a soft cap, which the embedded engine does not compute; lower "
+            f"engine.max_model_len to the window, {_ADVICE}"
         )
     num_heads, key_width, value_width = seen[0]
     return CacheShape(
