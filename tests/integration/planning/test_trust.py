@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,12 +35,8 @@ def write_run(tmp_path: Path, text: str) -> Path:
 
 def own_run(tmp_path: Path) -> Path:
     config = config_of(tmp_path)
-    envs = tuple(type(env)(**{**vars_of(env), **CODE}) for env in config.train_envs)
+    envs = tuple(env.model_copy(update=CODE) for env in config.train_envs)
     return create_run_directory(config.model_copy(update={"train_envs": envs}))
-
-
-def vars_of(env: Any) -> dict[str, Any]:
-    return {name: getattr(env, name) for name in env.__dataclass_fields__}
 
 
 def test_own_config_is_used_anywhere(tmp_path: Path) -> None:
