@@ -220,17 +220,14 @@ def concat(figures_KN: Tensor) -> Tensor:
     return torch.cat([part[:, : int(number)] for part, number in zip(parts, numbers, strict=True)], dim=1)
 
 
-def fill(rows: Sequence[int], per_item: list[Tensor], like: Tensor) -> None:
-    """Complete `per_item`, which has a tensor for each of this rank's `rows`, by those of all other ranks.
-
-    like: a tensor of their dtype and device.
-    """
+def fill(rows: Sequence[int], per_item: list[Tensor]) -> None:
+    """Complete `per_item`, which has a float32 tensor for each of this rank's `rows`, by those of all other ranks."""
     if num_ranks() == 1:
         return
     own = [per_item[row] for row in rows]
     lengths_2I = torch.tensor([rows, list(map(len, own))], dtype=torch.float64).reshape(2, -1)
     all_rows, all_lengths = concat(lengths_2I).to(torch.int64)
-    figures_N = concat(torch.cat([like.new_empty(0), *own])[None])[0].to(like)
+    figures_N = concat(torch.cat([torch.empty(0), *own])[None])[0].float()
     for row, part in zip(all_rows.tolist(), torch.split(figures_N, all_lengths.tolist()), strict=True):
         per_item[row] = part
 

@@ -146,13 +146,6 @@ class Scored(_Message, tag=True):
                 raise ValueError(f"{len(logprobs.adapter)} adapter, {len(logprobs.base)} base log-probabilities")
 
 
-class SaveLearner(_Message, tag=True):
-    """Write adapter and optimiser state into the existing directory `path`. Reply: `Done`."""
-
-    request_id: int
-    path: str
-
-
 class FineTune(_Message, tag=True):
     """Train an adapter on the pairs in the file `pairs` and write it into `output`. Reply: `FineTuned`."""
 
@@ -177,7 +170,7 @@ class FineTuning(_Message, tag=True):
 
 
 class LoadLearner(_Message, tag=True):
-    """Resume from a directory that `SaveLearner`, `Update` or `WriteAdapter` wrote. Reply: `Done`.
+    """Resume from a directory that `Update` or `WriteAdapter` wrote, or a copy of it. Reply: `Done`.
 
     If the update that wrote the directory is requested again because its reply was lost, the learner only repeats the
     reply.
@@ -293,7 +286,6 @@ Message = (
     | WriteAdapter
     | Score
     | Scored
-    | SaveLearner
     | LoadLearner
     | FineTune
     | FineTuned
@@ -320,7 +312,6 @@ REPLIES: dict[Any, Any] = {
     Update: Updated,
     WriteAdapter: AdapterDigest,
     Score: Scored,
-    SaveLearner: Done,
     LoadLearner: Done,
     FineTune: FineTuned,
     MakeEnv: EnvState,
