@@ -17,6 +17,8 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.games.players.factory import is_remote
 from unstable_lite.types import GameRecord, TrainEnvSpec
 
+PAIRS = "pairs.jsonl"
+"""File of the pairs in `sft.output`."""
 SHOWN_PROBLEMS = 10
 
 

@@ -146,27 +146,20 @@ class Scored(_Message, tag=True):
                 raise ValueError(f"{len(logprobs.adapter)} adapter, {len(logprobs.base)} base log-probabilities")
 
 
-class FineTune(_Message, tag=True):
-    """Train an adapter on the pairs in the file `pairs` and write it into `output`. Reply: `FineTuned`."""
-
-    request_id: int
-    pairs: str
-    output: str
-
-
-class FineTuned(_Message, tag=True):
-    request_id: int
-    metrics: dict[str, float]
-    left_out: dict[str, int]
-    """Number of pairs that were not trained on, by reason."""
-
-
 class FineTuning(_Message, tag=True):
-    """Progress of a `FineTune`, sent without a request."""
+    """Progress of a fine-tuning worker, sent without a request."""
 
     update: int
     total: int
     loss: float
+
+
+class FineTuned(_Message, tag=True):
+    """Result of a fine-tuning worker, which has written the adapter into `sft.output`; sent without a request."""
+
+    metrics: dict[str, float]
+    left_out: dict[str, int]
+    """Number of pairs that were not trained on, by reason."""
 
 
 class LoadLearner(_Message, tag=True):
@@ -287,9 +280,8 @@ Message = (
     | Score
     | Scored
     | LoadLearner
-    | FineTune
-    | FineTuned
     | FineTuning
+    | FineTuned
     | MakeEnv
     | StepEnv
     | DropEnv
@@ -313,7 +305,6 @@ REPLIES: dict[Any, Any] = {
     WriteAdapter: AdapterDigest,
     Score: Scored,
     LoadLearner: Done,
-    FineTune: FineTuned,
     MakeEnv: EnvState,
     StepEnv: EnvState,
 }
