@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unstable_lite.errors import RequestError
 from unstable_lite.learner.advantages import ROUNDING
-from unstable_lite.types import Logprobs, TrainItem
+from unstable_lite.types import Logprobs, TokenIds, TrainItem
 
 BATCH_COST = 128
 """Fixed cost of one more micro-batch, in tokens: each starts its own forward and backward pass."""
@@ -85,6 +85,18 @@ class Fitted:
         for index, values in zip(self.kept, of_items, strict=True):
             spread[index] = values
         return tuple(spread)
+
+
+def unsampled(prompt_ids: TokenIds, completion_ids: TokenIds) -> TrainItem:
+    """Return an item that no engine sampled, with 0 for the fields of reinforcement learning."""
+    return TrainItem(
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        logprobs=np.zeros(len(completion_ids), np.float32),
+        reward=0.0,
+        trajectory=0,
+        adapter_version=0,
+    )
 
 
 def length(item: TrainItem) -> int:

@@ -121,16 +121,16 @@ def receive() -> Message:
 
 
 @contextlib.contextmanager
-def broadcast_directory(directory: Path | None) -> Iterator[Path | None]:
-    """Yield a copy of rank 0's `directory` on the other ranks; None on rank 0."""
+def broadcast_directory(directory: Path | None) -> Iterator[Path]:
+    """Yield rank 0's `directory`, on the other ranks a copy of it."""
     if rank() == 0:
+        assert directory is not None
         if _messages is not None:
-            assert directory is not None
             files = sorted(path for path in directory.rglob("*") if path.is_file())
             _send("\n".join(str(path.relative_to(directory)) for path in files).encode())
             for path in files:
                 _send(path.read_bytes())
-        yield None
+        yield directory
         return
     with tempfile.TemporaryDirectory() as name:
         for relative in _receive().decode().splitlines():

@@ -169,9 +169,9 @@ class Policy:
         item that no engine can have sampled.
         """
         batching.check(items, self.vocab_size)
-        adapter_logp = self._score(items)
+        adapter_logp = self.item_logprobs(items)
         with self.model.disable_adapter():
-            base_logp = self._score(items)
+            base_logp = self.item_logprobs(items)
         return [
             LearnerLogprobs(adapter=adapter.numpy(), base=base.numpy())
             for adapter, base in zip(adapter_logp, base_logp, strict=True)
@@ -188,12 +188,13 @@ class Policy:
         try:
             for name, parameter in self.parameters.items():
                 parameter.copy_(parameters[name])
-            return self._score(items)
+            return self.item_logprobs(items)
         finally:
             for name, parameter in self.parameters.items():
                 parameter.copy_(own[name])
 
-    def _score(self, items: Sequence[TrainItem]) -> list[Tensor]:
+    @torch.no_grad()
+    def item_logprobs(self, items: Sequence[TrainItem]) -> list[Tensor]:
         """Return the log-probabilities of each item's completion tokens, in float32 on the CPU."""
         share = self.share if self.is_sharded else batching.WHOLE
         logp = [torch.empty(0)] * len(items)

@@ -88,10 +88,6 @@ class Trained:
         of_row = dict(zip(self.rows, parts, strict=True))
         return [of_row[row] for row in range(len(items))]
 
-    @property
-    def padding_share(self) -> float:
-        return self._num_padding / self._num_positions
-
     def metrics(self, version: int, importance_weight_cap: float, kl_metric: str) -> dict[str, float]:
         """Return metrics of the tokens.
 
@@ -112,7 +108,7 @@ class Trained:
             "staleness_max": staleness_N.max().item(),
             "num_tokens": float(len(logp_N)),
             "avg_train_len": (self._num_positions - self._num_padding) / len(self.rows),
-            "padding_share": self.padding_share,
+            "padding_share": self._num_padding / self._num_positions,
             **kl,
             **losses.importance_metrics(logp_N, behaviour_logp_N, importance_weight_cap),
         }

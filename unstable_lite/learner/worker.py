@@ -118,7 +118,8 @@ class _Worker:
                 digest = self._complete(message, None)
                 seconds = time.perf_counter() - started
                 return AdapterDigest(request_id=message.request_id, seconds=seconds, digest=digest)
-            self._load(Path(message.path), message)
+            distributed.broadcast(message)
+            self._load(Path(message.path))
             return Done(request_id=message.request_id, seconds=time.perf_counter() - started)
         except RequestError as error:
             return Failed(request_id=message.request_id, error=str(error))
@@ -153,10 +154,7 @@ class _Worker:
                 self._begin_at(message.version)
             else:
                 assert isinstance(message, LoadLearner), message
-                with distributed.broadcast_directory(None) as copy:
-                    assert copy is not None
-                    self.learner.training.load(copy)
-                    self._recall(copy)
+                self._load(None)
 
     def _begin_at(self, version: int) -> None:
         """Name the adapter that training starts from."""
@@ -250,9 +248,7 @@ class _Worker:
 
     def _undo(self) -> None:
         """Restore the state before the update on every rank, so that the saved state is always the learner's."""
-        with distributed.broadcast_directory(self._state) as copy:
-            before = copy or self._state
-            assert before is not None
+        with distributed.broadcast_directory(self._state) as before:
             self.learner.training.load(before)
 
     def _update_as_one(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
@@ -347,23 +343,18 @@ class _Worker:
             writer.write_adapter(Path(path), *state)
         return writer.digest(*state)
 
-    def _load(self, directory: Path, message: LoadLearner) -> None:
-        self.learner.training.load(directory)
-        distributed.broadcast(message)
-        with distributed.broadcast_directory(directory):
-            self._state = directory
-            self._made = self._recall(directory)
-
-    def _recall(self, directory: Path) -> dict[str, float] | None:
-        """Return the result of the update that made this state, if one did, and read the past adapters."""
-        self.past_adapters.load(directory)
-        self.past_adapters.hold(self.learner.training.version)
-        updated = directory / UPDATED
-        made: dict[str, float] | None = json.loads(updated.read_text()) if updated.is_file() else None
-        if made is not None:  # its predecessor found the size that fits this machine's memory
-            self._oom_retries = int(made["oom_retries"])
-            self._policy.max_tokens_per_micro_batch = int(made["max_tokens_per_micro_batch"])
-        return made
+    def _load(self, directory: Path | None) -> None:
+        """Continue from a state, with the result of the update that made it. `directory`: on rank 0."""
+        with distributed.broadcast_directory(directory) as state:
+            self.learner.training.load(state)
+            self.past_adapters.load(state)
+            self.past_adapters.hold(self.learner.training.version)
+            updated = state / UPDATED
+            self._made = json.loads(updated.read_text()) if updated.is_file() else None
+        self._state = directory
+        if self._made is not None:  # its predecessor found the size that fits this machine's memory
+            self._oom_retries = int(self._made["oom_retries"])
+            self._policy.max_tokens_per_micro_batch = int(self._made["max_tokens_per_micro_batch"])
 
 
 def checked(algorithm: str, result: object) -> UpdateResult:

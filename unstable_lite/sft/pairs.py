@@ -77,12 +77,6 @@ def pairs_of_game(record: GameRecord, config: SftConfig) -> tuple[list[Pair], Co
     return pairs, left_out
 
 
-def written_answer(prompt: str, action: str) -> str:
-    """Return an action in the templates' notation; a thought that the prompt has opened stays empty."""
-    thought = "\n</think>\n\n" if prompt.rstrip().endswith("<think>") else ""
-    return f"{thought}\\boxed{{{action}}}"
-
-
 def env_of(pair: Pair, envs: tuple[TrainEnvSpec, ...]) -> TrainEnvSpec:
     """Return the env whose template a pair uses: the one that it names, or else the first."""
     return next((env for env in envs if env.env_id == pair.env_id), envs[0])

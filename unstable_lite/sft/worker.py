@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from typing import TypeVar
 
-import numpy as np
 import torch
 import transformers
 
@@ -21,17 +20,17 @@ from unstable_lite.adapters import writer
 from unstable_lite.config import Config
 from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import RequestError
-from unstable_lite.games.templates import chats_in_use, find_extraction, templates_for
-from unstable_lite.learner.batching import check
+from unstable_lite.games.templates import chats_in_use, find_extraction, templates_for, written_answer
+from unstable_lite.learner.batching import check, unsampled
 from unstable_lite.learner.ready_info import ready_info
 from unstable_lite.learner.training import Training, Update
 from unstable_lite.learner.training_stats import Trained
 from unstable_lite.models import resolve_model
 from unstable_lite.rng import derive_seed
-from unstable_lite.sft.pairs import PAIRS, Pair, env_of, read_pairs, written_answer
+from unstable_lite.sft.pairs import PAIRS, Pair, env_of, read_pairs
 from unstable_lite.transport.messages import FineTuned, FineTuning, Ready, Stop
 from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec
-from unstable_lite.types import TokenIds, TrainItem
+from unstable_lite.types import TrainItem
 
 T = TypeVar("T")
 
@@ -119,7 +118,7 @@ class FineTuner:
             elif not pair.completion and not _is_read_as(pair.action, completion, env.action_extraction_fn):
                 left_out["an action that action_extraction_fn reads differently"] += 1
             else:
-                items.append(_item(prompt_ids, completion_ids))
+                items.append(unsampled(prompt_ids, completion_ids))
         check(items, self.policy.vocab_size)
         return items, left_out
 
@@ -188,18 +187,6 @@ class FineTuner:
     def _shuffled(self, items: Sequence[T], purpose: str) -> list[T]:
         seed = derive_seed(self._config.run.seed, "sft", purpose)
         return random.Random(seed).sample(items, len(items))
-
-
-def _item(prompt_ids: TokenIds, completion_ids: TokenIds) -> TrainItem:
-    """Return an item as if it had been sampled, with 0 for the fields of reinforcement learning."""
-    return TrainItem(
-        prompt_ids=prompt_ids,
-        completion_ids=completion_ids,
-        logprobs=np.zeros(len(completion_ids), np.float32),
-        reward=0.0,
-        trajectory=0,
-        adapter_version=0,
-    )
 
 
 def _is_read_as(action: str, completion: str, action_extraction_fn: str) -> bool:
