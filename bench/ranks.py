@@ -76,7 +76,7 @@ def main() -> None:
             others.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
         distributed.join(distributed.on_this_machine(meeting, num_ranks), rank, num_ranks, "cpu", timeout_s=600)
     config = config_of(Path(arguments["directory"]))
-    one = worker._Worker(REINFORCELearner(config, "cpu"), config.learner)
+    one = worker._Worker(REINFORCELearner(config, "cpu"), config)
     if rank:
         one.follow()
         return

@@ -59,6 +59,7 @@ def make_config(model_path: Path) -> MakeConfig:
                 "learner": {"dtype": "float32", "learning_rate": 1e-3} | sections.get("learner", {}),
                 "lora": {"lora_rank": 4, "lora_alpha": 8} | sections.get("lora", {}),
                 "run": sections.get("run", {}),
+                "buffer": sections.get("buffer", {}),
                 "train_envs": [{"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2}],
             }
         )
@@ -70,7 +71,9 @@ def make_config(model_path: Path) -> MakeConfig:
 def make_learner(make_config: MakeConfig) -> MakeLearner:
     def make(algorithm: str = "reinforce", *, has_signal: bool = True, **sections: dict[str, Any]) -> Any:
         """Make a learner; `has_signal` makes every B matrix and value head non-zero, so that each has a gradient."""
-        learner = load_learner(make_config(algorithm, **sections), "cpu")
+        config = make_config(algorithm, **sections)
+        learner: Any = load_learner(config, "cpu")
+        learner.config = config  # for a worker around it
         critic = learner.training.critic
         if has_signal:
             generator = torch.Generator().manual_seed(1)

@@ -122,7 +122,8 @@ def perform(directory: Path, name: str, rank: int = 0) -> None:
     if job.is_double:
         double(learner)
     _spoil(learner, job, rank)
-    one = worker._Worker(learner, config.learner, keeps_tokens=True)
+    tracker = config.tracker.model_copy(update={"keep_tokens": True})
+    one = worker._Worker(learner, config.model_copy(update={"tracker": tracker}))
     replies: list[Message] = []
     error, pass_bytes = "", 0
     try:

@@ -138,7 +138,7 @@ def snapshot(learner: Any) -> dict[str, Tensor]:
     """Return everything that an update may change: parameters and optimizer states of policy and critic."""
     parts = [(learner.policy.parameters, learner.training.optimizer)]
     if learner.training.critic is not None:
-        parts.append((learner.training.critic.parameters, learner.training.critic_optimizer))
+        parts.append((learner.training.critic.parameters, learner.training.optimizer))
     state = {}
     for parameters, optimizer in parts:
         for name, parameter in parameters.items():

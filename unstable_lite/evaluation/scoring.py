@@ -7,6 +7,7 @@ box, other brackets) is the rest of the probability.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,15 +25,14 @@ from unstable_lite.evaluation.cells import Cell
 from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel, find_models, find_run
 from unstable_lite.evaluation.probing import ActionDistribution, Probe, probe, random_positions, uniform_distribution
 from unstable_lite.games.players.scripted import legal_actions
-from unstable_lite.games.templates import Template, chats_in_use, find_extraction, templates_for
-from unstable_lite.learner.batching import WHOLE
+from unstable_lite.games.templates import chats_in_use, find_extraction, templates_for, written_answer
+from unstable_lite.learner.batching import unsampled
 from unstable_lite.learner.model import Policy
 from unstable_lite.models import resolve_model
 from unstable_lite.planning.plan import checked_config
 from unstable_lite.planning.trust import run_config
 from unstable_lite.types import TrainItem
 
-OPENED_THOUGHT = "<think>"
 MUCH = 0.5
 """Probability of unlisted answers above which the listed ones are not representative."""
 
@@ -140,47 +140,25 @@ class AnswerScorer:
         for observation, actions in zip(observations, actions_of, strict=True):
             prompt = template.prompt(observation, env.num_players)
             for action in actions:
-                if extract(_answer(prompt, action)) != (action, True):
+                answer = written_answer(prompt, action)
+                if extract(answer) != (action, True):
                     raise ConfigError(
-                        f"action_extraction_fn {env.action_extraction_fn!r} does not read {_answer(prompt, action)!r} "
-                        f"as {action!r}, so the probability of an action is not that of one answer"
+                        f"action_extraction_fn {env.action_extraction_fn!r} does not read {answer!r} as "
+                        f"{action!r}, so the probability of an action is not that of one answer"
                     )
-                items.append(self._item(prompt, _answer(prompt, action), template))
+                answer_ids = self._tokenizer.encode_completion(prompt, answer, template.stop)
+                items.append(unsampled(self._tokenizer.encode(prompt), answer_ids))
         probabilities = iter(self._probabilities(items))
         return [
             ActionDistribution(actions=tuple(actions), probabilities=np.array([next(probabilities) for _ in actions]))
             for actions in actions_of
         ]
 
-    def _item(self, prompt: str, answer: str, template: Template) -> TrainItem:
-        completion_ids = self._tokenizer.encode_completion(prompt, answer, template.stop)
-        return TrainItem(
-            prompt_ids=self._tokenizer.encode(prompt),
-            completion_ids=completion_ids,
-            logprobs=np.zeros(len(completion_ids), np.float32),
-            reward=0.0,
-            adapter_version=0,
-            trajectory=0,
-        )
-
     def _probabilities(self, items: Sequence[TrainItem]) -> list[float]:
-        policy = self._policy
-        logp = [torch.empty(0)] * len(items)
-        with torch.no_grad():
-            for batch in policy.micro_batches(items, share=WHOLE):
-                if self._model.path is None:
-                    logp_N = policy.base_logprobs(batch)
-                else:
-                    with policy.evaluating():
-                        logp_N, _ = policy.logprobs(batch)
-                batch.scatter(logp_N.double().cpu(), logp)
-        return [float(of_answer.sum().exp()) for of_answer in logp]
-
-
-def _answer(prompt: str, action: str) -> str:
-    """Return `action` in the notation of the templates; a thought that the prompt has opened stays empty."""
-    thought = "\n</think>\n\n" if prompt.rstrip().endswith(OPENED_THOUGHT) else ""
-    return f"{thought}\\boxed{{{action}}}"
+        is_base = self._model.path is None
+        with self._policy.model.disable_adapter() if is_base else contextlib.nullcontext():
+            logp = self._policy.item_logprobs(items)
+        return [float(of_answer.double().sum().exp()) for of_answer in logp]
 
 
 def _config(model: EvaluatedModel, path: Path | None, env_id: str) -> Config:

@@ -157,6 +157,12 @@ def templates_for(config: Config, prompts: Mapping[str, Any]) -> dict[str, Templ
     return {name: replace(made, markup=MARKUP + special_tokens) for name, made in templates.items()}
 
 
+def written_answer(prompt: str, action: str) -> str:
+    """Return an action in the templates' notation; a thought that the prompt has opened stays empty."""
+    thought = "\n</think>\n\n" if prompt.rstrip().endswith("<think>") else ""
+    return f"{thought}\\boxed{{{action}}}"
+
+
 def template_problems(own: Mapping[str, TemplateConfig]) -> list[str]:
     """Return the problems of the `[templates]` of a configuration."""
     problems = []

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from unstable_lite.errors import RequestError
 from unstable_lite.learner.advantages import ROUNDING
-from unstable_lite.types import Logprobs, TrainItem
+from unstable_lite.types import Logprobs, TokenIds, TrainItem
 
 BATCH_COST = 128
 """Fixed cost of one more micro-batch, in tokens: each starts its own forward and backward pass."""
@@ -30,9 +31,9 @@ class MicroBatch:
 
     tokens_BT: Tensor
     source_N: Tensor
-    """Position in the flattened `tokens_BT` that predicts each trained token."""
+    """Position in the flattened `tokens_BT` that predicts each trained token; in a batch of prompts, their ends."""
     target_N: Tensor
-    """Trained tokens."""
+    """Trained tokens; empty in a batch of prompts, like all that follow."""
     behaviour_logp_N: Tensor
     """Log-probabilities of these tokens when they were sampled (μ)."""
     advantage_N: Tensor
@@ -56,25 +57,11 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
             return self
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in _TENSORS}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) for name, value in values.items() if isinstance(value, Tensor)
+        }
         return replace(self, **moved)
-
-
-_TENSORS = ("tokens_BT", "source_N", "target_N", "behaviour_logp_N", "advantage_N", "version_N")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptBatch:
-    """Prompts, padded on the right."""
-
-    tokens_BT: Tensor
-    last_B: Tensor
-    """Position of each prompt's last token."""
-    rows: tuple[int, ...]
-    """Indices of these items, in this order."""
-
-    def to(self, device: torch.device) -> PromptBatch:
-        return replace(self, tokens_BT=self.tokens_BT.to(device), last_B=self.last_B.to(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +85,18 @@ class Fitted:
         for index, values in zip(self.kept, of_items, strict=True):
             spread[index] = values
         return tuple(spread)
+
+
+def unsampled(prompt_ids: TokenIds, completion_ids: TokenIds) -> TrainItem:
+    """Return an item that no engine sampled, with 0 for the fields of reinforcement learning."""
+    return TrainItem(
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        logprobs=np.zeros(len(completion_ids), np.float32),
+        reward=0.0,
+        trajectory=0,
+        adapter_version=0,
+    )
 
 
 def length(item: TrainItem) -> int:
@@ -155,10 +154,10 @@ def make_micro_batches(
 
 def make_prompt_batches(
     items: Sequence[TrainItem], max_tokens: int, max_rows: int | None, share: Share = WHOLE
-) -> list[PromptBatch]:
+) -> list[MicroBatch]:
     """Return micro-batches of prompts, with rows of similar length together."""
     groups = _groups([len(item.prompt_ids) for item in items], max_tokens, max_rows, share)
-    return [_pad_prompts(items, rows) if rows else _NO_PROMPT for rows in groups]
+    return [_pad_prompts(items, rows) if rows else _NOTHING for rows in groups]
 
 
 def cut(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
@@ -207,14 +206,13 @@ def _group(lengths: Sequence[int], all_rows: Sequence[int], max_tokens: int, max
     return sorted(groups[::-1], key=lambda rows: len(rows) * lengths[rows[0]], reverse=True)
 
 
-def _pad_prompts(items: Sequence[TrainItem], rows: list[int]) -> PromptBatch:
-    lengths = [len(items[row].prompt_ids) for row in rows]
-    tokens_BT = np.zeros((len(rows), max(lengths)), np.int64)
-    for i, row in enumerate(rows):
-        tokens_BT[i, : lengths[i]] = items[row].prompt_ids
-    return PromptBatch(
-        tokens_BT=torch.from_numpy(tokens_BT), last_B=torch.tensor(lengths, dtype=torch.int64) - 1, rows=tuple(rows)
-    )
+def _pad_prompts(items: Sequence[TrainItem], rows: list[int]) -> MicroBatch:
+    lengths_B = np.array([len(items[row].prompt_ids) for row in rows], np.int64)
+    tokens_BT = np.zeros((len(rows), lengths_B.max()), np.int64)
+    for tokens_T, row in zip(tokens_BT, rows, strict=True):
+        tokens_T[: len(items[row].prompt_ids)] = items[row].prompt_ids
+    ends_B = np.arange(len(rows)) * tokens_BT.shape[1] + lengths_B - 1
+    return replace(_NOTHING, tokens_BT=torch.from_numpy(tokens_BT), source_N=torch.from_numpy(ends_B), rows=tuple(rows))
 
 
 def pad(rows: Sequence[TrainItem]) -> MicroBatch:
@@ -255,6 +253,3 @@ _NOTHING = MicroBatch(
     rows=(),
 )
 """Micro-batch without a trained token."""
-_NO_PROMPT = PromptBatch(
-    tokens_BT=torch.zeros(1, 1, dtype=torch.int64), last_B=torch.zeros(0, dtype=torch.int64), rows=()
-)

@@ -17,7 +17,6 @@ from unstable_lite.transport.messages import (
     AdapterDigest,
     LoadLearner,
     Message,
-    SaveLearner,
     Score,
     Scored,
     Update,
@@ -40,8 +39,6 @@ class LearnerClient:
         self._config = config
         self._state: Path | None = None
         """State of the newest version."""
-        self._is_state_current = False
-        """Whether `_state` is exact; a skipped batch changes random states without a new version."""
         self._being_saved: set[Path] = set()
         """States that stay until they are copied."""
         self._next_state: Path | None = None
@@ -56,7 +53,6 @@ class LearnerClient:
         """
         items, timeout_s = train_items(batch), self._config.update_timeout_s
         updated: Updated = await self._write(Update, timeout_s, version, store, items=items)
-        self._is_state_current = False
         if updated.skipped is None:
             self._go_on_from_next_state()
         return updated
@@ -76,15 +72,12 @@ class LearnerClient:
         return scored.logprobs
 
     async def save(self, directory: Path) -> None:
-        """Write the current adapter and optimiser state into `directory`.
+        """Copy the newest version's adapter and optimiser state into `directory`, while the learner continues.
 
-        They are copied from the saved state of the newest version while the learner continues, so that it never waits
-        for a disk. Raises OSError, or RequestError, if they cannot be written.
+        An adapter must have been written. Raises OSError if they cannot be copied.
         """
         state = self._state
-        if state is None or not self._is_state_current:
-            await self._ask(SaveLearner, SAVE_TIMEOUT_S, path=str(directory))
-            return
+        assert state is not None
         self._being_saved.add(state)
         try:
             await asyncio.to_thread(_copy_state, state, directory)
@@ -129,7 +122,7 @@ class LearnerClient:
     def _go_on_from_next_state(self) -> None:
         if self._state is not None and self._state not in self._being_saved:
             shutil.rmtree(self._state, ignore_errors=True)
-        self._state, self._is_state_current = self._next_state, True
+        self._state = self._next_state
 
 
 def _copy_state(state: Path, directory: Path) -> None:

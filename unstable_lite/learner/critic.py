@@ -7,9 +7,8 @@ parameters, its gradient and its files; knows nothing of advantages or optimiser
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -21,8 +20,8 @@ from unstable_lite.config import Config
 from unstable_lite.errors import AdapterError, ModelError
 from unstable_lite.learner import CRITIC_HEAD, distributed
 from unstable_lite.learner.advantages import Floats
-from unstable_lite.learner.batching import PromptBatch, make_prompt_batches
-from unstable_lite.learner.model import Policy
+from unstable_lite.learner.batching import MicroBatch, make_prompt_batches
+from unstable_lite.learner.model import Policy, shapes
 from unstable_lite.types import TrainItem
 
 _ADAPTER = "critic"
@@ -77,22 +76,17 @@ class Critic:
             head = peft_files.read_tensors(directory / CRITIC_HEAD)
         except AdapterError as error:
             raise ModelError(f"{directory} is not a critic with {CRITIC_HEAD}: {error}") from error
-        _check_head(directory, head, self.head.state_dict())
+        if (theirs := shapes(head)) != (ours := shapes(self.head.state_dict())):
+            raise ModelError(f"{directory} is for another base: its value head has {theirs}, this run's {ours}")
         self._policy.load_adapter(directory, _ADAPTER)
         self.head.load_state_dict(head)
 
-    def _batches(self, items: Sequence[TrainItem], max_rows: int | None) -> list[PromptBatch]:
+    def _batches(self, items: Sequence[TrainItem], max_rows: int | None) -> list[MicroBatch]:
         policy = self._policy
         batches = make_prompt_batches(items, policy.max_tokens_per_micro_batch, max_rows, policy.share)
         return [batch.to(policy.device) for batch in batches]
 
-    def _values(self, batch: PromptBatch) -> Tensor:
+    def _values(self, batch: MicroBatch) -> Tensor:
         hidden_BD = self._policy.last_hidden(batch)
         values_B1: Tensor = self.head(hidden_BD.to(self.head.weight.dtype))
         return values_B1.squeeze(-1)
-
-
-def _check_head(directory: Path, theirs: Mapping[str, Tensor], ours: Mapping[str, Any]) -> None:
-    shapes = [{name: tuple(tensor.shape) for name, tensor in head.items()} for head in (theirs, ours)]
-    if shapes[0] != shapes[1]:
-        raise ModelError(f"{directory} is for another base: its value head has {shapes[0]}, this run's {shapes[1]}")

@@ -121,16 +121,16 @@ def receive() -> Message:
 
 
 @contextlib.contextmanager
-def broadcast_directory(directory: Path | None) -> Iterator[Path | None]:
-    """Yield a copy of rank 0's `directory` on the other ranks; None on rank 0."""
+def broadcast_directory(directory: Path | None) -> Iterator[Path]:
+    """Yield rank 0's `directory`, on the other ranks a copy of it."""
     if rank() == 0:
+        assert directory is not None
         if _messages is not None:
-            assert directory is not None
             files = sorted(path for path in directory.rglob("*") if path.is_file())
             _send("\n".join(str(path.relative_to(directory)) for path in files).encode())
             for path in files:
                 _send(path.read_bytes())
-        yield None
+        yield directory
         return
     with tempfile.TemporaryDirectory() as name:
         for relative in _receive().decode().splitlines():
@@ -220,17 +220,14 @@ def concat(figures_KN: Tensor) -> Tensor:
     return torch.cat([part[:, : int(number)] for part, number in zip(parts, numbers, strict=True)], dim=1)
 
 
-def fill(rows: Sequence[int], per_item: list[Tensor], like: Tensor) -> None:
-    """Complete `per_item`, which has a tensor for each of this rank's `rows`, by those of all other ranks.
-
-    like: a tensor of their dtype and device.
-    """
+def fill(rows: Sequence[int], per_item: list[Tensor]) -> None:
+    """Complete `per_item`, which has a float32 tensor for each of this rank's `rows`, by those of all other ranks."""
     if num_ranks() == 1:
         return
     own = [per_item[row] for row in rows]
     lengths_2I = torch.tensor([rows, list(map(len, own))], dtype=torch.float64).reshape(2, -1)
     all_rows, all_lengths = concat(lengths_2I).to(torch.int64)
-    figures_N = concat(torch.cat([like.new_empty(0), *own])[None])[0].to(like)
+    figures_N = concat(torch.cat([torch.empty(0), *own])[None])[0].float()
     for row, part in zip(all_rows.tolist(), torch.split(figures_N, all_lengths.tolist()), strict=True):
         per_item[row] = part
 

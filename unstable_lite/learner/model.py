@@ -108,7 +108,7 @@ class Policy:
         return position_limit(self._base.config)
 
     def micro_batches(
-        self, items: Sequence[TrainItem], max_tokens: int | None = None, share: batching.Share | None = None
+        self, items: Sequence[TrainItem], share: batching.Share | None = None
     ) -> Iterator[batching.MicroBatch]:
         """Return this rank's share of `items`, or the given one, in parts that fit the memory, on the device.
 
@@ -120,8 +120,8 @@ class Policy:
                 f"a sequence of {longest} tokens: beyond {limit} the model's LongRoPE rotates all rows of a batch by "
                 f"other factors; set engine.max_model_len or learner.max_train_len = {limit}"
             )
-        max_tokens = max_tokens or self.max_tokens_per_micro_batch
-        for batch in batching.make_micro_batches(items, max_tokens, self._max_rows, share or self.share):
+        share = share or self.share
+        for batch in batching.make_micro_batches(items, self.max_tokens_per_micro_batch, self._max_rows, share):
             yield batch.to(self.device)
 
     @property
@@ -162,25 +162,23 @@ class Policy:
         return torch.cat(chunks) == batch.target_N
 
     @torch.no_grad()
-    def score(self, items: Sequence[TrainItem], max_tokens: int | None = None) -> list[LearnerLogprobs]:
+    def score(self, items: Sequence[TrainItem]) -> list[LearnerLogprobs]:
         """Return the log-probabilities of each item's completion tokens under the adapter, and under the base alone.
 
-        max_tokens: limit of a micro-batch; default: that of training. With a sharded base every rank is called and
-        computes its share; else this one alone. Raises RequestError for an item that no engine can have sampled.
+        With a sharded base every rank is called and computes its share; else this one alone. Raises RequestError for an
+        item that no engine can have sampled.
         """
         batching.check(items, self.vocab_size)
-        adapter_logp = self._score(items, max_tokens)
+        adapter_logp = self.item_logprobs(items)
         with self.model.disable_adapter():
-            base_logp = self._score(items, max_tokens)
+            base_logp = self.item_logprobs(items)
         return [
             LearnerLogprobs(adapter=adapter.numpy(), base=base.numpy())
             for adapter, base in zip(adapter_logp, base_logp, strict=True)
         ]
 
     @torch.no_grad()
-    def logprobs_with(
-        self, parameters: Mapping[str, Tensor], items: Sequence[TrainItem], max_tokens: int | None = None
-    ) -> list[Tensor]:
+    def logprobs_with(self, parameters: Mapping[str, Tensor], items: Sequence[TrainItem]) -> list[Tensor]:
         """Return the log-probabilities of each item's completion tokens under an adapter with these `parameters`.
 
         They replace the policy's parameters of the same names until it returns. If the base is sharded, all ranks must
@@ -190,23 +188,24 @@ class Policy:
         try:
             for name, parameter in self.parameters.items():
                 parameter.copy_(parameters[name])
-            return self._score(items, max_tokens)
+            return self.item_logprobs(items)
         finally:
             for name, parameter in self.parameters.items():
                 parameter.copy_(own[name])
 
-    def _score(self, items: Sequence[TrainItem], max_tokens: int | None) -> list[Tensor]:
+    @torch.no_grad()
+    def item_logprobs(self, items: Sequence[TrainItem]) -> list[Tensor]:
         """Return the log-probabilities of each item's completion tokens, in float32 on the CPU."""
         share = self.share if self.is_sharded else batching.WHOLE
         logp = [torch.empty(0)] * len(items)
         rows: list[int] = []
-        for batch in self.micro_batches(items, max_tokens, share):
+        for batch in self.micro_batches(items, share):
             rows += batch.rows
             with self.evaluating():
                 logp_N, _ = self.logprobs(batch)
             batch.scatter(logp_N.float().cpu(), logp)
         if self.is_sharded:
-            distributed.fill(rows, logp, like=torch.empty(0))
+            distributed.fill(rows, logp)
         return logp
 
     @property
@@ -233,11 +232,11 @@ class Policy:
             logp_N, _ = self.logprobs(batch)
         return logp_N
 
-    def last_hidden(self, batch: batching.PromptBatch) -> Tensor:
-        """Return the decoder's output at each prompt's last token, B × D."""
+    def last_hidden(self, batch: batching.MicroBatch) -> Tensor:
+        """Return the decoder's output at the last token of each prompt in a batch of prompts, B × D."""
         with self._autocast():
             hidden_BTD: Tensor = self._through(self._hidden, batch.tokens_BT)
-        return hidden_BTD[torch.arange(len(batch.last_B), device=self.device), batch.last_B]
+        return hidden_BTD.flatten(0, 1)[batch.source_N]
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -296,7 +295,7 @@ class Policy:
             theirs, ours = _comparable(stored.get(key)), _comparable(own.get(key))
             if theirs != ours:
                 raise ModelError(f"{directory}: {key} is {theirs}, this run's is {ours}; set [lora] alike")
-        theirs, ours = _shapes(tensors), _shapes(own_tensors)
+        theirs, ours = shapes(tensors), shapes(own_tensors)
         if theirs != ours:
             key, _ = min(theirs.items() ^ ours.items())
             raise ModelError(
@@ -380,5 +379,5 @@ def _comparable(value: Any) -> Any:
     return sorted(value) if isinstance(value, (set, list, tuple)) else value or None
 
 
-def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

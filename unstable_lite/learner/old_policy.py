@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from unstable_lite.config.training import LearnerConfig
-from unstable_lite.learner import distributed
 from unstable_lite.learner.model import Policy
 from unstable_lite.learner.training_stats import Trained
 from unstable_lite.types import TrainItem
@@ -36,24 +35,16 @@ class OldPolicy:
 
 @torch.no_grad()
 def proximal_policy(policy: Policy, items: Sequence[TrainItem], config: LearnerConfig) -> OldPolicy:
-    trained = Trained(kl_metric=policy.kl_metric)
-    logp = [torch.empty(0)] * len(items)
-    reference_logp = [torch.empty(0)] * len(items) if config.kl_coefficient else None
+    trained = Trained()
     for batch in policy.micro_batches(items):
         with policy.evaluating():
             logp_N, entropy_N = policy.logprobs(batch)
-        reference_logp_N = None
-        if reference_logp is not None:
-            reference_logp_N = policy.reference_logprobs(batch)
-            batch.scatter(reference_logp_N, reference_logp)
-        batch.scatter(logp_N, logp)
+        reference_logp_N = policy.reference_logprobs(batch) if config.kl_coefficient else None
         trained.add(batch, logp_N, entropy_N, reference_logp_N, loss=torch.zeros(()))
-    # Each step divides its items among the ranks again.
+    trained.gather()  # each step divides its items among the ranks again
     like = next(iter(policy.parameters.values()))
-    distributed.fill(trained.rows, logp, like)
-    if reference_logp is not None:
-        distributed.fill(trained.rows, reference_logp, like)
-    trained.gather()
+    logp = trained.per_item(trained.logp_N.to(like), items)
+    reference_logp = trained.per_item(trained.reference_logp_N.to(like), items) if config.kl_coefficient else None
     return OldPolicy(logp, reference_logp, trained)
 
 

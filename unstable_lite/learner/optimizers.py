@@ -1,4 +1,4 @@
-"""AdamW over named parameters, its snapshots, and its state as named tensors.
+"""AdamW over groups of named parameters, its snapshots, and its state as named tensors.
 
 Knows nothing of losses, models or the meaning of the parameters.
 """
@@ -6,7 +6,7 @@ Knows nothing of losses, models or the meaning of the parameters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,27 +19,15 @@ from unstable_lite.config.training import LearnerConfig
 Parameters = Mapping[str, nn.Parameter]
 
 
-def make_optimizer(parameters: Parameters, learning_rate: float, config: LearnerConfig) -> Optimizer:
-    arguments: dict[str, Any] = {"lr": learning_rate, "weight_decay": config.weight_decay}
+def make_optimizer(groups: Sequence[tuple[Parameters, float]], config: LearnerConfig) -> Optimizer:
+    """Return an optimizer of `groups`: parameters, and their learning rate."""
+    settings = [{"params": list(parameters.values()), "lr": learning_rate} for parameters, learning_rate in groups]
     if config.optimizer == "adamw":
-        return AdamW(list(parameters.values()), **arguments)
+        return AdamW(settings, weight_decay=config.weight_decay)
     from bitsandbytes.optim import AdamW8bit
 
-    optimizer: Optimizer = AdamW8bit(list(parameters.values()), **arguments)
+    optimizer: Optimizer = AdamW8bit(settings, weight_decay=config.weight_decay)
     return optimizer
-
-
-def set_learning_rate(optimizer: Optimizer, learning_rate: float, config: LearnerConfig, progress: float) -> float:
-    """Set and return the learning rate of the schedule.
-
-    learning_rate: the rate of the first update.
-    progress: share of the run's updates that are done.
-    """
-    if config.learning_rate_schedule == "linear":
-        learning_rate *= max(0.0, 1 - progress)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    return learning_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +52,10 @@ class Snapshot:
 
 
 def state_tensors(optimizer: Optimizer, parameters: Parameters) -> dict[str, Tensor]:
-    """Return the state by `exp_avg/<parameter's name>` and so on, on the CPU; an integer becomes a tensor of int64."""
+    """Return the state by `exp_avg/<parameter's name>` and so on, on the CPU; an integer becomes a tensor of int64.
+
+    parameters: all of the optimizer's, in the order of its groups.
+    """
     return {
         f"{key}/{name}": torch.as_tensor(value).detach().to("cpu", copy=True).contiguous()
         for name, parameter in parameters.items()
@@ -73,12 +64,11 @@ def state_tensors(optimizer: Optimizer, parameters: Parameters) -> dict[str, Ten
 
 
 def load_state_tensors(optimizer: Optimizer, parameters: Parameters, tensors: Mapping[str, Tensor]) -> None:
-    """Restore `state_tensors`; names of other parameters are ignored."""
+    """Restore the state that `state_tensors` returned."""
     state: dict[int, dict[str, Any]] = {}
     indices = {name: index for index, name in enumerate(parameters)}
     for name, tensor in tensors.items():
         key, _, parameter_name = name.partition("/")
-        if parameter_name in indices:
-            value = int(tensor) if tensor.dtype == torch.int64 else tensor
-            state.setdefault(indices[parameter_name], {})[key] = value
+        value = int(tensor) if tensor.dtype == torch.int64 else tensor
+        state.setdefault(indices[parameter_name], {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

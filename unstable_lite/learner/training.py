@@ -6,39 +6,49 @@ Knows no loss: that is the algorithm's page. `I` counts the items of a batch.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
-from torch import nn
+import safetensors
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import Optimizer
 
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
+from unstable_lite.errors import AdapterError, ModelError
 from unstable_lite.learner import UpdateResult, distributed
-from unstable_lite.learner.advantages import Floats, zero_share
+from unstable_lite.learner.advantages import (
+    Floats,
+    estimate_advantages,
+    is_judged,
+    policy_weights,
+    value_metrics,
+    zero_share,
+)
 from unstable_lite.learner.batching import check, fit, length
 from unstable_lite.learner.critic import Critic
-from unstable_lite.learner.learner_state import read_state, write_state
 from unstable_lite.learner.model import Policy
-from unstable_lite.learner.optimizers import (
-    Snapshot,
-    load_state_tensors,
-    make_optimizer,
-    set_learning_rate,
-    state_tensors,
-)
+from unstable_lite.learner.optimizers import Snapshot, load_state_tensors, make_optimizer, state_tensors
 from unstable_lite.learner.training_stats import Trained
 from unstable_lite.reward_transformations.spread import Spread
 from unstable_lite.types import Logprobs, TrainItem
 
+STATE = "learner.safetensors"
+"""File beside the adapter with optimiser moments, random states and counters. Reading safetensors can run no code."""
+_COUNTERS = ("step", "version", "samples_seen", "completion_len")
+
 
 class Training:
-    """Policy, critic if the algorithm has one, their optimisers and the counters."""
+    """Policy, critic if the algorithm has one, their optimiser and the counters."""
 
     def __init__(self, config: Config, device: str, has_critic: bool = False) -> None:
         self.policy = Policy(config, device)
@@ -54,16 +64,16 @@ class Training:
         """Constant divisor of each item's loss: the mean completion length of the first batch, in tokens."""
         self.spread = Spread()
         """Memory of earlier batches' returns and advantages."""
-        self.optimizer = make_optimizer(self.policy.parameters, self.config.learning_rate, self.config)
-        self.critic_optimizer: Optimizer | None = None
+        groups = [(self.policy.parameters, self.config.learning_rate)]
         if self.critic is not None:
-            learning_rate = self.config.critic_learning_rate
-            self.critic_optimizer = make_optimizer(self.critic.parameters, learning_rate, self.config)
+            groups.append((self.critic.parameters, self.config.critic_learning_rate))
+        self.optimizer = make_optimizer(groups, self.config)
         self._learning_steps = config.run.learning_steps
 
     @property
-    def optimizers(self) -> list[Optimizer]:
-        return [self.optimizer] if self.critic_optimizer is None else [self.optimizer, self.critic_optimizer]
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of policy and critic, in the optimiser's order."""
+        return self.policy.parameters | (self.critic.parameters if self.critic is not None else {})
 
     @property
     def is_warming_up(self) -> bool:
@@ -72,12 +82,14 @@ class Training:
 
     def schedule(self) -> dict[str, float]:
         """Set the learning rates of the next update and return them as metrics."""
-        progress = self.step / self._learning_steps
-        config = self.config
-        metrics = {"lr": set_learning_rate(self.optimizer, config.learning_rate, config, progress)}
-        if self.critic_optimizer is not None:
-            learning_rate = set_learning_rate(self.critic_optimizer, config.critic_learning_rate, config, progress)
-            metrics["critic_lr"] = learning_rate
+        config, factor = self.config, 1.0
+        if config.learning_rate_schedule == "linear":
+            factor = max(0.0, 1 - self.step / self._learning_steps)
+        metrics = {"lr": config.learning_rate * factor}
+        if self.critic is not None:
+            metrics["critic_lr"] = config.critic_learning_rate * factor
+        for group, learning_rate in zip(self.optimizer.param_groups, metrics.values(), strict=True):
+            group["lr"] = learning_rate
         return metrics
 
     def add_critic_gradient(self, items: Sequence[TrainItem], target_I: Floats) -> float:
@@ -86,47 +98,44 @@ class Training:
         return self.critic.add_gradient(items, target_I)
 
     def save(self, directory: Path) -> None:
-        """Write adapters, optimisers, counters and random state into a directory that exists."""
+        """Write adapters, optimiser, counters and random states into a directory that exists."""
         peft_files.write_files(directory, *self.policy.adapter_state())
-        moments = state_tensors(self.optimizer, self.policy.parameters)
-        counters: dict[str, Any] = {
-            "step": self.step,
-            "version": self.version,
-            "samples_seen": self.samples_seen,
-            "completion_len": self.completion_len,
-        }
-        if self.critic is not None and self.critic_optimizer is not None:
+        if self.critic is not None:
             (directory / "critic").mkdir(exist_ok=True)
             self.critic.save(directory / "critic")
-            moments |= state_tensors(self.critic_optimizer, self.critic.parameters)
-            counters["spread"] = self.spread.state_dict()
-        write_state(directory, moments, counters, self.policy.device)
+        tensors = state_tensors(self.optimizer, self.parameters) | {"rng.cpu": torch.get_rng_state()}
+        if self.policy.device.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.policy.device)
+        counters = {name: getattr(self, name) for name in _COUNTERS} | {"spread": self.spread.state_dict()}
+        content = safetensors.torch.save(tensors, {"counters": json.dumps(counters)})
+        peft_files.write_file(directory / STATE, content)
 
     def load(self, directory: Path) -> None:
-        """Restore the state that `save` wrote, bit for bit."""
+        """Restore the state that `save` wrote, bit for bit. Raises ModelError if a file is not part of such a state."""
         self.policy.load_adapter(directory)
         if self.critic is not None:
             self.critic.load(directory / "critic")
-        moments, counters = read_state(directory, self.policy.device)
-        load_state_tensors(self.optimizer, self.policy.parameters, moments)
-        if self.critic is not None and self.critic_optimizer is not None:
-            load_state_tensors(self.critic_optimizer, self.critic.parameters, moments)
-        self.step, self.version = counters["step"], counters["version"]
-        self.samples_seen = counters["samples_seen"]
-        # A state without it is of a run that divided by max_generation_len, and continues to.
-        self.completion_len = counters.get("completion_len", self.completion_len)
-        if "spread" in counters:  # a checkpoint of an earlier version has none
-            self.spread.load_state_dict(counters["spread"])
+        moments, counters = read_state(directory / STATE, self.policy.device)
+        load_state_tensors(self.optimizer, self.parameters, moments)
+        for name in _COUNTERS:
+            setattr(self, name, counters[name])
+        self.spread.load_state_dict(counters["spread"])
 
 
-class Gathered(Protocol):
-    """Loss and tokens of one backward pass."""
-
-    @property
-    def loss(self) -> float: ...
-
-    def gather(self) -> None:
-        """Gather loss and tokens from all ranks."""
+def read_state(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return moments and counters, and restore the random states. Raises ModelError if the file is not such a state."""
+    try:
+        peft_files.read_header(path)
+        with safetensors.safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            counters: dict[str, Any] = json.loads(file.metadata()["counters"])
+        torch.set_rng_state(tensors.pop("rng.cpu"))
+    except (OSError, AdapterError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ModelError(f"{path} is not a learner's state: {error}") from error
+    cuda_state = tensors.pop("rng.cuda", None)
+    if cuda_state is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(cuda_state, device)
+    return tensors, counters
 
 
 class Update:
@@ -149,12 +158,27 @@ class Update:
         }
         self._training = training
         self._logprobs: Sequence[Logprobs] = ()
-        self._losses: list[float] = []
-        self._norms: list[float] = []
-        self._value_losses: list[float] = []
-        self._critic_norms: list[float] = []
+        self._steps: list[dict[str, float]] = []
+        """Losses and gradient norms of each step, by the names of their metrics."""
         if self.items and training.step == 0:
             training.completion_len = self.fitted.mean_completion_len
+
+    def weigh(self, items: Sequence[TrainItem]) -> tuple[list[TrainItem], Floats]:
+        """Return the update's items with the critic's advantages as rewards, and the critic's targets.
+
+        All of `items` take part: a step that is too long to train on still passes later rewards on to earlier ones.
+        """
+        training, config, kept = self._training, self._training.config, self.fitted.kept
+        assert training.critic is not None
+        value_I = training.critic.estimate(items)
+        advantage_I, target_I = estimate_advantages(items, value_I, config.gamma, config.gae_lambda)
+        weight_I = policy_weights(items, advantage_I, config.gamma, config.normalize_adv, training.spread)
+        is_judged_I = is_judged(items)[kept]
+        value_I, weight_I, target_I = value_I[kept], weight_I[kept], target_I[kept]
+        self.metrics |= value_metrics(value_I[is_judged_I], target_I[is_judged_I])
+        self.advantages_of_critic = tuple(weight_I.tolist())
+        weighed = [replace(item, reward=float(weight)) for item, weight in zip(self.items, weight_I, strict=True)]
+        return weighed, target_I
 
     @contextlib.contextmanager
     def steps(self, several: bool = False) -> Iterator[None]:
@@ -162,82 +186,62 @@ class Update:
 
         `several`: if one of them is not finite, or the body raises, all are undone.
         """
-        optimizers = self._training.optimizers
-        before = [Snapshot.take(optimizer) for optimizer in optimizers] if several else []
+        optimizer = self._training.optimizer
+        before = Snapshot.take(optimizer) if several else None
         is_complete = False
         try:
             yield
             is_complete = self.skipped is None
         finally:
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
-            if not is_complete:
-                for snapshot in before:
-                    snapshot.restore()
+            optimizer.zero_grad(set_to_none=True)
+            if before is not None and not is_complete:
+                before.restore()
 
-    def step(self, gathered: Gathered, value_loss: float | None = None) -> bool:
+    def step(self, trained: Trained, value_loss: float | None = None) -> bool:
         """Take one optimiser step with the gradients of all ranks.
 
         Returns False, and takes none, if a loss or a gradient is not finite. A policy whose gradient is zero is not
         stepped, because AdamW also moves by momentum and weight decay.
         """
-        training, config = self._training, self._training.config
-        parameters = list(training.policy.parameters.values())
-        critic_parameters: list[nn.Parameter] = []
-        if training.critic is not None:
-            critic_parameters = list(training.critic.parameters.values())
-        distributed.sum_gradients([*parameters, *critic_parameters])
-        gathered.gather()
-        if value_loss is not None:
-            value_loss = distributed.sum_metric(value_loss)
-            self._value_losses.append(value_loss)
+        training, limit = self._training, self._training.config.gradient_clipping
+        distributed.sum_gradients(training.parameters.values())
+        trained.gather()
         # clip_grad_norm_ returns the norm from before the clipping.
-        norm = clip_grad_norm_(parameters, config.gradient_clipping).item()
-        self._losses.append(gathered.loss)
-        self._norms.append(norm)
-        numbers, reason = [gathered.loss, norm], f"not finite: loss {gathered.loss:g}, gradient norm {norm:g}"
-        if value_loss is not None:
-            critic_norm = clip_grad_norm_(critic_parameters, config.gradient_clipping).item()
-            self._critic_norms.append(critic_norm)
-            numbers += [value_loss, critic_norm]
-            reason += f"; critic: loss {value_loss:g}, gradient norm {critic_norm:g}"
-        if not all(map(math.isfinite, numbers)):
-            self.skipped = reason
+        norm = clip_grad_norm_(training.policy.parameters.values(), limit).item()
+        numbers = {"loss": trained.loss, "policy_grad_norm": norm}
+        if training.critic is not None and value_loss is not None:
+            numbers["value_loss"] = distributed.sum_metric(value_loss)
+            numbers["critic_grad_norm"] = clip_grad_norm_(training.critic.parameters.values(), limit).item()
+        self._steps.append(numbers)
+        if not all(map(math.isfinite, numbers.values())):
+            self.skipped = "not finite: " + ", ".join(f"{name} {number:g}" for name, number in numbers.items())
             return False
-        if norm > 0 and not training.is_warming_up:
-            training.optimizer.step()
-        if training.critic_optimizer is not None:
-            training.critic_optimizer.step()
-        for optimizer in training.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        if norm == 0 or training.is_warming_up:  # the optimiser steps over parameters without a gradient
+            for parameter in training.policy.parameters.values():
+                parameter.grad = None
+        training.optimizer.step()
+        training.optimizer.zero_grad(set_to_none=True)
         self.skipped = None
         return True
 
     @property
     def loss(self) -> float:
         """Mean loss of the steps."""
-        return fmean(self._losses)
+        return fmean(step["loss"] for step in self._steps)
 
     def report(self, trained: Trained) -> None:
         """Add the metrics of the items' tokens before the update, and of its steps."""
-        cap = self._training.config.importance_weight_cap
-        self._logprobs = trained.logprobs(self.items)
-        self.metrics |= trained.metrics(self._training.version, cap) | self._step_metrics()
-
-    def _step_metrics(self) -> dict[str, float]:
-        """Return the means over the steps, and the share of items without an advantage."""
-        metrics: dict[str, float] = {
+        training, config, steps = self._training, self._training.config, self._steps
+        logp_N = trained.logp_N.float().cpu()
+        self._logprobs = [logp.numpy() for logp in trained.per_item(logp_N, self.items)]
+        self.metrics |= trained.metrics(training.version, config.importance_weight_cap, training.policy.kl_metric)
+        self.metrics |= {name: fmean(step[name] for step in steps) for name in steps[0]}
+        self.metrics |= {
             "zero_advantage": zero_share(self.advantages_of_critic or [item.reward for item in self.items]),
-            "policy_grad_norm": fmean(self._norms),
-            "grad_clipped": fmean(norm > self._training.config.gradient_clipping for norm in self._norms),
+            "grad_clipped": fmean(step["policy_grad_norm"] > config.gradient_clipping for step in steps),
         }
-        if self._critic_norms:
-            metrics |= {
-                "value_loss": fmean(self._value_losses),
-                "grad_norm": fmean(self._norms),
-                "critic_grad_norm": fmean(self._critic_norms),
-            }
-        return metrics
+        if training.critic is not None:
+            self.metrics["grad_norm"] = self.metrics["policy_grad_norm"]
 
     def end(self, version: int) -> UpdateResult:
         """Count the update, which made adapter `version`, unless it was skipped; return its result."""

@@ -14,31 +14,35 @@ from torch import Tensor
 
 from unstable_lite.learner import distributed, losses
 from unstable_lite.learner.batching import MicroBatch
-from unstable_lite.types import Logprobs, TrainItem
+from unstable_lite.types import TrainItem
 
 
 @dataclass(slots=True)
 class Trained:
-    """Tokens of a pass. `N` counts the trained tokens of all micro-batches so far."""
+    """Loss and tokens of a pass. `N` counts the trained tokens of all micro-batches so far."""
 
-    kl_metric: str = "kl_to_base"
-    """Name of the KL metric, which names the reference."""
-    _loss: Tensor | float = 0.0
-    _tokens: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
-    _reference_logp: list[Tensor] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     """Items that the tokens belong to, in the order of the tokens."""
+    _loss: Tensor | float = 0.0
+    _tokens: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    """Columns of each micro-batch: log-probability, that when it was sampled, entropy, version, and that under the
+    reference (NaN if it was not computed)."""
     _num_padding: int = 0
     _num_positions: int = 0
 
     def add(
         self, batch: MicroBatch, logp_N: Tensor, entropy_N: Tensor, reference_logp_N: Tensor | None, loss: Tensor
     ) -> None:
-        """Add a micro-batch. reference_logp_N: if it was computed."""
+        """Add a micro-batch.
+
+        reference_logp_N: if it was computed. In a clipped step the reference is the update's first policy.
+        """
+        if reference_logp_N is None:
+            reference_logp_N = torch.full_like(logp_N, torch.nan)
+        self._tokens.append(
+            (logp_N.detach(), batch.behaviour_logp_N, entropy_N.detach(), batch.version_N, reference_logp_N.detach())
+        )
         self._loss = self._loss + loss.detach()
-        self._tokens.append((logp_N.detach(), batch.behaviour_logp_N, entropy_N.detach(), batch.version_N))
-        if reference_logp_N is not None:
-            self._reference_logp.append(reference_logp_N)
         self.rows += batch.rows
         self._num_padding += batch.num_padding
         self._num_positions += batch.tokens_BT.numel()
@@ -47,20 +51,18 @@ class Trained:
         """Replace this rank's data with the data of all ranks."""
         if distributed.num_ranks() == 1:
             return
-        columns = [torch.cat(parts).double() for parts in zip(*self._tokens, strict=True)] or [torch.zeros(0)] * 4
-        has_reference = bool(self._reference_logp)
-        columns += [torch.cat(self._reference_logp).double() if has_reference else torch.zeros_like(columns[0])]
-        *columns, reference_logp_N = distributed.concat(torch.stack(columns))
+        columns = [torch.cat(parts).double() for parts in zip(*self._tokens, strict=True)] or [torch.zeros(0)] * 5
+        logp_N, behaviour_logp_N, entropy_N, version_N, reference_logp_N = distributed.concat(torch.stack(columns))
         rows_1I = distributed.concat(torch.tensor([self.rows], dtype=torch.float64))
-        counted = [self.loss, self._num_padding, self._num_positions, has_reference]
-        loss, num_padding, num_positions, num_references = distributed.sum_metrics(
-            np.array(counted, np.float64)
-        ).tolist()
-        logp_N, behaviour_logp_N, entropy_N, version_N = columns
-        self._tokens = [(logp_N, behaviour_logp_N, entropy_N, version_N)]
-        self._reference_logp = [reference_logp_N] if num_references else []
+        sums = np.array([self.loss, self._num_padding, self._num_positions], np.float64)
+        loss, num_padding, num_positions = distributed.sum_metrics(sums).tolist()
+        self._tokens = [(logp_N, behaviour_logp_N, entropy_N, version_N, reference_logp_N)]
         self.rows = rows_1I[0].int().tolist()
         self._loss, self._num_padding, self._num_positions = loss, int(num_padding), int(num_positions)
+
+    def extend(self, other: Trained) -> None:
+        """Add the tokens of another clipped step."""
+        self._tokens += other._tokens
 
     @property
     def loss(self) -> float:
@@ -68,29 +70,36 @@ class Trained:
         return float(self._loss)
 
     @property
-    def logp_std(self) -> float:
-        """Standard deviation of the log-probabilities over all tokens."""
-        return torch.cat([logp_N for logp_N, *_ in self._tokens]).std(correction=0).item()
-
-    def logprobs(self, items: Sequence[TrainItem]) -> list[Logprobs]:
-        """Return the log-probabilities of each item's tokens. `items`: the items of the micro-batches."""
-        logp_N = torch.cat([logp_N for logp_N, *_ in self._tokens]).float().cpu().numpy()
-        ends = np.cumsum([len(items[row].completion_ids) for row in self.rows])
-        of_row = dict(zip(self.rows, np.split(logp_N, ends[:-1]), strict=True))
-        return [of_row[row] for row in range(len(items))]
+    def logp_N(self) -> Tensor:
+        return torch.cat([logp_N for logp_N, *_ in self._tokens])
 
     @property
-    def padding_share(self) -> float:
-        return self._num_padding / self._num_positions
+    def reference_logp_N(self) -> Tensor:
+        return torch.cat([reference_logp_N for *_, reference_logp_N in self._tokens])
 
-    def metrics(self, version: int, importance_weight_cap: float) -> dict[str, float]:
-        """Return metrics of the tokens. version: version of the adapter with these log-probabilities."""
-        logp_N, behaviour_logp_N, entropy_N, version_N = map(torch.cat, zip(*self._tokens, strict=True))
+    @property
+    def logp_std(self) -> float:
+        """Standard deviation of the log-probabilities over all tokens."""
+        return self.logp_N.std(correction=0).item()
+
+    def per_item(self, figures_N: Tensor, items: Sequence[TrainItem]) -> list[Tensor]:
+        """Return the values of each item's tokens. `items`: the items of the micro-batches."""
+        parts = torch.split(figures_N, [len(items[row].completion_ids) for row in self.rows])
+        of_row = dict(zip(self.rows, parts, strict=True))
+        return [of_row[row] for row in range(len(items))]
+
+    def metrics(self, version: int, importance_weight_cap: float, kl_metric: str) -> dict[str, float]:
+        """Return metrics of the tokens.
+
+        version: version of the adapter with these log-probabilities. kl_metric: name of the KL to the reference.
+        """
+        logp_N, behaviour_logp_N, entropy_N, version_N, reference_logp_N = map(
+            torch.cat, zip(*self._tokens, strict=True)
+        )
         staleness_N = (version - version_N).float()
         kl = {}
-        if self._reference_logp:
-            reference_logp_N = torch.cat(self._reference_logp)
-            kl = losses.kl_metrics(self.kl_metric, logp_N, reference_logp_N, behaviour_logp_N, importance_weight_cap)
+        if not reference_logp_N.isnan().all():
+            kl = losses.kl_metrics(kl_metric, logp_N, reference_logp_N, behaviour_logp_N, importance_weight_cap)
         return {
             "loss": self.loss,
             "logp_mean": logp_N.mean().item(),
@@ -99,44 +108,11 @@ class Trained:
             "staleness_max": staleness_N.max().item(),
             "num_tokens": float(len(logp_N)),
             "avg_train_len": (self._num_positions - self._num_padding) / len(self.rows),
-            "padding_share": self.padding_share,
+            "padding_share": self._num_padding / self._num_positions,
             **kl,
             **losses.importance_metrics(logp_N, behaviour_logp_N, importance_weight_cap),
         }
 
-
-@dataclass(slots=True)
-class Clipped:
-    """Steps of a clipped update, relative to its first policy."""
-
-    _loss: Tensor | float = 0.0
-    _tokens: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def add(self, logp_N: Tensor, old_logp_N: Tensor, loss: Tensor) -> None:
-        self._loss = self._loss + loss.detach()
-        self._tokens.append((logp_N.detach(), old_logp_N))
-
-    def extend(self, other: Clipped) -> None:
-        """Add the tokens of another step."""
-        self._tokens += other._tokens
-
-    def gather(self) -> None:
-        """Replace this rank's data with the data of all ranks."""
-        if distributed.num_ranks() == 1:
-            return
-        columns = [torch.cat(parts) for parts in zip(*self._tokens, strict=True)] or [torch.zeros(0)] * 2
-        logp_N, old_logp_N = distributed.concat(torch.stack(columns))
-        self._tokens = [(logp_N, old_logp_N)]
-        self._loss = distributed.sum_metric(self.loss)
-
-    @property
-    def loss(self) -> float:
-        """Loss, summed over all micro-batches."""
-        return float(self._loss)
-
-    def metrics(self, clip_range: float) -> dict[str, float]:
-        """Return the metrics of the last pass, each token at its own step; empty if the update stopped earlier."""
-        if not self._tokens:
-            return {}
-        logp_N, old_logp_N = map(torch.cat, zip(*self._tokens, strict=True))
-        return losses.clipping_metrics(logp_N, old_logp_N, clip_range)
+    def clipping_metrics(self, clip_range: float) -> dict[str, float]:
+        """Return how far the policy had moved in clipped steps, each token at its own; empty without a step."""
+        return losses.clipping_metrics(self.logp_N, self.reference_logp_N, clip_range) if self._tokens else {}

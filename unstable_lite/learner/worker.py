@@ -17,21 +17,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import transformers
 
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
-from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ConfigError, NoRoomError, RequestError, UnstableError, is_out_of_memory
 from unstable_lite.learner import UPDATED, Learner, UpdateResult, distributed, load_learner, losses
 from unstable_lite.learner.batching import check, fit, length
 from unstable_lite.learner.histograms import histograms_of
 from unstable_lite.learner.past_adapters import PastAdapters
 from unstable_lite.learner.ready_info import ready_info
-from unstable_lite.learner.update_result import checked
 from unstable_lite.transport.messages import (
     AdapterDigest,
     Done,
@@ -39,7 +37,6 @@ from unstable_lite.transport.messages import (
     LoadLearner,
     Message,
     Ready,
-    SaveLearner,
     Score,
     Scored,
     Stop,
@@ -48,7 +45,7 @@ from unstable_lite.transport.messages import (
     WriteAdapter,
 )
 from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec
-from unstable_lite.types import LearnerLogprobs, TrainItem
+from unstable_lite.types import Histogram, LearnerLogprobs, TrainItem
 
 CHECK_EVERY = 10
 """Number of updates between two checks that all ranks hold the same adapter and critic."""
@@ -58,6 +55,8 @@ OOM_ADVICE = (
 )
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
@@ -82,37 +81,15 @@ def make_worker(config: Config, device: str) -> _Worker:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if (share := config.learner.gpu_memory_utilization) is not None and device != "cpu":
         torch.cuda.set_per_process_memory_fraction(share, device)
-    return _Worker(
-        load_learner(config, device),
-        config.learner,
-        config.tracker.keep_tokens,
-        takes_turns=config.engine.when_shared == "sleep",
-        max_staleness=config.buffer.max_staleness,
-        saves_past=config.run.schedule == "sync",
-    )
+    return _Worker(load_learner(config, device), config)
 
 
 class _Worker:
     """A learner, and the handling of each message."""
 
-    def __init__(
-        self,
-        learner: Learner,
-        config: LearnerConfig,
-        keeps_tokens: bool = False,
-        takes_turns: bool = False,
-        *,
-        max_staleness: int = 8,
-        saves_past: bool = False,
-    ) -> None:
-        """`takes_turns`: an engine needs the device's memory after each update.
-
-        saves_past: write the past adapters with the state, so that a resumed run measures the same mismatch.
-        """
+    def __init__(self, learner: Learner, config: Config) -> None:
         self.learner = learner
         self._config = config
-        self._keeps_tokens = keeps_tokens
-        self._takes_turns = takes_turns
         self._oom_retries = 0
         """Number of times that an update restarted because memory had run out."""
         self._state: Path | None = None
@@ -120,14 +97,13 @@ class _Worker:
         self._made: dict[str, float] | None = None
         """Result of the newest update, by this process or its predecessor, which the orchestrator may not have
         received."""
-        self._saves_past = saves_past
         self._policy = learner.training.policy
-        self.past_adapters = PastAdapters(self._policy, max_staleness)
+        self.past_adapters = PastAdapters(self._policy, config.buffer.max_staleness)
         self.past_adapters.hold(learner.training.version)
 
     def answer(self, message: Message) -> Message:
-        assert isinstance(message, (Update, WriteAdapter, Score, SaveLearner, LoadLearner)), message
-        learner, started = self.learner, time.perf_counter()
+        assert isinstance(message, (Update, WriteAdapter, Score, LoadLearner)), message
+        started = time.perf_counter()
         try:
             if isinstance(message, Update):
                 return self._update(message)
@@ -137,17 +113,12 @@ class _Worker:
                 return Scored(request_id=message.request_id, logprobs=tuple(self._score(message.items)))
             if isinstance(message, WriteAdapter):
                 distributed.broadcast(message)
-                learner.training.version = message.version
-                self.past_adapters.hold(message.version)
-                if not Path(message.state_path).exists():
-                    self._keep(message.state_path, None)
-                digest = self._write_adapter(message.path)
+                self._begin_at(message.version)
+                digest = self._complete(message, None)
                 seconds = time.perf_counter() - started
                 return AdapterDigest(request_id=message.request_id, seconds=seconds, digest=digest)
-            if isinstance(message, LoadLearner):
-                self._load(Path(message.path), message)
-            else:
-                return self._save(message)
+            distributed.broadcast(message)
+            self._load(Path(message.path))
             return Done(request_id=message.request_id)
         except RequestError as error:
             is_no_room = isinstance(error, NoRoomError)
@@ -176,40 +147,43 @@ class _Worker:
                 with contextlib.suppress(RequestError):
                     self._score(message.items)
             elif isinstance(message, WriteAdapter):
-                self.learner.training.version = message.version
-                self.past_adapters.hold(message.version)
+                self._begin_at(message.version)
             else:
                 assert isinstance(message, LoadLearner), message
-                with distributed.broadcast_directory(None) as copy:
-                    assert copy is not None
-                    self.learner.training.load(copy)
-                    self._recall(copy)
+                self._load(None)
+
+    def _begin_at(self, version: int) -> None:
+        """Name the adapter that training starts from."""
+        self.learner.training.version = version
+        self.past_adapters.hold(version)
 
     def _score(self, items: Sequence[TrainItem]) -> list[LearnerLogprobs]:
-        scored: list[LearnerLogprobs] = self._pass(items, self._policy.score)
-        return scored
+        return self._within_memory(items, partial(self._policy.score, items))
 
-    def _pass(self, items: Sequence[TrainItem], score: Callable[[Sequence[TrainItem], int], Any]) -> Any:
-        """Call `score` with the items and the tokens of a micro-batch; with fewer tokens if memory runs out.
+    def _within_memory(self, items: Sequence[TrainItem], score: Callable[[], T]) -> T:
+        """Return `score()`, a pass over `items`; if memory runs out, repeat it in smaller micro-batches.
 
-        Memory may run out, because no update has determined the fitting size yet.
+        Memory may run out, because no update has determined the fitting size yet. Later passes begin with the old size.
         """
         policy, longest = self._policy, max(map(length, items), default=0)
-        max_tokens = min(policy.max_tokens_per_micro_batch, longest * len(items))
-        while True:
-            try:
-                return score(items, max_tokens)
-            except (RuntimeError, MemoryError) as error:
-                if policy.is_sharded or max_tokens <= longest or not is_out_of_memory(error):
-                    raise
-            _free_memory()
-            max_tokens = max(longest, max_tokens // 2)
+        limit = policy.max_tokens_per_micro_batch
+        policy.max_tokens_per_micro_batch = min(limit, longest * len(items))
+        try:
+            while True:
+                try:
+                    return score()
+                except (RuntimeError, MemoryError) as error:
+                    is_smallest = policy.max_tokens_per_micro_batch <= longest
+                    if policy.is_sharded or is_smallest or not is_out_of_memory(error):
+                        raise
+                _free_memory()
+                policy.max_tokens_per_micro_batch = max(longest, policy.max_tokens_per_micro_batch // 2)
+        finally:
+            policy.max_tokens_per_micro_batch = limit
 
     def _update(self, message: Update) -> Updated:
         if self._made is not None and message.version == self.learner.training.version:
-            if not Path(message.state_path).exists():
-                self._keep(message.state_path, self._made)
-            digest = self._write_adapter(message.path)
+            digest = self._complete(message, self._made)
             return Updated(request_id=message.request_id, metrics=self._made, skipped=None, digest=digest)
         if self._state is None:
             self._keep(f"{message.state_path}.before", None)
@@ -221,19 +195,18 @@ class _Worker:
             distributed.broadcast(message)
         result = self._update_within_memory(message.items, message.version)
         result = replace(result, metrics=result.metrics | mismatch)
-        digest = ""
+        digest, histograms = "", tuple[Histogram, ...]()
         if result.skipped is None:
             self._made = result.metrics
             self._keep(message.state_path, result.metrics)
             digest = self._write_adapter(message.path)
+            histograms = histograms_of(message.items, result, self._config.learner.importance_weight_cap)
         return Updated(
             request_id=message.request_id,
             metrics=result.metrics,
             skipped=result.skipped,
-            logprobs=result.logprobs if self._keeps_tokens else (),
-            histograms=histograms_of(message.items, result, self._config.importance_weight_cap)
-            if result.skipped is None
-            else (),
+            logprobs=result.logprobs if self._config.tracker.keep_tokens else (),
+            histograms=histograms,
             digest=digest,
         )
 
@@ -256,7 +229,9 @@ class _Worker:
                     advice = f"lower learner.max_tokens_per_micro_batch, or {OOM_ADVICE}"
                     raise UnstableError(f"{where}: {advice} ({reason})") from error
             else:
-                if self._takes_turns:
+                if result.skipped is not None:
+                    self._undo()
+                if self._config.engine.when_shared == "sleep":  # an engine needs the device's memory now
                     _free_memory()
                 memory_metrics = {
                     "oom_retries": float(self._oom_retries),
@@ -265,10 +240,12 @@ class _Worker:
                 return replace(result, metrics=result.metrics | memory_metrics)
             _free_memory()
             self._halve_micro_batches(items, reason)
-            with distributed.broadcast_directory(self._state) as copy:
-                before = copy or self._state
-                assert before is not None
-                self.learner.training.load(before)
+            self._undo()
+
+    def _undo(self) -> None:
+        """Restore the state before the update on every rank, so that the saved state is always the learner's."""
+        with distributed.broadcast_directory(self._state) as before:
+            self.learner.training.load(before)
 
     def _update_as_one(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
         """Make one update.
@@ -276,18 +253,17 @@ class _Worker:
         Raises ConfigError for an algorithm that gives each rank a different adapter, or returns no UpdateResult: a
         restart would not help.
         """
-        num_sums = distributed.num_sums()
+        name, num_sums = type(self.learner).__name__, distributed.num_sums()
         self._policy.draw_apart(version)
-        result = checked(type(self.learner).__name__, self.learner.update(items, version))
+        result = checked(name, self.learner.update(items, version))
         if distributed.num_ranks() > 1 and result.skipped is None:
             if distributed.num_sums() == num_sums:
                 raise ConfigError(
-                    f"{type(self.learner).__name__} does not call ranks.sum_gradients before its step, so that learner "
-                    "ranks would learn different adapters; use one entry in learner.devices"
+                    f"{name} does not call ranks.sum_gradients before its step, so that learner ranks would learn "
+                    "different adapters; use one entry in learner.devices"
                 )
             if version % CHECK_EVERY == 1:
-                critic = self._critic
-                distributed.check_alike(self._policy.parameters | (critic.parameters if critic is not None else {}))
+                distributed.check_alike(self.learner.training.parameters)
         if result.skipped is None:
             self.past_adapters.hold(version)
         return result
@@ -300,24 +276,19 @@ class _Worker:
         """
         policy = self._policy
         check(items, policy.vocab_size)
-        fitted = fit(items, self._config.max_train_len).items
+        fitted = fit(items, self._config.learner.max_train_len).items
         logp, behaviour_logp = [torch.empty(0)], [torch.empty(0)]
         for past, own in self.past_adapters.sample(fitted, version).items():
-            logp += self._pass(own, partial(policy.logprobs_with, self.past_adapters[past]))
+            logp += self._within_memory(own, partial(policy.logprobs_with, self.past_adapters[past], own))
             behaviour_logp += [torch.from_numpy(item.logprobs.copy()) for item in own]
         return losses.mismatch_metrics(torch.cat(logp), torch.cat(behaviour_logp))
 
-    @property
-    def _critic(self) -> Any:
-        """Critic, or None if the algorithm has none."""
-        return self.learner.training.critic
-
     def _halve_micro_batches(self, items: Sequence[TrainItem], reason: str) -> None:
         """Halve the micro-batches. Raises RequestError if they hold one sequence already."""
-        config, policy = self._config, self._policy
+        config, policy = self._config.learner, self._policy
         longest = max(map(length, fit(items, config.max_train_len).items or items))
         most_rows = config.mini_batch_size or sys.maxsize
-        if self._critic is not None:
+        if self.learner.training.critic is not None:
             most_rows = max(most_rows, config.infer_mini_batch_size)
         most_rows = min(most_rows, len(items))
         largest = min(policy.max_tokens_per_micro_batch, longest * most_rows)
@@ -334,28 +305,25 @@ class _Worker:
         )
 
     def _keep(self, path: str, metrics: dict[str, float] | None) -> None:
-        """Save the whole state or nothing; a process that replaces this one continues from it."""
+        """Save the whole state or nothing; a process that replaces this one continues from it.
+
+        With a sync schedule it has the past adapters too, so that a resumed run measures the same mismatch.
+        """
         shutil.rmtree(path, ignore_errors=True)  # left behind by a process that died
         with peft_files.new_directory(Path(path), 3 * self._policy.adapter_bytes) as unfinished:
-            self._write_state(unfinished)
+            self.learner.training.save(unfinished)
+            if self._config.run.schedule == "sync":
+                self.past_adapters.save(unfinished)
             (unfinished / UPDATED).write_text(json.dumps(metrics))
         if self._state is not None and self._state.suffix == ".before":  # the orchestrator removes the others
             shutil.rmtree(self._state, ignore_errors=True)
         self._state = Path(path)
 
-    def _write_state(self, directory: Path) -> None:
-        """Write the learner's state, and with a sync schedule the past adapters, into a directory that exists."""
-        self.learner.training.save(directory)
-        if self._saves_past:
-            self.past_adapters.save(directory)
-
-    def _save(self, message: SaveLearner) -> Message:
-        try:
-            self._write_state(Path(message.path))
-        except OSError as error:
-            reason = peft_files.explain(error, Path(message.path), 3 * self._policy.adapter_bytes)
-            return Failed(request_id=message.request_id, error=reason)
-        return Done(request_id=message.request_id)
+    def _complete(self, message: Update | WriteAdapter, made: dict[str, float] | None) -> str:
+        """Write the state and the adapter if a predecessor did not; return the adapter's digest."""
+        if not Path(message.state_path).exists():
+            self._keep(message.state_path, made)
+        return self._write_adapter(message.path)
 
     def _write_adapter(self, path: str) -> str:
         """Write the adapter, unless a predecessor did, and return the digest of the one that this process holds."""
@@ -364,23 +332,33 @@ class _Worker:
             peft_files.write_adapter(Path(path), tensors, config)
         return peft_files.digest_of(config, peft_files.serialized(tensors))
 
-    def _load(self, directory: Path, message: LoadLearner) -> None:
-        self.learner.training.load(directory)
-        distributed.broadcast(message)
-        with distributed.broadcast_directory(directory):
-            self._state = directory
-            self._made = self._recall(directory)
+    def _load(self, directory: Path | None) -> None:
+        """Continue from a state, with the result of the update that made it. `directory`: on rank 0."""
+        with distributed.broadcast_directory(directory) as state:
+            self.learner.training.load(state)
+            self.past_adapters.load(state)
+            self.past_adapters.hold(self.learner.training.version)
+            updated = state / UPDATED
+            self._made = json.loads(updated.read_text()) if updated.is_file() else None
+        self._state = directory
+        if self._made is not None:  # its predecessor found the size that fits this machine's memory
+            self._oom_retries = int(self._made["oom_retries"])
+            self._policy.max_tokens_per_micro_batch = int(self._made["max_tokens_per_micro_batch"])
 
-    def _recall(self, directory: Path) -> dict[str, float] | None:
-        """Return the result of the update that made this state, if one did, and read the past adapters."""
-        self.past_adapters.load(directory)
-        self.past_adapters.hold(self.learner.training.version)
-        updated = directory / UPDATED
-        made: dict[str, float] | None = json.loads(updated.read_text()) if updated.is_file() else None
-        if made is not None:  # its predecessor found the size that fits this machine's memory
-            self._oom_retries = int(made["oom_retries"])
-            self._policy.max_tokens_per_micro_batch = int(made["max_tokens_per_micro_batch"])
-        return made
+
+def checked(algorithm: str, result: object) -> UpdateResult:
+    """Return an algorithm's result with plain numbers as metrics, for messages and files."""
+    if not isinstance(result, UpdateResult):
+        raise ConfigError(f"{algorithm}.update must return an UpdateResult; it returned {result!r:.99}")
+    metrics = {}
+    for name, value in result.metrics.items():
+        try:
+            metrics[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{algorithm}.update: the metric {name!r} is {value!r:.99}, which is not a number"
+            ) from error
+    return replace(result, metrics=metrics)
 
 
 def _free_memory() -> None:

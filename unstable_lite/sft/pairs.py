@@ -18,6 +18,8 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.games.players.factory import is_remote
 from unstable_lite.types import GameRecord
 
+PAIRS = "pairs.jsonl"
+"""File of the pairs in `sft.output`."""
 SHOWN_PROBLEMS = 10
 
 
@@ -74,12 +76,6 @@ def pairs_of_game(record: GameRecord, config: SftConfig) -> tuple[list[Pair], Co
                 )
             )
     return pairs, left_out
-
-
-def written_answer(prompt: str, action: str) -> str:
-    """Return an action in the templates' notation; a thought that the prompt has opened stays empty."""
-    thought = "\n</think>\n\n" if prompt.rstrip().endswith("<think>") else ""
-    return f"{thought}\\boxed{{{action}}}"
 
 
 def env_of(pair: Pair, envs: tuple[TrainEnvSpec, ...]) -> TrainEnvSpec:

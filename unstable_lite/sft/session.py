@@ -5,10 +5,12 @@ Loads neither torch nor transformers; the worker trains.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,13 @@ from unstable_lite.planning.placement import devices_of
 from unstable_lite.planning.plan import Plan, checked_config, plan_workers
 from unstable_lite.planning.validation import adapter_problems, find_worker_problems, learning_problems, why_not_seated
 from unstable_lite.sft.collect import ADAPTER, Collected, adapter_versions, collect_pairs
-from unstable_lite.sft.pairs import Pair, read_pairs, write_line
+from unstable_lite.sft.pairs import PAIRS, Pair, read_pairs, write_line
 from unstable_lite.tracking.run_directory import versions
-from unstable_lite.transport.messages import FineTune, FineTuned, FineTuning, Message
+from unstable_lite.transport.messages import FineTuned, FineTuning, Message
+from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.types import BASE, Generation
 
-PAIRS, HOW = "pairs.jsonl", "sft.json"
-TRAINING_TIMEOUT_S = 30 * 24 * 3600.0
+HOW = "sft.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ async def run_sft(plan: Plan, terminal: TerminalInterface, collect_only: bool = 
         left_out = Counter(collected.left_out if collected else {})
         metrics = None
         if not collect_only:
-            trained = await _train(plan, pairs_file, terminal)
+            trained = await _train(plan, directory / "logs", terminal)
             metrics, left_out = trained.metrics, left_out + Counter(trained.left_out)
     summary = SftSummary(
         directory=directory,
@@ -133,27 +135,11 @@ async def _collect(plan: Plan, pairs_file: Path, terminal: TerminalInterface) ->
 
         progress.start(config.sft.pairs)
         try:
-            if versions_of := adapter_versions(config.sft.players):
-                async with started_engines(plan, logs, terminal.say) as workers:
-                    templates = templates_for(config, workers.prompts)
-
-                    async def play() -> Collected:
-                        for name, version in versions_of.items():
-                            if version:
-                                await workers.engines.load_adapter(version, Path(name.removeprefix(ADAPTER)))
-                        async with (
-                            opened_env_pool(logs, config.run.env_timeout_s) as environments,
-                            PlayerFactory(workers.engines.generate, templates, config.opponents, terminal.say) as seats,
-                        ):
-                            return await collect_pairs(config, seats, keep, show, environments)
-
-                    collected = await while_alive(workers.processes, play())
-            else:
-                async with (
-                    opened_env_pool(logs, config.run.env_timeout_s) as environments,
-                    PlayerFactory(_no_engine, opponents=config.opponents, say=terminal.say) as seats,
-                ):
-                    collected = await collect_pairs(config, seats, keep, show, environments)
+            async with (
+                opened_env_pool(logs, config.run.env_timeout_s) as environments,
+                _opened_seats(plan, logs, terminal) as (processes, seats),
+            ):
+                collected = await while_alive(processes, collect_pairs(config, seats, keep, show, environments))
         finally:
             progress.stop()
     if not collected.pairs:
@@ -170,24 +156,41 @@ async def _collect(plan: Plan, pairs_file: Path, terminal: TerminalInterface) ->
     return collected
 
 
-async def _train(plan: Plan, pairs_file: Path, terminal: TerminalInterface) -> FineTuned:
+@contextlib.asynccontextmanager
+async def _opened_seats(
+    plan: Plan, logs: Path, terminal: TerminalInterface
+) -> AsyncIterator[tuple[list[WorkerProcess], PlayerFactory]]:
+    """Yield the engines' processes, if a player needs engines, and the players."""
+    config, versions_of = plan.config, adapter_versions(plan.config.sft.players)
+    if not versions_of:
+        async with PlayerFactory(_no_engine, opponents=config.opponents, say=terminal.say) as seats:
+            yield [], seats
+        return
+    async with started_engines(plan, logs, terminal.say) as workers:
+        for name, version in versions_of.items():
+            if version:
+                loading = workers.engines.load_adapter(version, Path(name.removeprefix(ADAPTER)))
+                await while_alive(workers.processes, loading)
+        templates = templates_for(config, workers.prompts)
+        async with PlayerFactory(workers.engines.generate, templates, config.opponents, terminal.say) as seats:
+            yield workers.processes, seats
+
+
+async def _train(plan: Plan, logs: Path, terminal: TerminalInterface) -> FineTuned:
     progress = terminal.of("update")
-    is_started = False
+    result: asyncio.Future[FineTuned] = asyncio.get_running_loop().create_future()
 
     def receive(message: Message) -> None:
-        nonlocal is_started
         if isinstance(message, FineTuning):
-            if not is_started:
+            if message.update == 1:
                 progress.start(message.total)
-                is_started = True
             progress.show_update(message.update, message.total, f"loss {message.loss:.4f}")
+        elif isinstance(message, FineTuned):
+            result.set_result(message)
 
-    directory = pairs_file.parent
     try:
-        async with started_fine_tuner(plan, directory / "logs", terminal.say, receive) as process:
-            asking = process.channel.ask(FineTune, TRAINING_TIMEOUT_S, pairs=str(pairs_file), output=str(directory))
-            trained: FineTuned = await while_alive([process], asking)
-            return trained
+        async with started_fine_tuner(plan, logs, terminal.say, receive) as process:
+            return await while_alive([process], result)
     finally:
         progress.stop()
 

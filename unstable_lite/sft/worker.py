@@ -1,98 +1,198 @@
 """Fine-tuning process: `python -m unstable_lite.transport unstable_lite.sft.worker`.
 
-Owns the loop and the files. `Ready.info`: `device`, `dtype`, `lora_parameters`.
+Trains the adapter on the pairs in `sft.output`: completion tokens after their prompts, stop token included. Owns the
+tokenisation of pairs, with the engines' code, the split and the loss; each update takes the learner's steps. Knows
+nothing of games. `Ready.info` is described in `learner/ready_info.py`.
 """
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
+import math
+import random
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import transformers
 
 from unstable_lite.adapters import peft_files
-from unstable_lite.errors import RequestError, is_out_of_memory
-from unstable_lite.sft.fine_tuning import FineTuner
-from unstable_lite.sft.pairs import read_pairs
-from unstable_lite.transport.messages import (
-    Failed,
-    FineTune,
-    FineTuned,
-    FineTuning,
-    Message,
-    Ready,
-    Stop,
-)
+from unstable_lite.config import Config
+from unstable_lite.engines.tokenization import Tokenizer
+from unstable_lite.errors import RequestError
+from unstable_lite.games.templates import chats_in_use, find_extraction, templates_for, written_answer
+from unstable_lite.learner.batching import check, unsampled
+from unstable_lite.learner.ready_info import ready_info
+from unstable_lite.learner.training import Training, Update
+from unstable_lite.learner.training_stats import Trained
+from unstable_lite.models import resolve_model
+from unstable_lite.rng import derive_seed
+from unstable_lite.sft.pairs import PAIRS, Pair, env_of, read_pairs
+from unstable_lite.transport.messages import FineTuned, FineTuning, Ready, Stop
 from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec
 from unstable_lite.types import TrainItem
 
-REPORT_EVERY_S = 0.2
+T = TypeVar("T")
 
 
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
     torch.set_num_threads(spec.threads)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    tuner = FineTuner(spec.config, spec.device)
-    num_parameters = sum(parameter.numel() for parameter in tuner.policy.parameters.values())
-    dtype = str(tuner.policy.dtype).removeprefix("torch.")
-    socket.send(Ready(info={"device": spec.device, "dtype": dtype, "lora_parameters": num_parameters}))
-    while True:
-        for message in socket.receive(wait_s=1.0):
-            if isinstance(message, Stop):
-                return
-            assert isinstance(message, FineTune), message
-            try:
-                socket.send(_fine_tune(tuner, message, spec, socket))
-            except _Stopped:
-                return
+    config = spec.config
+    tuner = FineTuner(config, spec.device)
+    socket.send(Ready(info=ready_info(tuner.policy, spec)))
+    for message in tuner.fine_tune(read_pairs(config.sft.output / PAIRS)):
+        if _is_stopped(socket, wait_s=0.0):
+            return
+        socket.send(message)
+    while not _is_stopped(socket, wait_s=1.0):
+        pass
 
 
-class _Stopped(Exception):
-    """The orchestrator has stopped the training."""
+def _is_stopped(socket: WorkerSocket, wait_s: float) -> bool:
+    return any(isinstance(message, Stop) for message in socket.receive(wait_s))
 
 
-def _fine_tune(tuner: FineTuner, message: FineTune, spec: WorkerSpec, socket: WorkerSocket) -> Message:
-    reported_at = 0.0
+class FineTuner:
+    """Trainer of the adapter at `lora.initial_lora_path`, or of a fresh one."""
 
-    def after_update(update: int, total: int, loss: float) -> None:
-        nonlocal reported_at
-        if any(isinstance(other, Stop) for other in socket.receive(wait_s=0)):
-            raise _Stopped
-        if update == total or time.monotonic() - reported_at > REPORT_EVERY_S:
-            reported_at = time.monotonic()
-            socket.send(FineTuning(update=update, total=total, loss=loss))
+    def __init__(self, config: Config, device: str) -> None:
+        constant = {"learning_rate": config.sft.learning_rate, "learning_rate_schedule": "constant"}
+        learner = config.learner.model_copy(update=constant)
+        self._training = Training(config.model_copy(update={"learner": learner}), device)
+        self.policy = self._training.policy
+        self._tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)
+        self._templates = templates_for(config, self._tokenizer.prompts(chats_in_use(config)))
+        self._config = config
 
-    try:
-        tokenised = tuner.tokenise(read_pairs(Path(message.pairs)))
-        if not tokenised.items:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in tokenised.left_out.items())
-            raise RequestError(f"none of the pairs in {message.pairs} can be trained on: {reasons}")
-        train, held_out = tuner.split(tokenised.items)
-        metrics = {"num_trained": float(len(train)), "num_held_out": float(len(held_out))}
-        if held_out:
-            metrics |= _metrics(tuner, held_out, "before")
-        losses = tuner.train(train, after_update)
-        metrics |= {"train_loss_first_epoch": losses[0], "train_loss_last_epoch": losses[-1]}
-        if held_out:
-            metrics |= _metrics(tuner, held_out, "after")
-        peft_files.write_files(Path(message.output), *tuner.policy.adapter_state())
-    except RequestError as error:
-        return Failed(request_id=message.request_id, error=str(error))
-    except OSError as error:
-        return Failed(request_id=message.request_id, error=f"cannot write the adapter to {message.output}: {error}")
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        advice = "lower sft.batch_size, learner.max_tokens_per_micro_batch or learner.logits_chunk_tokens"
-        return Failed(request_id=message.request_id, error=f"{spec.device} is out of memory: {advice} ({error})")
-    return FineTuned(request_id=message.request_id, metrics=metrics, left_out=dict(tokenised.left_out))
+    def fine_tune(self, pairs: Sequence[Pair]) -> Iterator[FineTuning | FineTuned]:
+        """Train on `pairs` and write the adapter into `sft.output`; yield the progress and at last the result.
+
+        Raises RequestError if no pair can be trained on, or if an update is not finite.
+        """
+        items, left_out = self.tokenise(pairs)
+        if not items:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+            raise RequestError(f"none of the pairs can be trained on: {reasons}")
+        train, held_out = self.split(items)
+        before = self.agreement(held_out)
+        losses = yield from self.train(train)
+        after = self.agreement(held_out)
+        metrics = {
+            "num_trained": float(len(train)),
+            "num_held_out": float(len(held_out)),
+            **{f"{name}_before": value for name, value in before.items()},
+            "train_loss_first_epoch": losses[0],
+            "train_loss_last_epoch": losses[-1],
+            **{f"{name}_after": value for name, value in after.items()},
+        }
+        output, state = self._config.sft.output, self.policy.adapter_state()
+        try:
+            peft_files.write_files(output, *state)
+        except OSError as error:
+            raise RequestError(peft_files.explain(error, output, self.policy.adapter_bytes)) from error
+        yield FineTuned(metrics=metrics, left_out=dict(left_out))
+
+    def tokenise(self, pairs: Sequence[Pair]) -> tuple[list[TrainItem], Counter[str]]:
+        """Return items, and the number of pairs that were left out, by reason.
+
+        The prompt's ids are those of the engine, the completion's as if it had been sampled, with its stop token.
+        """
+        engine, limit = self._config.engine, self.policy.position_limit
+        max_len = min(engine.max_model_len, self._config.learner.max_train_len or math.inf, limit)
+        items: list[TrainItem] = []
+        left_out: Counter[str] = Counter()
+        for pair in pairs:
+            env = env_of(pair, self._config.train_envs)
+            template = self._templates[env.prompt_template]
+            prompt = pair.prompt or template.prompt(pair.observation, env.num_players)
+            completion = pair.completion or written_answer(prompt, pair.action)
+            prompt_ids = self._tokenizer.encode(prompt)
+            completion_ids = self._tokenizer.encode_completion(prompt, completion, template.stop)
+            if len(prompt_ids) + len(completion_ids) > max_len:
+                left_out["longer than max_model_len or max_train_len"] += 1
+            elif len(completion_ids) > engine.max_generation_len:
+                left_out["answer longer than max_generation_len"] += 1
+            elif not self._tokenizer.stop_ids_with(template.stop).isdisjoint(completion_ids[:-1].tolist()):
+                left_out["a stop token within the answer"] += 1
+            elif not pair.completion and not _is_read_as(pair.action, completion, env.action_extraction_fn):
+                left_out["an action that action_extraction_fn reads differently"] += 1
+            else:
+                items.append(unsampled(prompt_ids, completion_ids))
+        check(items, self.policy.vocab_size)
+        return items, left_out
+
+    def split(self, items: Sequence[TrainItem]) -> tuple[list[TrainItem], list[TrainItem]]:
+        """Return items to train on and held-out items, with no prompt in both and at least one item to train on."""
+        by_prompt: dict[bytes, list[TrainItem]] = {}
+        for item in items:
+            by_prompt.setdefault(item.prompt_ids.tobytes(), []).append(item)
+        num_wanted, trained, held_out = self._config.sft.holdout * len(items), list[TrainItem](), list[TrainItem]()
+        for group in self._shuffled(list(by_prompt.values()), "holdout"):
+            side = held_out if len(held_out) + len(group) <= num_wanted else trained
+            side += group
+        return trained, held_out
+
+    def train(self, items: Sequence[TrainItem]) -> Generator[FineTuning, None, list[float]]:
+        """Make `sft.epochs` passes over `items`, yield after each update, and return the mean loss per token of each.
+
+        Raises RequestError if the loss or the gradient is not finite.
+        """
+        sft, update, losses = self._config.sft, 0, []
+        total = sft.epochs * math.ceil(len(items) / sft.batch_size)
+        for epoch in range(sft.epochs):
+            order, summed_loss = self._shuffled(items, f"epoch {epoch}"), 0.0
+            for start in range(0, len(order), sft.batch_size):
+                batch, update = order[start : start + sft.batch_size], update + 1
+                loss = self._update(batch, update)
+                summed_loss += loss * _num_trained(batch)
+                yield FineTuning(update=update, total=total, loss=loss)
+            losses.append(summed_loss / _num_trained(items))
+        return losses
+
+    def _update(self, items: Sequence[TrainItem], number: int) -> float:
+        """Take an optimiser step on the mean loss over all trained tokens of `items`; return that mean."""
+        update, trained = Update(self._training, items), Trained()
+        with update.steps():
+            for batch in self.policy.micro_batches(update.items):
+                logp_N, entropy_N = self.policy.logprobs(batch)
+                loss = -logp_N.sum() / _num_trained(items)
+                loss.backward()  # type: ignore[no-untyped-call]
+                trained.add(batch, logp_N, entropy_N, None, loss)
+            if not update.step(trained):
+                raise RequestError(f"update {number} is {update.skipped}; lower sft.learning_rate")
+        return update.loss
+
+    @torch.no_grad()
+    def agreement(self, items: Sequence[TrainItem]) -> dict[str, float]:
+        """Return how far the policy agrees with pairs; empty without one.
+
+        loss: negative log-likelihood per token, at the run's temperature. token_accuracy: share of tokens that are the
+        most likely ones. accuracy: share of pairs that greedy decoding would reproduce.
+        """
+        if not items:
+            return {}
+        loss, num_hits, num_right, num_tokens = 0.0, 0, 0, _num_trained(items)
+        with self.policy.evaluating():
+            for batch in self.policy.micro_batches(items):
+                logp_N, _ = self.policy.logprobs(batch)
+                is_hit_N = self.policy.is_most_likely(batch)
+                row_N = batch.source_N // batch.tokens_BT.shape[1]
+                misses_B = torch.bincount(row_N[~is_hit_N], minlength=batch.tokens_BT.shape[0])
+                loss -= logp_N.sum().item()
+                num_hits += int(is_hit_N.sum().item())
+                num_right += int((misses_B == 0).sum().item())
+        return {"loss": loss / num_tokens, "token_accuracy": num_hits / num_tokens, "accuracy": num_right / len(items)}
+
+    def _shuffled(self, items: Sequence[T], purpose: str) -> list[T]:
+        seed = derive_seed(self._config.run.seed, "sft", purpose)
+        return random.Random(seed).sample(items, len(items))
 
 
-def _metrics(tuner: FineTuner, held_out: list[TrainItem], when: str) -> dict[str, float]:
-    agreement = tuner.agreement(held_out)
-    return {
-        f"loss_{when}": agreement.loss,
-        f"token_accuracy_{when}": agreement.token_accuracy,
-        f"accuracy_{when}": agreement.accuracy,
-    }
+def _is_read_as(action: str, completion: str, action_extraction_fn: str) -> bool:
+    """Return whether this action would be extracted; an extraction may add brackets."""
+    return find_extraction(action_extraction_fn)(completion) in ((action, True), (f"[{action}]", True))
+
+
+def _num_trained(items: Sequence[TrainItem]) -> int:
+    return sum(len(item.completion_ids) for item in items)

@@ -158,14 +158,8 @@ class Score(Request[Scored]):
         check_lengths(self.items)
 
 
-class SaveLearner(Request[Done]):
-    """Write adapter and optimiser state into the existing directory `path`."""
-
-    path: str
-
-
 class LoadLearner(Request[Done]):
-    """Resume from a directory that `SaveLearner`, `Update` or `WriteAdapter` wrote.
+    """Resume from a directory that `Update` or `WriteAdapter` wrote, or a copy of it.
 
     If the update that wrote the directory is requested again because its reply was lost, the learner only repeats the
     reply.
@@ -174,25 +168,20 @@ class LoadLearner(Request[Done]):
     path: str
 
 
-class FineTuned(Reply):
-    metrics: dict[str, float]
-    left_out: dict[str, int]
-    """Number of pairs that were not trained on, by reason."""
-
-
-class FineTune(Request[FineTuned]):
-    """Train an adapter on the pairs in the file `pairs` and write it into `output`."""
-
-    pairs: str
-    output: str
-
-
 class FineTuning(Notice):
-    """Progress of a `FineTune`, sent without a request."""
+    """Progress of a fine-tuning worker."""
 
     update: int
     total: int
     loss: float
+
+
+class FineTuned(Notice):
+    """Result of a fine-tuning worker, which has written the adapter into `sft.output`."""
+
+    metrics: dict[str, float]
+    left_out: dict[str, int]
+    """Number of pairs that were not trained on, by reason."""
 
 
 class EnvState(Reply):

@@ -63,7 +63,8 @@ def main(model: str) -> None:
                 Step(pid=0, obs="", act="", reward=0.0, env_id=str(done.request_id), generation=done.generation)
             )
     steps.sort(key=lambda step: int(step.env_id))
-    scored = learner.policy.score(list(train_items(steps)), 4096)
+    learner.policy.max_tokens_per_micro_batch = 4096
+    scored = learner.policy.score(list(train_items(steps)))
     np.savez_compressed(
         FILE,
         **{

@@ -223,9 +223,9 @@ def test_unreported_update_is_reported_and_not_repeated(config: Config, tmp_path
             state_path=str(tmp_path / f"state-{version}"),
         )
 
-    first = worker._Worker(load_learner(config, "cpu"), config.learner)
+    first = worker._Worker(load_learner(config, "cpu"), config)
     reported = first.answer(update(1))
-    second = worker._Worker(load_learner(config, "cpu"), config.learner)
+    second = worker._Worker(load_learner(config, "cpu"), config)
     second.answer(LoadLearner(request_id=9, path=str(tmp_path / "state-1")))
     made = weights(tmp_path / "v1")
     (tmp_path / "v1" / "adapter_model.safetensors").rename(tmp_path / "aside")

@@ -63,7 +63,7 @@ def test_update_after_oom_equals_one_with_smaller_micro_batches(
     replies = []
     for learner, place in ((starved, tmp_path / "starved"), (modest, tmp_path / "modest")):
         place.mkdir()
-        one = worker._Worker(learner, learner.training.config)
+        one = worker._Worker(learner, learner.config)
         torch.manual_seed(7)
         for version in range(1, num_before + 1):
             learner.policy.max_tokens_per_micro_batch = 4 * longest
@@ -101,10 +101,33 @@ def test_oom_within_an_optimizer_step_is_rolled_back(
     for learner, place in ((starved, tmp_path / "starved"), (modest, tmp_path / "modest")):
         place.mkdir()
         torch.manual_seed(7)
-        reply = worker._Worker(learner, learner.training.config).answer(update(place, items))
+        reply = worker._Worker(learner, learner.config).answer(update(place, items))
         assert isinstance(reply, Updated)
         modest.policy.max_tokens_per_micro_batch = starved.policy.max_tokens_per_micro_batch
     assert is_equal(snapshot(starved), snapshot(modest))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_skipped_update_leaves_the_learner_as_its_saved_state(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, algorithm: str
+) -> None:
+    """Dropout, shuffling and the memory of earlier returns continue as if the batch had not been there."""
+    items = make_items(8, turns=2)
+    poisoned = [replace(item, reward=float("nan")) for item in items]
+    learners = [make_learner(algorithm, lora={"lora_dropout": 0.2}) for _ in range(2)]
+    for learner, place, batches in (
+        (learners[0], tmp_path / "skipped", (items, poisoned, items)),
+        (learners[1], tmp_path / "clean", (items, items)),
+    ):
+        place.mkdir()
+        one = worker._Worker(learner, learner.config)
+        torch.manual_seed(7)
+        for each in batches:
+            reply = one.answer(update(place, each, learner.training.version + 1))
+            assert isinstance(reply, Updated)
+            assert (reply.skipped is not None) == (each is poisoned)
+    assert is_equal(*map(snapshot, learners))
+    assert learners[0].training.spread.state_dict() == learners[1].training.spread.state_dict()
 
 
 def test_critic_out_of_memory_evaluates_fewer_prompts_at_once(
@@ -119,7 +142,7 @@ def test_critic_out_of_memory_evaluates_fewer_prompts_at_once(
             torch.empty(TOO_MUCH)
 
     learner.policy._base.model.layers[-1].register_forward_pre_hook(allocate)
-    reply = worker._Worker(learner, learner.training.config).answer(update(tmp_path, items))
+    reply = worker._Worker(learner, learner.config).answer(update(tmp_path, items))
     assert isinstance(reply, Updated), reply
     assert reply.metrics["oom_retries"] >= 1
 
@@ -130,14 +153,14 @@ def test_reduced_batch_size_is_kept_for_later_updates_and_restarts(
     learner, successor = (make_learner() for _ in range(2))
     items = make_items(8)
     starve(learner, lambda size: size > 60)
-    one = worker._Worker(learner, learner.training.config)
+    one = worker._Worker(learner, learner.config)
     first, second = (one.answer(update(tmp_path, items, version)) for version in (1, 2))
     assert isinstance(first, Updated)
     assert isinstance(second, Updated)
     tokens = first.metrics["max_tokens_per_micro_batch"]
     assert first.metrics["oom_retries"] >= 1
     assert second.metrics["oom_retries"] == first.metrics["oom_retries"], "it must not run out again"
-    another = worker._Worker(successor, successor.training.config)
+    another = worker._Worker(successor, successor.config)
     another.answer(LoadLearner(request_id=9, path=str(tmp_path / "learner-2")))
     third = another.answer(update(tmp_path, items, 3))
     assert isinstance(third, Updated)
@@ -151,7 +174,7 @@ def test_single_sequence_that_does_not_fit_fails_with_advice(
     learner, items = make_learner(), make_items(8)
     starve(learner, lambda size: True)
     before = snapshot(learner)
-    reply = worker._Worker(learner, learner.training.config).answer(update(tmp_path, items))
+    reply = worker._Worker(learner, learner.config).answer(update(tmp_path, items))
     assert isinstance(reply, Failed)
     assert f"{max(map(length, items))} tokens" in reply.error
     assert "learner.max_train_len" in reply.error
@@ -166,7 +189,7 @@ def test_other_errors_are_not_taken_for_oom(make_learner: MakeLearner, make_item
 
     learner.policy._base.model.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="shapes do not fit"):
-        worker._Worker(learner, learner.training.config).answer(update(tmp_path, make_items(2)))
+        worker._Worker(learner, learner.config).answer(update(tmp_path, make_items(2)))
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from unstable_lite.learner import UpdateResult, load_learner, worker
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 from unstable_lite.transport.messages import (
     Failed,
-    SaveLearner,
     Score,
     Scored,
     Update,
@@ -100,18 +99,11 @@ async def test_learner_updates_writes_scores_saves_and_stops(
     scored = await channel.ask(Score, TIMEOUT_S, items=asked)
     with pytest.raises(RequestError, match=r"item 0: token id \d+"):
         await channel.ask(Score, TIMEOUT_S, items=(replace(asked[0], prompt_ids=asked[0].prompt_ids + 300),))
-    with pytest.raises(RequestError, match="nowhere"):
-        await channel.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "nowhere"))
-    with pytest.raises(RequestError, match="gone"):
-        await channel.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "gone" / "v1"))
-
-    (tmp_path / "saved").mkdir()
-    await channel.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "saved"))
     await process.stop()
     assert process._process.returncode == 0
 
     here = REINFORCELearner(make_config(), "cpu")
-    here.training.load(tmp_path / "saved")
+    here.training.load(tmp_path / "state-2")
     assert (here.training.step, here.training.version, here.training.samples_seen) == (2, 2, 14)
     for ours, theirs in zip(here.policy.score(asked), scored.logprobs, strict=True):
         assert ours.adapter == pytest.approx(theirs.adapter, abs=1e-5)
@@ -127,7 +119,7 @@ def test_metrics_of_a_custom_algorithm_become_plain_numbers(
     update = Update(
         request_id=1, items=tuple(make_items()), version=2, path=str(tmp_path / "v2"), state_path=str(tmp_path / "s2")
     )
-    updated = worker._Worker(learner, learner.training.config).answer(update)
+    updated = worker._Worker(learner, learner.config).answer(update)
     assert isinstance(updated, Updated)
     assert (updated.metrics["mine"], updated.metrics["n"]) == (3.0, 2.0)
     assert {type(value) for value in updated.metrics.values()} == {float}
@@ -174,7 +166,7 @@ def test_invalid_update_result_is_reported_with_the_algorithm(
         request_id=1, items=tuple(make_items()), version=1, path=str(tmp_path / "v1"), state_path=str(tmp_path / "s1")
     )
     with pytest.raises(ConfigError, match=says):
-        worker._Worker(learner, learner.training.config).answer(update)
+        worker._Worker(learner, learner.config).answer(update)
 
 
 def test_oversized_score_request_is_scored_in_parts(
@@ -191,7 +183,7 @@ def test_oversized_score_request_is_scored_in_parts(
             torch.empty(1 << 60)
 
     learner.policy._base.model.layers[0].register_forward_pre_hook(allocate)
-    reply = worker._Worker(learner, learner.training.config).answer(Score(request_id=5, items=items))
+    reply = worker._Worker(learner, learner.config).answer(Score(request_id=5, items=items))
     assert isinstance(reply, Scored)
     assert max(sizes) > 60 >= sizes[-1]
     for answered, scored in zip(reply.logprobs, expected, strict=True):
@@ -207,7 +199,7 @@ def test_oom_elsewhere_fails_the_request_with_advice(
         torch.empty(1 << 60)
 
     learner.policy._base.model.register_forward_pre_hook(allocate)
-    reply = worker._Worker(learner, learner.training.config).answer(Score(request_id=5, items=tuple(make_items(3))))
+    reply = worker._Worker(learner, learner.config).answer(Score(request_id=5, items=tuple(make_items(3))))
     assert isinstance(reply, Failed)
     assert reply.request_id == 5
     assert "learner.max_train_len" in reply.error

@@ -88,7 +88,7 @@ def test_clipped_gradient_matches_the_formula(make_learner: MakeLearner, make_it
     now = proximal_policy(learner.policy, items, learner.training.config)
     moved = [logp + torch.tensor(rng.normal(0, 0.3, len(logp))) for logp in now.logp]
     clipped = learner.add_gradient(items, OldPolicy(moved, now.reference_logp, now.trained))
-    share = clipped.metrics(0.2)["clip_fraction"]
+    share = clipped.clipping_metrics(0.2)["clip_fraction"]
     assert 0.2 < share < 0.8
     rewards = [float(np.float32(item.reward)) for item in items]
     loss = clipped_loss(learner, items, rewards, moved, 0.2) + 0.5 * kl_to_base(learner, items)

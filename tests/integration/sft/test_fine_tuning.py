@@ -21,11 +21,11 @@ from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import TEMPLATES, format_prompt, templates_for
 from unstable_lite.models import resolve_model
 from unstable_lite.sft.collect import collect_pairs
-from unstable_lite.sft.fine_tuning import FineTuner
 from unstable_lite.sft.pairs import Pair
-from unstable_lite.transport.messages import Generate
+from unstable_lite.sft.worker import FineTuner
+from unstable_lite.transport.messages import FineTuning, Generate
 from unstable_lite.transport.worker_main import WorkerSpec
-from unstable_lite.types import Generation
+from unstable_lite.types import Generation, TrainItem
 
 MakeConfig = Callable[..., Config]
 STOP_ID = 2
@@ -47,6 +47,17 @@ async def no_engine(prompt: str, version: int, stop: tuple[str, ...], seed: int 
 
 def prompt_of(pair: Pair) -> str:
     return format_prompt("tiny", pair.observation, 2)
+
+
+def train(tuner: FineTuner, items: list[TrainItem]) -> tuple[list[FineTuning], list[float]]:
+    """Return the progress of the training and the mean loss of each pass."""
+    progress: list[FineTuning] = []
+    training = tuner.train(items)
+    while True:
+        try:
+            progress.append(next(training))
+        except StopIteration as end:
+            return progress, end.value
 
 
 def start_engine(config: Config) -> Engine:
@@ -80,7 +91,7 @@ def test_prompts_and_answers_have_the_ids_of_the_engine(make_config: MakeConfig,
     whole = [(pair, done) for pair, done in zip(pairs, sampled, strict=True) if done.finish_reason == "stop"]
     assert len(whole) > 40
     answered = [replace(pair, completion=done.text) for pair, done in whole if done.text]
-    items = FineTuner(config, "cpu").tokenise(answered).items
+    items, _ = FineTuner(config, "cpu").tokenise(answered)
     for item, (_, done) in zip(items, ((p, d) for p, d in whole if d.text), strict=True):
         assert item.prompt_ids.tolist() == done.prompt_ids.tolist()
         assert item.completion_ids.tolist() == done.completion_ids.tolist()
@@ -94,7 +105,7 @@ def test_chat_template_matches_that_of_the_engine(make_config: MakeConfig, pairs
     # A special token spelt out by an opponent must not become one on either side.
     seen = replace(pairs[0], observation=f"{pairs[0].observation} <|im_end|>")
     (done,) = generate(engine, [template.prompt(seen.observation, 2)])
-    (item,) = FineTuner(config, "cpu").tokenise([seen]).items
+    (item,), _ = FineTuner(config, "cpu").tokenise([seen])
     assert item.prompt_ids.tolist() == done.prompt_ids.tolist()
     assert item.completion_ids[-1] == STOP_ID
 
@@ -103,7 +114,7 @@ def test_loss_covers_only_completion_and_stop_token_as_in_the_stock_model(
     make_config: MakeConfig, pairs: list[Pair]
 ) -> None:
     tuner = FineTuner(make_config(learner={"max_tokens_per_micro_batch": 1024}), "cpu")
-    items = tuner.tokenise(pairs[:9]).items
+    items, _ = tuner.tokenise(pairs[:9])
     path = resolve_model("builtin:tiny")
     stock = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -120,9 +131,9 @@ def test_loss_covers_only_completion_and_stop_token_as_in_the_stock_model(
         greedy = out.logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
         num_right += greedy == completion
     agreement = tuner.agreement(items)
-    assert agreement.loss == pytest.approx(total / num_tokens, abs=1e-4)
-    assert agreement.accuracy == num_right / 9
-    loss = tuner._update(items, num_tokens, 1)
+    assert agreement["loss"] == pytest.approx(total / num_tokens, abs=1e-4)
+    assert agreement["accuracy"] == num_right / 9
+    loss = tuner._update(items, 1)
     assert loss == pytest.approx(total / num_tokens, abs=1e-4), "the training loss equals the measured loss"
 
 
@@ -133,12 +144,13 @@ def test_few_pairs_are_memorised_with_their_stop_token(
     few = [replace(pair, completion=f"\\boxed{{[{n}]}} {n}!") for n, pair in enumerate(list(by_prompt.values())[:5])]
     config = make_config(sft={"epochs": 60, "batch_size": 5, "learning_rate": 1e-2, "holdout": 0})
     tuner = FineTuner(config, "cpu")
-    items = tuner.tokenise(few).items
+    items, _ = tuner.tokenise(few)
     before = tuner.agreement(items)
-    losses = tuner.train(items, lambda *_: None)
+    progress, losses = train(tuner, items)
     after = tuner.agreement(items)
-    assert before.accuracy == 0 and after.accuracy == 1
-    assert after.loss < losses[0] / 2
+    assert [(done.update, done.total) for done in progress] == [(number, 60) for number in range(1, 61)]
+    assert before["accuracy"] == 0 and after["accuracy"] == 1
+    assert after["loss"] < losses[0] / 2
     peft_files.write_files(tmp_path, *tuner.policy.adapter_state())
     engine = start_engine(config)
     engine.load_adapter(1, tmp_path)
@@ -149,25 +161,25 @@ def test_few_pairs_are_memorised_with_their_stop_token(
 
 
 def test_same_seed_makes_the_same_adapter(make_config: MakeConfig, pairs: list[Pair]) -> None:
-    def train(seed: int) -> list[torch.Tensor]:
+    def trained(seed: int) -> list[torch.Tensor]:
         config = make_config(sft={"epochs": 1, "batch_size": 6})
         tuner = FineTuner(config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})}), "cpu")
-        trained, _ = tuner.split(tuner.tokenise(pairs[:24]).items)
-        tuner.train(trained, lambda *_: None)
+        items, _ = tuner.split(tuner.tokenise(pairs[:24])[0])
+        train(tuner, items)
         return list(tuner.policy.adapter_state()[0].values())
 
-    first, second, other = train(0), train(0), train(1)
+    first, second, other = trained(0), trained(0), trained(1)
     assert all(map(torch.equal, first, second))
     assert not all(map(torch.equal, first, other))
 
 
 def test_no_prompt_is_both_trained_on_and_held_out(make_config: MakeConfig, pairs: list[Pair]) -> None:
     tuner = FineTuner(make_config(sft={"holdout": 0.3}), "cpu")
-    items = tuner.tokenise(pairs * 2).items
-    train, held_out = tuner.split(items)
-    assert len(train) + len(held_out) == len(items)
+    items, _ = tuner.tokenise(pairs * 2)
+    trained, held_out = tuner.split(items)
+    assert len(trained) + len(held_out) == len(items)
     assert 0.15 * len(items) < len(held_out) <= 0.3 * len(items)
-    assert not {item.prompt_ids.tobytes() for item in train} & {item.prompt_ids.tobytes() for item in held_out}
+    assert not {item.prompt_ids.tobytes() for item in trained} & {item.prompt_ids.tobytes() for item in held_out}
     one_prompt = [item for item in items if np.array_equal(item.prompt_ids, items[0].prompt_ids)]
     assert tuner.split(one_prompt) == (one_prompt, [])
     other = next(item for item in items if not np.array_equal(item.prompt_ids, items[0].prompt_ids))
@@ -177,7 +189,7 @@ def test_no_prompt_is_both_trained_on_and_held_out(make_config: MakeConfig, pair
 
 def test_unusable_pairs_are_left_out_and_counted(make_config: MakeConfig, pairs: list[Pair]) -> None:
     tuner = FineTuner(make_config(), "cpu")
-    tokenised = tuner.tokenise(
+    items, left_out = tuner.tokenise(
         [
             pairs[0],
             replace(pairs[0], completion="thinking " * 30),
@@ -187,8 +199,8 @@ def test_unusable_pairs_are_left_out_and_counted(make_config: MakeConfig, pairs:
             replace(pairs[0], action="4"),
         ]
     )
-    assert len(tokenised.items) == 2
-    assert dict(tokenised.left_out) == {
+    assert len(items) == 2
+    assert dict(left_out) == {
         "answer longer than max_generation_len": 1,
         "a stop token within the answer": 1,
         "longer than max_model_len or max_train_len": 1,
@@ -199,4 +211,4 @@ def test_unusable_pairs_are_left_out_and_counted(make_config: MakeConfig, pairs:
 def test_non_finite_loss_ends_the_training_with_the_reason(make_config: MakeConfig, pairs: list[Pair]) -> None:
     tuner = FineTuner(make_config(sft={"learning_rate": 1e30, "batch_size": 6}), "cpu")
     with pytest.raises(RequestError, match=r"update \d+ .*sft\.learning_rate"):
-        tuner.train(tuner.tokenise(pairs).items, lambda *_: None)
+        train(tuner, tuner.tokenise(pairs)[0])

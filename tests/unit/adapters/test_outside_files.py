@@ -230,14 +230,14 @@ def test_learners_and_engines_open_no_pickle(evil: Path, tmp_path: Path) -> None
 
     from unstable_lite.engines.embedded import stock_model
     from unstable_lite.engines.lora import read_adapter
-    from unstable_lite.learner import learner_state
+    from unstable_lite.learner import training
     from unstable_lite.learner.model import Policy
     from unstable_lite.models import BUILTIN
 
     with pytest.raises(AdapterError, match=ADVICE):
         read_adapter(evil, 32)
     with pytest.raises(ModelError, match=r"learner\.safetensors"):
-        learner_state.read_state(evil, torch.device("cpu"))
+        training.read_state(evil / training.STATE, torch.device("cpu"))
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_bytes((BUILTIN["builtin:tiny"] / "config.json").read_bytes())

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from unstable_lite.learner import LEARNERS, worker
-from unstable_lite.transport.messages import LoadLearner, SaveLearner, Update, Updated
+from unstable_lite.transport.messages import LoadLearner, Update, Updated
 from unstable_lite.types import TrainItem
 
 MakeLearner = Callable[..., Any]
@@ -21,8 +21,8 @@ MakeItems = Callable[..., list[TrainItem]]
 class Trainer:
     """A learner worker, and steps as an engine would sample them from its current version."""
 
-    def __init__(self, learner: Any, place: Path, **settings: Any) -> None:
-        self.worker = worker._Worker(learner, learner.training.config, **settings)
+    def __init__(self, learner: Any, place: Path) -> None:
+        self.worker = worker._Worker(learner, learner.config)
         self.learner = learner
         self._place = place
 
@@ -78,7 +78,7 @@ def test_engine_drift_is_measured_on_stale_steps(
 def test_step_of_an_unavailable_version_is_left_out(
     make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
 ) -> None:
-    trainer = Trainer(make_learner(), tmp_path, max_staleness=1)
+    trainer = Trainer(make_learner(buffer={"max_staleness": 1}), tmp_path)
     first = trainer.sampled(make_items())
     for version in (1, 2):
         assert trainer.update(first, version)["mismatch_tokens"] == num_tokens(first)
@@ -91,7 +91,7 @@ def test_step_of_an_unavailable_version_is_left_out(
 def test_mismatch_sample_is_64_steps_chosen_by_update_number(make_learner: MakeLearner, make_items: MakeItems) -> None:
     learner = make_learner()
     items = make_items(200)
-    one, another = (worker._Worker(learner, learner.training.config) for _ in range(2))
+    one, another = (worker._Worker(learner, learner.config) for _ in range(2))
     assert one._mismatch(items, 1) == another._mismatch(items, 1)
     assert one._mismatch(items, 1) != one._mismatch(items, 2)
     first = items[0]
@@ -101,7 +101,7 @@ def test_mismatch_sample_is_64_steps_chosen_by_update_number(make_learner: MakeL
 
 def test_measuring_does_not_change_the_learner(make_learner: MakeLearner, make_items: MakeItems) -> None:
     learner = make_learner(lora={"lora_dropout": 0.3})
-    one = worker._Worker(learner, learner.training.config)
+    one = worker._Worker(learner, learner.config)
     for parameter in learner.policy.parameters.values():
         parameter.data += 0.1
     before = {name: value.detach().clone() for name, value in learner.policy.parameters.items()}
@@ -112,24 +112,21 @@ def test_measuring_does_not_change_the_learner(make_learner: MakeLearner, make_i
     assert torch.equal(random_state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("saves_past", [True, False])
+@pytest.mark.parametrize("schedule", ["sync", "async"])
 def test_only_saved_versions_are_measured_after_a_resume(
-    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, saves_past: bool
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, schedule: str
 ) -> None:
-    trainer = Trainer(make_learner(), tmp_path, saves_past=saves_past)
+    trainer = Trainer(make_learner(run={"schedule": schedule}), tmp_path)
     stale = trainer.sampled(make_items())
     trainer.update(stale, 1)
     fresh = trainer.sampled(make_items(3, seed=5))
-    saved = tmp_path / "saved"
-    saved.mkdir()
-    trainer.worker.answer(SaveLearner(request_id=1, path=str(saved)))
     (tmp_path / "resumed").mkdir()
-    resumed = Trainer(make_learner(), tmp_path / "resumed", saves_past=saves_past)
-    resumed.worker.answer(LoadLearner(request_id=2, path=str(saved)))
+    resumed = Trainer(make_learner(run={"schedule": schedule}), tmp_path / "resumed")
+    resumed.worker.answer(LoadLearner(request_id=2, path=str(tmp_path / "s1")))
     metrics = resumed.update([*stale, *fresh], 2)
     whole = trainer.update([*stale, *fresh], 2)
     assert whole["mismatch_tokens"] == num_tokens([*stale, *fresh])
-    assert metrics["mismatch_tokens"] == num_tokens([*stale, *fresh] if saves_past else fresh)
+    assert metrics["mismatch_tokens"] == num_tokens([*stale, *fresh] if schedule == "sync" else fresh)
     assert metrics["mismatch_max"] < 1e-4
-    if saves_past:
+    if schedule == "sync":
         assert metrics["mismatch_mean"] == whole["mismatch_mean"]

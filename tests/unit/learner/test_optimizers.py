@@ -42,14 +42,14 @@ def is_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def test_optimizer_state_survives_a_file_and_a_snapshot_bit_for_bit(name: str) -> None:
     config = LearnerConfig.model_validate({"optimizer": name})
     parameters = make_parameters()
-    optimizer = make_optimizer(parameters, 1e-2, config)
+    optimizer = make_optimizer([(parameters, 1e-2)], config)
     for seed in (1, 2):
         step(parameters, optimizer, seed)
     largest = {v.dtype for v in optimizer.state[parameters["large"]].values() if torch.is_tensor(v) and v.dim() == 2}
     assert largest == {torch.uint8 if name == "adamw8bit" else torch.float32}
     file = safetensors.torch.save(state_tensors(optimizer, parameters))
     resumed = {key: nn.Parameter(parameter.detach().clone()) for key, parameter in parameters.items()}
-    resumed_optimizer = make_optimizer(resumed, 1e-2, config)
+    resumed_optimizer = make_optimizer([(resumed, 1e-2)], config)
     load_state_tensors(resumed_optimizer, resumed, safetensors.torch.load(file))
     before = Snapshot.take(optimizer)
     after = step(parameters, optimizer, 3)
@@ -61,7 +61,7 @@ def test_optimizer_state_survives_a_file_and_a_snapshot_bit_for_bit(name: str) -
 
 def test_snapshot_of_a_fresh_optimizer_removes_its_moments() -> None:
     parameters = make_parameters()
-    optimizer = make_optimizer(parameters, 1e-2, LearnerConfig())
+    optimizer = make_optimizer([(parameters, 1e-2)], LearnerConfig())
     before = Snapshot.take(optimizer)
     after = step(parameters, optimizer, 1)
     before.restore()

@@ -11,8 +11,8 @@ import pytest
 from unstable_lite.config.games import TrainEnvSpec
 from unstable_lite.config.training import SftConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.templates import TEMPLATES, Template, extract_boxed
-from unstable_lite.sft.pairs import Pair, env_of, pairs_of_game, read_pairs, write_line, written_answer
+from unstable_lite.games.templates import TEMPLATES, Template, extract_boxed, written_answer
+from unstable_lite.sft.pairs import Pair, env_of, pairs_of_game, read_pairs, write_line
 from unstable_lite.types import (
     AgentSpec,
     GameRecord,

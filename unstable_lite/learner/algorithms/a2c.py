@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from unstable_lite.config import Config
 from unstable_lite.learner import UpdateResult, losses
-from unstable_lite.learner.critic_targets import weigh
 from unstable_lite.learner.training import Training, Update
 from unstable_lite.learner.training_stats import Trained
 from unstable_lite.types import TrainItem
@@ -28,7 +27,7 @@ class A2CLearner:
         while the critic warms up, nor if its gradient is zero.
         """
         update = Update(self.training, items)
-        weighed, target_I = weigh(self.training, update, items)
+        weighed, target_I = update.weigh(items)
         if update.items:
             with update.steps():
                 trained = self.add_gradient(weighed)
@@ -41,7 +40,7 @@ class A2CLearner:
         """Add the gradient of the loss on `items`, of this rank's share; rewards are the advantages."""
         config = self.training.config
         divisor = self.training.completion_len * len(items)
-        trained = Trained(kl_metric=self.policy.kl_metric)
+        trained = Trained()
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
             weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)

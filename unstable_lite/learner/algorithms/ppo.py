@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from unstable_lite.config import Config
 from unstable_lite.learner import UpdateResult, losses
-from unstable_lite.learner.critic_targets import weigh
 from unstable_lite.learner.old_policy import OldPolicy, proximal_policy, shuffled_minibatches
 from unstable_lite.learner.training import Training, Update
-from unstable_lite.learner.training_stats import Clipped
+from unstable_lite.learner.training_stats import Trained
 from unstable_lite.types import TrainItem
 
 
@@ -29,11 +28,11 @@ class PPOLearner:
         stepped while the critic warms up, nor if its gradient is zero.
         """
         update = Update(self.training, items)
-        weighed, target_I = weigh(self.training, update, items)
+        weighed, target_I = update.weigh(items)
         if update.items:
             with update.steps(several=True):
                 proximal = proximal_policy(self.policy, update.items, self.training.config)
-                last_epoch = Clipped()
+                last_epoch = Trained()
                 for is_last_epoch, rows in shuffled_minibatches(len(update.items), self.training.config):
                     minibatch = [weighed[row] for row in rows]
                     clipped = self.add_gradient(minibatch, proximal.of(rows))
@@ -42,15 +41,15 @@ class PPOLearner:
                     if is_last_epoch:
                         last_epoch.extend(clipped)
             update.report(proximal.trained)
-            update.metrics |= last_epoch.metrics(self.training.config.clip_range)
-            update.metrics |= {"loss": update.loss, "policy_loss": update.loss, "logp_std": proximal.trained.logp_std}
+            update.metrics |= last_epoch.clipping_metrics(self.training.config.clip_range)
+            update.metrics |= {"policy_loss": update.loss, "logp_std": proximal.trained.logp_std}
         return update.end(version)
 
-    def add_gradient(self, items: Sequence[TrainItem], proximal: OldPolicy) -> Clipped:
+    def add_gradient(self, items: Sequence[TrainItem], proximal: OldPolicy) -> Trained:
         """Add the gradient of the clipped loss on `items`, of this rank's share; rewards are the advantages."""
         config = self.training.config
         divisor = self.training.completion_len * len(items)
-        clipped = Clipped()
+        clipped = Trained()
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
             old_logp_N = batch.gather(proximal.logp)
@@ -64,5 +63,5 @@ class PPOLearner:
                 weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
                 loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
             loss.backward()  # type: ignore[no-untyped-call]
-            clipped.add(logp_N, old_logp_N, loss)
+            clipped.add(batch, logp_N, entropy_N, old_logp_N, loss)
         return clipped

@@ -34,7 +34,7 @@ class REINFORCELearner:
         """Add the gradient of the loss on `items`, of this rank's share, to the parameters."""
         config = self.training.config
         divisor = self.training.completion_len * len(items)
-        trained = Trained(kl_metric=self.policy.kl_metric)
+        trained = Trained()
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
             weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
