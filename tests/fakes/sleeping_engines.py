@@ -7,9 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-from unstable_lite.engines.adapter_slots import BASE
 from unstable_lite.engines.embedded.engine import TransformersEngine
-from unstable_lite.engines.embedded.fused_model import FusedModel
 from unstable_lite.engines.scripted import ScriptedEngine
 from unstable_lite.transport.messages import Generate, Generated
 from unstable_lite.transport.worker_main import WorkerSpec
@@ -55,10 +53,8 @@ class ForgetsInItsSleep(TransformersEngine):
 
     def wake_up(self) -> None:
         super().wake_up()
-        assert isinstance(self._model, FusedModel)
-        weights = self._model._weights
-        for version in weights:
-            weights[version] = weights[BASE]
+        for layer in self._model._layers.values():
+            layer._pairs = {version: (a_RI, b_OR * 0) for version, (a_RI, b_OR) in layer._pairs.items()}
 
 
 class DiesInItsSleep(KeepsADiary):

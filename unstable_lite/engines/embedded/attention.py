@@ -45,39 +45,23 @@ class CachedAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self.name = f"unstable_lite_{next(_names)}"
-        self.write_at: Tensor
+        self._write_at: Tensor
         """Index in a layer's cache, flat but for the width, of each head of each of the N tokens."""
         self._buckets: tuple[list[Bucket], Tensor]
         """Index of each token's result among those of all buckets."""
-        self._asked_for: tuple[IntArray, IntArray, IntArray]
-        """Slots and last tokens of the wanted rows, and the position of each of the N tokens."""
         self._cache = cache
         # The registry keeps its entries forever, but the cache must go with its engine.
         this = weakref.proxy(self)
         transformers.AttentionInterface.register(self.name, lambda *args, **kwargs: this._attend(*args, **kwargs))
 
-    def plan(
-        self, slot_R: IntArray, count_R: IntArray, position_N: IntArray, is_wanted_R: npt.NDArray[np.bool_]
-    ) -> None:
-        """Prepare a pass: row i has `count_R[i]` new tokens; rows follow one another.
-
-        Only wanted rows need the result of their last token.
-        """
+    def plan(self, slot_R: IntArray, count_R: IntArray, position_N: IntArray) -> None:
+        """Prepare a pass: row i has `count_R[i]` new tokens; rows follow one another."""
         device = self._cache.key_LSHTD.device
         _, _, num_heads, max_len, _ = self._cache.key_LSHTD.shape
         start_R = count_R.cumsum() - count_R
         head_NH = slot_R.repeat(count_R)[:, None] * num_heads + np.arange(num_heads)
-        self.write_at = torch.from_numpy((head_NH * max_len + position_N[:, None]).ravel()).to(device)
+        self._write_at = torch.from_numpy((head_NH * max_len + position_N[:, None]).ravel()).to(device)
         self._buckets = self._sort(slot_R, start_R, count_R, position_N)
-        self._asked_for = slot_R[is_wanted_R], (start_R + count_R - 1)[is_wanted_R], position_N
-
-    def _narrowed(self) -> tuple[list[Bucket], Tensor]:
-        """Return buckets of only the needed results, if these are neither all nor none."""
-        slot_R, last_R, position_N = self._asked_for
-        if not 0 < len(last_R) < len(position_N):
-            return self._buckets
-        buckets, put_N = self._sort(slot_R, last_R, np.ones_like(last_R), position_N)
-        return buckets, put_N[torch.from_numpy(last_R).to(put_N.device)]
 
     def _sort(
         self, slot_R: IntArray, start_R: IntArray, count_R: IntArray, position_N: IntArray
@@ -136,29 +120,18 @@ class CachedAttention:
         scaling: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        query_NHD, key_NHD, value_NHD = (x_1HND[0].transpose(0, 1) for x_1HND in (query_1HND, key_1HND, value_1HND))
-        return self.attend(module.layer_idx, query_NHD.contiguous(), key_NHD, value_NHD, scaling)[None], None
-
-    def attend(
-        self,
-        layer: int,
-        query_NHD: Tensor,
-        key_NHD: Tensor,
-        value_NHD: Tensor,
-        scaling: float | None,
-        is_last: bool = False,
-    ) -> Tensor:
-        """Store keys and values of the N tokens, and attend with their queries; `is_last`: only with the needed."""
-        keys_SHTD = self._cache.key_LSHTD[layer]
-        values_SHTD = self._cache.value_LSHTD[layer]
-        for cached_SHTD, new_NHD in ((keys_SHTD, key_NHD), (values_SHTD, value_NHD)):
-            cached_SHTD.flatten(0, 2).index_copy_(0, self.write_at, new_NHD.flatten(0, 1))
-        buckets, put = self._narrowed() if is_last else self._buckets
+        """Store keys and values of the N tokens, and attend with their queries."""
+        query_NHD = query_1HND[0].transpose(0, 1).contiguous()
+        keys_SHTD = self._cache.key_LSHTD[module.layer_idx]
+        values_SHTD = self._cache.value_LSHTD[module.layer_idx]
+        for cached_SHTD, new_1HND in ((keys_SHTD, key_1HND), (values_SHTD, value_1HND)):
+            cached_SHTD.flatten(0, 2).index_copy_(0, self._write_at, new_1HND[0].transpose(0, 1).flatten(0, 1))
+        buckets, put = self._buckets
         results = [
             self._attend_bucket(query_NHD.index_select(0, bucket.take), keys_SHTD, values_SHTD, bucket, scaling)
             for bucket in buckets
         ]
-        return torch.cat(results).index_select(0, put)
+        return torch.cat(results).index_select(0, put)[None], None
 
     def _attend_bucket(
         self, query_NHD: Tensor, keys_SHTD: Tensor, values_SHTD: Tensor, bucket: Bucket, scaling: float | None

@@ -24,7 +24,6 @@ from torch import Tensor
 from unstable_lite.engines.adapter_slots import BASE, AdapterVersions
 from unstable_lite.engines.embedded import stock_model
 from unstable_lite.engines.embedded.attention import CachedAttention
-from unstable_lite.engines.embedded.fused_model import FusedModel, fuse
 from unstable_lite.engines.embedded.kv_cache import CacheShape, KVCache
 from unstable_lite.engines.lora import LoraModel, neighbours
 from unstable_lite.engines.request_checks import Throughput, check_length
@@ -47,8 +46,6 @@ KEPT_PER_RUNNING = 8
 """Most finished sequences kept for their prefixes, per running sequence."""
 FEWEST_PROMPT_TOKENS = 16
 """Prompt tokens per step if memory allows no more."""
-FUSED_TOLERANCE = 1e-4
-"""Largest difference of the logits of the fused model, relative to the stock one's: both sum in float32."""
 ACTIVATION_BYTES = 1 << 30
 """Memory of a pass on a GPU."""
 
@@ -105,7 +102,8 @@ class TransformersEngine:
         self._throughput = Throughput()
         self._is_exact = config.run.schedule == "sync"
         """Whether no earlier result may be used, because it was rounded differently in another batch."""
-        self._model = self._checked(model)
+        self._model = LoraModel(model)
+        stock_model.check_same(model, self._attention.name, self._logits, num_running)
         self._cache.forget(BASE)
         self.info: dict[str, Any] = {
             "kind": "transformers",
@@ -118,27 +116,9 @@ class TransformersEngine:
             "prompts": self._tokenizer.prompts(chats_in_use(config)),
             "parallel_seq": num_running,
             "kept_seq": num_kept,
-            "fused": isinstance(self._model, FusedModel),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
-
-    def _checked(self, model: Any) -> LoraModel | FusedModel:
-        """Return the faster model whose logits equal the stock model's. Raises ModelError if neither does."""
-        expected_BV = stock_model.expected_logits(model)
-        model.set_attn_implementation(self._attention.name)
-
-        def difference(tried: LoraModel | FusedModel) -> float:
-            self._model = tried
-            self._cache.length_S[:] = 0
-            return stock_model.difference(model, self._logits, expected_BV, self._cache.num_running)
-
-        stock = LoraModel(model)
-        stock_model.check_same(model, difference(stock))
-        fused = fuse(model, self._attention, self._max_model_len)
-        if fused is not None and difference(fused) < FUSED_TOLERANCE:
-            return fused
-        return stock
 
     def add_request(self, request: Generate) -> None:
         version = request.adapter_version
@@ -305,7 +285,7 @@ class TransformersEngine:
         id_N = np.array([token for ids in new_ids for token in ids], np.int64)
         position_N = np.arange(len(id_N)) + np.repeat(self._cache.length_S[slot_R] - (stop_R - count_R), count_R)
         is_wanted_R = np.array(wanted)
-        self._attention.plan(slot_R, count_R, position_N, is_wanted_R)
+        self._attention.plan(slot_R, count_R, position_N)
         id_, position, last = (
             torch.from_numpy(array).to(self._device) for array in (id_N, position_N, stop_R[is_wanted_R] - 1)
         )

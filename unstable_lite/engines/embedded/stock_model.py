@@ -106,40 +106,29 @@ def cache_shape(model: Any, max_len: int) -> CacheShape:
     )
 
 
-def expected_logits(model: Any) -> Tensor:
-    """Return the unchanged model's logits after each of the two sequences of `difference`."""
-    model.set_attn_implementation("sdpa")
-    return torch.cat([_stock_logits(model, ids) for ids in _probes(model)])
-
-
 @torch.inference_mode()
-def difference(model: Any, run: RunLogits, expected_BV: Tensor, num_slots: int) -> float:
-    """Return the relative difference of the logits of `run` from the stock model's; the slots must be empty.
+def check_same(model: Any, attention: str, run: RunLogits, num_slots: int) -> None:
+    """Let `model` use `attention`; raise ModelError if the logits of `run` then differ by more than rounding.
 
     Two sequences run in one pass, one of them in pieces: a leak from one to the other, or a loss between the pieces,
-    changes the logits.
+    changes the logits. The slots must be empty.
     """
-    long, short = _probes(model)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    long, short = (((np.arange(size) * 7919 + 11 * size) % vocab_size).tolist() for size in (13, 6))
+    model.set_attn_implementation("sdpa")
+    expected_BV = torch.cat([_stock_logits(model, ids) for ids in (long, short)])
+    model.set_attn_implementation(attention)
     run([0], [long[:5]], [0], [True])
     got = run([0, 1][:num_slots], [long[5:12], short][:num_slots], [0, 0][:num_slots], [True] * min(num_slots, 2))
     got = torch.cat([run([0], [long[12:]], [0], [True]), got[1:]])
     wanted = expected_BV[: len(got)]
-    return float((got - wanted).norm() / (wanted - wanted.mean(-1, keepdim=True)).norm())
-
-
-def check_same(model: Any, error: float) -> None:
-    """Raise ModelError if the engine's logits differ from the stock model's by more than rounding in its type."""
+    error = float((got - wanted).norm() / (wanted - wanted.mean(-1, keepdim=True)).norm())
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
     if not error < tolerance:
         raise ModelError(
             f"{type(model).__name__}: the embedded engine's logits differ from the stock model's by {error:.2g} "
             f"({tolerance:g} is allowed): the model has parts that this engine does not support; {_ADVICE}"
         )
-
-
-def _probes(model: Any) -> list[list[int]]:
-    vocab_size = model.get_input_embeddings().weight.shape[0]
-    return [((np.arange(size) * 7919 + 11 * size) % vocab_size).tolist() for size in (13, 6)]
 
 
 @torch.inference_mode()
