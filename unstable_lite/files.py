@@ -9,7 +9,6 @@ import contextlib
 import gzip
 import json
 import logging
-import mmap
 import os
 import re
 import shutil
@@ -130,15 +129,6 @@ def replaced(path: Path) -> Iterator[Path]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def sync(path: Path) -> None:
-    """Sync a file, or the file names of a directory, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_whole(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     """Write one gzip file of all `records`, which exists either whole or not at all."""
     with replaced(path) as partial, gzip.open(partial, "wb", compresslevel=5) as file:
@@ -243,9 +233,8 @@ def _compress(part: Path) -> None:
 
 
 def _drop_unfinished_line(path: Path) -> None:
-    if not path.exists() or not path.stat().st_size:  # an empty file cannot be mapped
+    if not path.exists():
         return
-    with path.open("r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end = content.rfind(b"\n") + 1
-        file.truncate(end)
+    content = path.read_bytes()
+    if (end := content.rfind(b"\n") + 1) < len(content):
+        os.truncate(path, end)

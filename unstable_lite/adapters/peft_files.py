@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -21,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from safetensors import SafetensorError, deserialize, safe_open
 
 from unstable_lite.errors import AdapterError, NoRoomError
-from unstable_lite.files import sync
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -242,6 +242,15 @@ def explain(error: OSError, path: Path, needed_bytes: int) -> str:
         f"cannot write {path}: {error.strerror}; it needs {needed_bytes / 1e6:.1f} MB, {free}. "
         "Free some space, or choose another location"
     )
+
+
+def sync(path: Path) -> None:
+    """Sync a file, or the file names of a directory, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _content(path: Path) -> bytes:

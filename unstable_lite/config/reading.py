@@ -139,7 +139,7 @@ def _problems(error: ValidationError) -> list[str]:
         elif detail["type"] == "too_short" and detail["loc"] == ("train_envs",) and detail["input"]:
             continue  # its entries exist and are refused for other reasons
         else:
-            problems.append(f"{key} = {detail['input']!r}: {detail['msg']}")
+            problems.append(f"{key} = {detail['input']!r}: {detail['msg'].removeprefix('Value error, ')}")
     return problems
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from unstable_lite.config.section import Section
 
@@ -29,23 +29,40 @@ class AlarmConfig(Section):
     """One alarm about the learning."""
 
     threshold: float = Field(ge=0)
-    """Value of the metric beyond which the alarm is on: above it, or for `entropy` below it."""
+    """Value of the metric beyond which the alarm is on: above it, or for `entropy` below it. A share's is below 1."""
     action: Literal["off", "warn", "pause", "stop"] = "warn"
     """`warn`: report the alarm. `pause`: also save a checkpoint, stop playing and learning, and wait until the file
     PAUSED in the run directory is deleted. `stop`: also finish the update, save a checkpoint, and end with an error."""
     updates: int = Field(1, ge=1)
-    """Number of consecutive readings beyond the threshold that raise the alarm, and of others that clear it."""
+    """Number of consecutive readings beyond the threshold that raise the alarm, and of others that clear it. Always 1
+    for `starved` and `skipped`."""
 
 
 class ShareAlarm(AlarmConfig):
-    threshold: float = Field(ge=0, lt=1)
+    """Alarm whose metric is a share; with a threshold of 1 it could never be on."""
+
+    @field_validator("threshold")
+    @classmethod
+    def _is_below_one(cls, threshold: float) -> float:
+        if not threshold < 1:
+            raise ValueError('applies to a share: set at least 0 and less than 1; action = "off" disables the alarm')
+        return threshold
 
 
 class UncountedAlarm(AlarmConfig):
-    updates: Literal[1] = 1
+    """Alarm that does not count updates."""
+
+    @field_validator("updates")
+    @classmethod
+    def _is_one(cls, updates: int) -> int:
+        if updates != 1:
+            raise ValueError("this alarm does not count updates; use its threshold instead")
+        return updates
 
 
 class StarvedAlarm(UncountedAlarm):
+    """Alarm whose threshold is a time, and which would always be on with 0."""
+
     threshold: float = Field(gt=0)
 
 

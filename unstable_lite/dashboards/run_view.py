@@ -69,13 +69,15 @@ class RunView:
         """Open a run directory. Raises UnstableError if it is not one."""
         self.directory = directory
         path = directory / CONFIG
+        if not path.is_file():
+            raise UnstableError(f"{directory} is not a run directory: it has no {CONFIG}")
         try:
             self.config_text = path.read_text(encoding="utf-8")
             self.config: dict[str, Any] = tomllib.loads(self.config_text)
             if missing := {"model_name", "run", "train_envs"} - self.config.keys():
                 raise ValueError(f"it has no {', '.join(sorted(missing))}")
         except (OSError, ValueError, RecursionError) as error:
-            raise UnstableError(f"{directory} is not a run directory: {path} cannot be read: {error}") from None
+            raise UnstableError(f"{path} cannot be read: {error}") from None
         self.live: dict[str, Any] = {}
         """Content of live.json; empty before the run has written it."""
         self.at: int | None = None
@@ -128,6 +130,8 @@ class RunView:
         if len(lines) < 2:
             return None
         seconds = lines[-1]["run/seconds"] - lines[0]["run/seconds"]  # without the time between a stop and a resume
+        if seconds <= 0:
+            return None
         games = lines[-1]["run/games"] - lines[0]["run/games"]
         return Pace(seconds_per_update=seconds / (lines[-1]["step"] - lines[0]["step"]), games_per_s=games / seconds)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from unstable_lite.dashboards.report.runs import RunData, differences, flat
 from unstable_lite.dashboards.run_view import RunView
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import understood
+from unstable_lite.planning.trust import CONFIG
 from unstable_lite.tracking.run_directory import PAUSED, RUNS, by_update, find_damage, runs_in
 
 STATE_STYLES = {"running": "green", "paused": "yellow", "killed": "red", "unreadable": "red"}
@@ -107,8 +109,9 @@ def find_prunable(
     with_train_data: bool = False,
     with_empty_runs: bool = False,
 ) -> list[Prunable]:
-    """Return the removable files of `directories`, or of every run in `outputs`; none of runs written to lately.
+    """Return the removable files of `directories`, or of every run in `outputs`.
 
+    Runs that were written to within `older_than_days` have none.
     Older and damaged checkpoints are removable. The newest `keep` intact ones stay, the best of each evaluation, and
     any from which another run starts; without an intact one, all stay. `with_train_data`: also the batches, which only
     `report` and `export` read. `with_empty_runs`: also whole directories of runs without any checkpoint. Raises
@@ -329,8 +332,8 @@ def _best(view: RunView) -> set[str]:
 
 def _starting_points(run: Path) -> Iterator[Path]:
     """Yield the checkpoints that a run's config names, because a resume reads them."""
-    with suppress(UnstableError), understood(run):
-        lora = RunView(run).config.get("lora", {})
+    with suppress(OSError, UnstableError), understood(run):
+        lora = tomllib.loads((run / CONFIG).read_text(encoding="utf-8")).get("lora", {})
         for key, inside in (("initial_lora_path", "."), ("initial_critic_path", "..")):
             if key in lora:
                 yield (Path(lora[key]) / inside).resolve()

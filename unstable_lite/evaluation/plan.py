@@ -10,6 +10,7 @@ from typing import Any
 
 from unstable_lite.config import Config
 from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
+from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell, in_rounds, make_cells, make_tournament
 from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_run, find_sides, opponent
@@ -145,9 +146,9 @@ def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
     Raises ConfigError with every problem of its envs, templates, opponents, engine and devices.
     """
     played = dict.fromkeys(
-        cell.env.model_copy(update={"fixed_opponent": model.name if model.is_fixed else BASE})
+        cell.env.model_copy(update={"fixed_opponent": name})
         for cell in cells
-        for model in cell.models
+        for name in [model.name for model in cell.models if model.is_fixed] or [BASE]
     )
     first = cells[0].env
     train_env = TrainEnvSpec(num_actors=first.num_players, **first.model_dump(exclude={"fixed_opponent"}))
@@ -155,6 +156,7 @@ def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
         config.model_copy(
             update={
                 "engine": config.engine.model_copy(update={"when_shared": "split"}),
+                "learner": LearnerConfig(devices=config.learner.devices),  # the other keys may not fit this machine
                 "lora": config.lora.model_copy(update={"lora_rank": rank, "initial_lora_path": None}),
                 "train_envs": (train_env,),  # a config has at least one
                 "eval_envs": tuple(played),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from unstable_lite.games.environments import Environment, bare_id, env_ids, source_text
+from unstable_lite.games.hang_guard import hang_guard
 from unstable_lite.types import Observation
 
 SLOW_RESET_S = 0.02
@@ -65,17 +66,10 @@ def is_isolated(env_id: str, num_players: int, observation: Observation = "env",
 
 
 @cache
-def exists_only_here(env_id: str) -> bool:
-    """Return whether no other process can make the env, because a script or a notebook registered its class."""
-    return ":" not in env_id and source_text(env_id) is None
-
-
-@cache
 def probe(env_id: str, num_players: int, observation: Observation = "env") -> EnvFacts:
     """Make, reset and observe the env once; report whether this number of players and this observation work.
 
-    Runs in a thread with a time limit, because an env's start may run any code (downloads, endless loops); a thread
-    that never ends is left to itself.
+    Runs in a thread with a time limit, because an env's start may run any code (downloads, endless loops).
     """
     if (problem := _problem_by_name(env_id, observation)) is not None:
         return EnvFacts(problem)
@@ -83,10 +77,11 @@ def probe(env_id: str, num_players: int, observation: Observation = "env") -> En
 
     def attempt() -> None:
         try:
-            Environment(env_id, num_players, 0, observation).observe()  # also does the imports
-            started = time.thread_time()  # CPU time of this thread, independent of the machine's load
-            Environment(env_id, num_players, 0, observation)
-            future.set_result(time.thread_time() - started)
+            with hang_guard(PROBE_TIMEOUT_S):
+                Environment(env_id, num_players, 0, observation).observe()  # also does the imports
+                started = time.thread_time()  # CPU time of this thread, independent of the machine's load
+                Environment(env_id, num_players, 0, observation)
+                future.set_result(time.thread_time() - started)
         except BaseException as error:  # any exception of foreign code is the result
             future.set_exception(error)
 

@@ -25,9 +25,9 @@ from typing import Any
 
 from unstable_lite.errors import EnvError, RequestError, WorkerDied
 from unstable_lite.games.call_file import file_of_call, game_under_way
-from unstable_lite.games.env_catalogue import exists_only_here, is_isolated
+from unstable_lite.games.env_catalogue import is_isolated
 from unstable_lite.games.environments import Environment
-from unstable_lite.games.hang_guard import can_guard, hang_guard
+from unstable_lite.games.hang_guard import hang_guard
 from unstable_lite.transport.messages import DropEnv, EnvState, MakeEnv, Message, StepEnv
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.rpc import Router, WorkerChannel, make_socket_directory
@@ -62,11 +62,9 @@ class EnvPool:
     async def make(self, spec: GameSpec) -> GameEnvironment:
         """Create a game's env.
 
-        In a thread, where no guard can interrupt it, every env is isolated that another process can make. Raises the
-        env's own exceptions, or EnvError if it is isolated; WorkerDied if no process starts.
+        Raises the env's own exceptions, or EnvError if it is isolated; WorkerDied if no process starts.
         """
-        can_stay = can_guard() or exists_only_here(spec.env_id)
-        if can_stay and not is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated):
+        if not is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated):
             return make_in_process(spec)
         async with self._is_starting:
             if not self._hosts:

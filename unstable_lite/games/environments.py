@@ -172,7 +172,7 @@ class Environment:
         return None if turn is None else self._checked_turn(*turn)
 
     async def advance(self, action: str) -> tuple[int, str] | None:
-        """Call `play`: an env in another process has to wait."""
+        """Call `play`. It is async because an isolated env, used in the same way, waits for its process."""
         return self.play(action)
 
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:

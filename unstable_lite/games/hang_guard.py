@@ -7,6 +7,7 @@ Knows nothing of envs or games.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import math
 import signal
@@ -18,38 +19,70 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Overdue(BaseException):
-    """Raised inside a guarded call that takes too long; not an Exception, so that no env catches it."""
+class Overdue(Exception):
+    """A guarded call did not return in time."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"a call did not return within {limit_s:g} s")
         self.limit_s = limit_s
 
 
+class _BrokenOff(BaseException):
+    """Raised inside an env call that takes too long; not an Exception, so that no `except Exception` catches it."""
+
+
 class _Guard:
-    """Interrupts guarded calls of the main thread, each at most once, and no other code."""
+    """Interrupts one thread's guarded calls, each at most once, and no other code of that thread.
+
+    The main thread is interrupted by a signal, which also ends a `sleep`. Any other thread is watched by a second
+    thread and gets an asynchronous exception; a call that ends at that moment waits until it knows whether it gets one.
+    """
 
     def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
         self.call = 0
         """Number of the running call; 0: none."""
         self.numbers = itertools.count(1)
         """Numbers of the next calls."""
-        self._limit_s = limit_s
+        self.is_aiming = False
         self._seen = 0
         self._since = 0.0
+        self._thread = threading.get_ident()
 
-    def interrupt(self, signum: int, frame: object) -> None:  # noqa: ARG002
-        """Handle the signal, which arrives between two instructions of the main thread and also ends a `sleep`."""
+    def wait_for_aim(self) -> None:
+        """Wait at the end of a call until a last-moment interruption has arrived or been given up."""
+        while self.is_aiming:
+            time.sleep(0.001)
+        for _ in range(10):
+            pass  # a pending asynchronous exception is raised at the next jump
+
+    def is_overdue(self) -> bool:
+        """Return whether the running call takes too long. Poll it; it is true only once per call."""
         call, now = self.call, time.monotonic()
         if call != self._seen:
             self._seen, self._since = call, now
-        elif call and now - self._since > self._limit_s:
+        elif call and now - self._since > self.limit_s:
             self._since = math.inf
-            raise Overdue(self._limit_s)
+            return True
+        return False
+
+    def interrupt(self, signum: int, frame: object) -> None:  # noqa: ARG002
+        """Handle the signal, which arrives in the guarded thread between two of its instructions."""
+        if self.is_overdue():
+            raise _BrokenOff
+
+    def watch(self, is_over: threading.Event) -> None:
+        while not is_over.wait(self.limit_s / 4):
+            if self.is_overdue():
+                self.is_aiming = True
+                if self.call == self._seen:
+                    thread, exception = ctypes.c_ulong(self._thread), ctypes.py_object(_BrokenOff)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, exception)
+                self.is_aiming = False
 
 
 class _Thread(threading.local):
-    """The guard of the main thread; other threads have none, because Python handles signals in the main thread."""
+    """The guard that interrupts calls of this thread."""
 
     guard: _Guard | None = None
 
@@ -67,30 +100,37 @@ def guarded_call(function: Callable[..., T], *arguments: object) -> T:
             return function(*arguments)
         finally:
             guard.call = 0
-    finally:  # the interrupt may arrive within the inner `finally`
+            if guard.is_aiming:
+                guard.wait_for_aim()
+    except _BrokenOff as broken:
         guard.call = 0
-
-
-def can_guard() -> bool:
-    """Return whether `hang_guard` has an effect in this thread."""
-    return threading.current_thread() is threading.main_thread()
+        raise Overdue(guard.limit_s) from broken
 
 
 @contextlib.contextmanager
 def hang_guard(limit_s: float) -> Iterator[None]:
-    """Interrupt every guarded call of the main thread that takes longer than `limit_s`.
+    """Interrupt every guarded call of this thread that takes longer than `limit_s`.
 
-    Works for Python code only, and not in other threads: an env that hangs there or in C code must be `isolated`.
+    Works for Python code only: an env that hangs in a library's C code must be `isolated`.
     """
-    if not can_guard():
-        yield
-        return
     guard = _thread.guard = _Guard(limit_s)
-    previous = signal.signal(signal.SIGALRM, guard.interrupt)
-    signal.setitimer(signal.ITIMER_REAL, limit_s / 4, limit_s / 4)
     try:
-        yield
+        if threading.current_thread() is threading.main_thread():
+            previous = signal.signal(signal.SIGALRM, guard.interrupt)
+            signal.setitimer(signal.ITIMER_REAL, limit_s / 4, limit_s / 4)
+            try:
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, previous)
+        else:
+            is_over = threading.Event()
+            watcher = threading.Thread(target=guard.watch, args=(is_over,), name="hang-guard", daemon=True)
+            watcher.start()
+            try:
+                yield
+            finally:
+                is_over.set()
+                watcher.join()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
         _thread.guard = None

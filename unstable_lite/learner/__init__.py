@@ -62,7 +62,7 @@ class Learner(Protocol):
     """
 
     training: Any
-    """Policy, optimisers and counters, which the worker saves and loads: a `learner.training.Training`."""
+    """Policy, optimiser and counters, which the worker saves and loads: a `learner.training.Training`."""
 
     def update(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
         """Make adapter `version` with one update; if it is skipped, change nothing and return the reason."""

@@ -33,7 +33,7 @@ class MicroBatch:
     source_N: Tensor
     """Position in the flattened `tokens_BT` that predicts each trained token; in a batch of prompts, their ends."""
     target_N: Tensor
-    """Trained tokens; empty in a batch of prompts, like all that follow."""
+    """Trained tokens; empty in a batch of prompts, like the other tensors that follow."""
     behaviour_logp_N: Tensor
     """Log-probabilities of these tokens when they were sampled (μ)."""
     advantage_N: Tensor

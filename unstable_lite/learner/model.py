@@ -100,7 +100,7 @@ class Policy:
     @property
     def adapter_bytes(self) -> int:
         """Size in bytes of the adapter's tensors."""
-        return sum(tensor.nbytes for tensor in self.adapter_state()[0].values())
+        return sum(parameter.nbytes for parameter in self.parameters.values())
 
     @property
     def position_limit(self) -> int:

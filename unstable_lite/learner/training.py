@@ -111,15 +111,21 @@ class Training:
         peft_files.write_file(directory / STATE, content)
 
     def load(self, directory: Path) -> None:
-        """Restore the state that `save` wrote, bit for bit. Raises ModelError if a file is not part of such a state."""
+        """Restore the state that `save` wrote, bit for bit.
+
+        Raises AdapterError or ModelError if a file is not part of such a state of this algorithm.
+        """
         self.policy.load_adapter(directory)
         if self.critic is not None:
             self.critic.load(directory / "critic")
         moments, counters = read_state(directory / STATE, self.policy.device)
-        load_state_tensors(self.optimizer, self.parameters, moments)
-        for name in _COUNTERS:
-            setattr(self, name, counters[name])
-        self.spread.load_state_dict(counters["spread"])
+        try:
+            load_state_tensors(self.optimizer, self.parameters, moments)
+            for name in _COUNTERS:
+                setattr(self, name, counters[name])
+            self.spread.load_state_dict(counters["spread"])
+        except KeyError as error:
+            raise ModelError(f"{directory / STATE} is of another algorithm or version ({error})") from error
 
 
 def read_state(path: Path, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -222,7 +222,8 @@ class Alarms:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._states |= msgspec.convert(state, dict[str, dict[str, _State]])
+        states = msgspec.convert(state, dict[str, dict[str, _State]])
+        self._states |= {name: states[name] for name in states.keys() & ALARMS.keys()}
 
     def _of(self, alarm: str) -> AlarmConfig:
         config: AlarmConfig = getattr(self._config, alarm)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unstable_lite.adapters.peft_files import sync
 from unstable_lite.config import Config
 from unstable_lite.config.reading import parse_config
 from unstable_lite.errors import ProtocolError, UnstableError
-from unstable_lite.files import sync
 from unstable_lite.planning.algorithm_defaults import resolve_defaults
 from unstable_lite.planning.trust import CONFIG
 from unstable_lite.tracking.run_directory import (

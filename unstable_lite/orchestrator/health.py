@@ -52,7 +52,7 @@ class _Wait:
     """Number of these games that ended during the wait, by how they ended."""
 
     def seconds(self, num_steps: int, is_over: bool = False) -> float:
-        """Return how long it lasts; it starts again if more steps reached the learner, and lasts only if games end."""
+        """Return its length. It starts again if more steps reached the learner, if `is_over`, or if no game ended."""
         now = time.monotonic()
         if num_steps > self.num_steps or is_over or not self.ended:
             self.since, self.num_steps = now, max(num_steps, self.num_steps)

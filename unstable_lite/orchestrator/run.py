@@ -168,12 +168,12 @@ class Run:
                     self.training = TrainLoop(parts)
                     async with shown_live(parts):
                         await self.training.run()
+            return summarise(self.training, time.monotonic() - started)
         except BaseExceptionGroup as group:
             raise first_reason(group) from group
         finally:
-            self._terminal.stop()
             os.close(lock)
-        return summarise(self.training, time.monotonic() - started)
+            self._terminal.stop()
 
     def _run_into(self, outcome: futures.Future[Summary]) -> None:
         try:

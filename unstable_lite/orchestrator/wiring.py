@@ -109,7 +109,7 @@ async def wired_parts(
         def alarm(text: str) -> None:
             tracker.alarm(registry.get(registry.get_current_ckpt()).iteration or 0, text)
 
-        # Closed after the workers: a learner that still writes would recreate its directory.
+        # Closed after the workers: a learner that still writes needs its directory.
         stores = stack.enter_context(contextlib.ExitStack())
         watchdog = stack.enter_context(LoopWatchdog(config.run.loop_stall_s, log_path, alarm))
         with terminal.doing(lambda: "starting the workers"):

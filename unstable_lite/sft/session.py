@@ -185,7 +185,7 @@ async def _train(plan: Plan, logs: Path, terminal: TerminalInterface) -> FineTun
             if message.update == 1:
                 progress.start(message.total)
             progress.show_update(message.update, message.total, f"loss {message.loss:.4f}")
-        elif isinstance(message, FineTuned):
+        elif isinstance(message, FineTuned) and not result.done():  # a signal may have cancelled it
             result.set_result(message)
 
     try:

@@ -73,7 +73,7 @@ class FineTuner:
         items, left_out = self.tokenise(pairs)
         if not items:
             reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
-            raise RequestError(f"none of the pairs can be trained on: {reasons}")
+            raise RequestError(f"none of the pairs in {self._config.sft.output / PAIRS} can be trained on: {reasons}")
         train, held_out = self.split(items)
         before = self.agreement(held_out)
         losses = yield from self.train(train)

@@ -30,6 +30,12 @@ _INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 _ANY_MESSAGE: Any = functools.reduce(operator.or_, MESSAGES)
 
 
+class _Messages(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Messages of a frame, as a class: msgspec examines a class once, but any other type at each call (40 µs)."""
+
+    messages: list[_ANY_MESSAGE]
+
+
 def encode(messages: Sequence[Message]) -> bytes:
     """Pack messages into one frame. Raises ProtocolError if they cannot be sent."""
     return _pack(messages)
@@ -41,7 +47,7 @@ def decode(frame: bytes) -> list[Message]:
     Raises ProtocolError if the frame is malformed, oversized, of another protocol version, or has fields of a wrong
     type.
     """
-    return _convert(_unpack(frame), _ANY_MESSAGE)
+    return _convert([_unpack(frame)], _Messages).messages
 
 
 def pack_all(values: Iterable[Any]) -> bytes:
@@ -51,7 +57,7 @@ def pack_all(values: Iterable[Any]) -> bytes:
 
 def unpack_all(cls: type[T], content: bytes) -> list[T]:
     """Unpack values that `pack_all` packed. Raises ProtocolError for any other content."""
-    return _convert(_unpack(content), cls)
+    return _convert(_unpack(content), list[cls])  # type: ignore[valid-type]
 
 
 def _pack(values: Any) -> bytes:
@@ -81,9 +87,9 @@ def _unpack(frame: bytes) -> list[Any]:
     return values
 
 
-def _convert(values: list[Any], cls: type[T]) -> list[T]:
+def _convert(values: list[Any], cls: type[T]) -> T:
     try:
-        return msgspec.convert(values, list[cls], dec_hook=_to_array)  # type: ignore[valid-type]
+        return msgspec.convert(values, cls, dec_hook=_to_array)
     except (msgspec.ValidationError, RecursionError) as error:
         raise ProtocolError(str(error)) from error
 

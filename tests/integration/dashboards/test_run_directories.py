@@ -207,6 +207,15 @@ async def test_prune_keeps_checkpoints_that_another_run_starts_from(two: tuple[P
     assert checkpoints_of(old) == {"ckpt-8", "ckpt-4", "ckpt-2", "latest"}
 
 
+async def test_prune_keeps_checkpoints_that_a_bare_config_starts_from(two: tuple[Path, Path], tmp_path: Path) -> None:
+    old, _ = two
+    by_hand = tmp_path / "mine" / "next" / "config.toml"
+    by_hand.parent.mkdir(parents=True)
+    by_hand.write_text(f'[lora]\ninitial_lora_path = "{old / "checkpoints" / "ckpt-2"}"\n')
+    command("prune", old, "--outputs", tmp_path, "--yes")
+    assert checkpoints_of(old) == {"ckpt-8", "ckpt-4", "ckpt-2", "latest"}
+
+
 async def test_unreadable_run_is_named_and_the_others_are_pruned(two: tuple[Path, Path], tmp_path: Path) -> None:
     with (two[1] / "metrics.jsonl").open("ab") as file:
         file.write(b"\xff\xfe\n")

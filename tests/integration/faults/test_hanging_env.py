@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,27 +63,41 @@ def test_endless_loop_in_textarena_is_interrupted() -> None:
                     break
 
 
-def test_interrupted_call_names_env_and_limit() -> None:
-    environment = Environment("Nim-v0-train", 2, 0)
-    environment._env = NeverReturns()
-    with hang_guard(0.2), pytest.raises(EnvError, match=r"Nim.*run\.env_timeout_s = 0\.2"):
-        environment.step("[0 1]")
+def test_endless_loop_is_interrupted_in_any_thread() -> None:
+    def play() -> None:
+        with hang_guard(0.2), pytest.raises(EnvError, match=r"Nim.*run\.env_timeout_s = 0\.2"):
+            environment = Environment("Nim-v0-train", 2, 0)
+            environment._env = NeverReturns()
+            environment.step("[0 1]")
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(play).result(60)
 
 
-def test_interrupt_hits_only_the_call_that_timed_out() -> None:
+@pytest.mark.parametrize("in_a_thread", [False, True])
+def test_interrupt_hits_only_the_call_that_timed_out(in_a_thread: bool) -> None:
     """Calls end at about the moment at which they would be interrupted."""
-    chance, ended = random.Random(0), set()
-    environment = Environment("Nim-v0-train", 2, 0)
-    environment._env = TakesGivenTime()
-    with hang_guard(0.008):
-        for _ in range(150):
-            try:
-                environment.step(str(chance.uniform(0.008, 0.02)))
-                ended.add(True)
-            except EnvError:
-                ended.add(False)
-            sum(range(1000))  # a pending interrupt would hit here
-    assert ended == {True, False}
+    chance = random.Random(0)
+
+    def play() -> set[bool]:
+        ended = set()
+        environment = Environment("Nim-v0-train", 2, 0)
+        environment._env = TakesGivenTime()
+        with hang_guard(0.008):
+            for _ in range(150):
+                try:
+                    environment.step(str(chance.uniform(0.008, 0.02)))
+                    ended.add(True)
+                except EnvError:
+                    ended.add(False)
+                sum(range(1000))  # a pending interrupt would hit here
+        return ended
+
+    if in_a_thread:
+        with ThreadPoolExecutor() as pool:
+            assert pool.submit(play).result(60) == {True, False}
+    else:
+        assert play() == {True, False}
 
 
 def test_many_short_calls_are_not_taken_for_a_hang() -> None:

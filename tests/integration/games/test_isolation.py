@@ -7,20 +7,15 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-import textarena
-from textarena.envs.Nim.env import NimEnv
 
 from unstable_lite.errors import EnvError
 from unstable_lite.games import env_pool
 from unstable_lite.games.env_catalogue import is_isolated
-from unstable_lite.games.env_pool import EnvPool, GameEnvironment, IsolatedEnvironment, make_in_process, opened_env_pool
-from unstable_lite.games.environments import Environment
+from unstable_lite.games.env_pool import EnvPool, GameEnvironment, make_in_process, opened_env_pool
 from unstable_lite.types import GameSpec
 
 LIMIT_S = 2.0
@@ -193,26 +188,3 @@ async def test_envs_run_in_process_unless_they_may_loop_or_reset_slowly(environm
     assert not own_children()
     await environments.make(game("PublicGoodsGame-v0-train", 3, 0, isolated=None))
     assert len(own_children()) == 2
-
-
-def test_env_of_a_notebook_stays_in_its_process_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = textarena.envs.registration.ENV_REGISTRY
-    monkeypatch.setitem(registry, "OnlyHere-v0", replace(registry["Nim-v0-train"], entry_point=NimEnv))
-    monkeypatch.setattr(NimEnv, "__module__", "__main__")
-
-    async def type_of_env() -> type:
-        async with opened_env_pool(tmp_path, LIMIT_S) as opened:
-            return type(await opened.make(game("OnlyHere-v0", 2, 0, isolated=None)))
-
-    with ThreadPoolExecutor() as pool:
-        assert pool.submit(asyncio.run, type_of_env()).result(60) is Environment
-
-
-def test_every_env_is_isolated_in_a_thread_which_no_signal_can_interrupt(tmp_path: Path) -> None:
-    async def types_of_envs() -> list[type]:
-        async with opened_env_pool(tmp_path, LIMIT_S) as opened:
-            return [type(await opened.make(game("Nim-v0-train", 2, 0, isolated=wanted))) for wanted in (None, False)]
-
-    with ThreadPoolExecutor() as pool:
-        assert pool.submit(asyncio.run, types_of_envs()).result(60) == [IsolatedEnvironment] * 2
-    assert asyncio.run(types_of_envs()) == [Environment] * 2

@@ -105,7 +105,7 @@ def test_unguarded_script_does_not_start_again_when_imported(tmp_path: Path, mon
         "class Same:\n"
         "    def __call__(self, reward, pid, env_id):\n"
         "        return reward\n"
-        f"run = unstable.build(train_envs=[unstable.{NIM}], run={{'output_dir': {str(tmp_path)!r}}})\n"
+        f"run = unstable.build(train_envs=[unstable.{NIM!r}], run={{'output_dir': {str(tmp_path)!r}}})\n"
         "run.start(learning_steps=1)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

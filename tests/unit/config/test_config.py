@@ -238,6 +238,8 @@ def test_former_key_is_refused_with_the_new_one(section: str, key: str, value: o
         ({"run": {"name": ".hidden"}}, "dot"),
         ({"lora": {"initial_lora_path": "/nowhere"}}, "adapter_model.safetensors"),
         ({"league": {"env_sampling_strategy": "randm"}}, "'random'"),
+        ({"league": {"env_sampling_strategy": ""}}, "env_sampling_strategy"),
+        ({"league": {"opponent_sampling_strategy": ""}}, "opponent_sampling_strategy"),
         ({"rewards": {"step_reward_transformation": ["RewardForFormt"]}}, "'RewardForFormat'"),
         ({"eval_envs": [{**EVAL_ENV, "fixed_opponent": "scripted:perfect"}]}, "scripted:random"),
         ({"eval_envs": [{**EVAL_ENV, "env_id": "Othello-v0-train"}]}, "Othello"),

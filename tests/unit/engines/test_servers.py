@@ -42,6 +42,7 @@ def test_servers_with_shared_folder_or_sidecars_make_a_plan(tmp_path: Path) -> N
         ({"urls": URLS, "adapter_folder": Path("relative")}, "absolute path"),
         ({"urls": URLS, "adapter_folder": Path("/nonexistent/adapters")}, "/nonexistent/adapters"),
         ({"urls": URLS, "adapter_folder": Path("/" + "x" * 5000)}, "x" * 5000),
+        ({"urls": URLS, "adapter_folder": Path("/x\0y")}, "writable directory"),
         ({"urls": URLS, "adapter_folder": None, "adapter_receivers": ("http://a:1",)}, "engine.adapter_receivers"),
         ({"urls": URLS, "adapter_folder": None, "adapter_receivers": ("ftp://a",) * 2}, "engine.adapter_receivers.0"),
         ({"urls": URLS, "adapter_folder": None, "adapter_receivers": URLS}, "address and port"),

@@ -194,7 +194,7 @@ def _generated(**changes: Any) -> list[Any]:
         ([PROTOCOL, [[["unhashable"], 1]]], "Expected `str`, got `list`"),
         ([PROTOCOL, [["UnloadAdapter", 1]]], "at least length 3, got 2"),
         ([PROTOCOL, [["UnloadAdapter", 1, 2, 3]]], "at most length 2, got 3"),
-        ([PROTOCOL, [["UnloadAdapter", 1, "two"]]], r"Expected `int`, got `str` - at `\$\[0\]\[2\]`"),
+        ([PROTOCOL, [["UnloadAdapter", 1, "two"]]], r"Expected `int`, got `str` - at `\$\[0\]\[0\]\[2\]`"),
         ([PROTOCOL, [["UnloadAdapter", 1, True]]], "Expected `int`, got `bool`"),
         ([PROTOCOL, [["Updated", 1, {"loss": "low"}, None, [], [], ""]]], "Expected `float`, got `str`"),
         ([PROTOCOL, [["Updated", 1, {"loss": [1.0]}, None, [], [], ""]]], "Expected `float`, got `array`"),

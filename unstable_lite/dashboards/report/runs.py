@@ -68,6 +68,7 @@ class RunData(RunView):
         """A value for each of `steps`, by metric name."""
         self.newest = {name: value for step in steps for name, value in rows[step].items() if value is not None}
         """Newest value of every metric."""
+        self._tails["metrics"].lines.clear()  # a report needs no more than the curves
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def _delivery_problems(engine: EngineConfig, environment: Mapping[str, str]) -> 
     if folder is not None:
         if not folder.is_absolute():
             yield f"engine.adapter_folder = {str(folder)!r}: the servers need it as an absolute path"
-        elif not os.access(f"{folder}/.", os.W_OK | os.X_OK):
+        elif "\0" in str(folder) or not os.access(f"{folder}/.", os.W_OK | os.X_OK):
             yield f"engine.adapter_folder = {str(folder)!r} is not a writable directory; is it mounted?"
     if not receivers:
         return

@@ -62,7 +62,10 @@ class UploadDelivery:
 
     def __init__(self, receiver: Server) -> None:
         self.place = receiver.url
-        self.advice = f"the server must see the side-car's folder under the same path; {RECEIVER_KEY} is their secret"
+        self.advice = (
+            f"the server must see the side-car's folder under the same path; {RECEIVER_KEY} is their secret; the "
+            "side-car must have the run's version of unstable_lite"
+        )
         self._receiver = receiver
 
     async def bring(self, name: str, path: Path) -> tuple[str, str]:

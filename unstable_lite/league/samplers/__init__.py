@@ -207,7 +207,7 @@ def _sampler_problems(config: Config) -> Iterator[str]:
     ):
         strategy = getattr(config.league, key)
         problems = _shape_problems(key, strategy)
-        if not problems and strategy:
+        if not problems and strategy != {}:
             try:
                 try_out(config)
             except ConfigError as error:
