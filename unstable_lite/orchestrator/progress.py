@@ -1,4 +1,4 @@
-"""Progress of a run: its counters, the metrics of each update, and the live line."""
+"""Progress of a run: its counters and current policy, the metrics of each update, and the live line."""
 
 from __future__ import annotations
 
@@ -53,6 +53,12 @@ class Progress:
         yield
         self.training_seconds = time.monotonic() - self._started
         parts.terminal.stop_counting()
+
+    def promote(self, uid: str, version: int) -> None:
+        """Make a synced version the current policy, which games ask for from now on."""
+        self.version = version
+        self._parts.pool.admit(uid, version, self.updates)
+        self._parts.collector.tell_new_checkpoint()
 
     def count_skipped(self, reason: str) -> None:
         """Count a batch of which the learner made no update."""
@@ -172,3 +178,11 @@ class Progress:
                 continue
             in_env = f" in {env.env_id}" * (len(eval_envs) > 1)
             yield f"points {points:.0%} against {env.fixed_opponent}{in_env} (n={n})"
+
+
+@contextlib.contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Add the duration of a `with` block to `metrics`, in seconds."""
+    started = time.monotonic()
+    yield
+    metrics[name] = time.monotonic() - started

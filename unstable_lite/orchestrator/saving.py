@@ -13,6 +13,7 @@ from unstable_lite.orchestrator.checkpoint import Checkpoint, save_checkpoint
 from unstable_lite.orchestrator.evaluations import Evaluations
 from unstable_lite.orchestrator.progress import Progress
 from unstable_lite.orchestrator.wiring import RunParts
+from unstable_lite.tracking.run_directory import replace_config
 
 
 class CheckpointSaver:
@@ -30,7 +31,17 @@ class CheckpointSaver:
         self._has_failed = False
         """Whether the last attempt to write a checkpoint failed."""
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    async def resume(self, checkpoint: Checkpoint) -> dict[str, float]:
+        """Restore the state of `checkpoint` in every process; return the canary's metrics."""
+        parts = self._parts
+        self._restore(checkpoint)
+        await parts.workers.learner.load(checkpoint.directory)
+        canary = await sync_unchanged(parts, self._progress.version)
+        await parts.pool.resume()
+        replace_config(parts.directory, parts.plan.config, self._progress.updates)  # only now: all of the state fits
+        return canary
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
         """Load the orchestrator's state. Games that were in flight when it was saved are lost."""
         parts, progress, state = self._parts, self._progress, checkpoint.state
         with checkpoint.understood():
@@ -124,3 +135,9 @@ class CheckpointSaver:
         self._has_failed = False
         self.newest, self.saved_update = path, update
         await self._parts.pool.tell_saved()
+
+
+async def sync_unchanged(parts: RunParts, version: int) -> dict[str, float]:
+    """Sync the learner's adapter, as it is, to every engine as `version`; return the canary's metrics."""
+    digest = await parts.workers.learner.write_adapter(version, parts.store)
+    return await parts.adapter_sync.sync(version, digest)

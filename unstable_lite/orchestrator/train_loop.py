@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-from collections.abc import Iterator
 
-from unstable_lite.orchestrator.checkpoint import Checkpoint
 from unstable_lite.orchestrator.evaluations import Evaluations
 from unstable_lite.orchestrator.event_loop import unless_set
-from unstable_lite.orchestrator.progress import Progress
-from unstable_lite.orchestrator.saving import CheckpointSaver
+from unstable_lite.orchestrator.progress import Progress, timed
+from unstable_lite.orchestrator.saving import CheckpointSaver, sync_unchanged
 from unstable_lite.orchestrator.wiring import RunParts
-from unstable_lite.tracking.run_directory import replace_config
 from unstable_lite.types import Batch
 
 
@@ -86,7 +81,7 @@ class TrainLoop:
         Returns False if there was no update: the batch was skipped, or the run is to stop or to pause.
         """
         parts, version, metrics = self.parts, self.progress.version + 1, dict[str, float]()
-        with _timed(metrics, "learner/wait_for_batch_s"):
+        with timed(metrics, "learner/wait_for_batch_s"):
             batch = await unless_set(self._next_batch(), parts.stop, parts.health.asks_for_pause)
         if batch is None:
             return False
@@ -96,10 +91,10 @@ class TrainLoop:
         if updated.skipped is not None:
             self.progress.count_skipped(updated.skipped)
             return False
-        with _timed(metrics, "learner/publish_s"):
+        with timed(metrics, "learner/publish_s"):
             metrics |= await parts.adapter_sync.sync(version, updated.digest)
             self.progress.updates += 1
-            self._promote(f"ckpt-{self.progress.updates}", version)
+            self.progress.promote(f"ckpt-{self.progress.updates}", version)
         await self.progress.report(batch, updated, metrics)
         self.saver.mark_due()
         return True
@@ -109,39 +104,11 @@ class TrainLoop:
         parts = self.parts
         canary = await parts.adapter_sync.canaries.check_base()
         if parts.resume_from is not None:
-            canary = await self._resume(parts.resume_from)
+            canary = await self.saver.resume(parts.resume_from)
         elif parts.plan.config.lora.initial_lora_path is not None:
-            canary = await self._sync_as_it_is(1)
-            self._promote("initial", 1)
+            canary = await sync_unchanged(parts, version=1)
+            self.progress.promote("initial", version=1)
         parts.terminal.say(
             f"engine and learner agree about {parts.registry.current.uid}: mean |Δ log p| "
             f"{canary['canary/mismatch']:.5f} over {canary['canary/n']:.0f} tokens"
         )
-
-    async def _resume(self, checkpoint: Checkpoint) -> dict[str, float]:
-        """Restore the state of `checkpoint` in every process; return the canary's metrics."""
-        parts = self.parts
-        self.saver.restore(checkpoint)
-        await parts.workers.learner.load(checkpoint.directory)
-        canary = await self._sync_as_it_is(self.progress.version)
-        await parts.pool.resume()
-        replace_config(parts.directory, parts.plan.config, self.progress.updates)  # only now: all of the state fits
-        return canary
-
-    async def _sync_as_it_is(self, version: int) -> dict[str, float]:
-        """Sync the learner's adapter to every engine without an update; return the canary's metrics."""
-        digest = await self.parts.workers.learner.write_adapter(version, self.parts.store)
-        return await self.parts.adapter_sync.sync(version, digest)
-
-    def _promote(self, uid: str, version: int) -> None:
-        """Make a synced version the current policy."""
-        self.progress.version = version
-        self.parts.pool.admit(uid, version, self.progress.updates)
-        self.parts.collector.tell_new_checkpoint()
-
-
-@contextlib.contextmanager
-def _timed(metrics: dict[str, float], name: str) -> Iterator[None]:
-    started = time.monotonic()
-    yield
-    metrics[name] = time.monotonic() - started
