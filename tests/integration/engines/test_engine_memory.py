@@ -40,14 +40,14 @@ def starve(engine: TransformersEngine, most_tokens: int) -> None:
 
 def before_last_layer(engine: TransformersEngine, act: Callable[[int], None]) -> None:
     """Call `act` with the number of tokens before the last layer of each pass attends."""
-    attend = engine._attention.attend
+    attend = engine._attention._attend
 
-    def act_and_attend(layer: int, query_NHD: torch.Tensor, *args: Any) -> torch.Tensor:
-        if layer == 1:
-            act(len(query_NHD))
-        return attend(layer, query_NHD, *args)
+    def act_and_attend(module: Any, query_1HND: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if module.layer_idx == 1:
+            act(query_1HND.shape[2])
+        return attend(module, query_1HND, *args, **kwargs)
 
-    engine._attention.attend = act_and_attend  # type: ignore[method-assign]
+    engine._attention._attend = act_and_attend  # type: ignore[method-assign]
 
 
 def serve(engine: TransformersEngine) -> list[Generation]:
