@@ -142,8 +142,8 @@ def find_damage(directory: Path) -> str | None:
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
         for name in dict.fromkeys((LEAGUE, WAITING, *manifest)):
-            path = (directory / name).resolve()
-            if name not in manifest or not path.is_relative_to(directory.resolve()):
+            path = directory / name
+            if name not in manifest or not path.resolve().is_relative_to(directory.resolve()):
                 return f"its {MANIFEST} does not name {name} among its own files"
             if path.exists() and not path.is_file():
                 return f"{name} is not a file"

@@ -71,13 +71,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.real
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_real_model_trains_from_a_gguf_file(gguf_file: Path, tmp_path: Path, kind: str, dtype: str) -> None:
     text = CONFIG.replace("MODEL", str(gguf_file)).replace("OUTPUT", str(tmp_path / "outputs"))
     (tmp_path / "real.toml").write_text(text.replace("KIND", kind).replace("DTYPE", dtype))
-    code, out, err = runs.finish(runs.start("run", tmp_path / "real.toml"), timeout_s=840)
+    code, out, err = runs.finish(runs.start("run", tmp_path / "real.toml"), timeout_s=1500)
     assert code == 0, out + err
     directory = runs.run_directory(tmp_path)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
