@@ -45,8 +45,7 @@ def make_model(directory: Path, name: str = "Qwen3", **fields: Any) -> Path:
     make_tokenizer(directory)
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**(shape | fields))
-    model_class = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
-    model = model_class(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in (parameter for name, parameter in model.named_parameters() if name.endswith("bias")):
         torch.nn.init.normal_(parameter, std=0.15)  # transformers starts with zeros, which would hide a missing bias
     model.save_pretrained(directory)

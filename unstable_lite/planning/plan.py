@@ -13,7 +13,6 @@ from pathlib import Path
 from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.config.reading import read_config
-from unstable_lite.engines.devices import choose_engine
 from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
 from unstable_lite.engines.vllm_server.config_checks import delivery
 from unstable_lite.errors import ConfigError
@@ -22,6 +21,7 @@ from unstable_lite.games.trial_games import trial_lengths
 from unstable_lite.league.samplers import uses_fixed
 from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slots_needed, adapters_in_memory
 from unstable_lite.planning.algorithm_defaults import describe_rewards, resolve_defaults
+from unstable_lite.planning.engine_choice import engine_of, engine_warnings
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.placement import describe_sharing, devices_of, divide, engine_devices_alone, shared
 from unstable_lite.planning.staleness import describe as describe_pace
@@ -89,6 +89,8 @@ class Plan:
         for index, device in enumerate(self.engine_devices):
             yield f"engine-{index}", f"{config.engine.kind} on {_device(device, self.engine_threads)}"
         yield "engine choice", self.engine_reason
+        for text in engine_warnings(config.engine.kind, self.engine_devices):
+            yield "warning", text
         for rank, device in enumerate(self.learner_devices):
             place = _device(device, self.learner_threads)
             yield (f"learner-{rank}", place) if rank else ("learner", f"{config.algorithm} on {place}")
@@ -181,9 +183,9 @@ def _plan_run(config: Config) -> Plan:
 
 
 def plan_workers(config: Config, engine_devices: tuple[int | str, ...], learner_devices: tuple[int | str, ...]) -> Plan:
-    """Decide engine and threads for a config without problems. Raises ConfigError if vLLM is set but cannot serve."""
+    """Decide engine and threads for a config without problems. Raises ConfigError if the engine cannot serve."""
     config = resolve_defaults(config)
-    kind, reason = choose_engine(config.engine.kind, engine_devices)
+    kind, reason = engine_of(config, engine_devices)
     workers_on_cpu = [*engine_devices, *learner_devices].count("cpu")
     share = max(1, len(os.sched_getaffinity(0)) // max(1, workers_on_cpu))
     return Plan(

@@ -16,7 +16,6 @@ from unstable_lite.adapters.peft_files import check_adapter
 from unstable_lite.config import Config
 from unstable_lite.config.games import INHERITED, EvalEnvSpec, OpponentsConfig, TrainEnvSpec
 from unstable_lite.config.training import EMBEDDINGS, EngineConfig, LoraConfig, no_adapter_at
-from unstable_lite.engines.devices import choose_engine
 from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
 from unstable_lite.engines.vllm_server.config_checks import server_problems
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
@@ -36,6 +35,7 @@ from unstable_lite.planning.algorithm_defaults import (
     resolve_defaults,
     transform_names,
 )
+from unstable_lite.planning.engine_choice import engine_of
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.placement import devices_of, sharing_problems
 from unstable_lite.plugins import suggestion
@@ -93,7 +93,7 @@ def find_engine_problems(config: Config) -> list[str]:
 
 def _device_problems(config: Config) -> list[str]:
     try:
-        choose_engine(config.engine.kind, devices_of(config)[0])
+        engine_of(config, devices_of(config)[0])
     except ConfigError as error:
         return list(error.problems)
     return []

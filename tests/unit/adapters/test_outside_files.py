@@ -243,7 +243,7 @@ def test_learners_and_engines_open_no_pickle(evil: Path, tmp_path: Path) -> None
     (model / "config.json").write_bytes((BUILTIN["builtin:tiny"] / "config.json").read_bytes())
     (model / "pytorch_model.bin").write_bytes((evil / "pytorch_model.bin").read_bytes())
     with pytest.raises(ModelError, match="cannot"):
-        stock_model.load(str(model), "float32", torch.device("cpu"))
+        stock_model.load(str(model), "float32", torch.device("cpu"), 64)
     config, _ = parse_config({"model_name": str(model), "train_envs": [ENV]})
     assert config is not None
     with pytest.raises(ModelError, match="cannot"):
@@ -321,7 +321,7 @@ def test_code_in_a_model_runs_only_on_request(tmp_path: Path, monkeypatch: pytes
 
     def load(asked: bool) -> object:
         if where == "engine":
-            return stock_model.load(str(model), "float32", torch.device("cpu"), asked)
+            return stock_model.load(str(model), "float32", torch.device("cpu"), 64, asked)
         if where == "tokenizer":
             return Tokenizer(str(model), asked)
         raw = {"model_name": str(model), "trust_remote_code": asked, "train_envs": [ENV]}

@@ -14,6 +14,7 @@ from unstable_lite.engines import devices
 from unstable_lite.engines.base import load_engine
 from unstable_lite.engines.devices import choose_engine, count_gpus, resolve_devices
 from unstable_lite.errors import ConfigError
+from unstable_lite.planning.plan import make_plan
 from unstable_lite.transport.worker_main import WorkerSpec
 
 
@@ -113,6 +114,26 @@ def test_named_engine_is_taken_or_refused(installed: Any) -> None:
     installed()
     with pytest.raises(ConfigError, match="installed"):
         choose_engine("vllm", ["cpu"])
+
+
+@pytest.mark.parametrize("kind", ["auto", "transformers"])
+def test_check_warns_of_the_embedded_engine_on_a_gpu(gpus: Any, installed: Any, kind: str) -> None:
+    def warnings(*engine_devices: int | str) -> list[str]:
+        config = Config.model_validate(
+            {
+                "engine": {"kind": kind, "devices": engine_devices},
+                "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}],
+            }
+        )
+        return [text for name, text in make_plan(config).describe() if name == "warning" and "vLLM" in text]
+
+    gpus(1)
+    installed()
+    (text,) = warnings(0)
+    assert "slower" in text and "pip install 'unstable-lite[vllm]'" in text
+    assert warnings("cpu") == []
+    installed(vllm="0.32.0")
+    assert ["leave out engine.kind" in text for text in warnings(0)] == [True] * (kind == "transformers")
 
 
 def test_custom_engine_that_cannot_be_imported_is_named():

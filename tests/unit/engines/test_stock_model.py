@@ -15,9 +15,11 @@ import torch
 
 from fakes.random_models import LONGROPE, make_adapter, make_model, make_tokenizer
 from fakes.remote_engine import engine_spec, generate
+from unstable_lite.engines.embedded import stock_model
 from unstable_lite.engines.embedded.engine import TransformersEngine
-from unstable_lite.errors import ModelError, RequestError
-from unstable_lite.planning.plan import make_plan
+from unstable_lite.errors import ConfigError, ModelError, RequestError
+from unstable_lite.planning.plan import make_engine_plan, make_plan
+from unstable_lite.planning.validation import find_problems
 from unstable_lite.transport.messages import Generate
 
 
@@ -25,6 +27,7 @@ def load(path: Path, **engine: Any) -> TransformersEngine:
     return TransformersEngine(engine_spec(model=str(path), kind="transformers", **({"max_model_len": 128} | engine)))
 
 
+LENGTHS = {"max_model_len": 128, "max_generation_len": 16}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3", {"num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 0.01}),
@@ -68,21 +71,52 @@ def test_stock_models_are_served_with_adapters(name: str, fields: dict[str, Any]
         np.testing.assert_allclose(generation.logprobs, logprobs.numpy(), atol=2e-4)
 
 
+GEMMA4 = {"vocab_size_per_layer_input": 288, "hidden_size_per_layer_input": 16}
+MIXED = ["full_attention", "sliding_attention"]
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "reason"),
     [
-        ("Mamba", {"state_size": 8}, "MambaForCausalLM"),
-        ("Bloom", {"n_head": 4, "n_layer": 2}, "BloomForCausalLM"),
-        # From 5.20 on, transformers itself refuses the attention that the engine requests.
-        ("Gemma2", {"sliding_window": 64}, "sliding window|scaled_dot_product_attention"),
-        ("Gemma2", {"sliding_window": 128}, "soft cap|scaled_dot_product_attention"),
-        ("Mistral", {"sliding_window": 64}, "sliding window"),
-        ("Phimoe", {"sliding_window": 64, **EXPERTS}, "sliding window"),  # visible only in the mask
-        ("Qwen2Moe", {"sliding_window": 64, "use_sliding_window": True, **EXPERTS}, "sliding window"),
-        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "attend"),
+        ("Mamba", {"state_size": 8}, "layer 0 is recurrent"),
+        ("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}, "layer 0 is recurrent"),
+        ("Lfm2", {"layer_types": ["full_attention", "conv"]}, "layer 1 is of type 'conv'"),
+        ("RecurrentGemma", {"block_types": ["attention", "recurrent"]}, "layer 1 is of type 'recurrent'"),
+        ("Llama4Text", {"attention_chunk_size": 64, "no_rope_layers": [0, 1]}, "layer 1 .* chunks of 64 tokens"),
+        ("Gemma2", {"sliding_window": 128}, "layer 0 .* soft cap of 50"),
+        ("GptOss", {"num_local_experts": 4}, "layer 0 attends to sinks"),
+        ("Gemma4Text", {"layer_types": MIXED[::-1], **GEMMA4}, "layer 1 has keys of another size"),
     ],
 )
-def test_unsupported_model_is_refused_with_advice(
+def test_check_refuses_a_model_in_the_words_of_the_engine(
+    name: str, fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    spec = engine_spec(model=str(make_model(tmp_path, name, **fields)), kind="transformers", **LENGTHS)
+    with pytest.raises(ModelError, match=reason) as caught:
+        TransformersEngine(spec)
+    assert "engine.kind = 'vllm'" in str(caught.value)
+    assert find_problems(spec.config) == [str(caught.value)]
+    others = spec.config.engine.model_copy(update={"kind": "scripted"})
+    assert find_problems(spec.config.model_copy(update={"engine": others})) == []
+    with pytest.raises(ConfigError, match=reason):
+        make_engine_plan(spec.config)
+
+
+def test_chunks_as_long_as_the_context_are_served(tmp_path: Path) -> None:
+    path = make_model(tmp_path, "Llama4Text", attention_chunk_size=128, num_local_experts=2, intermediate_size_mlp=128)
+    spec = engine_spec(model=str(path), kind="transformers", **LENGTHS)
+    assert find_problems(spec.config) == []
+    assert len(generate(TransformersEngine(spec), 0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "reason"),
+    [
+        ("Bloom", {"n_head": 4, "n_layer": 2}, "BloomForCausalLM"),
+        ("Gemma3Text", {"use_bidirectional_attention": True, "layer_types": MIXED}, "layer 0 attends to other tokens"),
+    ],
+)
+def test_model_whose_config_does_not_show_it_is_refused_by_the_engine(
     name: str, fields: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=reason) as caught:
@@ -90,17 +124,29 @@ def test_unsupported_model_is_refused_with_advice(
     assert "engine.kind = 'vllm'" in str(caught.value)
 
 
+def test_chunks_are_not_taken_for_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stock_model, "check_layers", lambda *_: None)
+    with pytest.raises(ModelError, match="layer 0 attends to other tokens"):
+        load(make_model(tmp_path, "Llama4Text", attention_chunk_size=64))
+
+
 @pytest.mark.parametrize(
-    ("name", "fields"),
+    ("name", "fields", "windows"),
     [
-        ("Mistral", {"sliding_window": 128}),
-        ("Phimoe", {"sliding_window": 128, **EXPERTS}),
-        ("Phimoe", {"sliding_window": None, **EXPERTS}),
-        ("Qwen2Moe", {"sliding_window": 64, "use_sliding_window": False, **EXPERTS}),
+        ("Mistral", {"sliding_window": 128}, [128, 128]),
+        ("Mistral", {"sliding_window": None}, [128, 128]),
+        ("Mistral", {"sliding_window": 127}, [127, 127]),
+        ("Gemma3Text", {"sliding_window": 64, "layer_types": MIXED}, [128, 64]),
+        ("Phimoe", {"sliding_window": 64, **EXPERTS}, [64, 64]),  # visible only in the mask
+        ("Phimoe", {"sliding_window": None, **EXPERTS}, [128, 128]),
+        ("Qwen2Moe", {"sliding_window": 64, "use_sliding_window": True, "layer_types": MIXED, **EXPERTS}, [128, 64]),
+        ("Qwen2Moe", {"sliding_window": 64, "use_sliding_window": False, **EXPERTS}, [128, 128]),
     ],
 )
-def test_model_with_a_wide_or_unused_window_is_served(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    assert len(generate(load(make_model(tmp_path, name, **fields)), 0)) == 1
+def test_windows_are_those_of_the_masks(name: str, fields: dict[str, Any], windows: list[int], tmp_path: Path) -> None:
+    engine = load(make_model(tmp_path, name, **fields))
+    assert engine._attention._window_L == windows
+    assert len(generate(engine, 0)) == 1
 
 
 def test_longrope_limits_the_sequence_length(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -81,15 +81,17 @@ class TransformersEngine:
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         path = resolve_model(config.model_name)
         self._tokenizer = Tokenizer(path, config.trust_remote_code)
-        model = stock_model.load(path, config.engine.dtype, self._device, config.trust_remote_code)
+        model = stock_model.load(
+            path, config.engine.dtype, self._device, config.engine.max_model_len, config.trust_remote_code
+        )
         self._max_model_len = longest_sequence(config.engine.max_model_len, model.config)
         self._max_rank = config.lora.lora_rank
-        shape = stock_model.cache_shape(model, self._max_model_len)
+        shape, window_L = stock_model.measure_layers(model, self._max_model_len)
         num_slots = self._num_slots(shape, config.engine.kv_cache_gb, config.engine.gpu_share)
         num_running = min(num_slots, config.engine.max_parallel_seq)
         num_kept = min(num_slots - num_running, KEPT_PER_RUNNING * num_running)
         self._cache = KVCache(shape, self._max_model_len, num_running, num_kept)
-        self._attention = CachedAttention(self._cache)
+        self._attention = CachedAttention(self._cache, window_L)
         self._adapters = AdapterVersions(config.engine.max_loras)
         self._checksums: dict[int, int] = {}
         """Checksum of the weights of each version when it had been loaded."""

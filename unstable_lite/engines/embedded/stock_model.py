@@ -18,28 +18,33 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from unstable_lite.engines.embedded.kv_cache import CacheShape
 from unstable_lite.errors import ModelError
+from unstable_lite.models.layers import ADVICE, check_layers, refusal
 
 _PROBE = "unstable_lite_probe"
-_ADVICE = "take another model, or engine.kind = 'vllm'"
 
 RunLogits = Callable[[list[int], list[list[int]], list[int], list[bool]], Tensor]
 
 
-def load(path: str, dtype: str, device: torch.device, trust_remote_code: bool = False) -> Any:
-    """Load a model for inference. Raises ModelError if it cannot be loaded."""
+def load(path: str, dtype: str, device: torch.device, max_len: int, trust_remote_code: bool = False) -> Any:
+    """Load a model for inference. Raises ModelError if it cannot be loaded, or not served up to `max_len` tokens."""
     try:
         trust = {"trust_remote_code": trust_remote_code}
-        width = transformers.AutoConfig.from_pretrained(path, **trust).get_text_config().hidden_size
+        config = transformers.AutoConfig.from_pretrained(path, **trust).get_text_config()
+        check_layers(path, config.to_dict(), max_len)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=choose_dtype(dtype, device, width), attn_implementation="sdpa", use_safetensors=True, **trust
+            path,
+            dtype=choose_dtype(dtype, device, config.hidden_size),
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            **trust,
         )
         model = model.eval().requires_grad_(False).to(device)
     except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-        raise ModelError(f"{path} cannot be loaded as a causal language model: {error}\n({_ADVICE})") from error
+        raise ModelError(f"{path} cannot be loaded as a causal language model: {error}\n({ADVICE})") from error
     except torch.OutOfMemoryError as error:
         raise ModelError(f"{path} does not fit the memory of {device}: {error}") from error
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise ModelError(f"{path}: {type(model).__name__} always computes the logits of all tokens; {_ADVICE}")
+        raise ModelError(f"{path}: {type(model).__name__} always computes the logits of all tokens; {ADVICE}")
     return model
 
 
@@ -55,55 +60,70 @@ def choose_dtype(dtype: str, device: torch.device, width: int) -> torch.dtype:
     return torch.bfloat16 if device.type == "cpu" and has_bfloat16 and width >= 256 else torch.float32
 
 
-def cache_shape(model: Any, max_len: int) -> CacheShape:
-    """Return the size of a token's keys and values in all layers, measured by running one.
+def measure_layers(model: Any, max_len: int) -> tuple[CacheShape, list[int]]:
+    """Return the size of a token's keys and values in a layer, and each layer's window, found by running one token.
 
-    Raises ModelError if layers differ, or if in one of them the last of `max_len` tokens cannot attend to the first,
-    or does so with a soft cap. Some layers have their window in the mask alone, and this engine makes its own masks.
+    The window of a layer that attends to all earlier tokens is `max_len`. Raises ModelError if layers differ in size,
+    or if one attends to other tokens than the last ones, or with a soft cap.
     """
-    seen: dict[int, tuple[int, int, int]] = {}
-    not_plain: list[int] = []
-
-    def reach(*_: Any, mask_function: Callable[..., Any], **__: Any) -> Tensor:
-        """Return, instead of the mask of one token, whether the last token would see the first."""
-        at = torch.tensor(0, device=model.device)
-        return torch.as_tensor(mask_function(at, at, at + max_len - 1, at)).view(1, 1, 1, 1)
-
-    def look(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
-    ) -> Any:
-        seen[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[3])
-        window = kwargs.get("sliding_window")
-        is_windowed = window is not None and window < max_len
-        is_masked = mask is not None and mask.dtype == torch.bool and not mask.all()
-        if is_windowed or is_masked or kwargs.get("softcap") is not None:
-            not_plain.append(module.layer_idx)
-        return sdpa_attention_forward(module, query, key, value, None, *args, **kwargs)
-
-    transformers.AttentionInterface.register(_PROBE, look)
-    transformers.AttentionMaskInterface.register(_PROBE, reach)
-    model.set_attn_implementation(_PROBE)
-    _stock_logits(model, [0])
-    if not seen or sorted(seen) != list(range(len(seen))) or len(set(seen.values())) != 1:
-        raise ModelError(
-            f"{type(model).__name__}: not all its layers attend alike through transformers' attention "
-            f"interface; {_ADVICE}"
-        )
-    if not_plain:
-        raise ModelError(
-            f"{type(model).__name__}: layer {not_plain[0]} attends within a sliding window or chunks of fewer than "
-            f"{max_len} tokens, or with a soft cap, which the embedded engine does not compute; lower "
-            f"engine.max_model_len to the window, {_ADVICE}"
-        )
-    num_heads, key_width, value_width = seen[0]
-    return CacheShape(
-        num_layers=len(seen),
+    sizes, windows = _run_one_token(model, max_len)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    for layer in range(num_layers):
+        if layer not in sizes:
+            reason = "does not use transformers' attention interface"
+        elif sizes[layer] != sizes[0]:
+            reason = "has keys or values of another size than layer 0"
+        elif not windows[layer]:
+            reason = "attends to other tokens than the last ones, or with a soft cap"
+        else:
+            continue
+        raise ModelError(refusal(model.name_or_path, f"layer {layer} {reason}"))
+    num_heads, key_width, value_width = sizes[0]
+    shape = CacheShape(
+        num_layers=num_layers,
         num_heads=num_heads,
         key_width=key_width,
         value_width=value_width,
         dtype=model.dtype,
         device=model.device,
     )
+    return shape, [windows[layer] for layer in range(num_layers)]
+
+
+def _run_one_token(model: Any, max_len: int) -> tuple[dict[int, tuple[int, int, int]], dict[int, int]]:
+    """Return (heads, key width, value width) and window, or 0, of each layer that uses the attention interface.
+
+    The window is read from the mask, because some models have it nowhere else, and this engine makes its own masks.
+    """
+    sizes: dict[int, tuple[int, int, int]] = {}
+    windows: dict[int, int] = {}
+
+    def window_of(*_: Any, mask_function: Callable[..., Any], **__: Any) -> Tensor:
+        """Return, instead of the mask of one token, the window of the last of `max_len` tokens; 0 if it has none."""
+        first = torch.tensor(0, device=model.device)
+        key_T = torch.arange(max_len, device=model.device)
+        query_Q1 = key_T[-2:, None]  # to the last query alone, a chunk looks like a window
+        sees_QT: Tensor = mask_function(first, first, query_Q1, key_T)
+        window = sees_QT[-1].sum()
+        is_window = sees_QT == (key_T <= query_Q1) & (key_T > query_Q1 - window)
+        return (window * is_window.all()).view(1, 1, 1, 1)
+
+    def look(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        sizes[module.layer_idx] = (key.shape[1], key.shape[3], value.shape[3])
+        if mask is not None and mask.dtype == torch.int64:
+            window = int(mask)
+        else:  # the model makes its masks itself
+            window = max_len if (kwargs.get("sliding_window") or max_len) >= max_len else 0
+        windows[module.layer_idx] = window if kwargs.pop("softcap", None) is None else 0
+        return sdpa_attention_forward(module, query, key, value, None, *args, **kwargs)
+
+    transformers.AttentionInterface.register(_PROBE, look)
+    transformers.AttentionMaskInterface.register(_PROBE, window_of)
+    model.set_attn_implementation(_PROBE)
+    _stock_logits(model, [0])
+    return sizes, windows
 
 
 @torch.inference_mode()
@@ -127,7 +147,7 @@ def check_same(model: Any, attention: str, run: RunLogits, num_slots: int) -> No
     if not error < tolerance:
         raise ModelError(
             f"{type(model).__name__}: the embedded engine's logits differ from the stock model's by {error:.2g} "
-            f"({tolerance:g} is allowed): the model has parts that this engine does not support; {_ADVICE}"
+            f"({tolerance:g} is allowed): the model has parts that this engine does not support; {ADVICE}"
         )
 
 

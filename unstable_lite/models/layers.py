@@ -1,0 +1,66 @@
+"""Layers that the embedded engine does not compute, read from a model's config.json.
+
+`check` reads them before a run starts, the engine before it loads the model. Loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from unstable_lite.errors import ModelError
+
+ADVICE = "take another model, or engine.kind = 'vllm'"
+
+LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
+"""Keys with the type of each layer, or of the first ones if they repeat."""
+OTHER_TYPES = frozenset(
+    {
+        *("linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"),
+        *("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention", "minimax_m3_sparse"),
+        *("compressed_sparse_attention", "heavily_compressed_attention", "reference_sliding_attention"),
+    }
+)
+"""Types of layers that keep anything else than a key and a value of each token."""
+RECURRENT_KEYS = ("state_size", "ssm_state_size", "mamba_d_state", "linear_num_value_heads")
+"""Keys of models whose first layer is recurrent if they list no types."""
+
+
+def check_layers(path: str, model: Mapping[str, Any], max_len: int) -> None:
+    """Raise ModelError if the embedded engine does not compute a layer in sequences of `max_len` tokens.
+
+    `model`: content of the config.json in `path`, or transformers' config, which has defaults for missing keys.
+    """
+    text = model.get("text_config") or model
+    for layer, remedy in _unsupported(text, min(max_len, text.get("max_position_embeddings") or max_len)):
+        raise ModelError(refusal(path, layer, remedy))
+
+
+def refusal(path: str, layer: str, remedy: str = "") -> str:
+    """Return the message to a person. `layer`: its number, and its property that is not supported."""
+    return f"{path}: {layer}, which the embedded engine does not compute; {remedy}{ADVICE}"
+
+
+def _unsupported(text: Mapping[str, Any], max_len: int) -> Iterator[tuple[str, str]]:
+    """Yield number and property of each layer that is not supported, and the remedy that it alone has."""
+    types: list[str] = next((text[key] for key in LAYER_LISTS if text.get(key)), [])
+    for index, kind in enumerate(types):
+        if kind in OTHER_TYPES:
+            yield f"layer {index} is of type {kind!r}", ""
+    if not types and (keys := [key for key in RECURRENT_KEYS if text.get(key)]):
+        yield f"layer 0 is recurrent ({keys[0]} = {text[keys[0]]})", ""
+    if (chunk := text.get("attention_chunk_size") or max_len) < max_len:
+        # Llama 4 attends within chunks in the layers that rotate.
+        is_chunked = [kind == "chunked_attention" for kind in types] or text.get("no_rope_layers") or [True]
+        for index in (index for index, is_one in enumerate(is_chunked) if is_one):
+            yield f"layer {index} attends within chunks of {chunk} tokens", f"lower engine.max_model_len to {chunk}, "
+    if (cap := text.get("attn_logit_softcapping")) is not None:
+        yield f"layer 0 limits its attention logits by a soft cap of {cap:g}", ""
+    if text.get("model_type") == "gpt_oss":
+        yield "layer 0 attends to sinks", ""
+    others = dict(text.get("per_layer_config") or {})
+    if (head_dim := text.get("global_head_dim")) and "full_attention" in types:
+        others[types.index("full_attention")] = {"head_dim": head_dim}
+    for index, layer in others.items():
+        if any(layer.get(key, text.get(key)) != text.get(key) for key in ("head_dim", "num_key_value_heads")):
+            yield f"layer {index} has keys of another size than others", ""
