@@ -205,7 +205,7 @@ async def started_engines(
     directory = Path(tempfile.mkdtemp(prefix="unstable_lite-"))
     router = Router(directory)
     place = "cpu" if device == "cpu" else 0
-    own = workers.environment(place, threads)
+    own = workers.environment((place,), threads)
     clients, processes = [], []
     for name in (f"engine-{index}" for index in range(number)):
         client = EngineClient(router, name, config.engine)

@@ -241,7 +241,8 @@ class Measured:
         engine, path = self._pool.engines[0], self._training.parts.store.path(self._training.progress.version)
         while not self._is_over:
             prompt, version = next(requests)
-            await engine.load_adapter(version, path)
+            if version not in engine.adapters:  # else the engine would have to confirm it
+                await engine.load_adapter(version, path)
             self._pool.count(await engine.generate(prompt, version))
             self._unanswered[version] -= 1
             if not self._unanswered[version]:

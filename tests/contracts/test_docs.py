@@ -289,14 +289,15 @@ def test_readme_has_both_commands_on_its_first_screen() -> None:
     assert any("pip install -e '.[cpu,test]' && pytest" in x for x in first_screen)
 
 
-def test_gpu_recipe_is_the_example_of_the_reference() -> None:
-    """The example is Qwen3-1.7B on SimpleTak, evaluated on KuhnPoker, on three GPUs."""
+def test_gpu_recipe_is_the_quick_start_of_the_reference() -> None:
+    """Mirror self-play of Qwen3-1.7B on SimpleTak, evaluated there and on KuhnPoker, on three GPUs."""
     plan = load_plan(ROOT / "examples" / "selfplay_gpu.toml", (*ON_CPU, "eval_envs=[]"))
     assert plan.config.model_name == "Qwen/Qwen3-1.7B-Base"
-    assert [spec.env_id for spec in plan.config.train_envs] == ["SimpleTak-v0-train"]
+    (spec,) = plan.config.train_envs
+    assert (spec.env_id, spec.num_actors, spec.num_players) == ("SimpleTak-v0-train", 2, 2)
     raw = tomllib.loads((ROOT / "examples" / "selfplay_gpu.toml").read_text())
     assert (raw["learner"]["devices"], raw["engine"]["devices"]) == ([0], [1, 2])
-    assert [spec["env_id"] for spec in raw["eval_envs"]] == ["KuhnPoker-v0-train"]
+    assert [spec["env_id"] for spec in raw["eval_envs"]] == ["SimpleTak-v0-train", "KuhnPoker-v0-train"]
 
 
 @pytest.mark.nightly

@@ -8,20 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from fakes import gpus
 from unstable_lite.planning.plan import load_plan
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted({*EXAMPLES.glob("*.py")} - {EXAMPLES / "make_tiny_model.py", EXAMPLES / "minimal_loop.py"})
 """Scripts that start a run; making the model takes 20 minutes and has its own tests in models/test_tiny_model.py."""
+GPUS = {"selfplay_gpu": (3, 48), "selfplay_24gb": (1, 24)}
+"""Number of GPUs that an example is for, and the memory of each in GiB."""
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.toml")), ids=lambda path: path.name)
-def test_every_example_toml_can_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_example_toml_can_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENROUTER_API_KEY", "not called by a check")
-    elsewhere = ('engine.devices=["cpu"]', 'learner.devices=["cpu"]')
-    assert load_plan(path, elsewhere if "gpu" in path.stem else ()).describe()
+    if path.stem in GPUS:
+        gpus.install(monkeypatch, tmp_path, *GPUS[path.stem])
+    assert load_plan(path).describe()
 
 
 @pytest.mark.nightly

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-HARMLESS = ("nvidia-smi", "file")
-"""Programs that a plan asks for the machine's devices, and `platform.architecture` for the interpreter's."""
+HARMLESS = ("nvidia-smi", "file", "uname")
+"""Programs that a plan asks for the machine's devices, and the import of vLLM for the kind of machine."""
 
 
 @pytest.fixture(autouse=True)

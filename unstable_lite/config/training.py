@@ -87,8 +87,8 @@ class EngineConfig(Section):
     max_model_len: int = Field(8192, ge=2)
     """Largest number of tokens of prompt and completion together; at most the model's own limit, which with LongRoPE is
     that of its short factors (`original_max_position_embeddings`), because beyond it no two libraries rotate alike."""
-    max_parallel_seq: int = Field(128, ge=1)
-    """Number of requests that one worker runs at once."""
+    max_parallel_seq: int = Field(256, ge=1)
+    """Number of requests that one worker runs at once. Reference: 128, of which a large GPU is not busy."""
     max_loras: int = Field(8, ge=1)
     """Number of adapter versions that are loaded at once: the current one, those of games in flight, and opponents."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -107,6 +107,17 @@ class EngineConfig(Section):
     """Memory for the KV cache of an engine on the CPU."""
     enforce_eager: bool | None = None
     """`vllm` only: whether to do without compilation and CUDA graphs. Default: eager on the CPU, graphs on a GPU."""
+    tensor_parallel: int = Field(1, ge=1)
+    """`vllm` only: number of GPUs that serve one copy of the model together, for a model that does not fit on one;
+    `devices` then lists that many for each engine. Untested: no machine with two GPUs has run it yet."""
+    quantization: (
+        Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_per_channel_weight_only"] | None
+    ) = None
+    """`vllm` only: number format to which the engine converts the base when it loads it; adapters keep 16 bits. The
+    learner keeps the base as it is, so the importance weights correct the difference. Untested: no GPU has run it
+    yet."""
+    options: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
+    """`vllm` only: further arguments of `vllm.EngineArgs`, under its names."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Time limit for a worker to load its model."""
     request_timeout_s: float = Field(600.0, gt=0)

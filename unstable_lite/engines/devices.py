@@ -17,6 +17,9 @@ from unstable_lite.errors import ConfigError
 Device = int | Literal["cpu"]
 Devices = tuple[Device, ...]
 
+TESTED_VLLM = ((0, 25), (0, 33))
+"""The first tested version of vLLM, and the first one beyond them. The extra `vllm` installs the newest."""
+
 
 def resolve_devices(
     engine_devices: Devices | Literal["auto"],
@@ -45,9 +48,9 @@ def choose_engine(kind: str, devices: Sequence[int | str]) -> tuple[str, str]:
     if kind not in ("auto", "vllm") or not devices:
         return kind, "set in the config"
     is_usable, why = vllm_usable(devices)
+    if not is_usable and (kind == "vllm" or ("cpu" not in devices and not _is_tested(_vllm_build()[1]))):
+        raise ConfigError(f"engine.kind = {kind!r}: {why}; engine.kind = 'transformers' runs here")
     if kind == "vllm":
-        if not is_usable:
-            raise ConfigError(f"engine.kind = 'vllm': {why}; engine.kind = 'transformers' runs here")
         return kind, "set in the config"
     if "cpu" in devices:
         return "transformers", (
@@ -63,6 +66,12 @@ def vllm_usable(devices: Sequence[int | str]) -> tuple[bool, str]:
         return False, "vLLM is not installed (pip install 'unstable-lite[vllm]')"
     name, version, is_cpu_build = _vllm_build()
     wants_cpu = "cpu" in devices
+    if not _is_tested(version):
+        (_, least), (_, beyond) = TESTED_VLLM
+        return False, (
+            f"{name} {version} is not among the tested versions, 0.{least} to 0.{beyond - 1} "
+            "(pip install 'unstable-lite[vllm]')"
+        )
     if wants_cpu and any(device != "cpu" for device in devices):
         return False, f"{name} {version} serves either on the CPU or on GPUs, not on both: {list(devices)}"
     if is_cpu_build != wants_cpu:
@@ -87,6 +96,13 @@ def gpu_memory_bytes(device: int) -> int | None:
     name = visible.split(",")[device].strip() if visible else str(device)
     mib = _ask_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits", "-i", name).strip()
     return int(mib) << 20 if mib.isdecimal() else None
+
+
+@functools.cache
+def driver_version() -> str | None:
+    """Return the version of the GPU driver, such as "580.65.06"; None if nvidia-smi does not report it."""
+    lines = _ask_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split()
+    return lines[0] if lines and re.fullmatch(r"[\d.]+", lines[0]) else None
 
 
 def _ask_nvidia_smi(*arguments: str) -> str:
@@ -116,6 +132,11 @@ def _check_exist(name: str, devices: Devices, num_gpus: int) -> None:
     missing = [device for device in devices if device != "cpu" and not 0 <= device < num_gpus]
     if missing:
         raise ConfigError(f"{name}.devices = {list(devices)}: {has}, no {', '.join(map(str, missing))}; 'cpu' works")
+
+
+def _is_tested(vllm_version: str) -> bool:
+    found = re.match(r"(\d+)\.(\d+)", vllm_version)
+    return found is None or TESTED_VLLM[0] <= (int(found[1]), int(found[2])) < TESTED_VLLM[1]
 
 
 def _vllm_build() -> tuple[str, str, bool]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +45,10 @@ GRAPH_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 1024, 64), *range(1024, 2
 holds a new prompt would launch every LoRA kernel from Python."""
 
 
+_REFUSALS = (ValueError, TypeError, RuntimeError, OSError, NotImplementedError, KeyError, ImportError, AssertionError)
 _REMEDIES = (
     "(if the model is the reason, use another one or engine.kind = 'transformers'; if memory is, lower "
-    "engine.max_model_len, engine.max_parallel_seq or engine.max_loras)"
+    "engine.max_model_len, engine.max_parallel_seq or engine.max_loras; if engine.options are, change them)"
 )
 
 
@@ -66,15 +68,18 @@ class VLLMEngine:
         self._max_model_len = longest_sequence(config.engine.max_model_len, self._bare_model.config)
         self._max_rank = config.lora.lora_rank
         self._max_parallel_seq = config.engine.max_parallel_seq
-        arguments = vllm.EngineArgs(**engine_arguments(spec, path, self._max_model_len))
+        arguments = engine_arguments(spec, path, self._max_model_len)
         try:
-            self._engine = vllm.LLMEngine.from_engine_args(arguments)
-        except (ValueError, RuntimeError, OSError, NotImplementedError, KeyError, ImportError) as error:
+            self._engine = vllm.LLMEngine.from_engine_args(vllm.EngineArgs(**arguments))
+        except _REFUSALS as error:
             subject = f"vLLM {vllm.__version__} cannot serve {config.model_name} with LoRA on {spec.device}"
             raise ModelError(f"{subject}: {error}\n{_REMEDIES}") from error
         self._adapters = AdapterVersions(config.engine.max_loras)
         self._paths: dict[int, str] = {}
         self._requests: dict[str, tuple[Generate, TokenIds]] = {}
+        self._early: list[Generated] = []
+        """Replies that finished while an adapter was read."""
+        self._reader = ThreadPoolExecutor(1, "adapter-reader")
         self._throughput = Throughput()
         model_config = self._engine.model_config
         self.info: dict[str, Any] = {
@@ -122,16 +127,18 @@ class VLLMEngine:
         self._requests[name] = (request, prompt_ids)
 
     def step(self) -> list[Generated]:
-        return [self._finish(output) for output in self._engine.step() if output.finished]
+        early, self._early = self._early, []
+        return early + self._advance()
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._early)
 
     def load_adapter(self, version: int, path: Path) -> str:
         self._adapters.check_new(version)
-        # vLLM also accepts adapters that it computes wrongly, with unknown modules or for another base.
-        pairs, _, digest = read_adapter(path, self._max_rank)
-        check_fits(self._bare_model, pairs, path)
+        reading = self._reader.submit(self._read, path)
+        while self._requests and not reading.done():  # requests in flight continue
+            self._early += self._advance()
+        digest = reading.result()
         self._paths[version] = str(path)
         try:
             is_loaded = self._engine.add_lora(self._adapter(version))
@@ -164,6 +171,18 @@ class VLLMEngine:
         unfinished = len(self._requests)
         running = min(unfinished, self._max_parallel_seq)
         return self._throughput.report(queued=unfinished - running, running=running)
+
+    def _advance(self) -> list[Generated]:
+        return [self._finish(output) for output in self._engine.step() if output.finished] if self._requests else []
+
+    def _read(self, path: Path) -> str:
+        """Return the digest of an adapter. Raises AdapterError if it is damaged or for another base.
+
+        vLLM also accepts adapters that it computes wrongly, with unknown modules or for another base.
+        """
+        pairs, _, digest = read_adapter(path, self._max_rank)
+        check_fits(self._bare_model, pairs, path)
+        return digest
 
     def _adapter(self, version: int) -> Any:
         """Return name, id and path, none of which another version ever uses: they are the prefix cache's key."""
@@ -201,7 +220,10 @@ def engine_arguments(spec: WorkerSpec, path: str, max_model_len: int) -> dict[st
     else:
         # `from_engine_args` alone uses 2,048, an eighth of the value of `LLM` on a large GPU.
         tokens_per_step = 16_384 if (gpu_memory_bytes(0) or 0) >= LARGE_GPU_BYTES else 8_192
-        of_device = {"max_num_batched_tokens": max(tokens_per_step, max_model_len)}
+        of_device = {
+            "max_num_batched_tokens": max(tokens_per_step, max_model_len),
+            "enable_flashinfer_autotune": False,  # it tunes kernels that the usual models do not have, for minutes
+        }
     is_eager = is_cpu if engine.enforce_eager is None else engine.enforce_eager
     if not is_eager and not is_cpu:
         of_device["cudagraph_capture_sizes"] = GRAPH_SIZES
@@ -227,7 +249,10 @@ def engine_arguments(spec: WorkerSpec, path: str, max_model_len: int) -> dict[st
         "enable_prefix_caching": config.run.schedule != "sync",
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
+        "tensor_parallel_size": engine.tensor_parallel,
+        "quantization": engine.quantization,
         **of_device,
+        **engine.options,
     }
 
 

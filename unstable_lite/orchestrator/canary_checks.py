@@ -100,8 +100,8 @@ class CanaryChecks:
                     f"canary: {canary.name} and the learner disagree about the base model by {canary.check.level:.4f} "
                     f"in mean log p over {canary.check.num_tokens} tokens (learner.canary_tolerance = "
                     f"{self._tolerance:g}). They do not hold the same weights, or one computes them wrongly, for "
-                    "example at another temperature. Try float32 for engine.dtype and learner.dtype: rounding then "
-                    "nearly disappears"
+                    "example at another temperature. Try float32 for engine.dtype and learner.dtype (on a GPU with "
+                    "engine.kind = 'transformers'): rounding then nearly disappears"
                 )
         differences = [part for canary in canaries for part in canary.check.differences]
         learner = [part for canary in canaries for part in canary.check.learner]

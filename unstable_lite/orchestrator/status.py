@@ -50,10 +50,10 @@ def _write(parts: RunParts, has_ended: bool) -> None:
 def _places(parts: RunParts) -> Iterator[tuple[str, WorkerChannel, int | None, int | str]]:
     """Yield name, channel, process id and device of each worker and of each rank of the learner.
 
-    A rank on another machine has no process id.
+    Of an engine's GPUs it is the first. A rank on another machine has no process id.
     """
     plan, workers = parts.plan, parts.workers
-    devices = [*([device] for device in plan.engine_devices), plan.learner_devices]
+    devices = [*(devices[:1] for devices in plan.devices_by_engine), plan.learner_devices]
     for process, own in zip(workers.processes, devices, strict=True):
         for rank, device in zip(process.ranks, own, strict=True):
             yield rank.channel.name, process.channel, rank.pid, device
@@ -69,7 +69,7 @@ def _picture(parts: RunParts) -> dict[str, Any]:
             "name": name,
             "pid": pid,
             "device": device,
-            "gpu": environment(device, 1)["CUDA_VISIBLE_DEVICES"],
+            "gpu": environment((device,), 1)["CUDA_VISIBLE_DEVICES"],
             "state": channel.state.value,
             "waited_for": channel.num_pending,
             "stats": msgspec.structs.asdict(engines[name].stats) if name in engines else None,

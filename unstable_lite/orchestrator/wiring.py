@@ -251,8 +251,8 @@ def _sinks(config: Config, directory: Path, resumed_after: int | None) -> list[S
 
 
 def _colocation(plan: Plan, workers: Workers, adapter_sync: AdapterSync, collector: Collector) -> Colocation:
-    engines = zip(workers.engines.engines, plan.engine_devices, strict=True)
-    sharing = [engine for engine, device in engines if device in plan.shared_devices]
+    engines = zip(workers.engines.engines, plan.devices_by_engine, strict=True)
+    sharing = [engine for engine, devices in engines if not set(devices).isdisjoint(plan.shared_devices)]
     sleepers = sharing if plan.config.engine.when_shared == "sleep" else []
     return Colocation(sleepers, adapter_sync.restore, learning=collector.runner.clock_stopped)
 

@@ -106,7 +106,7 @@ async def started_fine_tuner(
     async with _WorkerFleet(plan, logs) as fleet:
         channel = WorkerChannel(fleet.router, "sft", on_message)
         await fleet.start(
-            fleet.make("unstable_lite.sft.worker", channel, plan.learner_devices[0], plan.learner_threads)
+            fleet.make("unstable_lite.sft.worker", channel, plan.learner_devices[:1], plan.learner_threads)
         )
         await fleet.wait_until_up(say)
         yield fleet.processes[0]
@@ -146,15 +146,17 @@ class _WorkerFleet:
 
     async def start_engines(self) -> list[EngineClient]:
         plan = self._plan
-        names = [f"engine-{index}" for index in range(len(plan.engine_devices))]
+        names = [f"engine-{index}" for index in range(len(plan.devices_by_engine))]
         engines = [EngineClient(self.router, name, plan.config.engine) for name in names]
         keys = server_keys() if plan.config.engine.kind == VLLM_SERVER else None
-        for index, (engine, device) in enumerate(zip(engines, plan.engine_devices, strict=True)):
-            if isinstance(device, int) and device in plan.engine_devices[:index]:
+        used: set[int | str] = set()
+        for engine, devices in zip(engines, plan.devices_by_engine, strict=True):
+            if used & {device for device in devices if isinstance(device, int)}:
                 # vLLM measures the memory of the whole GPU while it starts, so the others there must be up.
                 await self.engines_ready()
+            used.update(devices)
             await self.start(
-                self.make("unstable_lite.engines.worker", engine.channel, device, plan.engine_threads, keys)
+                self.make("unstable_lite.engines.worker", engine.channel, devices, plan.engine_threads, keys)
             )
         return engines
 
@@ -170,7 +172,7 @@ class _WorkerFleet:
             self.make(
                 "unstable_lite.learner.worker",
                 WorkerChannel(self.router, f"{channel.name}-{rank}") if rank else channel,
-                device,
+                (device,),
                 plan.learner_threads,
                 KEEP_MEMORY,
                 rank=rank,
@@ -188,7 +190,7 @@ class _WorkerFleet:
         self,
         module: str,
         channel: WorkerChannel,
-        device: int | str,
+        devices: Sequence[int | str],
         threads: int,
         variables: dict[str, str] | None = None,
         rank: int = 0,
@@ -198,7 +200,7 @@ class _WorkerFleet:
         spec = WorkerSpec(
             name=channel.name,
             endpoint=self.router.endpoint,
-            device=device if isinstance(device, str) else "cuda:0",
+            device=devices[0] if isinstance(devices[0], str) else "cuda:0",
             threads=threads,
             config_json=self._plan.divided.model_dump_json(),
             is_restart=self._is_restart,
@@ -206,7 +208,7 @@ class _WorkerFleet:
             num_ranks=num_ranks,
         )
         log_path = self._logs / f"{channel.name}.log"
-        return WorkerProcess(channel, log_path, module, spec, environment(device, threads) | (variables or {}))
+        return WorkerProcess(channel, log_path, module, spec, environment(devices, threads) | (variables or {}))
 
     async def wait_until_up(
         self, say: Callable[[str], None], may_servers_be_late: bool = False
@@ -272,12 +274,13 @@ def shown(info: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in info.items() if not isinstance(value, (dict, list)))
 
 
-def environment(device: int | str, threads: int) -> dict[str, str]:
-    """Return the environment of a worker: its own device and no other, and its number of threads."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    cuda = "" if isinstance(device, str) else (visible[int(device)] if visible != [""] else str(device))
+def environment(devices: Sequence[int | str], threads: int) -> dict[str, str]:
+    """Return the environment of a worker: its own devices and no other, and its number of threads."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else None
+    own = [names[device].strip() if names else str(device) for device in devices if isinstance(device, int)]
     return {
-        "CUDA_VISIBLE_DEVICES": cuda,
+        "CUDA_VISIBLE_DEVICES": ",".join(own),
         # CUDA's default order is the fastest first; nvidia-smi, and so `check` and `top`, count by bus.
         "CUDA_DEVICE_ORDER": os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),
         "OMP_NUM_THREADS": str(threads),

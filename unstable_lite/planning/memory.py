@@ -197,11 +197,15 @@ class EngineMemory:
 
 
 def engine_memory(shape: ModelShape, engine: EngineConfig, lora: LoraConfig) -> EngineMemory:
-    """Return the memory of an engine on a GPU, where base, adapters and KV cache have 16-bit numbers."""
+    """Return the memory of an engine on each of its GPUs, where adapters and KV cache have 16-bit numbers.
+
+    The GPUs of one engine divide base and KV cache; each counts as holding every adapter whole.
+    """
+    width, num_gpus = 1 if engine.quantization else 2, engine.tensor_parallel
     return EngineMemory(
-        base=2 * shape.base_parameters,
+        base=(width * (shape.base_parameters - shape.end_parameters) + 2 * shape.end_parameters) // num_gpus,
         adapters=2 * engine.max_loras * shape.lora_parameters(lora),
-        kv_per_token=4 * shape.layers * shape.keys,
+        kv_per_token=4 * shape.layers * shape.keys // num_gpus,
     )
 
 

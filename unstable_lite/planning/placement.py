@@ -52,8 +52,8 @@ def divide(config: Config, engine_devices: Devices, learner_devices: Devices) ->
     )
 
 
-def sharing_problems(config: Config, engine_devices: Devices, learner_devices: Devices) -> Iterable[str]:
-    """Yield each reason why engine and learner cannot share their devices."""
+def placement_problems(config: Config, engine_devices: Devices, learner_devices: Devices) -> Iterable[str]:
+    """Yield each reason why the workers on one device cannot share it, or have too little memory there."""
     takes_turns, devices = config.engine.when_shared == "sleep", shared(engine_devices, learner_devices)
     if takes_turns and not devices:
         yield (
@@ -67,7 +67,8 @@ def sharing_problems(config: Config, engine_devices: Devices, learner_devices: D
             "sleep here, or engine.when_shared = 'split', which needs no sleep"
         )
     divided = divide(config, engine_devices, learner_devices)
-    for device in devices:
+    gpus = [device for device in (*engine_devices, *learner_devices) if isinstance(device, int)]
+    for device in dict.fromkeys((*devices, *gpus)):
         yield from _too_small(divided, device, engine_devices, learner_devices)
 
 
@@ -104,12 +105,12 @@ def _too_small(config: Config, device: int | str, engine_devices: Devices, learn
     """Yield the problems that no batch size can avoid: a base that does not fit, or shares above the whole."""
     takes_turns = config.engine.when_shared == "sleep"
     engine_share, learner_share = _shares(config, device, engine_devices)
-    is_too_much = engine_share > 1 or (not takes_turns and (engine_share + learner_share > 1 or not learner_share))
-    if device != "cpu" and is_too_much:
+    is_split = device in shared(engine_devices, learner_devices) and not takes_turns
+    if device != "cpu" and (engine_share > 1 or (is_split and not 0 < learner_share <= 1 - engine_share)):
+        learner = f" and learner.gpu_memory_utilization ({learner_share:g})" * is_split
         yield (
-            f"engine.gpu_memory_utilization ({engine_share:g} for all engines there) and "
-            f"learner.gpu_memory_utilization ({learner_share:g}) exceed the memory of {_name(device)} or leave the "
-            "learner nothing; lower engine.gpu_memory_utilization"
+            f"engine.gpu_memory_utilization ({engine_share:g} for all engines there){learner} exceed the memory of "
+            f"{_name(device)}{' or leave the learner nothing' * is_split}; lower engine.gpu_memory_utilization"
         )
         return
     room, least = memory_bytes(device), _least(config, device, engine_devices, learner_devices)
@@ -124,13 +125,14 @@ def _too_small(config: Config, device: int | str, engine_devices: Devices, learn
                 "lora.lora_rank, or use a smaller model"
             )
         return
-    learner_room = room * (1 - UNASSIGNED - engine_share if takes_turns else learner_share)
+    beside_engines = 1 - UNASSIGNED - engine_share
+    learner_room = room * (beside_engines if takes_turns or not learner_share else learner_share)
     for section, needed, has in (("engine", of_engine, room * engine_share), ("learner", of_learner, learner_room)):
         if needed > has:
             yield (
-                f"engine.when_shared = {config.engine.when_shared!r}: the {section}'s share of {_name(device)} is "
-                f"{has / GIB:.1f} GiB, but it needs at least {needed / GIB:.1f} (computed); change "
-                f"engine.gpu_memory_utilization ({engine_share:g}), or use a smaller model or two GPUs"
+                f"the {section}'s share of {_name(device)} is {has / GIB:.1f} GiB, but it needs at least "
+                f"{needed / GIB:.1f} (computed); change {section}.gpu_memory_utilization, or use a smaller model or "
+                "more GPUs"
             )
 
 

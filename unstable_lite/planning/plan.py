@@ -22,6 +22,7 @@ from unstable_lite.league.samplers import uses_fixed
 from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slots_needed, adapters_in_memory
 from unstable_lite.planning.algorithm_defaults import describe_rewards, resolve_defaults
 from unstable_lite.planning.engine_choice import engine_of, engine_warnings
+from unstable_lite.planning.machine import machine_problems
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.placement import describe_sharing, devices_of, divide, engine_devices_alone, shared
 from unstable_lite.planning.staleness import describe as describe_pace
@@ -48,6 +49,12 @@ class Plan:
     learner_threads: int
     game_lengths: dict[str, list[int]] = field(default_factory=dict)
     """Turns of some games of random moves, by training env; empty if no random player knows the moves."""
+
+    @property
+    def devices_by_engine(self) -> list[tuple[int | str, ...]]:
+        """Devices of each engine: one, or `engine.tensor_parallel` GPUs."""
+        size = self.config.engine.tensor_parallel
+        return [self.engine_devices[start : start + size] for start in range(0, len(self.engine_devices), size)]
 
     @property
     def shared_devices(self) -> list[int | str]:
@@ -86,8 +93,9 @@ class Plan:
 
     def _describe_workers(self) -> Iterator[tuple[str, str]]:
         config = self.config
-        for index, device in enumerate(self.engine_devices):
-            yield f"engine-{index}", f"{config.engine.kind} on {_device(device, self.engine_threads)}"
+        for index, devices in enumerate(self.devices_by_engine):
+            places = " and ".join(_device(device, self.engine_threads) for device in devices)
+            yield f"engine-{index}", f"{config.engine.kind} on {places}"
         yield "engine choice", self.engine_reason
         for text in engine_warnings(config.engine.kind, self.engine_devices):
             yield "warning", text
@@ -174,7 +182,10 @@ def make_engine_plan(config: Config) -> Plan:
     """Plan engines that have all devices to themselves. Raises ConfigError with every problem of engines and envs."""
     if problems := find_engine_problems(config):
         raise ConfigError(*problems)
-    return plan_workers(config, engine_devices_alone(config), ())
+    devices = engine_devices_alone(config)
+    if problems := list(machine_problems(config, devices, ())):
+        raise ConfigError(*problems)
+    return plan_workers(config, devices, ())
 
 
 def _plan_run(config: Config) -> Plan:

@@ -35,9 +35,9 @@ from unstable_lite.planning.algorithm_defaults import (
     resolve_defaults,
     transform_names,
 )
-from unstable_lite.planning.engine_choice import engine_of
+from unstable_lite.planning.machine import machine_problems
 from unstable_lite.planning.memory import shape_of
-from unstable_lite.planning.placement import devices_of, sharing_problems
+from unstable_lite.planning.placement import devices_of, placement_problems
 from unstable_lite.plugins import suggestion
 from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
 from unstable_lite.types import BASE
@@ -55,7 +55,7 @@ def find_problems(config: Config) -> list[str]:
         *learning_problems(config),
         *dropout_problems(config),
     ]
-    return problems or list(sharing_problems(config, *devices_of(config)))
+    return problems or list(placement_problems(config, *devices_of(config)))
 
 
 def find_worker_problems(config: Config) -> list[str]:
@@ -93,10 +93,9 @@ def find_engine_problems(config: Config) -> list[str]:
 
 def _device_problems(config: Config) -> list[str]:
     try:
-        engine_of(config, devices_of(config)[0])
+        return list(machine_problems(config, *devices_of(config)))
     except ConfigError as error:
         return list(error.problems)
-    return []
 
 
 def learning_problems(config: Config) -> Iterable[str]:

@@ -250,7 +250,7 @@ def test_gpu_shows_the_power_and_memory_that_it_reports() -> None:
 @pytest.mark.parametrize("visible", ["1,0", "1, 0", "GPU-b,GPU-a"])
 def test_gpu_of_the_run_is_matched_through_its_visible_devices(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    given = [environment(device, threads=1)["CUDA_VISIBLE_DEVICES"] for device in (0, 1)]
+    given = [environment((device,), threads=1)["CUDA_VISIBLE_DEVICES"] for device in (0, 1)]
     load = MachineLoad()
     load._nvml = NoMeter()
     shown = [load.of({"device": device, "gpu": gpu, "pid": 2**22}) for device, gpu in enumerate(given)]

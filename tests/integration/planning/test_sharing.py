@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fakes import gpus as gpus_on_this_machine
 from unstable_lite.config import Config
 from unstable_lite.engines import devices as engines_devices
 from unstable_lite.errors import ConfigError
@@ -23,19 +25,7 @@ GIB = 1 << 30
 def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Return a function that makes nvidia-smi report `count` GPUs of `gib` GiB."""
 
-    def install(count: int, gib: float = 24) -> None:
-        smi = tmp_path / "nvidia-smi"
-        smi.write_text(
-            f'#!/bin/sh\ncase "$1" in\n-L) for i in $(seq 1 {count}); do echo "GPU $((i-1)): H"; done;;\n'
-            f"*) echo {int(gib * 1024)};;\nesac\n"
-        )
-        smi.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        engines_devices.gpu_memory_bytes.cache_clear()
-        assert engines_devices.count_gpus() == count
-
-    return install
+    return partial(gpus_on_this_machine.install, monkeypatch, tmp_path)
 
 
 def plan(when_shared: str = "split", model: str = "Qwen/Qwen3-1.7B", **sections: Any) -> Plan:
@@ -231,6 +221,39 @@ def test_gpu_worker_gets_few_threads_and_numbers_gpus_by_bus(gpus: Any, monkeypa
     given = plan(engine={"threads": 3}, learner={"threads": 2})
     assert (given.engine_threads, given.learner_threads) == (3, 2)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    assert environment(0, 1)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert environment((0,), 1)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
-    assert environment(0, 1)["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+    assert environment((0,), 1)["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+
+
+def test_engines_without_a_learner_must_fit_their_gpu(gpus: Any) -> None:
+    gpus(2, 24)
+    apart = {"learner": {"devices": (0,)}}
+    with pytest.raises(ConfigError, match=r"engine's share of GPU 1 is 21\.6 GiB.*needs at least"):
+        plan(model="Qwen/Qwen3-8B", engine={"devices": (1, 1)}, **apart)
+    with pytest.raises(ConfigError, match=r"1\.2 for all engines there"):
+        plan(engine={"devices": (1, 1), "gpu_memory_utilization": 0.6}, **apart)
+    plan(engine={"devices": (1, 1)}, **apart)
+
+
+def test_learner_alone_must_fit_its_gpu(gpus: Any) -> None:
+    gpus(2, 16)
+    with pytest.raises(ConfigError, match=r"learner's share of GPU 0 is 15\.2 GiB"):
+        plan(model="Qwen/Qwen3-8B", engine={"devices": (1,)})
+
+
+def test_engine_on_several_gpus_divides_the_model(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(5, 24)
+    monkeypatch.setattr(engines_devices, "vllm_usable", lambda devices: (True, "a GPU build"))
+    parallel = {"kind": "vllm", "devices": (1, 2, 3, 4), "tensor_parallel": 2, "max_generation_len": 1024}
+    made = plan(model="Qwen/Qwen3-14B", engine=parallel, learner={"devices": ("cpu",)})
+    assert made.devices_by_engine == [(1, 2), (3, 4)]
+    assert rows(made)["engine-1"] == "vllm on GPU 3 and GPU 4"
+    assert environment((1, 2), 1)["CUDA_VISIBLE_DEVICES"] == "1,2"
+    with pytest.raises(ConfigError, match=r"engine's share of GPU 1"):
+        plan(model="Qwen/Qwen3-14B", engine=parallel | {"tensor_parallel": 1}, learner={"devices": ("cpu",)})
+    plan(
+        model="Qwen/Qwen3-14B",
+        engine={"kind": "vllm", "devices": (1,), "quantization": "fp8_per_channel"},
+        learner={"devices": ("cpu",)},
+    )

@@ -27,6 +27,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that sets the installed distributions by name and version."""
+    real_find_spec = importlib.util.find_spec
 
     def install(**versions: str) -> None:
         names = {name.replace("_", "-"): version for name, version in versions.items()}
@@ -36,8 +37,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise importlib.metadata.PackageNotFoundError(name)
             return names[name]
 
+        def find_spec(name: str) -> Any:
+            return real_find_spec(name) if name != "vllm" else SimpleNamespace() if names else None
+
         monkeypatch.setattr(importlib.metadata, "version", version)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda _: SimpleNamespace() if names else None)
+        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
 
     return install
 
@@ -91,6 +95,16 @@ def test_auto_takes_vllm_on_gpus_if_it_is_installed(installed: Any) -> None:
         installed(**versions)
         kind, reason = choose_engine("auto", [0])
         assert kind == "transformers" and "CPU build" in reason
+
+
+@pytest.mark.parametrize("version", ["0.19.1", "0.1.2", "0.33.0", "1.0.0"])
+def test_vllm_outside_the_tested_versions_is_refused_on_gpus(installed: Any, version: str) -> None:
+    installed(vllm=version)
+    for kind in ("auto", "vllm"):
+        with pytest.raises(ConfigError, match=rf"{version} is not among the tested versions.*unstable-lite\[vllm\]"):
+            choose_engine(kind, [0])
+    assert choose_engine("transformers", [0])[0] == "transformers"
+    assert choose_engine("auto", ["cpu"])[0] == "transformers"
 
 
 def test_auto_takes_the_embedded_engine_on_cpu_and_says_why(installed: Any) -> None:

@@ -9,6 +9,7 @@ import pytest
 from fakes.remote_engine import engine_spec
 from unstable_lite.engines import vllm
 from unstable_lite.engines.vllm import engine_arguments
+from unstable_lite.engines.vllm_checks import DECIDED
 
 GIB = 1 << 30
 
@@ -40,6 +41,15 @@ def test_graphs_cover_steps_that_hold_prompts(arguments: Any) -> None:
 def test_lora_covers_only_the_adapted_modules(arguments: Any) -> None:
     assert "lm_head" not in arguments()["lora_target_modules"]
     assert arguments()["lora_target_modules"] == list(engine_spec().config.lora.target_modules)
+
+
+def test_each_argument_is_decided_by_a_key_or_free_for_options(arguments: Any) -> None:
+    free = {"max_num_batched_tokens", "cudagraph_capture_sizes", "enable_chunked_prefill", "enable_flashinfer_autotune"}
+    assert {*arguments(), *arguments(device="cpu")} == {*DECIDED, *free}
+
+
+def test_options_take_precedence(arguments: Any) -> None:
+    assert arguments(options={"max_num_batched_tokens": 4096})["max_num_batched_tokens"] == 4096
 
 
 @pytest.mark.vllm

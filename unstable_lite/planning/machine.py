@@ -1,0 +1,75 @@
+"""Reasons why this machine cannot run a config: vLLM, GPU driver, shared memory. Loads neither torch nor vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from unstable_lite.adapters.store import SHARED_MEMORY
+from unstable_lite.config import Config
+from unstable_lite.engines.devices import driver_version
+from unstable_lite.engines.vllm_checks import vllm_problems
+from unstable_lite.errors import ConfigError
+from unstable_lite.planning.adapter_slots import adapters_in_memory
+from unstable_lite.planning.engine_choice import engine_of
+from unstable_lite.planning.memory import shape_of
+
+Devices = tuple[int | str, ...]
+
+OLDEST_DRIVER = {12: 525, 13: 580}
+"""Oldest GPU driver for each major version of CUDA (NVIDIA's release notes of CUDA, "minor version compatibility")."""
+NCCL_BYTES = 1 << 30
+"""Shared memory of processes that divide a model or a batch, so that they can talk; Docker's default is 64 MB."""
+
+
+def machine_problems(config: Config, engine_devices: Devices, learner_devices: Devices) -> Iterator[str]:
+    """Yield each reason why the workers cannot run on these devices of this machine."""
+    try:
+        kind, _ = engine_of(config, engine_devices)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    yield from vllm_problems(config.engine, kind, engine_devices)
+    if any(isinstance(device, int) for device in (*engine_devices, *learner_devices)):
+        yield from _driver_problems()
+        yield from _shared_memory_problems(config, len(learner_devices))
+
+
+def _driver_problems() -> Iterator[str]:
+    driver, cuda = driver_version(), _cuda_of_torch()
+    if driver is None or cuda is None:
+        return
+    oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
+    if int(driver.split(".")[0]) < oldest:
+        yield (
+            f"the GPU driver {driver} is too old: torch here is built for CUDA {cuda}, which needs driver {oldest} or "
+            "newer; update the driver, or install a torch for an older CUDA (https://pytorch.org/get-started)"
+        )
+
+
+def _cuda_of_torch() -> str | None:
+    """Return the version of CUDA that torch is built for, such as "13.0"; None for a build without CUDA."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    found = re.search(r"^cuda\b.*?= *'([\d.]+)'", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _shared_memory_problems(config: Config, num_ranks: int) -> Iterator[str]:
+    """Yield a problem if /dev/shm is too small as such; a run whose /dev/shm is only full uses its own directory."""
+    shape = shape_of(config.model_name)
+    adapters = 4 * shape.lora_parameters(config.lora) * adapters_in_memory(config) if shape and num_ranks else 0
+    needed = adapters + NCCL_BYTES * (num_ranks > 1 or config.engine.tensor_parallel > 1)
+    size = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
+    if size < needed:
+        gib = -(-needed // (1 << 30))
+        yield (
+            f"{SHARED_MEMORY} has {size / 1e6:.0f} MB, but adapters and processes of a run on GPUs need up to "
+            f"{needed / 1e6:.0f} MB there; start the container with --shm-size={gib}g (Kubernetes: mount an emptyDir "
+            f"with medium Memory at {SHARED_MEMORY})"
+        )
