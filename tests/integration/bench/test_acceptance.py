@@ -83,7 +83,7 @@ def test_offline_compares_worker_and_llm_generate(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "limit"])
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "limit", "stage killed"])
 def test_no_process_outlives_the_command(tmp_path: Path, how: str) -> None:
     setup = "from dataclasses import replace; from bench.acceptance.stages import STAGES as all_stages; "
     setup += f"all_stages['killed'] = replace(all_stages['killed'], limit_s={45 if how == 'limit' else 300})"
@@ -94,18 +94,22 @@ def test_no_process_outlives_the_command(tmp_path: Path, how: str) -> None:
 
     runs.wait_for(lambda: len(workers()) >= 2)
     started = runs.children_of(process)
-    if how == "limit":
-        for worker in workers():
-            worker.send_signal(signal.SIGSTOP)  # a run waits for them
-    else:
-        process.send_signal(signal.Signals[how])
+    match how:
+        case "limit":
+            for worker in workers():
+                worker.send_signal(signal.SIGSTOP)  # the run waits for them
+        case "stage killed":
+            psutil.Process(process.pid).children()[0].kill()  # the run becomes an orphan
+        case _:
+            process.send_signal(signal.Signals[how])
     out, err = process.communicate(timeout=120)
-    assert process.returncode == {"SIGINT": 130, "SIGTERM": 143, "limit": 1}[how], out + err
+    assert process.returncode == {"SIGINT": 130, "SIGTERM": 143}.get(how, 1), out + err
     assert runs.are_gone(started)
-    assert (tmp_path / "killed.json").exists() == (how == "limit")
-    if how == "limit":
-        assert record(tmp_path, "killed")["result"] == "failed"
-        assert "did not end within 45 s" in record(tmp_path, "killed")["reason"]
+    reasons = {"limit": "did not end within 45 s", "stage killed": "exited with code -9"}
+    assert (tmp_path / "killed.json").exists() == (how in reasons)
+    if how in reasons:
+        made = record(tmp_path, "killed")
+        assert made["result"] == "failed" and reasons[how] in made["reason"]
 
 
 def test_stage_that_passed_elsewhere_is_repeated(tmp_path: Path) -> None:
