@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         needed = 2 if item.get_closest_marker("two_gpus") else 1 if item.get_closest_marker("gpu") else 0
         if needed > NUM_GPUS:
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, and {NUM_GPUS} are visible here"))
+            item.add_marker(pytest.mark.skip(reason=f"CUDA devices needed: {needed}, visible: {NUM_GPUS}"))
         if item.get_closest_marker("vllm"):
             is_usable, reason = vllm_usable([0] if needed else ["cpu"])
             if not is_usable:
