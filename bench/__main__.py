@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from bench.acceptance import command
 from bench.accepted import TOLERANCE, baseline_path, read_baseline, write_baseline
 from bench.harness import Failure, Options, Report
 
@@ -29,7 +30,7 @@ def bench_names() -> list[str]:
 
 
 def main(
-    name: Annotated[str, typer.Argument(help=", ".join(bench_names()))],
+    name: Annotated[str, typer.Argument(help=f"{', '.join(bench_names())}; acceptance has a --help of its own")],
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the result to this file, and its plot beside it.")
     ] = None,
@@ -120,5 +121,8 @@ def with_default(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["acceptance"]:  # it has stages and a directory instead of rounds and a baseline
+        sys.argv = [f"{sys.argv[0]} acceptance", *sys.argv[2:]]
+        typer.run(command.main)
     sys.argv[1:] = with_default(sys.argv[1:])
     typer.run(main)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 import random
 import tempfile
 from collections.abc import Callable
@@ -26,7 +25,6 @@ from typing import Any
 
 from bench.engine import (
     ABSENT,
-    MAX_LORAS,
     RANK,
     Told,
     make,
@@ -34,11 +32,10 @@ from bench.engine import (
     prompts,
     side_name,
     told_by,
-    version_of,
 )
 from bench.harness import Options, Questioner, Report, Row, Subjects, Target, alternate, cores
 
-MODULE = "bench.embedded"
+MODULE, PEER = "bench.embedded", "bench.peers.offline_llm"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 EMBEDDED, ONE_THREAD, TWO_WORKERS, VLLM, VLLM_LORA, PLAIN = (
     "embedded",
@@ -92,8 +89,11 @@ def run(options: Options) -> Report:
         if HAS_VLLM:
             binding = "nobind" if options.small else "auto"
             of_cores = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": binding}
+            sampling = {"ignore_eos": True, "detokenize": False}
             for side in (VLLM, VLLM_LORA):
-                started[side] = subjects.start_in(of_cores, MODULE, kind=side, **arguments)
+                started[side] = subjects.start_in(
+                    of_cores, PEER, has_lora=side == VLLM_LORA, sampling=sampling, **arguments
+                )
         measures: dict[str, Callable[[], dict[str, Any]]] = {
             f"{name}: {side_name(side, adapters)}": told_by(started[side], options.seconds, adapters=adapters, **work)
             for name, work in works.items()
@@ -143,49 +143,6 @@ def _row(report: Report, name: str) -> Row:
 # --------------------------------------------------------------------------------------- subjects
 
 
-def measure_vllm(questioner: Questioner, has_lora: bool) -> None:
-    os.environ |= {
-        "CUDA_VISIBLE_DEVICES": "",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    from vllm import LLM, SamplingParams, TokensPrompt
-    from vllm.lora.request import LoRARequest
-
-    arguments = questioner.arguments
-    directory = Path(arguments["directory"])
-    lora = {"enable_lora": True, "max_loras": MAX_LORAS, "max_lora_rank": RANK} if has_lora else {}
-    llm = LLM(
-        model=str(directory / "model"),
-        dtype=arguments["dtype"],
-        max_model_len=512,
-        max_num_seqs=64,
-        enforce_eager=arguments["eager"],
-        disable_log_stats=True,
-        seed=arguments["seed"],
-        logprobs_mode="processed_logprobs",
-        **lora,
-    )
-    encode = _encoder(directory)
-    rng = random.Random(arguments["seed"])
-    questioner.answer({"dtype": arguments["dtype"]})
-    for request in questioner.requests():
-        params = SamplingParams(
-            temperature=1.0, max_tokens=request["new"], ignore_eos=True, logprobs=0, detokenize=False
-        )
-        counter = Told(request["seconds"])
-        while not counter.is_over:
-            batch = [encode(text) for text in prompts(rng, request)]
-            versions = [version_of(index, request["adapters"]) for index in range(len(batch))]
-            adapters = [LoRARequest(f"v{v}", v, str(directory / f"v{v}")) if v else None for v in versions]
-            tokens = [TokensPrompt(prompt_token_ids=ids) for ids in batch]
-            outputs = llm.generate(tokens, params, lora_request=adapters if has_lora else None, use_tqdm=False)
-            for output in outputs:
-                counter.add(len(output.prompt_token_ids), len(output.outputs[0].token_ids))
-        questioner.answer(counter.answer())
-
-
 def measure_plain(questioner: Questioner) -> None:
     import torch
     import transformers
@@ -232,7 +189,5 @@ if __name__ == "__main__":
             questioner.answer({})
         case "embedded":
             asyncio.run(measure_worker(questioner, "transformers"))
-        case "plain generate":
+        case _:
             measure_plain(questioner)
-        case side:
-            measure_vllm(questioner, has_lora=side == VLLM_LORA)

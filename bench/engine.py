@@ -89,7 +89,7 @@ def told_by(subject: Subject, seconds: float, **work: Any) -> Callable[[], dict[
 # --------------------------------------------------------------------------------------- subjects
 
 
-def config_of(directory: Path, kind: str = "transformers", device: str = "cpu") -> Config:
+def config_of(directory: Path, kind: str = "transformers", device: str = "cpu", rows: int = 64) -> Config:
     return bench_config(
         model_name=str(directory / "model"),
         engine={
@@ -97,7 +97,7 @@ def config_of(directory: Path, kind: str = "transformers", device: str = "cpu") 
             "temperature": 1.0,
             "max_generation_len": 32,
             "max_model_len": 512,
-            "max_parallel_seq": 64,
+            "max_parallel_seq": rows,
             "max_loras": MAX_LORAS,
             # Engines of all kinds run at the same time.
             "gpu_memory_utilization": 0.3,
@@ -165,7 +165,7 @@ async def measure_worker(questioner: Questioner, kind: str) -> None:
     arguments = questioner.arguments
     directory, device = Path(arguments["directory"]), arguments["device"]
     rng = random.Random(arguments["seed"])
-    config, number = config_of(directory, kind, device), arguments.get("workers", 1)
+    config, number = config_of(directory, kind, device, arguments.get("rows", 64)), arguments.get("workers", 1)
     async with started_engines(config, number, arguments["threads"], {}, device) as (pool, workers):
         for version in (1, 2, 3):
             await pool.load_adapter(version, directory / f"v{version}")
@@ -173,17 +173,17 @@ async def measure_worker(questioner: Questioner, kind: str) -> None:
 
         asked: set[str] = set()
 
-        async def ask(text: str, version: int, max_tokens: int) -> Generation:
+        async def ask(text: str, version: int, request: dict[str, Any]) -> Generation:
             engine = pool.choose(pool.engines)
             asked.add(engine.channel.name)
-            return await engine.generate(text, version, max_tokens=max_tokens)
+            return await engine.generate(text, version, tuple(request.get("stop", ())), max_tokens=request["new"])
 
         for request in questioner.requests():
             counter = Told(request["seconds"], [worker.pid for worker in workers])
             while not counter.is_over:
                 generations = await asyncio.gather(
                     *(
-                        ask(text, version_of(index, request["adapters"]), request["new"])
+                        ask(text, version_of(index, request["adapters"]), request)
                         for index, text in enumerate(prompts(rng, request))
                     )
                 )

@@ -15,7 +15,7 @@ import itertools
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +45,19 @@ STEPS = {
     "without_canary_s": "load and first token, canary apart",
 }
 STALL = {"stall_s": "longest gap during a load", "quiet_s": "longest gap in a quiet time"}
+STALL_RATIO = "stall ÷ (quiet gap + own load)"
 MS = 1000.0
 
 
-def run(options: Options) -> Report:
+def run(options: Options, kinds: Sequence[str] = tuple(ENGINES)) -> Report:
     report = Report(bench="handoff", question="From a new adapter to its first token", options=options)
     device, load = options.device, _load_size(options.small)
     report.sizes = {"model": MODELS[device], "lora_rank": RANKS[device], "prompt": 100, "load": load, "device": device}
     with tempfile.TemporaryDirectory() as name, Subjects() as subjects:
         arguments = {"directory": name, "seed": options.seed, "load": load, "device": device}
         subjects.start(MODULE, kind="make", **arguments).close()
-        for kind, modules in ENGINES.items():
-            if any(importlib.util.find_spec(module) is None for module in modules):
+        for kind in kinds:
+            if any(importlib.util.find_spec(module) is None for module in ENGINES[kind]):
                 report.add(f"{kind}: {STEPS['total_s']}", "ms", [], "not installed")
                 continue
             subject = subjects.start(MODULE, kind=kind, **arguments)
@@ -91,9 +92,7 @@ def _add(report: Report, kind: str, subject: Subject, options: Options) -> None:
         if state == "under load":
             allowed = [MS * (answer["quiet_s"] + answer["own_load_s"]) for answer in answers]
             bound = report.add(f"{kind}: longest quiet gap + own load", "ms", allowed)
-            report.add_ratio(
-                f"{kind}: stall ÷ (quiet gap + own load)", rows["stall_s"], bound, Target(bound="≤", value=1)
-            )
+            report.add_ratio(f"{kind}: {STALL_RATIO}", rows["stall_s"], bound, Target(bound="≤", value=1))
 
 
 def _measure(subject: Subject, samples: list[dict[str, float]], state: str, seconds: float) -> Callable[[], float]:
@@ -141,7 +140,7 @@ class Handoff:
 
     async def hand_over(self) -> dict[str, float]:
         version = next(self._versions)
-        batch = [_step(await self._engine.generate(self._prompt(), 0, max_tokens=8), reward) for reward in (-1.0, 1.0)]
+        batch = [step(await self._engine.generate(self._prompt(), 0, max_tokens=8), reward) for reward in (-1.0, 1.0)]
         updated = await self._learner.update(batch, version, self._arena)
         assert updated.skipped is None, updated.skipped
 
@@ -205,7 +204,7 @@ class Handoff:
         return letters(self._rng, 100)
 
 
-def _step(generation: Generation, reward: float) -> Step:
+def step(generation: Generation, reward: float) -> Step:
     return Step(pid=0, obs="", act=generation.text, reward=reward, env_id="", generation=generation)
 
 

@@ -334,8 +334,10 @@ class Report:
         remark = "" if samples else "not measured"
         self.ratios.append((Row(name=name, unit="×", samples=samples, remark=remark), target))
 
-    def add_figure(self, name: str, unit: str, samples: list[float], target: Target) -> None:
-        self.ratios.append((Row(name=name, unit=unit, samples=tuple(samples)), target))
+    def add_figure(
+        self, name: str, unit: str, samples: Sequence[float], target: Target | None, remark: str = ""
+    ) -> None:
+        self.ratios.append((Row(name=name, unit=unit, samples=tuple(samples), remark=remark), target))
 
     def to_json(self) -> dict[str, Any]:
         ratios = []
@@ -360,6 +362,16 @@ class Report:
             "tables": [asdict(table) for table in self.tables],
             **versions(),
         }
+
+    def unmet(self) -> list[str]:
+        """Return the metrics that miss their targets or were not measured, with their remarks."""
+        missed = []
+        for row, target in self.ratios:
+            if target is not None and (row.median is None or not target.is_met(row.median)):
+                value = "was not measured" if row.median is None else f"is {_number(row.median)} {row.unit}".rstrip()
+                remark = f" ({row.remark})" if row.remark else ""
+                missed.append(f"{row.name} {value}, wanted {target.bound} {target.value:g}{remark}")
+        return missed
 
     def worse_than(self, baseline: dict[str, Any], tolerance: float) -> list[str]:
         """Return the metrics with a target that are worse than in the baseline, or were not measured.

@@ -10,6 +10,7 @@ peak arithmetic that is used.
 
 from __future__ import annotations
 
+import gc
 import random
 import tempfile
 import time
@@ -79,6 +80,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "grpo, 1 epoch": {"algorithm": "grpo", "learner": {"ppo_epochs": 1}},
 }
 BUDGETS_GB = (2, 4)
+NOTES = (
+    "ours keeps freed memory, as the learner of a run does (workers.KEEP_MEMORY)",
+    "update's peak memory: peak of tensors, counted by the allocator, less those before the update (weights, "
+    "moments); peak memory of the process: resident, interpreter and libraries included",
+    "share of peak: 4 operations per token for each weight of the decoder's layers, and for each of the head's if "
+    "the token is trained (forward, and backward through a frozen base; recomputation does not count), divided by "
+    "the speed of a large matrix product in the base's type in the same process",
+)
 
 
 def run(options: Options) -> Report:
@@ -89,36 +98,33 @@ def run(options: Options) -> Report:
         with tempfile.TemporaryDirectory() as name, Subjects() as subjects:
             arguments = {"directory": name, "seed": options.seed, "device": options.device, **sizes}
             subjects.start(MODULE, kind="make", **arguments).close()
-            sides = {
-                OURS: subjects.start_in(KEEP_MEMORY, MODULE, kind="ours", **arguments),
-                REFERENCE: subjects.start(MODULE, kind="reference", **arguments),
-                PADDED: subjects.start(MODULE, kind="padded", **arguments),
-            }
-            _check_agreement(sides, options.device)
-            report.sizes["dtype"] = sides[OURS].info["dtype"]
-            measures = {side: _tokens_per_s(subject, options.seconds) for side, subject in sides.items()}
-            samples = alternate(measures, options)
-            counted = {side: subject.measure(seconds=0.0, count=True) for side, subject in sides.items()}
-            _report_sides(report, case, samples, counted)
-            if case == WIDE:
-                longest = {side: sides[side].measure(longest=True, small=options.small) for side in (OURS, REFERENCE)}
-                _report_longest(report, case, longest)
-            for side in sides.values():
-                side.close()
+            measure_sides(report, case, subjects, arguments)
             optional = subjects.start_in(KEEP_MEMORY, MODULE, kind="options", **arguments)
             _report_options(report, case, optional, options)
     _report_padding(report, options.seed)
-    report.notes.append("ours keeps freed memory, as the learner of a run does (workers.KEEP_MEMORY)")
-    report.notes.append(
-        "update's peak memory: peak of tensors, counted by the allocator, less those before the update (weights, "
-        "moments); peak memory of the process: resident, interpreter and libraries included"
-    )
-    report.notes.append(
-        "share of peak: 4 operations per token for each weight of the decoder's layers, and for each of the head's if "
-        "the token is trained (forward, and backward through a frozen base; recomputation does not count), divided by "
-        "the speed of a large matrix product in the base's type in the same process"
-    )
+    report.notes += NOTES
     return report
+
+
+def measure_sides(report: Report, case: str, subjects: Subjects, arguments: dict[str, Any]) -> None:
+    """Compare ours with both peers on the model and the batch that the subject of kind "make" wrote."""
+    options = report.options
+    sides = {
+        OURS: subjects.start_in(KEEP_MEMORY, MODULE, kind="ours", **arguments),
+        REFERENCE: subjects.start(MODULE, kind="reference", **arguments),
+        PADDED: subjects.start(MODULE, kind="padded", **arguments),
+    }
+    _check_agreement(sides, options.device)
+    report.sizes["dtype"] = sides[OURS].info["dtype"]
+    measures = {side: _tokens_per_s(subject, options.seconds) for side, subject in sides.items()}
+    samples = alternate(measures, options)
+    counted = {side: subject.measure(seconds=0.0, count=True) for side, subject in sides.items()}
+    _report_sides(report, case, samples, counted)
+    if case == WIDE:
+        longest = {side: sides[side].measure(longest=True, small=options.small) for side in (OURS, REFERENCE)}
+        _report_longest(report, case, longest)
+    for side in sides.values():
+        side.close()
 
 
 def _report_sides(
@@ -224,7 +230,9 @@ def make(arguments: dict[str, Any]) -> None:
         models.make_tiny(directory / "model", arguments["seed"])
     else:
         body = models.BODIES[arguments.get("body", "small")]
-        models.make_wide_vocabulary(directory / "model", arguments["vocab_size"], arguments["seed"], body)
+        # A body of 1.7 billion weights is drawn on the GPU.
+        device = arguments["device"] if "body" in arguments else "cpu"
+        models.make_wide_vocabulary(directory / "model", arguments["vocab_size"], arguments["seed"], body, device)
     config = config_of(directory)
     models.make_adapters(config, directory, [1], arguments["seed"])
     np.savez(directory / "batch.npz", **_batch(arguments))
@@ -296,44 +304,56 @@ def measure(questioner: Questioner) -> None:
     torch.set_num_threads(cores())
     arguments = questioner.arguments
     directory, device = Path(arguments["directory"]), arguments["device"]
-    learners: dict[str, Learner] = {}
+    is_ours = arguments["kind"] not in ("reference", "padded")
+    held: tuple[str, Learner] | None = None
 
     def learner_with(option: str) -> Learner:
-        if option not in learners:
-            learners.clear()  # a GPU does not hold several
+        """Return the learner with `option`, the only one in memory: a GPU does not hold several."""
+        nonlocal held
+        if held is None or held[0] != option:
+            held = None
+            gc.collect()
             torch.cuda.empty_cache()
-            learners[option] = load_learner(config_of(directory, **OPTIONS[option]), device)
-        return learners[option]
+            held = option, load_learner(config_of(directory, **OPTIONS[option]), device)
+        return held[1]
 
-    if arguments["kind"] in ("reference", "padded"):
-        policy = Policy(config_of(directory), device)
-        optimizer = torch.optim.AdamW(policy.parameters.values(), lr=1e-30, weight_decay=0.0)
+    if not is_ours:
+        peer = Policy(config_of(directory), device)
+        optimizer = torch.optim.AdamW(peer.parameters.values(), lr=1e-30, weight_decay=0.0)
         tokenizer = _tokenizer(directory)
-    else:
-        policy = learner_with(DEFAULT).training.policy
+
+    def policy() -> Policy:
+        return learner_with(DEFAULT).training.policy if is_ours else peer
 
     def update_with(option: str) -> Update:
         common: dict[str, Any] = {"divisor": mean_len, "gradient_clipping": 0.2}
         if arguments["kind"] == "reference":
             return lambda items: reference_update.update(
-                policy, tokenizer, [_as_text(tokenizer, item) for item in items], optimizer, **common
+                peer, tokenizer, [_as_text(tokenizer, item) for item in items], optimizer, **common
             )
         if arguments["kind"] == "padded":
-            return lambda items: padded_update.update(policy, items, optimizer, **common)
-        learner = learner_with(option)
-        return lambda items: learner.update(items, version=learner.training.version + 1).metrics["policy_grad_norm"]
+            return lambda items: padded_update.update(peer, items, optimizer, **common)
 
-    items = items_of(arguments, policy)
+        learner_with(option)  # loads it before the time is taken
+
+        def update(items: Sequence[TrainItem]) -> float:
+            learner = learner_with(option)
+            return learner.update(items, version=learner.training.version + 1).metrics["policy_grad_norm"]
+
+        return update
+
+    items = items_of(arguments, policy())
     if arguments["kind"] == "reference":
-        policy.model.eval()  # scoring leaves it in training mode
+        peer.model.eval()  # scoring leaves it in training mode
     num_tokens = sum(map(batching.length, items))
     mean_len = batching.fit(items, None).mean_completion_len  # the divisor of our learners
-    peak_flops = _flops_per_s_of_a_large_product(policy)
+    dtype = policy().dtype
+    peak_flops = flops_per_s_of_a_large_product(torch.device(device), dtype)
     forget_peak_memory()
-    questioner.answer({"tokens": num_tokens, "dtype": str(policy.dtype).removeprefix("torch.")})
+    questioner.answer({"tokens": num_tokens, "dtype": str(dtype).removeprefix("torch.")})
     for request in questioner.requests():
         if request.get("longest"):
-            questioner.answer(longest_sequences(arguments, policy, update_with(DEFAULT), request["small"]))
+            questioner.answer(longest_sequences(arguments, policy(), update_with(DEFAULT), request["small"]))
             continue
         update = update_with(request.get("option", DEFAULT))
         updates, started, cpu_started, norm = 0, time.perf_counter(), time.process_time(), 0.0
@@ -393,17 +413,17 @@ def _flops_of(items: Sequence[TrainItem], directory: Path) -> float:
     return 4.0 * (layers * sum(map(batching.length, items)) + head * trained)
 
 
-def _flops_per_s_of_a_large_product(policy: Policy) -> float:
-    size, times = (8192, 20) if policy.device.type == "cuda" else (1024, 4)
-    matrix = torch.randn(size, size, device=policy.device).to(policy.dtype)
+def flops_per_s_of_a_large_product(device: torch.device, dtype: torch.dtype) -> float:
+    size, times = (8192, 20) if device.type == "cuda" else (1024, 4)
+    matrix = torch.randn(size, size, device=device).to(dtype)
     for number in range(times + 1):
         if number == 1:  # the first one warms up
-            if policy.device.type == "cuda":
-                torch.cuda.synchronize(policy.device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             started = time.perf_counter()
         matrix @ matrix
-    if policy.device.type == "cuda":
-        torch.cuda.synchronize(policy.device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return times * 2 * size**3 / (time.perf_counter() - started)
 
 

@@ -42,7 +42,7 @@ def make_tiny(directory: Path, seed: int) -> Path:
             eos_token_id=256,
             pad_token_id=256,
         )
-        _byte_tokenizer().save_pretrained(directory)
+        _byte_tokenizer(shape.vocab_size).save_pretrained(directory)
     return _save_random(shape, directory, seed)
 
 
@@ -71,14 +71,19 @@ def make_for(device: str, directory: Path, seed: int) -> Path:
     """Make the model for a bench of engines: the tiny shape on the CPU, that of Qwen3-1.7B on a GPU."""
     if device == "cpu":
         return make_tiny(directory, seed)
-    return make_wide_vocabulary(directory, QWEN3_VOCABULARY, seed, BODIES["1.7B"])
+    return make_wide_vocabulary(directory, QWEN3_VOCABULARY, seed, BODIES["1.7B"], device)
 
 
-def make_wide_vocabulary(directory: Path, vocab_size: int, seed: int, body: Mapping[str, Any]) -> Path:
-    """Make a body with a head as wide as Qwen3's. If the body is small, logits dominate the cost of a loss."""
+def make_wide_vocabulary(
+    directory: Path, vocab_size: int, seed: int, body: Mapping[str, Any], device: str = "cpu"
+) -> Path:
+    """Make a body with a head as wide as Qwen3's. If the body is small, logits dominate the cost of a loss.
+
+    `device`: where the weights are drawn; one core needs a minute for 1.7 billion of them.
+    """
     shape = Qwen3Config(vocab_size=vocab_size, max_position_embeddings=8192, tie_word_embeddings=True, **body)
-    _byte_tokenizer().save_pretrained(directory)
-    return _save_random(shape, directory, seed)
+    _byte_tokenizer(vocab_size).save_pretrained(directory)
+    return _save_random(shape, directory, seed, device)
 
 
 def make_adapters(config: Config, directory: Path, versions: list[int], seed: int) -> dict[int, Path]:
@@ -93,16 +98,23 @@ def make_adapters(config: Config, directory: Path, versions: list[int], seed: in
     return paths
 
 
-def _save_random(shape: Qwen3Config, directory: Path, seed: int) -> Path:
+def _save_random(shape: Qwen3Config, directory: Path, seed: int, device: str = "cpu") -> Path:
     torch.manual_seed(seed)
     is_large = shape.hidden_size >= 1024
-    model = Qwen3ForCausalLM(shape)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(shape)
     (model.bfloat16() if is_large else model).save_pretrained(directory)
     return directory
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+def _byte_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that encodes each byte alone, and decodes every other token to its number.
+
+    A model with random weights samples from the whole vocabulary, and tokens without text cost an engine no time.
+    """
+    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END]
+    symbols += [f"Ġ{number}" for number in range(len(symbols), vocab_size)]
+    vocabulary = {symbol: number for number, symbol in enumerate(symbols)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -16,7 +16,7 @@ from unstable_lite.engines.devices import count_gpus, vllm_usable
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
 
-HAS_CUDA = count_gpus() > 0
+NUM_GPUS = count_gpus()
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -43,12 +43,13 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("real") is None)  # the longest of all begins first
     for item in items:
-        if item.get_closest_marker("gpu") and not HAS_CUDA:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+        needed = 2 if item.get_closest_marker("two_gpus") else 1 if item.get_closest_marker("gpu") else 0
+        if needed > NUM_GPUS:
+            item.add_marker(pytest.mark.skip(reason=f"CUDA devices needed: {needed}, visible: {NUM_GPUS}"))
         if item.get_closest_marker("vllm"):
-            is_usable, reason = vllm_usable([0] if item.get_closest_marker("gpu") else ["cpu"])
+            is_usable, reason = vllm_usable([0] if needed else ["cpu"])
             if not is_usable:
-                item.add_marker(pytest.mark.skip(reason=f"{reason}; .ci/run installs the CPU build"))
+                item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("browser") and CHROMIUM is None:
             item.add_marker(pytest.mark.skip(reason="no Chromium on this machine (apt-get install chromium)"))
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from bench.harness import Questioner, memory_mb, started_engine
+from bench.peers import offline_llm
 from unstable_lite.config import Config
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.templates import TEMPLATES, Template, find_extraction
@@ -67,24 +67,20 @@ async def measure(questioner: Questioner, config: Config, next_spec: Callable[[]
 
 async def measure_vllm(questioner: Questioner, config: Config, next_spec: Callable[[], GameSpec]) -> None:
     """Measure with `LLM.generate` in this process, as in the first example of its documentation."""
-    os.environ |= {
-        "CUDA_VISIBLE_DEVICES": "",
-        "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(config.engine.kv_cache_gb)),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
-    from vllm import LLM, SamplingParams
-
     engine, rounds = config.engine, Rounds(next_spec, questioner.arguments["games"])
     lora = {"enable_lora": True, "max_loras": engine.max_loras, "max_lora_rank": config.lora.lora_rank}
-    llm = LLM(
-        model=resolve_model(config.model_name),
+    llm = offline_llm.load(
+        resolve_model(config.model_name),
+        "cpu",
+        kv_cache_gb=math.ceil(engine.kv_cache_gb),
         max_model_len=engine.max_model_len,
         max_num_seqs=questioner.arguments["games"],
         enforce_eager=questioner.arguments["eager"],
         seed=config.run.seed,
         **(lora if questioner.arguments["lora"] else {}),
     )
+    from vllm import SamplingParams
+
     params = SamplingParams(
         temperature=engine.temperature, max_tokens=engine.max_generation_len, stop=list(rounds.template.stop)
     )

@@ -195,7 +195,7 @@ def _run(words: list[str], needs_gpu: bool, where: str) -> None:
         case ["pytest"]:
             assert (ROOT / "tests").is_dir()
         case ["python", "-m", "bench", name, *_]:
-            assert (ROOT / "bench" / f"{name}.py").is_file(), where
+            assert (ROOT / "bench" / f"{name}.py").is_file() or (ROOT / "bench" / name).is_dir(), where
         case ["python", script, *_] if script.startswith(("examples/", "docs/", "tests/")):
             assert (ROOT / script).exists(), f"{where}: no such script"
         case ["tensorboard", "--logdir", directory]:

@@ -281,6 +281,7 @@ def test_sustained_bench_repeats_the_prompts_of_a_run_on_the_same_engine(results
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(900)  # each makes a model of 1.7 billion weights and starts up to three engines
 @pytest.mark.parametrize("name", ON_CUDA)
 def test_bench_runs_on_a_gpu(name: str, tmp_path: Path) -> None:
     result = result_of(name, tmp_path, "--device", "cuda")

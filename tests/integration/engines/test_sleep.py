@@ -49,6 +49,16 @@ def engine(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[RemoteEn
         remote.close()
 
 
+NUM_SEEDS = 8
+
+
+def first_difference(ids: Any, others: Any) -> int:
+    """Return the number of tokens that both begin with."""
+    n = min(len(ids), len(others))
+    parted = np.flatnonzero(ids[:n] != others[:n])
+    return int(parted[0]) if len(parted) else n
+
+
 def ask(engine: RemoteEngine, message: type[Sleep] | type[WakeUp]) -> Any:
     return engine.ask(message(request_id=next(engine._ids)))[0]
 
@@ -60,22 +70,28 @@ def test_base_and_adapters_answer_after_a_sleep_as_before(
     for version, path in zip(versions, adapter_dirs, strict=True):
         assert isinstance(engine.load(version, path), AdapterDigest)
 
-    def answers() -> list[Any]:
-        return engine.generate(*(engine.request("Player 0: e4", version, seed=version) for version in (0, *versions)))
+    asked = [(version, seed) for version in (0, *versions) for seed in range(NUM_SEEDS)]
 
-    # vLLM's LoRA kernels sum in no fixed order on a GPU.
-    is_exact = request.node.callspec.params["engine"][0] != "vllm"
+    def answers() -> list[Any]:
+        return engine.generate(*(engine.request("Player 0: e4", version, seed=seed) for version, seed in asked))
+
+    # On a GPU kernels may sum in another order the second time; vLLM's LoRA kernels do.
+    is_exact = request.node.callspec.params["engine"][1] == "cpu"
     before = answers()
     for _ in range(2):
         assert isinstance(ask(engine, Sleep), Done)
         assert isinstance(ask(engine, WakeUp), Done)
-        for one, same in zip(before, answers(), strict=True):
+        num_common = dict.fromkeys((0, *versions), 0)
+        for (version, _), one, same in zip(asked, before, answers(), strict=True):
             if is_exact:
                 assert one.completion_ids.tolist() == same.completion_ids.tolist()
-            parted = np.flatnonzero(one.completion_ids != same.completion_ids)
-            n = parted[0] if len(parted) else len(one.completion_ids)
-            np.testing.assert_allclose(one.logprobs[:n], same.logprobs[:n], atol=1e-5 if is_exact else 0.2)
-    assert len({tuple(generation.logprobs) for generation in before}) == len(before)
+            n = first_difference(one.completion_ids, same.completion_ids)
+            np.testing.assert_allclose(one.logprobs[:n], same.logprobs[:n], atol=1e-5 if is_exact else 0.5)
+            num_common[version] += n > 0
+        # Answers that part at once compare nothing.
+        assert min(num_common.values()) >= NUM_SEEDS / 2
+    of_seed_0 = [generation for (_, seed), generation in zip(asked, before, strict=True) if seed == 0]
+    assert len({tuple(generation.logprobs) for generation in of_seed_0}) == len(of_seed_0)
     for version in versions:
         engine.unload(version)
 
@@ -100,7 +116,7 @@ def test_sleep_releases_gpu_memory_and_wake_up_takes_it_again(engine: RemoteEngi
 
     awake, total = torch.cuda.mem_get_info()
     ask(engine, Sleep)
-    assert free() - awake > 0.1 * total  # of 0.2, its share
+    assert free() - awake > 0.05 * total  # of 0.2, its share, of which CUDA graphs stay
     ask(engine, WakeUp)
     assert free() < awake + 0.02 * total
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fakes import runs
-from unstable_lite.engines.devices import count_gpus
 from unstable_lite.learner import load_learner, worker
 
-pytestmark = pytest.mark.gpu
+# A warning of CUDA's libraries names the Python line that runs at that moment, so also lines of this project.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 
 @pytest.mark.parametrize("algorithm", ["reinforce", "a2c", "ppo", "grpo"])
@@ -23,8 +23,9 @@ def test_update_on_a_gpu_equals_that_on_the_cpu(make_config: Any, make_items: An
         for version in (1, 2):
             assert learner.update(items, version).skipped is None
         after[device] = {name: tensor.detach().cpu() for name, tensor in learner.policy.parameters.items()}
-    for name, expected in after["cpu"].items():
-        torch.testing.assert_close(after["cuda:0"][name], expected, atol=2e-4, rtol=0)
+    error = torch.cat([(after["cuda:0"][name] - expected).abs().flatten() for name, expected in after["cpu"].items()])
+    # AdamW first steps by the sign of a gradient, 1e-3 here, and rounding may change that sign near zero.
+    assert (error > 2e-4).float().mean() < 0.01
 
 
 def test_learner_takes_no_more_than_its_share_of_memory(make_config: Any) -> None:
@@ -37,10 +38,9 @@ def test_learner_takes_no_more_than_its_share_of_memory(make_config: Any) -> Non
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
 def test_two_gpus_train_as_two_ranks(tmp_path: Path, is_sharded: bool) -> None:
-    if count_gpus() < 2:
-        pytest.skip("needs two CUDA devices")
     ranks = ("learner.devices=[0,1]", "engine.devices=[0]", f"learner.shard_base={str(is_sharded).lower()}")
     code, out, err = runs.run("run", runs.write_small(tmp_path), *ranks)
     assert code == 0, out + err

@@ -75,10 +75,11 @@ def test_engine_that_cannot_sleep_is_refused_before_the_first_game(tmp_path: Pat
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(600)  # vLLM compiles when it starts for the first time
 @pytest.mark.parametrize("how", ["engine.when_shared=split", "engine.when_shared=sleep", "run.schedule=sync"])
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_one_gpu_is_enough_for_a_run(tmp_path: Path, how: str, kind: str) -> None:
     on_it = (how, f"engine.kind={kind}", "engine.devices=[0]", "learner.devices=[0]")
-    code, out, err = runs.run("run", runs.write_small(tmp_path), *on_it)
+    code, out, err = runs.finish(runs.start("run", runs.write_small(tmp_path), *on_it), timeout_s=500)
     assert code == 0, out + err
     assert runs.num_updates(tmp_path) == 3
