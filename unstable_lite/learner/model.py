@@ -47,7 +47,7 @@ class Policy:
         self.device = torch.device(device)
         self.dtype = choose_dtype(config.learner.dtype, self.device)
         self._temperature = config.engine.temperature
-        self._chunk_tokens = config.learner.logits_chunk_tokens
+        self._chunk_tokens = config.learner.chunk_tokens(is_on_gpu=self.device.type == "cuda")
         self._has_entropy_bonus = config.learner.entropy_coefficient > 0
         self._seed, self._has_dropout = config.run.seed, config.lora.lora_dropout > 0
         self.max_tokens_per_micro_batch = config.learner.max_tokens_per_micro_batch
@@ -120,8 +120,8 @@ class Policy:
                 f"a sequence of {longest} tokens: beyond {limit} the model's LongRoPE rotates all rows of a batch by "
                 f"other factors; set engine.max_model_len or learner.max_train_len = {limit}"
             )
-        share = share or self.share
-        for batch in batching.make_micro_batches(items, self.max_tokens_per_micro_batch, self._max_rows, share):
+        limits = self.max_tokens_per_micro_batch, self._max_rows
+        for batch in batching.make_micro_batches(items, *limits, share or self.share, self.device.type):
             yield batch.to(self.device)
 
     @property
@@ -144,7 +144,7 @@ class Policy:
 
     def _logprobs(self, batch: batching.MicroBatch) -> tuple[Tensor, Tensor]:
         with self._autocast():
-            hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1)[batch.source_N]
+            hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1).index_select(0, batch.source_N)
             logps, entropies = [], []
             chunks = torch.split(hidden_ND, self._chunk_tokens), torch.split(batch.target_N, self._chunk_tokens)
             for hidden_KD, target_K in zip(*chunks, strict=True):
@@ -157,7 +157,7 @@ class Policy:
     def is_most_likely(self, batch: batching.MicroBatch) -> Tensor:
         """Return whether each trained token is the one that greedy decoding would choose."""
         with self._autocast():
-            hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1)[batch.source_N]
+            hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1).index_select(0, batch.source_N)
             chunks = [self._logits(hidden_KD).argmax(-1) for hidden_KD in torch.split(hidden_ND, self._chunk_tokens)]
         return torch.cat(chunks) == batch.target_N
 
@@ -236,7 +236,7 @@ class Policy:
         """Return the decoder's output at the last token of each prompt in a batch of prompts, B × D."""
         with self._autocast():
             hidden_BTD: Tensor = self._through(self._hidden, batch.tokens_BT)
-        return hidden_BTD.flatten(0, 1)[batch.source_N]
+        return hidden_BTD.flatten(0, 1).index_select(0, batch.source_N)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

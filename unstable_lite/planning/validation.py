@@ -93,7 +93,8 @@ def find_engine_problems(config: Config) -> list[str]:
 
 def _device_problems(config: Config) -> list[str]:
     try:
-        choose_engine(config.engine.kind, devices_of(config)[0])
+        engine_devices, learner_devices = devices_of(config)
+        choose_engine(config.engine.kind, engine_devices)
     except ConfigError as error:
         return list(error.problems)
     return []

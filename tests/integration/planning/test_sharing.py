@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def plan(when_shared: str = "split", model: str = "Qwen/Qwen3-1.7B", **sections:
         "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}],
     }
     for name, section in sections.items():
-        raw[name] = {**raw.get(name, {}), **section}  # type: ignore[dict-item]
+        raw[name] = {**raw.get(name, {}), **section} if isinstance(section, dict) else section  # type: ignore[dict-item]
     return make_plan(Config.model_validate(raw))
 
 
