@@ -204,7 +204,10 @@ class LearnerConfig(Section):
     """Number of completion tokens whose logits exist at once; each takes 10 bytes per entry of the vocabulary. `auto`:
     1,024 on a GPU, 128 on the CPU."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the frozen base; adapters and optimiser are always float32."""
+    """Type of the frozen base; adapters and optimiser are always float32. `auto`: bfloat16 if the
+    device computes it."""
+    kernels: Literal["torch", "liger"] = "torch"
+    """`liger`: norms, rotary embeddings and gated MLPs are computed by the fused kernels of liger-kernel, on GPUs."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Largest share of a GPU's memory that the learner takes; beyond it, micro-batches become smaller. Default: if
     engines share the GPU at the same time, the share that they leave minus 0.05; else no limit."""
@@ -218,15 +221,15 @@ class LearnerConfig(Section):
     """Largest mean |Δ log p| between engine and learner on the base model that counts as rounding at startup; with more
     the run does not start. Afterwards adapters are judged against the measured value."""
 
-
-class LoraConfig(Section):
-    lora_rank: int = Field(32, ge=1, le=512)
     def chunk_tokens(self, is_on_gpu: bool) -> int:
         """Return `logits_chunk_tokens` with "auto" decided."""
         if self.logits_chunk_tokens == "auto":
             return 1024 if is_on_gpu else 128
         return self.logits_chunk_tokens
 
+
+class LoraConfig(Section):
+    lora_rank: int = Field(32, ge=1, le=512)
     """Rank r of the adapter."""
     lora_alpha: float = Field(32, gt=0)
     """The adapter's output is scaled by lora_alpha / lora_rank."""

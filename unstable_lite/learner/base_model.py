@@ -69,6 +69,23 @@ def load_base(
     return base.to(device)  # type: ignore[arg-type, no-any-return]
 
 
+def use_liger(base: transformers.PreTrainedModel) -> None:
+    """Compute norms, rotary embeddings and gated MLPs by liger-kernel's fused kernels.
+
+    Raises ModelError if it has none for this model.
+    """
+    # This import takes seconds, and the package is optional.
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+
+    if base.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ModelError(
+            f"learner.kernels = 'liger': liger-kernel has none for models of type {base.config.model_type!r}; set "
+            "'torch'"
+        )
+    # The policy computes its own logits and losses.
+    _apply_liger_kernel_to_instance(base, cross_entropy=False, fused_linear_cross_entropy=False)
+
+
 class Whole(nn.Module):
     """Gather the base's embedding, last norm and head in the body."""
 

@@ -30,6 +30,7 @@ from unstable_lite.learner.base_model import (
     peft_config,
     shard,
     straight,
+    use_liger,
 )
 from unstable_lite.models import resolve_model
 from unstable_lite.models.positions import longrope_limit, position_limit
@@ -58,6 +59,8 @@ class Policy:
         """Whether every rank holds a part of the base, so that all must pass through it together."""
         place = torch.device("cpu") if self.is_sharded else self.device
         self._base = load_base(path, self.dtype, place, config.trust_remote_code)
+        if config.learner.kernels == "liger":
+            use_liger(self._base)
         self.num_base_parameters = sum(parameter.numel() for parameter in self._base.parameters())
         self.model = add_lora(self._base, config.lora, path)
         self.parameters: dict[str, nn.Parameter] = {
