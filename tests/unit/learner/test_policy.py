@@ -240,6 +240,14 @@ def test_checkpointing_recomputes_activations(
     assert len(calls) == forwards
 
 
+def test_checkpointing_changes_no_bit_of_an_update_on_the_cpu(make_learner: MakeLearner, make_items: MakeItems) -> None:
+    recomputed, kept = (make_learner(learner={"activation_checkpointing": is_on}) for is_on in (True, False))
+    for learner in (recomputed, kept):
+        assert learner.update(make_items(6), 1).skipped is None
+    for name, parameter in kept.training.parameters.items():
+        assert torch.equal(parameter, recomputed.training.parameters[name]), name
+
+
 def test_dtype_on_a_gpu_without_bfloat16_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
