@@ -145,18 +145,20 @@ class Handoff:
         assert updated.skipped is None, updated.skipped
 
         clock = [time.perf_counter()]
-        path = str(self._arena.path(version))
-        loaded: AdapterDigest = await self._engine.channel.ask(LoadAdapter, 300.0, version=version, path=path)
-        self._engine.adapters.add(version)
-        clock.append(time.perf_counter())
-        seeds, prompt = range(CANARY_SEED, CANARY_SEED + SAMPLED[0]), self._prompt()
-        asked = (self._engine.generate(prompt, version, seed=s, max_tokens=CANARY_TOKENS) for s in seeds)
-        canaries = await asyncio.gather(*asked)
-        clock.append(time.perf_counter())
-        await self._learner.score(canaries[: SCORED[0]])
-        clock.append(time.perf_counter())
-        await self._engine.generate(self._prompt(), version, max_tokens=1)
-        clock.append(time.perf_counter())
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._learner.save_state(version, self._arena))
+            path = str(self._arena.path(version))
+            loaded: AdapterDigest = await self._engine.channel.ask(LoadAdapter, 300.0, version=version, path=path)
+            self._engine.adapters.add(version)
+            clock.append(time.perf_counter())
+            seeds, prompt = range(CANARY_SEED, CANARY_SEED + SAMPLED[0]), self._prompt()
+            asked = (self._engine.generate(prompt, version, seed=s, max_tokens=CANARY_TOKENS) for s in seeds)
+            canaries = await asyncio.gather(*asked)
+            clock.append(time.perf_counter())
+            await self._learner.score(canaries[: SCORED[0]])
+            clock.append(time.perf_counter())
+            await self._engine.generate(self._prompt(), version, max_tokens=1)
+            clock.append(time.perf_counter())
 
         await self._engine.unload_adapter(version)
         self._arena.unlink(version)

@@ -82,7 +82,7 @@ def main() -> None:
         return
     items = tuple(items_of(arguments, one.learner.training.policy))
     num_tokens = sum(len(item.prompt_ids) + len(item.completion_ids) for item in items)
-    update = Update(request_id=1, items=items, version=1, path="", state_path="")
+    update = Update(request_id=1, items=items, version=1, path="")
     questioner.answer({"tokens": num_tokens})
     for request in questioner.requests():
         updates, started, norm = 0, time.perf_counter(), 0.0

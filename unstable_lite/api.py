@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.reading import parse_config
@@ -37,7 +37,7 @@ def build(
     mini_batch_size: int | None = None,
     learning_rate: float = 1e-5,
     gradient_clipping: float = 0.2,
-    activation_checkpointing: bool = True,
+    activation_checkpointing: bool | Literal["auto"] = "auto",
     gradient_checkpointing: bool = True,
     use_trainer_cache: bool = False,  # noqa: ARG001
     buffer_size: int | None = None,
@@ -61,7 +61,7 @@ def build(
         "mini_batch_size": mini_batch_size,
         "learning_rate": learning_rate,
         "gradient_clipping": gradient_clipping,
-        "activation_checkpointing": activation_checkpointing and gradient_checkpointing,
+        "activation_checkpointing": gradient_checkpointing and activation_checkpointing,
     }
     league = {
         "env_sampling_strategy": _plain(env_sampling_strategy),

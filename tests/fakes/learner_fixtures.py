@@ -12,7 +12,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from unstable_lite.config import Config
-from unstable_lite.learner import load_learner
+from unstable_lite.learner import load_learner, worker
+from unstable_lite.transport.messages import Done, Message, SaveLearner, Update, Updated
 from unstable_lite.types import TrainItem
 
 VOCAB = 300
@@ -107,3 +108,18 @@ def make_items() -> MakeItems:
         return items
 
     return make
+
+
+def update_and_save(one: worker._Worker, message: Update) -> Message:
+    """Answer an update as a client asks for it: with the state saved before the first and after each."""
+
+    def save(name: str) -> None:
+        reply = one.answer(SaveLearner(request_id=message.request_id, path=f"{message.path}.{name}"))
+        assert isinstance(reply, Done), reply
+
+    if one._state is None:
+        save("before")
+    updated = one.answer(message)
+    if isinstance(updated, Updated) and updated.skipped is None:
+        save("state")
+    return updated

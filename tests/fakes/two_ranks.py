@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from msgspec import structs
 from torch import Tensor
 
 from bench.allocations import peak_bytes
+from fakes.learner_fixtures import update_and_save
 from fakes.unrolled import double, snapshot
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
@@ -131,7 +133,9 @@ def perform(directory: Path, name: str, rank: int = 0) -> None:
             one.follow()
         else:
             for message in messages:
-                replies.append(one.answer(_placed(message)))
+                placed = _placed(message)
+                answer = partial(update_and_save, one) if isinstance(placed, Update) else one.answer
+                replies.append(answer(placed))
             distributed.broadcast(Stop())
         if not job.is_double:
             item = next(message for message in messages if isinstance(message, Score)).items[:1]
@@ -147,12 +151,9 @@ def perform(directory: Path, name: str, rank: int = 0) -> None:
 def _placed(message: Message) -> Message:
     """Give each number of ranks separate files."""
     assert isinstance(message, (Update, LoadLearner, Score))
-    paths = {
-        key: value.replace("RANKS", str(distributed.num_ranks()))
-        for key in ("path", "state_path")
-        if (value := getattr(message, key, None)) is not None
-    }
-    return structs.replace(message, **paths)
+    if isinstance(message, Score):
+        return message
+    return structs.replace(message, path=message.path.replace("RANKS", str(distributed.num_ranks())))
 
 
 def outcome(directory: Path, name: str, num_ranks: int, rank: int = 0) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -173,8 +173,11 @@ class LearnerConfig(Section):
     """Weight decay of AdamW."""
     gradient_clipping: float = Field(0.2, gt=0)
     """Largest L2 norm of the gradient; `learner/grad_clipped` is the share of steps that it limits."""
-    activation_checkpointing: bool = True
-    """Whether to recompute a layer's activations in the backward pass."""
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Whether to recompute a layer's activations in the backward pass, which needs much less memory and a third more
+    computation. `auto`: only if a micro-batch would not fit the learner's part of a GPU, or a quarter of the machine's
+    memory on the CPU, as computed from the model's shape; if half of one fits without it, `max_tokens_per_micro_batch`
+    is lowered instead. `check` shows the decision, and a resumed run keeps it."""
     max_train_len: int | None = Field(None, ge=1)
     """Most tokens of prompt and completion together. Longer steps are not trained on: `learner/pct_truncated`."""
     importance_weight_cap: float = Field(2.0, gt=0)
@@ -208,10 +211,14 @@ class LearnerConfig(Section):
     """`ppo` and `grpo`: distance from 1 beyond which the ratio to the update's first policy gains nothing more."""
     options: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Keyword arguments of a custom algorithm's `__init__`."""
-    logits_chunk_tokens: int = Field(128, ge=1)
-    """Number of completion tokens whose logits exist at once; each takes 10 bytes per entry of the vocabulary."""
+    logits_chunk_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Number of completion tokens whose logits exist at once; each takes 10 bytes per entry of the vocabulary. `auto`:
+    1,024 on a GPU, 128 on the CPU."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the frozen base; adapters and optimiser are always float32."""
+    """Type of the frozen base; adapters and optimiser are always float32. `auto`: bfloat16 if the
+    device computes it."""
+    kernels: Literal["torch", "liger"] = "torch"
+    """`liger`: norms, rotary embeddings and gated MLPs are computed by the fused kernels of liger-kernel, on GPUs."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Largest share of a GPU's memory that the learner takes; beyond it, micro-batches become smaller. Default: if
     engines share the GPU at the same time, the share that they leave minus 0.05; else no limit."""
@@ -224,6 +231,12 @@ class LearnerConfig(Section):
     canary_tolerance: float = Field(0.2, gt=0)
     """Largest mean |Δ log p| between engine and learner on the base model that counts as rounding at startup; with more
     the run does not start. Afterwards adapters are judged against the measured value."""
+
+    def chunk_tokens(self, is_on_gpu: bool) -> int:
+        """Return `logits_chunk_tokens` with "auto" decided."""
+        if self.logits_chunk_tokens == "auto":
+            return 1024 if is_on_gpu else 128
+        return self.logits_chunk_tokens
 
 
 class LoraConfig(Section):

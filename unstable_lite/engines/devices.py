@@ -17,8 +17,10 @@ from unstable_lite.errors import ConfigError
 Device = int | Literal["cpu"]
 Devices = tuple[Device, ...]
 
-TESTED_VLLM = ((0, 25), (0, 33))
-"""The first tested version of vLLM, and the first one beyond them. The extra `vllm` installs the newest."""
+TESTED_VLLM = ((0, 32), (0, 33))
+"""The first version of vLLM that the tests have seen, and the first one after those."""
+UNTESTED_VLLM = "UNSTABLE_LITE_UNTESTED_VLLM"
+"""Environment variable that admits every version."""
 
 
 def resolve_devices(
@@ -70,7 +72,7 @@ def vllm_usable(devices: Sequence[int | str]) -> tuple[bool, str]:
         (_, least), (_, beyond) = TESTED_VLLM
         return False, (
             f"{name} {version} is not among the tested versions, 0.{least} to 0.{beyond - 1} "
-            "(pip install 'unstable-lite[vllm]')"
+            f"(pip install 'unstable-lite[vllm]', or set {UNTESTED_VLLM}=1 to try it)"
         )
     if wants_cpu and any(device != "cpu" for device in devices):
         return False, f"{name} {version} serves either on the CPU or on GPUs, not on both: {list(devices)}"
@@ -136,7 +138,8 @@ def _check_exist(name: str, devices: Devices, num_gpus: int) -> None:
 
 def _is_tested(vllm_version: str) -> bool:
     found = re.match(r"(\d+)\.(\d+)", vllm_version)
-    return found is None or TESTED_VLLM[0] <= (int(found[1]), int(found[2])) < TESTED_VLLM[1]
+    is_admitted = found is None or bool(os.environ.get(UNTESTED_VLLM))
+    return is_admitted or TESTED_VLLM[0] <= (int(found[1]), int(found[2])) < TESTED_VLLM[1]
 
 
 def _vllm_build() -> tuple[str, str, bool]:

@@ -14,7 +14,7 @@ from unstable_lite.types import Logprobs, TrainItem
 CRITIC_HEAD = "value_head.safetensors"
 """File of the value head, beside a critic's adapter."""
 UPDATED = "updated.json"
-"""File of the reply to the update that made a learner's state; a process that replaces the learner reads it."""
+"""File of the metrics of the update that made a learner's state; a process that replaces the learner reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

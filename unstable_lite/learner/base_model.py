@@ -24,10 +24,19 @@ ADAPTER = "default"
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
+    """Return the type of the base. Raises ModelError for a GPU without bfloat16 that is to compute in it."""
+    if device.type == "cuda":
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
         # Measured on a Zen 4 core: training in bfloat16 is 1.6 times as fast as in float32; emulated, it is slower.
         has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return torch.bfloat16 if device.type == "cuda" or has_bfloat16 else torch.float32
+    if name == "auto":
+        return torch.bfloat16 if has_bfloat16 else torch.float32
+    if name == "bfloat16" and device.type == "cuda" and not has_bfloat16:
+        raise ModelError(
+            "learner.dtype = 'bfloat16': a GPU older than Ampere, like this one, only emulates it; leave it at 'auto', "
+            "which takes float32 here"
+        )
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
@@ -50,12 +59,31 @@ def load_base(
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             attn_implementation="eager" if is_capped else None,
+            # Straight to the GPU; PEFT would take a CPU in such a map for offloaded layers.
+            device_map={"": device} if device.type == "cuda" else None,
         )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model {path}: transformers cannot load it as a causal LM: {error}") from error
     if device.type == "cpu" and dtype == torch.bfloat16 and base.config._attn_implementation == "sdpa":
         base.set_attn_implementation(_FLOAT32_ATTENTION)
     return base.to(device)  # type: ignore[arg-type, no-any-return]
+
+
+def use_liger(base: transformers.PreTrainedModel) -> None:
+    """Compute norms, rotary embeddings and gated MLPs by liger-kernel's fused kernels.
+
+    Raises ModelError if it has none for this model.
+    """
+    # This import takes seconds, and the package is optional.
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+
+    if base.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ModelError(
+            f"learner.kernels = 'liger': liger-kernel has none for models of type {base.config.model_type!r}; set "
+            "'torch'"
+        )
+    # The policy computes its own logits and losses.
+    _apply_liger_kernel_to_instance(base, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 class Whole(nn.Module):

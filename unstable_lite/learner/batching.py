@@ -21,8 +21,8 @@ from unstable_lite.errors import RequestError
 from unstable_lite.learner.advantages import ROUNDING
 from unstable_lite.types import Logprobs, TokenIds, TrainItem
 
-BATCH_COST = 128
-"""Fixed cost of one more micro-batch, in tokens: each starts its own forward and backward pass."""
+BATCH_COST = {"cpu": 128, "cuda": 512}
+"""Fixed cost of one more micro-batch by type of device, in tokens: each starts its own forward and backward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,18 +145,18 @@ WHOLE = Share()
 
 
 def make_micro_batches(
-    items: Sequence[TrainItem], max_tokens: int, max_rows: int | None, share: Share = WHOLE
+    items: Sequence[TrainItem], max_tokens: int, max_rows: int | None, share: Share = WHOLE, device: str = "cpu"
 ) -> list[MicroBatch]:
     """Return micro-batches of prompts and completions, with rows of similar length together."""
-    groups = _groups([length(item) for item in items], max_tokens, max_rows, share)
+    groups = _groups([length(item) for item in items], max_tokens, max_rows, share, BATCH_COST[device])
     return [replace(pad([items[row] for row in rows]), rows=tuple(rows)) if rows else _NOTHING for rows in groups]
 
 
 def make_prompt_batches(
-    items: Sequence[TrainItem], max_tokens: int, max_rows: int | None, share: Share = WHOLE
+    items: Sequence[TrainItem], max_tokens: int, max_rows: int | None, share: Share = WHOLE, device: str = "cpu"
 ) -> list[MicroBatch]:
     """Return micro-batches of prompts, with rows of similar length together."""
-    groups = _groups([len(item.prompt_ids) for item in items], max_tokens, max_rows, share)
+    groups = _groups([len(item.prompt_ids) for item in items], max_tokens, max_rows, share, BATCH_COST[device])
     return [_pad_prompts(items, rows) if rows else _NOTHING for rows in groups]
 
 
@@ -171,20 +171,24 @@ def cut(lengths: Sequence[int], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def _groups(lengths: Sequence[int], max_tokens: int, max_rows: int | None, share: Share) -> list[list[int]]:
+def _groups(
+    lengths: Sequence[int], max_tokens: int, max_rows: int | None, share: Share, batch_cost: int
+) -> list[list[int]]:
     """Return the rows of each micro-batch of one rank."""
     parts = cut(lengths, share.num_ranks) if share.num_ranks > 1 else [list(range(len(lengths)))]
     if not share.in_step:
-        return _group(lengths, parts[share.rank], max_tokens, max_rows)
-    of_ranks = [_group(lengths, rows, max_tokens, max_rows) for rows in parts]
+        return _group(lengths, parts[share.rank], max_tokens, max_rows, batch_cost)
+    of_ranks = [_group(lengths, rows, max_tokens, max_rows, batch_cost) for rows in parts]
     ours = of_ranks[share.rank]
     return ours + [[]] * (max(map(len, of_ranks)) - len(ours))
 
 
-def _group(lengths: Sequence[int], all_rows: Sequence[int], max_tokens: int, max_rows: int | None) -> list[list[int]]:
+def _group(
+    lengths: Sequence[int], all_rows: Sequence[int], max_tokens: int, max_rows: int | None, batch_cost: int
+) -> list[list[int]]:
     """Group rows of similar length, the largest group first, so that a lack of memory shows at once.
 
-    The rows are sorted by length and cut at the lowest cost: a token of padding costs one token, a group BATCH_COST
+    The rows are sorted by length and cut at the lowest cost: a token of padding costs one token, a group `batch_cost`
     tokens.
     """
     order = sorted(all_rows, key=lengths.__getitem__, reverse=True)
@@ -194,7 +198,7 @@ def _group(lengths: Sequence[int], all_rows: Sequence[int], max_tokens: int, max
     for first, row in enumerate(order):
         most = min(max(1, max_tokens // lengths[row]), max_rows or len(order), len(order) - first)
         sizes = np.arange(1, most + 1)
-        with_group = cost[first] + BATCH_COST + sizes * lengths[row]
+        with_group = cost[first] + batch_cost + sizes * lengths[row]
         is_better = with_group < cost[first + sizes]
         cost[first + sizes[is_better]] = with_group[is_better]
         begin[first + sizes[is_better]] = first

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from unstable_lite.transport.messages import (
     AdapterDigest,
     LoadLearner,
     Message,
+    SaveLearner,
     Score,
     Scored,
     Update,
@@ -38,30 +40,45 @@ class LearnerClient:
         self.channel = WorkerChannel(router, "learner")
         self._config = config
         self._state: Path | None = None
-        """State of the newest version."""
+        """Newest saved state."""
         self._being_saved: set[Path] = set()
         """States that stay until they are copied."""
-        self._next_state: Path | None = None
-        """State of the version in progress."""
+        self._unsaved: Callable[[], Awaitable[Any]] | None = None
+        """Request whose result is not saved yet, which a replacement therefore repeats."""
         self._origin: Path | None = None
         """Checkpoint from which the learner resumed."""
 
     async def update(self, batch: Batch, version: int, store: AdapterStore) -> Updated:
         """Make an update on `batch`, steps or whole trajectories; unless it is skipped, `store` then holds `version`.
 
-        The learner's state after it replaces the one before.
+        `save_state` must follow, and may run while engines load the adapter.
         """
-        items, timeout_s = train_items(batch), self._config.update_timeout_s
-        updated: Updated = await self._write(Update, timeout_s, version, store, items=items)
+        if self._state is None:  # an update that runs out of memory starts again from it
+            await self.save_state(version - 1, store)
+        timeout_s, place = self._config.update_timeout_s, partial(store.path, version)
+        fields: dict[str, Any] = {"items": train_items(batch), "version": version}
+        updated: Updated = await self._write(Update, timeout_s, place, store, **fields)
         if updated.skipped is None:
-            self._go_on_from_next_state()
+            fields |= {"path": str(place()), "is_published": True}
+            self._unsaved = partial(self.channel.ask, Update, DEADLINE_FACTOR * timeout_s, **fields)
         return updated
 
     async def write_adapter(self, version: int, store: AdapterStore) -> str:
         """Write the adapter that training starts from, as `version`, and return its digest."""
-        written: AdapterDigest = await self._write(WriteAdapter, SAVE_TIMEOUT_S, version, store)
-        self._go_on_from_next_state()
+        place = partial(store.path, version)
+        written: AdapterDigest = await self._write(WriteAdapter, SAVE_TIMEOUT_S, place, store, version=version)
+        fields = {"path": str(place()), "version": version}
+        self._unsaved = partial(self.channel.ask, WriteAdapter, SAVE_TIMEOUT_S, **fields)
+        await self.save_state(version, store)
         return written.digest
+
+    async def save_state(self, version: int, store: AdapterStore) -> None:
+        """Let the learner save its state, which is at `version`, in place of the one before."""
+        place = partial(store.learner_state, version)
+        await self._write(SaveLearner, SAVE_TIMEOUT_S, place, store)
+        before, self._state, self._unsaved = self._state, place(), None
+        if before is not None and before not in self._being_saved:
+            shutil.rmtree(before, ignore_errors=True)
 
     async def score(self, generations: Sequence[Generation]) -> tuple[LearnerLogprobs, ...]:
         """Return the learner's log-probabilities of sampled tokens, in the same order."""
@@ -72,7 +89,7 @@ class LearnerClient:
         return scored.logprobs
 
     async def save(self, directory: Path) -> None:
-        """Copy the newest version's adapter and optimiser state into `directory`, while the learner continues.
+        """Copy the newest saved adapter and optimiser state into `directory`, while the learner continues.
 
         An adapter must have been written. Raises OSError if they cannot be copied.
         """
@@ -93,22 +110,24 @@ class LearnerClient:
 
     async def restore(self) -> None:
         """Give a replacement the state of the learner that died, and mark it ready."""
-        candidates = [
-            path for path in (self._next_state, self._state, self._origin) if path is not None and path.is_dir()
-        ]
-        if candidates:
-            await self.channel.ask(LoadLearner, SAVE_TIMEOUT_S, path=str(candidates[0]))
+        if (state := self._state or self._origin) is not None:
+            await self.channel.ask(LoadLearner, SAVE_TIMEOUT_S, path=str(state))
+        if self._unsaved is not None:
+            await self._unsaved()
         self.channel.mark_ready()
 
     async def _write(
-        self, message_type: Callable[..., Message], timeout_s: float, version: int, store: AdapterStore, **fields: Any
+        self,
+        message_type: Callable[..., Message],
+        timeout_s: float,
+        place: Callable[[], Path],
+        store: AdapterStore,
+        **fields: Any,
     ) -> Any:
-        """Let the learner write an adapter and its own state; again, on disk, if shared memory is full."""
+        """Let the learner write to `place()`; again, on disk, if shared memory is full."""
         while True:
-            path, self._next_state = str(store.path(version)), store.learner_state(version)
-            fields |= {"version": version, "path": path, "state_path": str(self._next_state)}
             try:
-                return await self._ask(message_type, timeout_s, **fields)
+                return await self._ask(message_type, timeout_s, path=str(place()), **fields)
             except NoRoomError as error:
                 if not store.fall_back(str(error)):
                     raise
@@ -118,11 +137,6 @@ class LearnerClient:
             await self.channel.until_ready()
             with contextlib.suppress(WorkerDied):
                 return await self.channel.ask(message_type, DEADLINE_FACTOR * timeout_s, **fields)
-
-    def _go_on_from_next_state(self) -> None:
-        if self._state is not None and self._state not in self._being_saved:
-            shutil.rmtree(self._state, ignore_errors=True)
-        self._state = self._next_state
 
 
 def _copy_state(state: Path, directory: Path) -> None:

@@ -83,7 +83,8 @@ class Critic:
 
     def _batches(self, items: Sequence[TrainItem], max_rows: int | None) -> list[MicroBatch]:
         policy = self._policy
-        batches = make_prompt_batches(items, policy.max_tokens_per_micro_batch, max_rows, policy.share)
+        limits = policy.max_tokens_per_micro_batch, max_rows
+        batches = make_prompt_batches(items, *limits, policy.share, policy.device.type)
         return [batch.to(policy.device) for batch in batches]
 
     def _values(self, batch: MicroBatch) -> Tensor:

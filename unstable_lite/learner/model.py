@@ -30,6 +30,7 @@ from unstable_lite.learner.base_model import (
     peft_config,
     shard,
     straight,
+    use_liger,
 )
 from unstable_lite.models import resolve_model
 from unstable_lite.models.positions import longrope_limit, position_limit
@@ -47,7 +48,7 @@ class Policy:
         self.device = torch.device(device)
         self.dtype = choose_dtype(config.learner.dtype, self.device)
         self._temperature = config.engine.temperature
-        self._chunk_tokens = config.learner.logits_chunk_tokens
+        self._chunk_tokens = config.learner.chunk_tokens(is_on_gpu=self.device.type == "cuda")
         self._has_entropy_bonus = config.learner.entropy_coefficient > 0
         self._seed, self._has_dropout = config.run.seed, config.lora.lora_dropout > 0
         self.max_tokens_per_micro_batch = config.learner.max_tokens_per_micro_batch
@@ -58,6 +59,8 @@ class Policy:
         """Whether every rank holds a part of the base, so that all must pass through it together."""
         place = torch.device("cpu") if self.is_sharded else self.device
         self._base = load_base(path, self.dtype, place, config.trust_remote_code)
+        if config.learner.kernels == "liger":
+            use_liger(self._base)
         self.num_base_parameters = sum(parameter.numel() for parameter in self._base.parameters())
         self.model = add_lora(self._base, config.lora, path)
         self.parameters: dict[str, nn.Parameter] = {
@@ -120,8 +123,8 @@ class Policy:
                 f"a sequence of {longest} tokens: beyond {limit} the model's LongRoPE rotates all rows of a batch by "
                 f"other factors; set engine.max_model_len or learner.max_train_len = {limit}"
             )
-        share = share or self.share
-        for batch in batching.make_micro_batches(items, self.max_tokens_per_micro_batch, self._max_rows, share):
+        limits = self.max_tokens_per_micro_batch, self._max_rows
+        for batch in batching.make_micro_batches(items, *limits, share or self.share, self.device.type):
             yield batch.to(self.device)
 
     @property
@@ -144,7 +147,7 @@ class Policy:
 
     def _logprobs(self, batch: batching.MicroBatch) -> tuple[Tensor, Tensor]:
         with self._autocast():
-            hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1)[batch.source_N]
+            hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1).index_select(0, batch.source_N)
             logps, entropies = [], []
             chunks = torch.split(hidden_ND, self._chunk_tokens), torch.split(batch.target_N, self._chunk_tokens)
             for hidden_KD, target_K in zip(*chunks, strict=True):
@@ -157,7 +160,7 @@ class Policy:
     def is_most_likely(self, batch: batching.MicroBatch) -> Tensor:
         """Return whether each trained token is the one that greedy decoding would choose."""
         with self._autocast():
-            hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1)[batch.source_N]
+            hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1).index_select(0, batch.source_N)
             chunks = [self._logits(hidden_KD).argmax(-1) for hidden_KD in torch.split(hidden_ND, self._chunk_tokens)]
         return torch.cat(chunks) == batch.target_N
 
@@ -236,7 +239,7 @@ class Policy:
         """Return the decoder's output at the last token of each prompt in a batch of prompts, B × D."""
         with self._autocast():
             hidden_BTD: Tensor = self._through(self._hidden, batch.tokens_BT)
-        return hidden_BTD.flatten(0, 1)[batch.source_N]
+        return hidden_BTD.flatten(0, 1).index_select(0, batch.source_N)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

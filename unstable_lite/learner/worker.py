@@ -37,6 +37,7 @@ from unstable_lite.transport.messages import (
     LoadLearner,
     Message,
     Ready,
+    SaveLearner,
     Score,
     Scored,
     Stop,
@@ -49,6 +50,8 @@ from unstable_lite.types import Histogram, LearnerLogprobs, TrainItem
 
 CHECK_EVERY = 10
 """Number of updates between two checks that all ranks hold the same adapter and critic."""
+GROW_EVERY = 20
+"""Number of updates between two attempts to double micro-batches that were halved when memory ran out."""
 OOM_ADVICE = (
     "lower learner.max_train_len or learner.logits_chunk_tokens, set learner.activation_checkpointing = true, or leave "
     "it more memory"
@@ -93,16 +96,15 @@ class _Worker:
         self._oom_retries = 0
         """Number of times that an update restarted because memory had run out."""
         self._state: Path | None = None
-        """Directory of the learner's state after the last update."""
+        """Newest directory of the learner's state, which is at the version before the next update."""
         self._made: dict[str, float] | None = None
-        """Result of the newest update, by this process or its predecessor, which the orchestrator may not have
-        received."""
+        """Metrics of the newest update."""
         self._policy = learner.training.policy
         self.past_adapters = PastAdapters(self._policy, config.buffer.max_staleness)
         self.past_adapters.hold(learner.training.version)
 
     def answer(self, message: Message) -> Message:
-        assert isinstance(message, (Update, WriteAdapter, Score, LoadLearner)), message
+        assert isinstance(message, (Update, WriteAdapter, Score, SaveLearner, LoadLearner)), message
         started = time.perf_counter()
         try:
             if isinstance(message, Update):
@@ -114,9 +116,12 @@ class _Worker:
             if isinstance(message, WriteAdapter):
                 distributed.broadcast(message)
                 self._begin_at(message.version)
-                digest = self._complete(message, None)
+                digest = self._write_adapter(message.path)
                 seconds = time.perf_counter() - started
                 return AdapterDigest(request_id=message.request_id, seconds=seconds, digest=digest)
+            if isinstance(message, SaveLearner):
+                self._save(Path(message.path))
+                return Done(request_id=message.request_id)
             distributed.broadcast(message)
             self._load(Path(message.path))
             return Done(request_id=message.request_id)
@@ -142,7 +147,7 @@ class _Worker:
                 with contextlib.suppress(RequestError):
                     if self._policy.is_sharded:
                         self._mismatch(message.items, message.version)
-                    self._update_within_memory(message.items, message.version)
+                    self._make(message)
             elif isinstance(message, Score):
                 with contextlib.suppress(RequestError):
                     self._score(message.items)
@@ -153,7 +158,7 @@ class _Worker:
                 self._load(None)
 
     def _begin_at(self, version: int) -> None:
-        """Name the adapter that training starts from."""
+        """Name the adapter that training continues from."""
         self.learner.training.version = version
         self.past_adapters.hold(version)
 
@@ -182,23 +187,22 @@ class _Worker:
             policy.max_tokens_per_micro_batch = limit
 
     def _update(self, message: Update) -> Updated:
-        if self._made is not None and message.version == self.learner.training.version:
-            digest = self._complete(message, self._made)
+        if self._made is not None and message.version == self.learner.training.version:  # its adapter had no room
+            digest = self._write_adapter(message.path)
             return Updated(request_id=message.request_id, metrics=self._made, skipped=None, digest=digest)
-        if self._state is None:
-            self._keep(f"{message.state_path}.before", None)
         is_sharded = self._policy.is_sharded
         if is_sharded:  # all ranks take part in the measurement
             distributed.broadcast(message)
         mismatch = self._mismatch(message.items, message.version)
         if not is_sharded:
             distributed.broadcast(message)
-        result = self._update_within_memory(message.items, message.version)
+        result = self._make(message)
         result = replace(result, metrics=result.metrics | mismatch)
         digest, histograms = "", tuple[Histogram, ...]()
         if result.skipped is None:
             self._made = result.metrics
-            self._keep(message.state_path, result.metrics)
+            if not message.is_published:
+                shutil.rmtree(message.path, ignore_errors=True)  # left behind by a process that died
             digest = self._write_adapter(message.path)
             histograms = histograms_of(message.items, result, self._config.learner.importance_weight_cap)
         return Updated(
@@ -210,12 +214,22 @@ class _Worker:
             digest=digest,
         )
 
+    def _make(self, message: Update) -> UpdateResult:
+        """Make the update, or repeat one whose adapter engines hold already."""
+        result = self._update_within_memory(message.items, message.version)
+        if message.is_published:  # a GPU does not repeat an update bit for bit
+            with distributed.broadcast_directory(Path(message.path)) as adapter:
+                self._policy.load_adapter(adapter)
+            self._begin_at(message.version)
+        return result
+
     def _update_within_memory(self, items: Sequence[TrainItem], version: int) -> UpdateResult:
         """Make the update; if memory runs out, repeat it from its start in micro-batches of half the size.
 
         With a sharded base this raises UnstableError instead, because the other ranks wait for this one within a pass.
         """
         is_sharded = self._policy.is_sharded
+        self._grow_micro_batches(version)
         while True:
             try:
                 with contextlib.nullcontext() if is_sharded else distributed.all_ranks_or_none():
@@ -283,6 +297,13 @@ class _Worker:
             behaviour_logp += [torch.from_numpy(item.logprobs.copy()) for item in own]
         return losses.mismatch_metrics(torch.cat(logp), torch.cat(behaviour_logp))
 
+    def _grow_micro_batches(self, version: int) -> None:
+        """Double halved micro-batches at every GROW_EVERY-th version: one unusual batch may have been the reason."""
+        policy, configured = self._policy, self._config.learner.max_tokens_per_micro_batch
+        if version % GROW_EVERY == 0 and policy.max_tokens_per_micro_batch < configured:
+            policy.max_tokens_per_micro_batch = min(configured, 2 * policy.max_tokens_per_micro_batch)
+            log.info("update %d tries max_tokens_per_micro_batch = %d", version, policy.max_tokens_per_micro_batch)
+
     def _halve_micro_batches(self, items: Sequence[TrainItem], reason: str) -> None:
         """Halve the micro-batches. Raises RequestError if they hold one sequence already."""
         config, policy = self._config.learner, self._policy
@@ -304,26 +325,18 @@ class _Worker:
             policy.max_tokens_per_micro_batch,
         )
 
-    def _keep(self, path: str, metrics: dict[str, float] | None) -> None:
+    def _save(self, path: Path) -> None:
         """Save the whole state or nothing; a process that replaces this one continues from it.
 
         With a sync schedule it has the past adapters too, so that a resumed run measures the same mismatch.
         """
         shutil.rmtree(path, ignore_errors=True)  # left behind by a process that died
-        with peft_files.new_directory(Path(path), 3 * self._policy.adapter_bytes) as unfinished:
+        with peft_files.new_directory(path, 3 * self._policy.adapter_bytes) as unfinished:
             self.learner.training.save(unfinished)
             if self._config.run.schedule == "sync":
                 self.past_adapters.save(unfinished)
-            (unfinished / UPDATED).write_text(json.dumps(metrics))
-        if self._state is not None and self._state.suffix == ".before":  # the orchestrator removes the others
-            shutil.rmtree(self._state, ignore_errors=True)
-        self._state = Path(path)
-
-    def _complete(self, message: Update | WriteAdapter, made: dict[str, float] | None) -> str:
-        """Write the state and the adapter if a predecessor did not; return the adapter's digest."""
-        if not Path(message.state_path).exists():
-            self._keep(message.state_path, made)
-        return self._write_adapter(message.path)
+            (unfinished / UPDATED).write_text(json.dumps(self._made))
+        self._state = path
 
     def _write_adapter(self, path: str) -> str:
         """Write the adapter, unless a predecessor did, and return the digest of the one that this process holds."""

@@ -80,7 +80,7 @@ class Progress:
         metrics |= self._engine_metrics() | self._buffer_metrics() | self._league_metrics() | self._run_metrics()
         if metrics["learner/oom_retries"] > parts.tracker.latest.get("learner/oom_retries", 0.0):
             self._parts.alarm(
-                "the learner ran out of memory and did the update again; from now on a micro-batch has at most "
+                "the learner ran out of memory and did the update again; a micro-batch now has at most "
                 f"{metrics['learner/max_tokens_per_micro_batch']:.0f} tokens"
             )
         metrics |= parts.health.check_update(self.updates, metrics)

@@ -92,7 +92,9 @@ class TrainLoop:
             self.progress.count_skipped(updated.skipped)
             return False
         with timed(metrics, "learner/publish_s"):
-            metrics |= await parts.adapter_sync.sync(version, updated.digest)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(parts.workers.learner.save_state(version, parts.store))
+                metrics |= await parts.adapter_sync.sync(version, updated.digest)
             self.progress.updates += 1
             self.progress.promote(f"ckpt-{self.progress.updates}", version)
         await self.progress.report(batch, updated, metrics)

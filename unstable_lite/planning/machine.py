@@ -33,6 +33,8 @@ def machine_problems(config: Config, engine_devices: Devices, learner_devices: D
         yield from error.problems
         return
     yield from vllm_problems(config.engine, kind, engine_devices)
+    if config.learner.kernels == "liger" and "cpu" in learner_devices:
+        yield "learner.kernels = 'liger' needs a GPU, and the learner is on the CPU; set 'torch'"
     if any(isinstance(device, int) for device in (*engine_devices, *learner_devices)):
         yield from _driver_problems()
         yield from _shared_memory_problems(config, len(learner_devices))

@@ -106,6 +106,8 @@ def shape_of(model_name: str) -> ModelShape | None:
         names = [name for name in KNOWN_SHAPES if model_name == name or model_name.startswith(f"{name}-")]
         return KNOWN_SHAPES[names[0]] if names else None
     model = read_json(path)
+    if any("experts" in key for key in model):  # their layers are not those of `ModelShape`
+        return None
     sizes = [size for key in _SIZES if isinstance(size := model.get(key), int) and size > 0]
     if len(sizes) < len(_SIZES):
         return None
@@ -147,14 +149,19 @@ class LearnerMemory:
 
 
 def learner_memory(
-    shape: ModelShape, learner: LearnerConfig, lora: LoraConfig, has_critic: bool = False, num_ranks: int = 1
+    shape: ModelShape,
+    learner: LearnerConfig,
+    lora: LoraConfig,
+    has_critic: bool = False,
+    num_ranks: int = 1,
+    is_on_gpu: bool = True,
 ) -> LearnerMemory:
     """Return the memory of each of `num_ranks` ranks, which divide the base if `learner.shard_base` is set.
 
-    With `learner.dtype` "auto" the base is bfloat16; adapter and optimiser are float32. A critic counts as a second
-    adapter.
+    With `learner.dtype` "auto" the base is bfloat16 on a GPU, float32 on the CPU; adapter and optimiser are float32. A
+    critic counts as a second adapter.
     """
-    is_bfloat16 = learner.dtype != "float32"
+    is_bfloat16 = learner.dtype == "bfloat16" or (learner.dtype == "auto" and is_on_gpu)
     h, i, q, k, r = shape.hidden, shape.inner, shape.queries, shape.keys, lora.lora_rank
     if is_bfloat16:
         width, layer, recomputed, ends = 2, 12.4 * h + 8 * i + 14 * q + 12 * k + 18 * r, 2.4 * h + 4 * i, 19 * h
@@ -176,7 +183,7 @@ def learner_memory(
         base=base,
         lent=lent,
         adapter=(2 if has_critic else 1) * 16 * shape.lora_parameters(lora),
-        head=(LOGIT_BYTES + (2 if is_bfloat16 else 0)) * learner.logits_chunk_tokens * shape.vocab_size,
+        head=(LOGIT_BYTES + (2 if is_bfloat16 else 0)) * learner.chunk_tokens(is_on_gpu) * shape.vocab_size,
         kept_per_token=round(kept),
         layer_per_token=round(passing),
     )
@@ -248,7 +255,7 @@ def _describe_learner(shape: ModelShape, config: Config, num_ranks: int, usable:
         yield "learner: gathered in a pass", f"{_gib(memory.lent)} of other ranks' shards"
     adapters = f"adapter{'s of policy and critic,' * has_critic} of rank {config.lora.lora_rank}"
     yield f"learner: {adapters}", f"{_gib(memory.adapter)} with gradient and optimiser"
-    yield f"learner: logits of {config.learner.logits_chunk_tokens} tokens", _gib(memory.head)
+    yield f"learner: logits of {config.learner.chunk_tokens(is_on_gpu=True)} tokens", _gib(memory.head)
     for is_checkpointed, how in ((True, "with checkpointing"), (False, "without")):
         learner = config.learner.model_copy(update={"activation_checkpointing": is_checkpointed})
         memory = learner_memory(shape, learner, config.lora, has_critic, num_ranks)

@@ -1,4 +1,4 @@
-"""Colocation of engine and learner on one device: the share of memory of each, and whether it can be enough.
+"""Devices and memory of engine and learner: their shares, whether these can be enough, and if checkpointing is needed.
 
 Computed from the model's shape, if that is known, before anything is loaded; see `memory.py`. Does not load torch.
 """
@@ -6,6 +6,7 @@ Computed from the model's shape, if that is known, before anything is loaded; se
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,6 +21,11 @@ ENGINE_SHARE = {"split": 0.5, "sleep": 0.7}
 """Engines' default share of a shared GPU's memory by `engine.when_shared`."""
 UNASSIGNED = 0.05
 """Share of a shared GPU that neither side gets: CUDA's contexts, and memory that allocators cannot use."""
+LEARNER_CPU_SHARE = 0.25
+"""Share of the machine's memory that micro-batches on the CPU may take by default; engines, games and others need the
+rest."""
+UNCOMPUTED = 0.1
+"""Share of a learner's memory that stays free for CUDA's context and for errors of the computation."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 Devices = Sequence[int | str]
@@ -134,6 +140,62 @@ def _too_small(config: Config, device: int | str, engine_devices: Devices, learn
                 f"{needed / GIB:.1f} (computed); change {section}.gpu_memory_utilization, or use a smaller model or "
                 "more GPUs"
             )
+
+
+def decide_checkpointing(config: Config, engine_devices: Devices, learner_devices: Devices) -> tuple[Config, str]:
+    """Return the config with `learner.activation_checkpointing` decided, and the reason.
+
+    "auto" is off if a micro-batch fits the learner's memory without it, or half of one, because two micro-batches cost
+    less than a repeated forward pass. It is on if the memory is not known, and for a sharded base, because running out
+    of memory then ends the run.
+    """
+    learner, shape = config.learner, shape_of(config.model_name)
+    if learner.activation_checkpointing != "auto" or not learner_devices:
+        return config, "set in the config"
+    changes: dict[str, bool | int] = {"activation_checkpointing": True}
+    room = _learner_room(divide(config, engine_devices, learner_devices), learner_devices)
+    if learner.shard_base:
+        reason = "the base is sharded"
+    elif shape is None or room is None:
+        reason = "the model's shape or the memory of the learner's device is not known"
+    else:
+        without = learner.model_copy(update={"activation_checkpointing": False})
+        is_on_gpu, has_critic = "cpu" not in learner_devices, algorithm_of(config).has_critic
+        memory = learner_memory(shape, without, config.lora, has_critic, is_on_gpu=is_on_gpu)
+        whole, longest = _largest_micro_batch(config)
+        half = max(longest, whole // 2)
+        tokens = whole if memory.total(whole) <= room else half
+        fits = memory.total(tokens) <= room
+        if fits:
+            changes["activation_checkpointing"] = False
+        if fits and tokens < whole:
+            changes["max_tokens_per_micro_batch"] = tokens
+        reason = (
+            f"without it a micro-batch of {tokens:,} tokens needs {memory.total(tokens) / GIB:.1f} of the learner's "
+            f"{room / GIB:.1f} GiB (computed)"
+        )
+    return config.model_copy(update={"learner": learner.model_copy(update=changes)}), reason
+
+
+def _largest_micro_batch(config: Config) -> tuple[int, int]:
+    """Return the most tokens of a micro-batch, and of a sequence."""
+    learner, longest = config.learner, config.engine.max_model_len
+    longest = min(longest, learner.max_train_len or longest)
+    rows = learner.mini_batch_size or sys.maxsize
+    if config.buffer.kind == "steps":  # episodes come as a whole, with more steps than `batch_size`
+        rows = min(rows, learner.batch_size)
+    return max(longest, min(learner.max_tokens_per_micro_batch, rows * longest)), longest
+
+
+def _learner_room(config: Config, learner_devices: Devices) -> float | None:
+    """Return the bytes that each rank may take on its device; None if they are not known."""
+    rooms = []
+    for device in learner_devices:
+        if (room := memory_bytes(device)) is None:
+            return None
+        share = LEARNER_CPU_SHARE if device == "cpu" else config.learner.gpu_memory_utilization or 1.0
+        rooms.append((1 - UNCOMPUTED) * share * room / list(learner_devices).count(device))
+    return min(rooms)
 
 
 def memory_bytes(device: int | str) -> int | None:

@@ -24,7 +24,14 @@ from unstable_lite.planning.algorithm_defaults import describe_rewards, resolve_
 from unstable_lite.planning.engine_choice import engine_of, engine_warnings
 from unstable_lite.planning.machine import machine_problems
 from unstable_lite.planning.memory import shape_of
-from unstable_lite.planning.placement import describe_sharing, devices_of, divide, engine_devices_alone, shared
+from unstable_lite.planning.placement import (
+    decide_checkpointing,
+    describe_sharing,
+    devices_of,
+    divide,
+    engine_devices_alone,
+    shared,
+)
 from unstable_lite.planning.staleness import describe as describe_pace
 from unstable_lite.planning.validation import critic_warnings, find_engine_problems, find_problems, played_otherwise
 
@@ -40,8 +47,9 @@ class Plan:
     """A config that can run, with the decisions about it."""
 
     config: Config
-    """Config in which `engine.kind` and all settings that depend on the algorithm are decided."""
+    """Config in which `engine.kind`, checkpointing and all settings that depend on the algorithm are decided."""
     engine_reason: str
+    checkpointing_reason: str
     engine_devices: tuple[int | str, ...]
     learner_devices: tuple[int | str, ...]
     """Device of each rank on this machine; empty if no learner is started."""
@@ -102,6 +110,9 @@ class Plan:
         for rank, device in enumerate(self.learner_devices):
             place = _device(device, self.learner_threads)
             yield (f"learner-{rank}", place) if rank else ("learner", f"{config.algorithm} on {place}")
+        if self.learner_devices:
+            is_on = config.learner.activation_checkpointing
+            yield "checkpointing", f"{'on' if is_on else 'off'}: {self.checkpointing_reason}"
         if remote := config.learner.remote_ranks:
             join = f"torchrun … -m unstable_lite.learner.remote_rank {config.learner.rendezvous}"
             yield "remote ranks", f"{remote} more ranks of the learner: {join}"
@@ -195,13 +206,14 @@ def _plan_run(config: Config) -> Plan:
 
 def plan_workers(config: Config, engine_devices: tuple[int | str, ...], learner_devices: tuple[int | str, ...]) -> Plan:
     """Decide engine and threads for a config without problems. Raises ConfigError if the engine cannot serve."""
-    config = resolve_defaults(config)
+    config, why_checkpointed = decide_checkpointing(resolve_defaults(config), engine_devices, learner_devices)
     kind, reason = engine_of(config, engine_devices)
     workers_on_cpu = [*engine_devices, *learner_devices].count("cpu")
     share = max(1, len(os.sched_getaffinity(0)) // max(1, workers_on_cpu))
     return Plan(
         config=config.model_copy(update={"engine": config.engine.model_copy(update={"kind": kind})}),
         engine_reason=reason,
+        checkpointing_reason=why_checkpointed,
         engine_devices=engine_devices,
         learner_devices=learner_devices,
         engine_threads=config.engine.threads or (share if "cpu" in engine_devices else ENGINE_THREADS_ON_GPU),

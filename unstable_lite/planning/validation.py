@@ -71,6 +71,8 @@ def find_worker_problems(config: Config) -> list[str]:
         if (path := getattr(config.lora, key)) is not None:
             problems += adapter_problems(f"lora.{key}", path, config.lora)
     problems += _unknown("algorithm", config.algorithm, LEARNERS, may_be_import=True)
+    if config.learner.kernels == "liger" and importlib.util.find_spec("liger_kernel") is None:
+        problems.append("learner.kernels = 'liger': it is not installed; pip install 'unstable-lite[liger]'")
     if config.tracker.wandb_project and importlib.util.find_spec("wandb") is None:
         problems.append("tracker.wandb_project: wandb is not installed; pip install 'unstable-lite[wandb]'")
     return problems or _device_problems(config)

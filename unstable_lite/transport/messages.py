@@ -112,7 +112,7 @@ class Updated(Reply):
     logprobs: tuple[Logprobs, ...] = ()
     """Log-probabilities of each item's trained tokens before the step; only with `tracker.keep_tokens`."""
     histograms: tuple[Histogram, ...] = ()
-    """Histograms of this update; empty if this repeats a reply that was lost."""
+    """Histograms of this update; empty if only its adapter had to be written again."""
     digest: str = ""
     """Digest of the adapter that was written; empty if the update was skipped."""
 
@@ -124,8 +124,9 @@ class Update(Request[Updated]):
     version: int
     """Adapter version that this update creates."""
     path: str
-    state_path: str
-    """New directory for the learner's complete state, written before the reply; see `LoadLearner`."""
+    is_published: bool = False
+    """Whether a worker that died made this version, which engines may hold. The learner then repeats the update for its
+    optimiser state, and takes the adapter from `path`."""
 
     def __post_init__(self) -> None:
         check_lengths(self.items)
@@ -136,7 +137,6 @@ class WriteAdapter(Request[AdapterDigest]):
 
     version: int
     path: str
-    state_path: str
 
 
 class Scored(Reply):
@@ -158,12 +158,14 @@ class Score(Request[Scored]):
         check_lengths(self.items)
 
 
-class LoadLearner(Request[Done]):
-    """Resume from a directory that `Update` or `WriteAdapter` wrote, or a copy of it.
+class SaveLearner(Request[Done]):
+    """Save the learner's complete state in the new directory `path`."""
 
-    If the update that wrote the directory is requested again because its reply was lost, the learner only repeats the
-    reply.
-    """
+    path: str
+
+
+class LoadLearner(Request[Done]):
+    """Resume from a directory that `SaveLearner` wrote, or a copy of it."""
 
     path: str
 

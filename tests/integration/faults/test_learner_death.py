@@ -9,22 +9,21 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import safetensors.torch
 import torch
-from msgspec import structs
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from unstable_lite.adapters import peft_files
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.config import Config
 from unstable_lite.learner import load_learner, worker
 from unstable_lite.learner.client import LearnerClient, train_items
 from unstable_lite.orchestrator.supervisor import Supervisor
-from unstable_lite.transport.messages import LoadLearner, Update, Updated
+from unstable_lite.transport.messages import Update, Updated
 from unstable_lite.transport.processes import WorkerGroup, WorkerProcess
 from unstable_lite.transport.rpc import Router, WorkerChannel
 from unstable_lite.transport.worker_main import WorkerSpec
@@ -88,7 +87,9 @@ class Learning:
     alarms: list[str] = field(default_factory=list)
 
     async def update(self, version: int) -> Updated:
-        return await self.client.update(batch(version), version, self.arena)
+        updated = await self.client.update(batch(version), version, self.arena)
+        await self.client.save_state(version, self.arena)
+        return updated
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
@@ -213,25 +214,64 @@ async def test_only_the_newest_learner_state_is_kept(learning: Learning) -> None
     assert [path.name for path in learning.arena.directory.glob("learner-*")] == ["learner-3"]
 
 
-def test_unreported_update_is_reported_and_not_repeated(config: Config, tmp_path: Path) -> None:
-    def update(version: int) -> Update:
-        return Update(
-            request_id=version,
-            items=train_items(batch(version)),
-            version=version,
-            path=str(tmp_path / f"v{version}"),
-            state_path=str(tmp_path / f"state-{version}"),
-        )
+async def test_published_adapter_survives_a_learner_that_dies_before_it_saves(
+    learning: Learning, config: Config
+) -> None:
+    """The adapter is changed on purpose: on a GPU the replacement's own update need not be equal."""
+    await learning.update(1)
+    reported = await learning.client.update(batch(2), 2, learning.arena)
+    learning.kill()
+    published = learning.arena.path(2)
+    changed = {name: tensor + 0.01 for name, tensor in weights(published).items()}
+    safetensors.torch.save_file(changed, published / "adapter_model.safetensors", {"format": "pt"})
+    digest = peft_files.adapter_digest(published)
+    async with asyncio.TaskGroup() as tasks:
+        supervised = tasks.create_task(learning.supervisor.run())
+        generations = [step.generation for step in batch(2) if step.generation is not None]
+        scoring = tasks.create_task(learning.client.score(generations))  # as the canary does at this time
+        await learning.client.save_state(2, learning.arena)
+        supervised.cancel()
+    policy = load_learner(config, "cpu").training.policy
+    policy.load_adapter(published)
+    for expected, scored in zip(policy.score(train_items(batch(2))), scoring.result(), strict=True):
+        assert scored.adapter == pytest.approx(expected.adapter, abs=1e-5)
+    state = learning.arena.learner_state(2)
+    assert peft_files.adapter_digest(published) == peft_files.adapter_digest(state) == digest != reported.digest
+    assert [path.name for path in learning.arena.directory.glob("learner-*")] == ["learner-2"]
 
-    first = worker._Worker(load_learner(config, "cpu"), config)
-    reported = first.answer(update(1))
-    second = worker._Worker(load_learner(config, "cpu"), config)
-    second.answer(LoadLearner(request_id=9, path=str(tmp_path / "state-1")))
-    made = weights(tmp_path / "v1")
-    (tmp_path / "v1" / "adapter_model.safetensors").rename(tmp_path / "aside")
-    (tmp_path / "v1" / "adapter_config.json").unlink()
-    (tmp_path / "v1").rmdir()
-    assert second.answer(update(1)) == structs.replace(reported, histograms=())
-    assert all(torch.equal(tensor, weights(tmp_path / "v1")[name]) for name, tensor in made.items())
-    after: Any = second.answer(update(2))
-    assert after.metrics["step"] == 2
+    async with asyncio.TaskGroup() as tasks:
+        supervised = tasks.create_task(learning.supervisor.run())
+        after = await learning.update(3)
+        supervised.cancel()
+    assert (learning.supervisor.restarts, after.metrics["step"]) == (1, 3)
+
+
+async def test_learner_that_dies_before_it_saves_repeats_its_update_alone(learning: Learning, config: Config) -> None:
+    """The repeated update is equal bit for bit on a CPU, with its moments."""
+    await learning.update(1)
+    reported = await learning.client.update(batch(2), 2, learning.arena)
+    async with asyncio.TaskGroup() as tasks:
+        supervised = tasks.create_task(learning.supervisor.run())
+        learning.kill()
+        await learning.client.save_state(2, learning.arena)
+        await learning.update(3)
+        supervised.cancel()
+    torch.set_num_threads(1)
+    undisturbed = load_learner(config, "cpu")
+    for version in (1, 2, 3):
+        undisturbed.update(train_items(batch(version)), version)
+    expected, _ = undisturbed.policy.adapter_state()
+    made = weights(learning.arena.learner_state(3))
+    assert all(torch.equal(tensor, made[name]) for name, tensor in expected.items())
+    assert reported.digest == peft_files.adapter_digest(learning.arena.path(2))
+
+
+def test_adapter_of_an_unreported_update_is_written_again(config: Config, tmp_path: Path) -> None:
+    message = Update(request_id=1, items=train_items(batch(1)), version=1, path=str(tmp_path / "v1"))
+    first, second = (worker._Worker(load_learner(config, "cpu"), config) for _ in range(2))
+    first.answer(message)
+    made = peft_files.adapter_digest(tmp_path / "v1")
+    (tmp_path / "v1" / "adapter_model.safetensors").write_bytes(b"of another update")
+    updated = second.answer(message)
+    assert isinstance(updated, Updated)
+    assert updated.digest == peft_files.adapter_digest(tmp_path / "v1") == made

@@ -49,8 +49,8 @@ async def test_rank_started_by_torchrun_joins_by_address(
         await process.start()
         await process.ready(250)
         items = tuple(make_items())
-        paths = {"path": str(tmp_path / "v1"), "state_path": str(tmp_path / "state-1")}
-        updated: Updated = await process.channel.ask(Update, 120, items=items, version=1, **paths)
+        path = str(tmp_path / "v1")
+        updated: Updated = await process.channel.ask(Update, 120, items=items, version=1, path=path)
         await process.stop(grace_s=60)
         assert elsewhere.wait(timeout=60) == 0, (tmp_path / "elsewhere.log").read_text()
     finally:

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from fakes.learner_fixtures import update_and_save
 from fakes.unrolled import is_equal, snapshot
 from unstable_lite.config import Config
 from unstable_lite.learner import worker
 from unstable_lite.learner.batching import length
-from unstable_lite.transport.messages import Failed, LoadLearner, Update, Updated
+from unstable_lite.transport.messages import Failed, LoadLearner, SaveLearner, Update, Updated
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.rpc import Router, WorkerChannel
 from unstable_lite.transport.worker_main import WorkerSpec
@@ -45,8 +46,7 @@ def once(condition: Callable[[int], bool]) -> Callable[[int], bool]:
 
 
 def update(tmp_path: Path, items: Any, version: int = 1) -> Update:
-    paths = {"path": str(tmp_path / f"v{version}"), "state_path": str(tmp_path / f"learner-{version}")}
-    return Update(request_id=version, items=tuple(items), version=version, **paths)
+    return Update(request_id=version, items=tuple(items), version=version, path=str(tmp_path / f"v{version}"))
 
 
 @pytest.mark.parametrize(("algorithm", "num_before"), [("ppo", 0), *((algorithm, 1) for algorithm in ALGORITHMS)])
@@ -67,11 +67,11 @@ def test_update_after_oom_equals_one_with_smaller_micro_batches(
         torch.manual_seed(7)
         for version in range(1, num_before + 1):
             learner.policy.max_tokens_per_micro_batch = 4 * longest
-            one.answer(update(place, items, version))
+            update_and_save(one, update(place, items, version))
         if learner is starved:
             learner.policy.max_tokens_per_micro_batch = 16384
             starve(learner, lambda size: size > 4 * longest)
-        replies.append(one.answer(update(place, items, num_before + 1)))
+        replies.append(update_and_save(one, update(place, items, num_before + 1)))
     starved_reply, expected = replies
     assert isinstance(starved_reply, Updated)
     assert isinstance(expected, Updated)
@@ -82,7 +82,6 @@ def test_update_after_oom_equals_one_with_smaller_micro_batches(
     assert {k: v for k, v in starved_reply.metrics.items() if k not in apart} == {
         k: v for k, v in expected.metrics.items() if k not in apart
     }
-    assert not list((tmp_path / "starved").glob("*.before"))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -101,7 +100,7 @@ def test_oom_within_an_optimizer_step_is_rolled_back(
     for learner, place in ((starved, tmp_path / "starved"), (modest, tmp_path / "modest")):
         place.mkdir()
         torch.manual_seed(7)
-        reply = worker._Worker(learner, learner.config).answer(update(place, items))
+        reply = update_and_save(worker._Worker(learner, learner.config), update(place, items))
         assert isinstance(reply, Updated)
         modest.policy.max_tokens_per_micro_batch = starved.policy.max_tokens_per_micro_batch
     assert is_equal(snapshot(starved), snapshot(modest))
@@ -123,7 +122,7 @@ def test_skipped_update_leaves_the_learner_as_its_saved_state(
         one = worker._Worker(learner, learner.config)
         torch.manual_seed(7)
         for each in batches:
-            reply = one.answer(update(place, each, learner.training.version + 1))
+            reply = update_and_save(one, update(place, each, learner.training.version + 1))
             assert isinstance(reply, Updated)
             assert (reply.skipped is not None) == (each is poisoned)
     assert is_equal(*map(snapshot, learners))
@@ -142,7 +141,7 @@ def test_critic_out_of_memory_evaluates_fewer_prompts_at_once(
             torch.empty(TOO_MUCH)
 
     learner.policy._base.model.layers[-1].register_forward_pre_hook(allocate)
-    reply = worker._Worker(learner, learner.config).answer(update(tmp_path, items))
+    reply = update_and_save(worker._Worker(learner, learner.config), update(tmp_path, items))
     assert isinstance(reply, Updated), reply
     assert reply.metrics["oom_retries"] >= 1
 
@@ -154,18 +153,38 @@ def test_reduced_batch_size_is_kept_for_later_updates_and_restarts(
     items = make_items(8)
     starve(learner, lambda size: size > 60)
     one = worker._Worker(learner, learner.config)
-    first, second = (one.answer(update(tmp_path, items, version)) for version in (1, 2))
+    first, second = (update_and_save(one, update(tmp_path, items, version)) for version in (1, 2))
     assert isinstance(first, Updated)
     assert isinstance(second, Updated)
     tokens = first.metrics["max_tokens_per_micro_batch"]
     assert first.metrics["oom_retries"] >= 1
     assert second.metrics["oom_retries"] == first.metrics["oom_retries"], "it must not run out again"
     another = worker._Worker(successor, successor.config)
-    another.answer(LoadLearner(request_id=9, path=str(tmp_path / "learner-2")))
-    third = another.answer(update(tmp_path, items, 3))
+    another.answer(LoadLearner(request_id=9, path=str(tmp_path / "v2.state")))
+    third = update_and_save(another, update(tmp_path, items, 3))
     assert isinstance(third, Updated)
     assert third.metrics["max_tokens_per_micro_batch"] == tokens
     assert third.metrics["oom_retries"] == first.metrics["oom_retries"]
+
+
+def test_halved_micro_batches_grow_again_and_halve_again(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "GROW_EVERY", 3)
+    learner, items = make_learner(learner={"max_tokens_per_micro_batch": 200}), make_items(8)
+    most = 60
+    starve(learner, lambda size: size > most)
+    one, metrics = worker._Worker(learner, learner.config), []
+    for version in range(1, 13):
+        if version == 7:
+            most = 200  # there is more memory
+        reply = update_and_save(one, update(tmp_path, items, version))
+        assert isinstance(reply, Updated)
+        metrics.append((reply.metrics["oom_retries"], reply.metrics["max_tokens_per_micro_batch"]))
+    (retries, tokens), *_ = metrics
+    assert metrics[:6] == [(retries, tokens)] * 2 + [(retries + 1, tokens)] * 3 + [(retries + 2, tokens)]
+    assert metrics[6:8] == [(retries + 2, tokens)] * 2
+    assert metrics[8:] == [(retries + 2, 2 * tokens)] * 3 + [(retries + 2, min(200, 4 * tokens))]
 
 
 def test_single_sequence_that_does_not_fit_fails_with_advice(
@@ -174,7 +193,7 @@ def test_single_sequence_that_does_not_fit_fails_with_advice(
     learner, items = make_learner(), make_items(8)
     starve(learner, lambda size: True)
     before = snapshot(learner)
-    reply = worker._Worker(learner, learner.config).answer(update(tmp_path, items))
+    reply = update_and_save(worker._Worker(learner, learner.config), update(tmp_path, items))
     assert isinstance(reply, Failed)
     assert f"{max(map(length, items))} tokens" in reply.error
     assert "learner.max_train_len" in reply.error
@@ -189,7 +208,7 @@ def test_other_errors_are_not_taken_for_oom(make_learner: MakeLearner, make_item
 
     learner.policy._base.model.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="shapes do not fit"):
-        worker._Worker(learner, learner.config).answer(update(tmp_path, make_items(2)))
+        update_and_save(worker._Worker(learner, learner.config), update(tmp_path, make_items(2)))
 
 
 @pytest.fixture
@@ -218,7 +237,8 @@ async def test_learner_within_a_system_limit_finds_a_fitting_size(
     """RLIMIT_AS leaves the process less than the whole batch at once would take."""
     items = [replace(item, prompt_ids=np.resize(item.prompt_ids, 200)) for item in make_items(256)]
     message = update(tmp_path, items)
-    fields = {"items": message.items, "version": 1, "path": message.path, "state_path": message.state_path}
+    await starved_process.channel.ask(SaveLearner, 120, path=str(tmp_path / "before"))
+    fields = {"items": message.items, "version": 1, "path": message.path}
     updated: Updated = await starved_process.channel.ask(Update, 120, **fields)
     assert updated.skipped is None
     assert updated.metrics["oom_retries"] >= 1

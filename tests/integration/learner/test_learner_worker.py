@@ -18,6 +18,7 @@ from unstable_lite.learner import UpdateResult, load_learner, worker
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 from unstable_lite.transport.messages import (
     Failed,
+    SaveLearner,
     Score,
     Scored,
     Update,
@@ -73,25 +74,18 @@ async def test_learner_updates_writes_scores_saves_and_stops(
     for version in (1, 2):
         path = tmp_path / f"v{version}"
         items = tuple(make_items(seed=version))
-        updated = await channel.ask(
-            Update,
-            TIMEOUT_S,
-            items=items,
-            version=version,
-            path=str(path),
-            state_path=str(tmp_path / f"state-{version}"),
-        )
+        await channel.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / f"state-{version - 1}"))
+        updated = await channel.ask(Update, TIMEOUT_S, items=items, version=version, path=str(path))
         assert updated.skipped is None
         assert updated.metrics["step"] == version
         size = sum(tensor.nbytes for tensor in safetensors.torch.load_file(path / "adapter_model.safetensors").values())
         assert size == info["adapter_bytes"]
         assert not unfinished(tmp_path)
 
+    await channel.ask(SaveLearner, TIMEOUT_S, path=str(tmp_path / "state-2"))
     poisoned = tuple(make_items())
     object.__setattr__(poisoned[0], "reward", float("nan"))
-    skipped = await channel.ask(
-        Update, TIMEOUT_S, items=poisoned, version=3, path=str(tmp_path / "v3"), state_path=str(tmp_path / "s3")
-    )
+    skipped = await channel.ask(Update, TIMEOUT_S, items=poisoned, version=3, path=str(tmp_path / "v3"))
     assert "not finite" in skipped.skipped
     assert not (tmp_path / "v3").exists()
 
@@ -116,9 +110,7 @@ def test_metrics_of_a_custom_algorithm_become_plain_numbers(
     learner = make_learner()
     result = learner.update(make_items(), 1)
     learner.update = lambda _items, _version: replace(result, metrics={"mine": torch.tensor(3.0), "n": 2})
-    update = Update(
-        request_id=1, items=tuple(make_items()), version=2, path=str(tmp_path / "v2"), state_path=str(tmp_path / "s2")
-    )
+    update = Update(request_id=1, items=tuple(make_items()), version=2, path=str(tmp_path / "v2"))
     updated = worker._Worker(learner, learner.config).answer(update)
     assert isinstance(updated, Updated)
     assert (updated.metrics["mine"], updated.metrics["n"]) == (3.0, 2.0)
@@ -162,9 +154,7 @@ def test_invalid_update_result_is_reported_with_the_algorithm(
 ) -> None:
     learner = make_learner()
     learner.update = lambda _items, _version: result
-    update = Update(
-        request_id=1, items=tuple(make_items()), version=1, path=str(tmp_path / "v1"), state_path=str(tmp_path / "s1")
-    )
+    update = Update(request_id=1, items=tuple(make_items()), version=1, path=str(tmp_path / "v1"))
     with pytest.raises(ConfigError, match=says):
         worker._Worker(learner, learner.config).answer(update)
 
@@ -217,7 +207,6 @@ async def test_unwritable_adapter_ends_the_learner_with_the_reason(
         items=tuple(make_items(2)),
         version=1,
         path=str(tmp_path / "file" / "v1"),
-        state_path=str(tmp_path / "s1"),
     )
     with pytest.raises(WorkerDied, match=r"file/v1: Not a directory"):
         await process.watch()

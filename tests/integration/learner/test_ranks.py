@@ -50,14 +50,8 @@ def outcome(
     directory = tmp_path_factory.mktemp("ranks")
 
     def update(version: int, items: Sequence[TrainItem]) -> Update:
-        place = f"{directory}/{{}}-RANKS-{version}"
-        return Update(
-            request_id=version,
-            items=tuple(items),
-            version=version,
-            path=place.format("adapter"),
-            state_path=place.format("state"),
-        )
+        path = f"{directory}/adapter-RANKS-{version}"
+        return Update(request_id=version, items=tuple(items), version=version, path=path)
 
     first, second = make_items(9, turns=3), make_items(9, seed=1, turns=3)
     shortest = min(map(length, first))
@@ -89,7 +83,7 @@ def outcome(
     add(
         "resumed",
         "reinforce",
-        [LoadLearner(request_id=9, path=f"{directory}/state-RANKS-1"), update(2, second)],
+        [LoadLearner(request_id=9, path=f"{directory}/adapter-RANKS-1.state"), update(2, second)],
         dropout,
     )
     for algorithm in ("a2c", "grpo"):

@@ -101,6 +101,7 @@ def test_computed_parameter_counts_match_the_model(tmp_path: Path) -> None:
         ({"head_dim": None}, 4 * 8),
         ({"num_attention_heads": None}, None),
         ({"num_hidden_layers": "3"}, None),
+        ({"num_local_experts": 8}, None),
     ],
 )
 def test_optional_sizes_have_defaults_and_required_ones_are_needed(
@@ -143,6 +144,17 @@ def test_largest_micro_batch_fits_and_one_more_token_does_not() -> None:
             assert needed.total(tokens) <= limit < needed.total(tokens + 1), name
     small = memory.learner_memory(memory.KNOWN_SHAPES["Qwen/Qwen3-14B"], LearnerConfig(), LoraConfig())
     assert small.longest(8 * memory.GIB) == 0
+
+
+def test_larger_logits_chunks_of_a_gpu_are_counted() -> None:
+    shape = memory.KNOWN_SHAPES["Qwen/Qwen3-1.7B"]
+    on_gpu, on_cpu = (
+        memory.learner_memory(shape, LearnerConfig(dtype="bfloat16"), LoraConfig(), is_on_gpu=is_on_gpu)
+        for is_on_gpu in (True, False)
+    )
+    assert (on_gpu.head, on_cpu.head) == (10 * 1024 * shape.vocab_size, 10 * 128 * shape.vocab_size)
+    given = LearnerConfig(logits_chunk_tokens=7)
+    assert given.chunk_tokens(is_on_gpu=True) == given.chunk_tokens(is_on_gpu=False) == 7
 
 
 def test_sharded_base_is_divided_by_the_ranks() -> None:

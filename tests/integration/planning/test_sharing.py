@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ def plan(when_shared: str = "split", model: str = "Qwen/Qwen3-1.7B", **sections:
         "train_envs": [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}],
     }
     for name, section in sections.items():
-        raw[name] = {**raw.get(name, {}), **section}  # type: ignore[dict-item]
+        raw[name] = {**raw.get(name, {}), **section} if isinstance(section, dict) else section  # type: ignore[dict-item]
     return make_plan(Config.model_validate(raw))
 
 
@@ -257,3 +258,80 @@ def test_engine_on_several_gpus_divides_the_model(gpus: Any, monkeypatch: pytest
         engine={"kind": "vllm", "devices": (1,), "quantization": "fp8_per_channel"},
         learner={"devices": ("cpu",)},
     )
+
+
+SHORT = {"max_model_len": 2048, "max_generation_len": 1024}
+ONE_AT_A_TIME = {"learner": {"mini_batch_size": 1}}
+SMALL_BATCH = {"engine": SHORT, "learner": {"batch_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "gib", "when_shared", "sections", "is_on", "tokens"),
+    [
+        (2, 80, "split", {}, False, 16_384),
+        (2, 48, "split", {}, False, 8192),
+        (2, 24, "split", {}, True, 16_384),  # half a micro-batch would hold the longest sequence, and does not fit
+        (2, 24, "split", {"engine": SHORT, "learner": {"max_tokens_per_micro_batch": 8192}}, False, 4096),
+        (2, 24, "split", {"engine": SHORT}, True, 16_384),
+        (2, 48, "split", ONE_AT_A_TIME, False, 16_384),  # of 8,192 tokens
+        (2, 24, "split", SMALL_BATCH, False, 16_384),  # of 4,096 tokens
+        (2, 24, "split", {**SMALL_BATCH, "algorithm": "a2c"}, True, 16_384),  # trajectories are not cut
+        (1, 80, "split", {}, False, 8192),  # the learner has 45 %
+        (1, 80, "sleep", {}, False, 16_384),
+        (3, 80, "split", {"learner": {"devices": (0, 1), "shard_base": True}}, True, 16_384),
+        (2, 80, "split", {"learner": {"activation_checkpointing": True}}, True, 16_384),
+        (2, 24, "split", {"learner": {"activation_checkpointing": False}}, False, 16_384),
+        (2, 80, "split", {"learner": {"dtype": "float32"}}, False, 8192),
+    ],
+)
+def test_checkpointing_is_off_where_micro_batches_fit_without_it(
+    gpus: Any, num_gpus: int, gib: float, when_shared: str, sections: Any, is_on: bool, tokens: int
+) -> None:
+    gpus(num_gpus, gib)
+    made = plan(when_shared, **sections)
+    learner = made.divided.learner
+    assert (learner.activation_checkpointing, learner.max_tokens_per_micro_batch) == (is_on, tokens)
+    assert rows(made)["checkpointing"].startswith("on: " if is_on else "off: ")
+
+
+def test_checkpointing_is_on_if_the_memory_is_not_known(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(2, 80)
+    for model in ("unknown/model", "Qwen/Qwen3-1.7B"):
+        made = plan(model=model)
+        assert made.config.learner.activation_checkpointing is True
+        assert "not known" in rows(made)["checkpointing"]
+        monkeypatch.setattr(placement, "gpu_memory_bytes", lambda device: None)
+
+
+def test_resumed_run_keeps_its_checkpointing_on_another_gpu(gpus: Any) -> None:
+    gpus(2, 48)
+    began = plan().config
+    gpus(2, 16)
+    assert make_plan(began).config.learner == began.learner
+    assert plan().config.learner != began.learner
+
+
+def test_learner_on_the_cpu_goes_without_checkpointing_in_a_quarter_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(placement, "CGROUP_LIMITS", (str(limit),))
+    made = {}
+    for gib, num_ranks in ((4, 1), (2, 1), (4, 2), (1, 1)):
+        limit.write_text(f"{gib * GIB}\n")
+        on_cpu = {"engine": {"devices": ("cpu",)}, "learner": {"devices": ("cpu",) * num_ranks}}
+        learner = plan(model="builtin:tiny", **on_cpu).config.learner
+        made[gib, num_ranks] = learner.activation_checkpointing, learner.max_tokens_per_micro_batch
+    assert made == {(4, 1): (False, 16_384), (2, 1): (False, 8192), (4, 2): (False, 8192), (1, 1): (True, 16_384)}
+
+
+def test_fused_kernels_need_a_gpu_and_their_package(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(2)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else found(name))
+    with pytest.raises(ConfigError, match=r"pip install 'unstable-lite\[liger\]'"):
+        plan(learner={"kernels": "liger"})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found("json" if name == "liger_kernel" else name))
+    assert plan(learner={"kernels": "liger"}).config.learner.kernels == "liger"
+    with pytest.raises(ConfigError, match=r"learner\.kernels = 'liger' needs a GPU"):
+        plan(model="builtin:tiny", learner={"kernels": "liger", "devices": ("cpu",)})

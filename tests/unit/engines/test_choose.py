@@ -98,13 +98,17 @@ def test_auto_takes_vllm_on_gpus_if_it_is_installed(installed: Any) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.1.2", "0.33.0", "1.0.0"])
-def test_vllm_outside_the_tested_versions_is_refused_on_gpus(installed: Any, version: str) -> None:
+def test_vllm_outside_the_tested_versions_is_refused_on_gpus(
+    installed: Any, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
     installed(vllm=version)
     for kind in ("auto", "vllm"):
         with pytest.raises(ConfigError, match=rf"{version} is not among the tested versions.*unstable-lite\[vllm\]"):
             choose_engine(kind, [0])
     assert choose_engine("transformers", [0])[0] == "transformers"
     assert choose_engine("auto", ["cpu"])[0] == "transformers"
+    monkeypatch.setenv(devices.UNTESTED_VLLM, "1")
+    assert choose_engine("auto", [0])[0] == "vllm"
 
 
 def test_auto_takes_the_embedded_engine_on_cpu_and_says_why(installed: Any) -> None:

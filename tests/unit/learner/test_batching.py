@@ -95,12 +95,15 @@ def test_less_than_5_percent_of_a_typical_batch_is_padding(num_items: int, media
     lengths=st.lists(st.integers(1, 400), min_size=1, max_size=7),
     max_tokens=st.integers(1, 900),
     max_rows=st.none() | st.integers(1, 4),
+    device=st.sampled_from(["cpu", "cuda"]),
 )
-def test_micro_batch_cut_has_minimal_cost(lengths: list[int], max_tokens: int, max_rows: int | None) -> None:
+def test_micro_batch_cut_has_minimal_cost(
+    lengths: list[int], max_tokens: int, max_rows: int | None, device: str
+) -> None:
     """Compare with every way to cut the sorted rows."""
 
     def cost(groups: list[list[int]]) -> int:
-        return sum(len(group) * max(group) + batching.BATCH_COST for group in groups)
+        return sum(len(group) * max(group) + batching.BATCH_COST[device] for group in groups)
 
     def is_allowed(group: list[int]) -> bool:
         return len(group) == 1 or (len(group) <= (max_rows or 9) and len(group) * max(group) <= max_tokens)
@@ -112,7 +115,7 @@ def test_micro_batch_cut_has_minimal_cost(lengths: list[int], max_tokens: int, m
         groups = [ordered[start:end] for start, end in zip([0, *ends], ends, strict=False)]
         if all(map(is_allowed, groups)):
             every.append(cost(groups))
-    batches = make_prompt_batches([item(n, 1) for n in lengths], max_tokens, max_rows)
+    batches = make_prompt_batches([item(n, 1) for n in lengths], max_tokens, max_rows, device=device)
     assert cost([[lengths[row] for row in batch.rows] for batch in batches]) == min(every)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fakes.learner_fixtures import update_and_save
 from unstable_lite.learner import LEARNERS, worker
 from unstable_lite.transport.messages import LoadLearner, Update, Updated
 from unstable_lite.types import TrainItem
@@ -36,9 +37,9 @@ class Trainer:
         ]
 
     def update(self, items: list[TrainItem], version: int) -> dict[str, float]:
-        path, state_path = (str(self._place / f"{name}{version}") for name in ("v", "s"))
-        message = Update(request_id=1, items=tuple(items), version=version, path=path, state_path=state_path)
-        updated = self.worker.answer(message)
+        path = str(self._place / f"v{version}")
+        message = Update(request_id=1, items=tuple(items), version=version, path=path)
+        updated = update_and_save(self.worker, message)
         assert isinstance(updated, Updated), updated
         return updated.metrics
 
@@ -122,7 +123,7 @@ def test_only_saved_versions_are_measured_after_a_resume(
     fresh = trainer.sampled(make_items(3, seed=5))
     (tmp_path / "resumed").mkdir()
     resumed = Trainer(make_learner(run={"schedule": schedule}), tmp_path / "resumed")
-    resumed.worker.answer(LoadLearner(request_id=2, path=str(tmp_path / "s1")))
+    resumed.worker.answer(LoadLearner(request_id=2, path=str(tmp_path / "v1.state")))
     metrics = resumed.update([*stale, *fresh], 2)
     whole = trainer.update([*stale, *fresh], 2)
     assert whole["mismatch_tokens"] == num_tokens([*stale, *fresh])

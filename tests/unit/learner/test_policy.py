@@ -21,9 +21,11 @@ from transformers.models.qwen3 import modeling_qwen3
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.config.training import LoraConfig
+from unstable_lite.engines.embedded import stock_model
 from unstable_lite.errors import AdapterError, ConfigError, ModelError, NoRoomError, RequestError
 from unstable_lite.learner import model as learners_model
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
+from unstable_lite.learner.base_model import choose_dtype
 from unstable_lite.learner.model import Policy
 from unstable_lite.types import TrainItem
 
@@ -236,6 +238,25 @@ def test_checkpointing_recomputes_activations(
     learner.policy._base.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     learner.add_gradient(make_items(3))
     assert len(calls) == forwards
+
+
+def test_checkpointing_changes_no_bit_of_an_update_on_the_cpu(make_learner: MakeLearner, make_items: MakeItems) -> None:
+    recomputed, kept = (make_learner(learner={"activation_checkpointing": is_on}) for is_on in (True, False))
+    for learner in (recomputed, kept):
+        assert learner.update(make_items(6), 1).skipped is None
+    for name, parameter in kept.training.parameters.items():
+        assert torch.equal(parameter, recomputed.training.parameters[name]), name
+
+
+def test_dtype_on_a_gpu_without_bfloat16_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert choose_dtype("auto", gpu) == choose_dtype("bfloat16", gpu) == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert choose_dtype("auto", gpu) == choose_dtype("float32", gpu) == torch.float32
+    with pytest.raises(ModelError, match=r"learner\.dtype = 'bfloat16'.*Ampere.*'auto'"):
+        choose_dtype("bfloat16", gpu)
+    assert stock_model.choose_dtype("auto", gpu, width=2048) == torch.float16
 
 
 def test_target_that_matches_no_module_is_named(make_config: MakeConfig) -> None:

@@ -118,7 +118,7 @@ def test_padding_is_never_trained(
     make_learner: MakeLearner, make_items: MakeItems, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A neighbour without advantage pads every other row; its length must not matter."""
-    monkeypatch.setattr(batching, "BATCH_COST", 10_000)  # everything in one micro-batch
+    monkeypatch.setitem(batching.BATCH_COST, "cpu", 10_000)  # everything in one micro-batch
     learner = make_learner()
     learner.policy.model.double()
     items = make_items(4)

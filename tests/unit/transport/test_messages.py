@@ -311,7 +311,7 @@ def test_several_messages_share_one_frame() -> None:
     generate = Generate(
         request_id=7, prompt="p", adapter_version=0, max_tokens=1, temperature=1, top_p=1, stop=("x",), seed=None
     )
-    update = Update(request_id=8, items=items, version=4, path="/dev/shm/x", state_path="/dev/shm/y")
+    update = Update(request_id=8, items=items, version=4, path="/dev/shm/x")
     first, second = decode(encode([generate, update]))
     assert isinstance(first, Generate)
     assert first.stop == ("x",)
