@@ -138,8 +138,9 @@ def _check_exist(name: str, devices: Devices, num_gpus: int) -> None:
 
 def _is_tested(vllm_version: str) -> bool:
     found = re.match(r"(\d+)\.(\d+)", vllm_version)
-    is_admitted = found is None or bool(os.environ.get(UNTESTED_VLLM))
-    return is_admitted or TESTED_VLLM[0] <= (int(found[1]), int(found[2])) < TESTED_VLLM[1]
+    if found is None or os.environ.get(UNTESTED_VLLM):
+        return True
+    return TESTED_VLLM[0] <= (int(found[1]), int(found[2])) < TESTED_VLLM[1]
 
 
 def _vllm_build() -> tuple[str, str, bool]:
