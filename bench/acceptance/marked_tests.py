@@ -12,7 +12,7 @@ from unstable_lite.engines.devices import count_gpus
 
 FOLDERS = {
     "tests-learner": ("tests/integration/learner",),
-    "tests-engine": ("tests/integration/engines", "tests/integration/runs"),
+    "tests-engine": ("tests/integration/engines", "tests/integration/runs", "tests/unit/engines"),
 }
 """Folders of tests by stage. The tests of benches are left out, because benches are stages themselves."""
 
