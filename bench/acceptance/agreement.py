@@ -1,4 +1,4 @@
-"""Stage `agree`: the learner's log-probabilities of the tokens that an engine sampled, for the base and three adapters.
+"""Stage `agree`: compare the log-probabilities of engine and learner, with the base and with three adapters.
 
 64 requests of 64 new tokens each, all at once on one engine worker that holds the three adapters; then a learner scores
 the same tokens with each adapter in turn. An engine that ignored its adapters would miss by their distance to the base,

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from bench.acceptance.stages import STAGES
 from bench.harness import REPOSITORY
-from unstable_lite.engines.devices import count_gpus
+from unstable_lite.engines.devices import ask_nvidia_smi, count_gpus
 from unstable_lite.files import replaced
 from unstable_lite.tracking.run_directory import versions
 
@@ -175,11 +175,7 @@ def _show(console: Console, requested: list[str], records: Mapping[str, Record])
 
 def _gpus() -> list[str]:
     """Return name, driver and memory of each GPU, as nvidia-smi lists them."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return []
+    return ask_nvidia_smi("--query-gpu=name,driver_version,memory.total", "--format=csv,noheader").splitlines()
 
 
 def _exit(signum: int, _frame: object) -> None:

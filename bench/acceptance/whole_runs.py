@@ -29,7 +29,7 @@ TURNS = 6
 KILLED = ("engine-0", "learner")
 FEW_GAMES = "run.eval_games=2"
 FREED = 0.3
-"""Share of the GPU that an engine must free, and take again, for a turn to count. It has 0.7."""
+"""Share of the GPU that the engine must free and take again in a turn; it may use 0.7 of the GPU."""
 SAMPLE_EVERY_S = 0.05
 
 

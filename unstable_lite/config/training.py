@@ -88,7 +88,7 @@ class EngineConfig(Section):
     """Largest number of tokens of prompt and completion together; at most the model's own limit, which with LongRoPE is
     that of its short factors (`original_max_position_embeddings`), because beyond it no two libraries rotate alike."""
     max_parallel_seq: int = Field(256, ge=1)
-    """Number of requests that one worker runs at once. Reference: 128, of which a large GPU is not busy."""
+    """Number of requests that one worker runs at once. Reference: 128, too few to keep a large GPU busy."""
     max_loras: int = Field(8, ge=1)
     """Number of adapter versions that are loaded at once: the current one, those of games in flight, and opponents."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -108,8 +108,8 @@ class EngineConfig(Section):
     enforce_eager: bool | None = None
     """`vllm` only: whether to do without compilation and CUDA graphs. Default: eager on the CPU, graphs on a GPU."""
     tensor_parallel: int = Field(1, ge=1)
-    """`vllm` only: number of GPUs that serve one copy of the model together, for a model that does not fit on one;
-    `devices` then lists that many for each engine. Untested: no machine with two GPUs has run it yet."""
+    """`vllm` only: number of GPUs of one engine, which divide the model if it does not fit on one GPU. `devices` lists
+    that many for each engine. Untested: no machine with two GPUs has run it yet."""
     quantization: (
         Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_per_channel_weight_only"] | None
     ) = None

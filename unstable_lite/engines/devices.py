@@ -96,18 +96,18 @@ def gpu_memory_bytes(device: int) -> int | None:
     """Return the memory of a CUDA device, as numbered in this process; None if nvidia-smi does not report it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     name = visible.split(",")[device].strip() if visible else str(device)
-    mib = _ask_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits", "-i", name).strip()
+    mib = ask_nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits", "-i", name).strip()
     return int(mib) << 20 if mib.isdecimal() else None
 
 
 @functools.cache
 def driver_version() -> str | None:
     """Return the version of the GPU driver, such as "580.65.06"; None if nvidia-smi does not report it."""
-    lines = _ask_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split()
+    lines = ask_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split()
     return lines[0] if lines and re.fullmatch(r"[\d.]+", lines[0]) else None
 
 
-def _ask_nvidia_smi(*arguments: str) -> str:
+def ask_nvidia_smi(*arguments: str) -> str:
     """Return the output of nvidia-smi; "" if it is missing or fails."""
     try:
         return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20, check=True).stdout
@@ -121,7 +121,7 @@ def _num_present() -> int:
         files = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
         if files:
             return len(files)
-    return len(re.findall(r"^GPU \d+", _ask_nvidia_smi("-L"), re.MULTILINE))
+    return len(re.findall(r"^GPU \d+", ask_nvidia_smi("-L"), re.MULTILINE))
 
 
 def _check_exist(name: str, devices: Devices, num_gpus: int) -> None:

@@ -16,8 +16,7 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.planning.adapter_slots import adapters_in_memory
 from unstable_lite.planning.engine_choice import engine_of
 from unstable_lite.planning.memory import shape_of
-
-Devices = tuple[int | str, ...]
+from unstable_lite.planning.placement import Devices
 
 OLDEST_DRIVER = {12: 525, 13: 580}
 """Oldest GPU driver for each major version of CUDA (NVIDIA's release notes of CUDA, "minor version compatibility")."""

@@ -115,7 +115,8 @@ def _too_small(config: Config, device: int | str, engine_devices: Devices, learn
     if device != "cpu" and (engine_share > 1 or (is_split and not 0 < learner_share <= 1 - engine_share)):
         learner = f" and learner.gpu_memory_utilization ({learner_share:g})" * is_split
         yield (
-            f"engine.gpu_memory_utilization ({engine_share:g} for all engines there){learner} exceed the memory of "
+            f"engine.gpu_memory_utilization ({engine_share:g} for all engines there){learner} "
+            f"exceed{'' if is_split else 's'} the memory of "
             f"{_name(device)}{' or leave the learner nothing' * is_split}; lower engine.gpu_memory_utilization"
         )
         return
