@@ -31,6 +31,7 @@ from bench.harness import (
     started_engines,
 )
 from unstable_lite.config import Config
+from unstable_lite.planning.plan import ENGINE_THREADS_ON_GPU
 from unstable_lite.types import Generation
 
 MODULE = "bench.engine"
@@ -45,8 +46,8 @@ KINDS = {"transformers": "transformers", "vllm": "vllm", "scripted": "json"}
 def run(options: Options) -> Report:
     report = Report(bench="engine", question="Tokens a second of an engine alone, by kind", options=options)
     work = {"requests": 8 if options.small else 64, "prompt": 100, "new": 8 if options.small else 32}
-    threads = 1 if options.small else cores()
     device = options.device
+    threads = cores() if device == "cpu" and not options.small else ENGINE_THREADS_ON_GPU
     report.sizes = {**work, "model": MODELS[device], "lora_rank": RANKS[device], "threads": threads, "device": device}
     with tempfile.TemporaryDirectory() as name, Subjects() as subjects:
         arguments = {"directory": name, "seed": options.seed, "threads": threads, "device": device}

@@ -48,6 +48,7 @@ from unstable_lite.learner import Learner, batching, load_learner
 from unstable_lite.learner.model import Policy
 from unstable_lite.orchestrator.workers import KEEP_MEMORY
 from unstable_lite.planning import memory
+from unstable_lite.planning.placement import decide_checkpointing
 from unstable_lite.types import TokenIds, TrainItem
 
 MODULE = "bench.learner"
@@ -224,6 +225,15 @@ def config_of(directory: Path, algorithm: str = "reinforce", learner: Mapping[st
     )
 
 
+def _decided(config: Config, device: str) -> Config:
+    """Return the config with checkpointing decided as for a run. A GPU is shared with the processes of both peers."""
+    learner = config.learner.model_copy(update={"gpu_memory_utilization": 0.5})
+    decided, _ = decide_checkpointing(
+        config.model_copy(update={"learner": learner}), (), ("cpu" if device == "cpu" else 0,)
+    )
+    return decided
+
+
 def make(arguments: dict[str, Any]) -> None:
     directory = Path(arguments["directory"])
     if arguments["vocab_size"] is None:
@@ -314,7 +324,7 @@ def measure(questioner: Questioner) -> None:
             held = None
             gc.collect()
             torch.cuda.empty_cache()
-            held = option, load_learner(config_of(directory, **OPTIONS[option]), device)
+            held = option, load_learner(_decided(config_of(directory, **OPTIONS[option]), device), device)
         return held[1]
 
     if not is_ours:

@@ -23,14 +23,16 @@ from unstable_lite.config import Config
 from unstable_lite.engines.devices import choose_engine, vllm_usable
 from unstable_lite.learner.client import train_items
 from unstable_lite.learner.model import Policy
+from unstable_lite.planning.plan import ENGINE_THREADS_ON_GPU
 from unstable_lite.types import Generation
 
 Errors = NDArray[np.float32]
 VERSIONS = (0, 1, 2, 3)
 """The base and the adapters of `bench.engine.make`."""
 NUM_PROMPTS, NUM_TOKENS = 64, 64
-LIMITS = {"cuda": (0.03, 0.2), "cpu": (1e-4, 1e-3)}
-"""Largest mean and 99th percentile of |Δ log p|, in nats: bfloat16 on CUDA, float32 on the CPU."""
+LIMITS = {"cuda": (0.05, 0.2), "cpu": (1e-4, 1e-3)}
+"""Largest mean and 99th percentile of |Δ log p|, in nats: bfloat16 on CUDA, float32 on the CPU. On the CPU bfloat16 and
+float32 differ by 0.013 (base) and 0.017 (adapter) with 28 layers of size 1,024; wrong weights differ by about 1."""
 
 
 def agree(options: Options, _out: Path) -> Report:
@@ -72,7 +74,7 @@ async def _generations(
 ) -> dict[int, list[Generation]]:
     rng = random.Random(options.seed)
     texts = [letters(rng, 100) for _ in range(prompts)]
-    threads = 1 if options.small else cores()
+    threads = cores() if options.device == "cpu" and not options.small else ENGINE_THREADS_ON_GPU
     async with started_engine(config, threads, options.device) as (pool, _):
         (engine,) = pool.engines
         for version in VERSIONS[1:]:

@@ -33,8 +33,9 @@ PASSED, FAILED, NEEDS_GPU = "passed", "failed", "needs a GPU"
 PATIENCE_S = 15.0
 """Time that processes have to exit by themselves before they are killed."""
 ATTEMPTS = 3
-OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-"""Environment of the stages: all that they need is on the machine."""
+OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+"""Environment of the stages: all that they need is on the machine. Without the last entry vLLM imports flashinfer only
+to find out that its sampler cannot be used."""
 PR_SET_CHILD_SUBREAPER = 36
 """Number of this request in Linux's prctl."""
 TAIL_LINES = 8
@@ -43,7 +44,7 @@ Record = dict[str, Any]
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="Directory of the results. A stage that passed there is not repeated.")],
+    out: Annotated[Path, typer.Argument(help="Directory of the results. A stage that has one there is not repeated.")],
     stages: Annotated[
         list[str] | None, typer.Argument(metavar="[STAGE]...", help=f"Stages to run or repeat: {', '.join(STAGES)}.")
     ] = None,
@@ -77,14 +78,14 @@ def main(
 
 
 def _run(out: Path, named: list[str], device: str, seed: int, deadline: float) -> bool:
-    """Run the named stages, or all that have not passed. Return whether each has passed."""
+    """Run the named stages, or all without a result. Return whether each has passed."""
     console, records = Console(width=None if Console().is_terminal else 150), dict[str, Record]()
     requested = [name for name in STAGES if name in named or not named]
     common = {"device": device, "seed": seed, "gpus": _gpus(), **versions()}
     for name in requested:
         stage, earlier = STAGES[name], None if named else _earlier(out / f"{name}.json", common)
         if earlier is not None:
-            console.print(f"{name}: passed at {earlier['started']}, not repeated; name the stage to repeat it")
+            console.print(f"{name}: {earlier['result']} at {earlier['started']}; name the stage to repeat it")
             records[name] = earlier
             continue
         console.print(f"{name}: {stage.proves} (at most {stage.limit_s:.0f} s; log: {out / f'{name}.log'})")
@@ -101,13 +102,13 @@ def _run(out: Path, named: list[str], device: str, seed: int, deadline: float) -
 
 
 def _earlier(path: Path, common: Mapping[str, Any]) -> Record | None:
-    """Return the record of a stage that passed on this device with this commit."""
+    """Return the record of a stage that ended on this device with this commit and these packages."""
     try:
         record: Record = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    is_same = all(record.get(key) == common[key] for key in ("device", "commit", "gpus"))
-    return record if is_same and record["result"] == PASSED else None
+    is_same = all(record.get(key) == common[key] for key in ("device", "commit", "gpus", "packages"))
+    return record if is_same and record["commit"] is not None else None
 
 
 def _run_stage(name: str, out: Path, common: Mapping[str, Any], deadline: float) -> Record | None:
@@ -120,12 +121,12 @@ def _run_stage(name: str, out: Path, common: Mapping[str, Any], deadline: float)
         limits = {"took_s": took_s, "limit_s": stage.limit_s, "log": f"{name}.log"}
         return {**record, "result": result, "reason": reason, **limits, **common, "report": report}
 
-    for old in (outcome, out / f"{name}.json"):
-        old.unlink(missing_ok=True)
     if stage.needs_gpu and common["device"] == "cpu":
         return ended(NEEDS_GPU, "it has no form for the CPU")
-    if (limit_s := min(stage.limit_s, deadline - started)) <= 0:
+    limit_s = min(stage.limit_s, deadline - started)
+    if limit_s <= (stage.limit_s / 2 if common["device"] == "cuda" else 0.0):
         return None
+    outcome.unlink(missing_ok=True)
     arguments = [name, str(out), common["device"], str(common["seed"]), str(limit_s)]
     with (out / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(

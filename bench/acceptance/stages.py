@@ -23,7 +23,8 @@ class Stage:
     """Module in this folder, and the name of its `Run` there."""
     proves: str
     limit_s: float
-    """Time after which it is killed. Estimated for an H100, twice the expected time; no GPU has run it yet."""
+    """Time after which it is killed: twice the time that an H100 is expected to take; no GPU has run it yet. On a GPU
+    it is not started with less than half of it left."""
     needs_gpu: bool = False
 
     def load(self) -> Run:

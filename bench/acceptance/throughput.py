@@ -19,6 +19,7 @@ from bench.engine import MODULE as WORKER
 from bench.harness import Failure, Options, Report, Subjects, Target, alternate, cores
 from bench.models import END
 from unstable_lite.engines.devices import vllm_usable
+from unstable_lite.planning.plan import ENGINE_THREADS_ON_GPU
 
 PEER = "bench.peers.offline_llm"
 CORES = {"core within": "0", "core in its own process": "1"}
@@ -29,13 +30,14 @@ SMALL = {"requests": 4, "prompt": 16, "new": 4, "adapters": 3}
 
 
 def offline(options: Options, _out: Path) -> Report:
+    options = replace(options, rounds=min(options.rounds, 3))  # nine sides take half a minute for each round
     device, work = options.device, SMALL if options.small else WORK
     is_usable, why = vllm_usable(["cpu" if device == "cpu" else 0])
     if not is_usable:
         raise Failure(why)
     report = Report(bench="offline", question="Tokens a second of a worker and of LLM.generate", options=options)
     report.sizes = {**work, "model": MODELS[device], "lora_rank": RANKS[device]}
-    threads = 1 if options.small else cores()
+    threads = cores() if device == "cpu" and not options.small else ENGINE_THREADS_ON_GPU
     # Otherwise vLLM's CPU build binds itself to cores.
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)} if device == "cpu" else {}
     with tempfile.TemporaryDirectory() as name, Subjects() as subjects:

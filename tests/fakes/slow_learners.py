@@ -32,3 +32,18 @@ class TakesItsTime(REINFORCELearner):
 
 class TakesFourSeconds(TakesItsTime):
     seconds = 4.0
+
+
+class NotesItsSaves(REINFORCELearner):
+    """Writes "saved" to diary.jsonl whenever it saves its state."""
+
+    def __init__(self, config: Config, device: str) -> None:
+        super().__init__(config, device)
+        diary, save = Path(config.run.output_dir) / "diary.jsonl", self.training.save
+
+        def noted(directory: Path) -> None:
+            save(directory)
+            with diary.open("a") as file:
+                print(json.dumps("saved"), file=file)
+
+        self.training.save = noted  # type: ignore[method-assign]

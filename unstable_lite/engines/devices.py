@@ -69,9 +69,9 @@ def vllm_usable(devices: Sequence[int | str]) -> tuple[bool, str]:
     name, version, is_cpu_build = _vllm_build()
     wants_cpu = "cpu" in devices
     if not _is_tested(version):
-        (_, least), (_, beyond) = TESTED_VLLM
+        tested = " and ".join(f"0.{minor}" for minor in range(TESTED_VLLM[0][1], TESTED_VLLM[1][1]))
         return False, (
-            f"{name} {version} is not among the tested versions, 0.{least} to 0.{beyond - 1} "
+            f"{name} {version} is not among the tested versions ({tested}): "
             f"(pip install 'unstable-lite[vllm]', or set {UNTESTED_VLLM}=1 to try it)"
         )
     if wants_cpu and any(device != "cpu" for device in devices):

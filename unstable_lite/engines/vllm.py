@@ -45,7 +45,8 @@ GRAPH_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 1024, 64), *range(1024, 2
 holds a new prompt would launch every LoRA kernel from Python."""
 
 
-_REFUSALS = (ValueError, TypeError, RuntimeError, OSError, NotImplementedError, KeyError, ImportError, AssertionError)
+_REFUSALS = (ValueError, TypeError, RuntimeError, OSError, NotImplementedError, KeyError, ImportError)
+"""Not AssertionError: vLLM raises it if others release GPU memory while it starts, so that the next start may work."""
 _REMEDIES = (
     "(if the model is the reason, use another one or engine.kind = 'transformers'; if memory is, lower "
     "engine.max_model_len, engine.max_parallel_seq or engine.max_loras; if engine.options are, change them)"

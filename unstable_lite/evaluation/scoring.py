@@ -109,7 +109,7 @@ class AnswerScorer:
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         # Rounding to bfloat16 changes a token's log-probability by about 0.05, and saves no time on a CPU here.
-        learner = {"dtype": "float32"} if device == "cpu" else {}
+        learner = {"kernels": "torch", **({"dtype": "float32"} if device == "cpu" else {})}
         config = config.model_copy(
             update={
                 "eval_envs": tuple(envs),

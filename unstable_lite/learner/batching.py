@@ -21,7 +21,7 @@ from unstable_lite.errors import RequestError
 from unstable_lite.learner.advantages import ROUNDING
 from unstable_lite.types import Logprobs, TokenIds, TrainItem
 
-BATCH_COST = {"cpu": 128, "cuda": 512}
+BATCH_COST = {"cpu": 128, "mps": 128, "cuda": 512}
 """Fixed cost of one more micro-batch by type of device, in tokens: each starts its own forward and backward pass."""
 
 

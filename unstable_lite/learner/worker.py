@@ -218,6 +218,8 @@ class _Worker:
         """Make the update, or repeat one whose adapter engines hold already."""
         result = self._update_within_memory(message.items, message.version)
         if message.is_published:  # a GPU does not repeat an update bit for bit
+            if result.skipped is not None:
+                log.warning("update %d, repeated, was skipped (%s): its moments stay", message.version, result.skipped)
             with distributed.broadcast_directory(Path(message.path)) as adapter:
                 self._policy.load_adapter(adapter)
             self._begin_at(message.version)

@@ -63,4 +63,4 @@ def _unsupported(text: Mapping[str, Any], max_len: int) -> Iterator[tuple[str, s
         others[types.index("full_attention")] = {"head_dim": head_dim}
     for index, layer in others.items():
         if any(layer.get(key, text.get(key)) != text.get(key) for key in ("head_dim", "num_key_value_heads")):
-            yield f"layer {index} has keys of another size than others", ""
+            yield f"layer {int(index)} has keys of another size than others", ""

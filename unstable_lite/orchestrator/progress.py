@@ -78,10 +78,14 @@ class Progress:
         metrics |= await parts.health.measure(batch)
         await parts.tracker.add_train_data(self.updates, self.version - 1, batch, updated.logprobs)
         metrics |= self._engine_metrics() | self._buffer_metrics() | self._league_metrics() | self._run_metrics()
-        if metrics["learner/oom_retries"] > parts.tracker.latest.get("learner/oom_retries", 0.0):
+        latest, size = parts.tracker.latest, metrics["learner/max_tokens_per_micro_batch"]
+        # Not for an attempt to grow again that ended at the size before.
+        if metrics["learner/oom_retries"] > latest.get("learner/oom_retries", 0.0) and size < latest.get(
+            "learner/max_tokens_per_micro_batch", math.inf
+        ):
             self._parts.alarm(
                 "the learner ran out of memory and did the update again; a micro-batch now has at most "
-                f"{metrics['learner/max_tokens_per_micro_batch']:.0f} tokens"
+                f"{size:.0f} tokens"
             )
         metrics |= parts.health.check_update(self.updates, metrics)
         parts.tracker.log_update(self.updates, metrics, updated.histograms)

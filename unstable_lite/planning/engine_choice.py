@@ -16,13 +16,13 @@ from unstable_lite.models.layers import check_layers
 
 
 def engine_of(config: Config, devices: Sequence[int | str]) -> tuple[str, str]:
-    """Return the engine kind for `devices`, and the reason.
+    """Return the engine kind for `devices`, and the reason; without devices no engine starts, and any kind will do.
 
     Raises ConfigError if vLLM is set but cannot serve, or if the embedded engine does not compute a local model.
     """
     kind, reason = choose_engine(config.engine.kind, devices)
     path = resolve_model(config.model_name)
-    if kind == "transformers" and (file := Path(path) / "config.json").is_file():
+    if devices and kind == "transformers" and (file := Path(path) / "config.json").is_file():
         try:
             check_layers(path, read_json(file), config.engine.max_model_len)
         except ModelError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -31,17 +32,19 @@ def machine_problems(config: Config, engine_devices: Devices, learner_devices: D
     except ConfigError as error:
         yield from error.problems
         return
-    yield from vllm_problems(config.engine, kind, engine_devices)
+    if engine_devices:
+        yield from vllm_problems(config.engine, kind, engine_devices)
     if config.learner.kernels == "liger" and "cpu" in learner_devices:
         yield "learner.kernels = 'liger' needs a GPU, and the learner is on the CPU; set 'torch'"
     if any(isinstance(device, int) for device in (*engine_devices, *learner_devices)):
         yield from _driver_problems()
-        yield from _shared_memory_problems(config, len(learner_devices))
+    if config.engine.tensor_parallel > 1 or sum(isinstance(device, int) for device in learner_devices) > 1:
+        yield from _too_little_shared_memory(NCCL_BYTES, "processes that divide a model or a batch need")
 
 
 def _driver_problems() -> Iterator[str]:
     driver, cuda = driver_version(), _cuda_of_torch()
-    if driver is None or cuda is None:
+    if driver is None or cuda is None or _is_driver_replaced():
         return
     oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
     if int(driver.split(".")[0]) < oldest:
@@ -61,16 +64,27 @@ def _cuda_of_torch() -> str | None:
     return found[1] if found else None
 
 
-def _shared_memory_problems(config: Config, num_ranks: int) -> Iterator[str]:
-    """Yield a problem if /dev/shm is too small as such; a run whose /dev/shm is only full uses its own directory."""
+def _is_driver_replaced() -> bool:
+    """Return whether CUDA's compatibility package stands in for an older driver (data-centre GPUs only)."""
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    has_library = any((Path(folder) / "libcuda.so.1").exists() for folder in folders if "compat" in folder)
+    return has_library or bool(os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY"))
+
+
+def machine_warnings(config: Config, engine_devices: Devices, learner_devices: Devices) -> Iterator[str]:
+    """Yield a warning if /dev/shm is too small as such for a run's adapters, which then pass through the disk."""
     shape = shape_of(config.model_name)
-    adapters = 4 * shape.lora_parameters(config.lora) * adapters_in_memory(config) if shape and num_ranks else 0
-    needed = adapters + NCCL_BYTES * (num_ranks > 1 or config.engine.tensor_parallel > 1)
+    has_gpu = any(isinstance(device, int) for device in (*engine_devices, *learner_devices))
+    if has_gpu and engine_devices and learner_devices and shape is not None:
+        adapters = 4 * shape.lora_parameters(config.lora) * adapters_in_memory(config)
+        yield from _too_little_shared_memory(adapters, "adapters, which pass through the run directory instead, need")
+
+
+def _too_little_shared_memory(needed: int, who_needs: str) -> Iterator[str]:
     size = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
     if size < needed:
         gib = -(-needed // (1 << 30))
         yield (
-            f"{SHARED_MEMORY} has {size / 1e6:.0f} MB, but adapters and processes of a run on GPUs need up to "
-            f"{needed / 1e6:.0f} MB there; start the container with --shm-size={gib}g (Kubernetes: mount an emptyDir "
-            f"with medium Memory at {SHARED_MEMORY})"
+            f"{SHARED_MEMORY} has {size / 1e6:.0f} MB, but {who_needs} up to {needed / 1e6:.0f} MB there; start the "
+            f"container with --shm-size={gib}g (Kubernetes: mount an emptyDir with medium Memory at {SHARED_MEMORY})"
         )

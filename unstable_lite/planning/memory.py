@@ -106,7 +106,8 @@ def shape_of(model_name: str) -> ModelShape | None:
         names = [name for name in KNOWN_SHAPES if model_name == name or model_name.startswith(f"{name}-")]
         return KNOWN_SHAPES[names[0]] if names else None
     model = read_json(path)
-    if any("experts" in key for key in model):  # their layers are not those of `ModelShape`
+    # Experts are other layers than those of `ModelShape`; a soft cap needs eager attention, quadratic in the length.
+    if any("experts" in key for key in model) or model.get("attn_logit_softcapping"):
         return None
     sizes = [size for key in _SIZES if isinstance(size := model.get(key), int) and size > 0]
     if len(sizes) < len(_SIZES):
@@ -158,8 +159,8 @@ def learner_memory(
 ) -> LearnerMemory:
     """Return the memory of each of `num_ranks` ranks, which divide the base if `learner.shard_base` is set.
 
-    With `learner.dtype` "auto" the base is bfloat16 on a GPU, float32 on the CPU; adapter and optimiser are float32. A
-    critic counts as a second adapter.
+    With `learner.dtype` "auto" the base counts as bfloat16 on a GPU, as float32 on the CPU; adapter and optimiser are
+    float32. A critic counts as a second adapter.
     """
     is_bfloat16 = learner.dtype == "bfloat16" or (learner.dtype == "auto" and is_on_gpu)
     h, i, q, k, r = shape.hidden, shape.inner, shape.queries, shape.keys, lora.lora_rank

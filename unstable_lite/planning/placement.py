@@ -15,15 +15,15 @@ from unstable_lite.config.training import LearnerConfig
 from unstable_lite.engines.devices import gpu_memory_bytes, resolve_devices
 from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
 from unstable_lite.planning.algorithm_defaults import algorithm_of
-from unstable_lite.planning.memory import GIB, engine_memory, learner_memory, shape_of
+from unstable_lite.planning.memory import ENGINE_PASS_BYTES, GIB, engine_memory, learner_memory, shape_of
 
 ENGINE_SHARE = {"split": 0.5, "sleep": 0.7}
 """Engines' default share of a shared GPU's memory by `engine.when_shared`."""
 UNASSIGNED = 0.05
 """Share of a shared GPU that neither side gets: CUDA's contexts, and memory that allocators cannot use."""
 LEARNER_CPU_SHARE = 0.25
-"""Share of the machine's memory that micro-batches on the CPU may take by default; engines, games and others need the
-rest."""
+"""Share of the machine's memory that a learner on the CPU may take by default, its base included; engines, games and
+others need the rest."""
 UNCOMPUTED = 0.1
 """Share of a learner's memory that stays free for CUDA's context and for errors of the computation."""
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -112,7 +112,8 @@ def _too_small(config: Config, device: int | str, engine_devices: Devices, learn
     takes_turns = config.engine.when_shared == "sleep"
     engine_share, learner_share = _shares(config, device, engine_devices)
     is_split = device in shared(engine_devices, learner_devices) and not takes_turns
-    if device != "cpu" and (engine_share > 1 or (is_split and not 0 < learner_share <= 1 - engine_share)):
+    is_divisible = not is_split or (learner_share > 0 and round(engine_share + learner_share, 6) <= 1)
+    if device != "cpu" and not (engine_share <= 1 and is_divisible):
         learner = f" and learner.gpu_memory_utilization ({learner_share:g})" * is_split
         yield (
             f"engine.gpu_memory_utilization ({engine_share:g} for all engines there){learner} "
@@ -134,12 +135,14 @@ def _too_small(config: Config, device: int | str, engine_devices: Devices, learn
         return
     beside_engines = 1 - UNASSIGNED - engine_share
     learner_room = room * (beside_engines if takes_turns or not learner_share else learner_share)
+    remedies = {"engine": "raise engine.gpu_memory_utilization", "learner": "raise learner.gpu_memory_utilization"}
+    if engine_share and of_learner:  # both are on this GPU
+        remedies["learner"] = "lower engine.gpu_memory_utilization"
     for section, needed, has in (("engine", of_engine, room * engine_share), ("learner", of_learner, learner_room)):
         if needed > has:
             yield (
                 f"the {section}'s share of {_name(device)} is {has / GIB:.1f} GiB, but it needs at least "
-                f"{needed / GIB:.1f} (computed); change {section}.gpu_memory_utilization, or use a smaller model or "
-                "more GPUs"
+                f"{needed / GIB:.1f} (computed); {remedies[section]}, or use a smaller model or more GPUs"
             )
 
 
@@ -154,7 +157,7 @@ def decide_checkpointing(config: Config, engine_devices: Devices, learner_device
     if learner.activation_checkpointing != "auto" or not learner_devices:
         return config, "set in the config"
     changes: dict[str, bool | int] = {"activation_checkpointing": True}
-    room = _learner_room(divide(config, engine_devices, learner_devices), learner_devices)
+    room = _learner_room(divide(config, engine_devices, learner_devices), engine_devices, learner_devices)
     if learner.shard_base:
         reason = "the base is sharded"
     elif shape is None or room is None:
@@ -188,14 +191,18 @@ def _largest_micro_batch(config: Config) -> tuple[int, int]:
     return max(longest, min(learner.max_tokens_per_micro_batch, rows * longest)), longest
 
 
-def _learner_room(config: Config, learner_devices: Devices) -> float | None:
-    """Return the bytes that each rank may take on its device; None if they are not known."""
+def _learner_room(config: Config, engine_devices: Devices, learner_devices: Devices) -> float | None:
+    """Return the bytes that each rank may take on its device; None if they are not known.
+
+    An engine that sleeps keeps its context and CUDA graphs.
+    """
     rooms = []
     for device in learner_devices:
         if (room := memory_bytes(device)) is None:
             return None
         share = LEARNER_CPU_SHARE if device == "cpu" else config.learner.gpu_memory_utilization or 1.0
-        rooms.append((1 - UNCOMPUTED) * share * room / list(learner_devices).count(device))
+        asleep = ENGINE_PASS_BYTES * (config.engine.when_shared == "sleep" and device in engine_devices)
+        rooms.append((1 - UNCOMPUTED) * share * (room - asleep) / list(learner_devices).count(device))
     return min(rooms)
 
 
@@ -221,12 +228,14 @@ def _least(
 ) -> tuple[int, int] | None:
     """Return the least memory of all engines and of all ranks on a device; None if it cannot be computed."""
     shape = shape_of(config.model_name)
-    if shape is None or config.engine.kind in ("scripted", VLLM_SERVER):
+    is_offloaded = any("offload" in name for name in config.engine.options)
+    if shape is None or is_offloaded or config.engine.kind not in ("auto", "vllm", "transformers"):
         return None
     engine = engine_memory(shape, config.engine, config.lora)
     one_engine = engine.base + engine.adapters + engine.kv_per_token * config.engine.max_model_len
     num_ranks = len(learner_devices) + config.learner.remote_ranks
-    learner = learner_memory(shape, config.learner, config.lora, algorithm_of(config).has_critic, num_ranks)
+    has_critic, is_on_gpu = algorithm_of(config).has_critic, device != "cpu"
+    learner = learner_memory(shape, config.learner, config.lora, has_critic, num_ranks, is_on_gpu)
     return (
         one_engine * list(engine_devices).count(device),
         (learner.base + learner.adapter) * list(learner_devices).count(device),
@@ -246,7 +255,10 @@ def devices_of(config: Config) -> tuple[tuple[int | str, ...], tuple[int | str, 
     engine, learner = config.engine, config.learner
     if engine.kind == VLLM_SERVER:
         return engine.urls, resolve_devices(("cpu",), learner.devices)[1]
-    return resolve_devices(engine.devices, learner.devices)
+    devices, learner_devices = resolve_devices(engine.devices, learner.devices)
+    if engine.devices == "auto" and (left_over := len(devices) % engine.tensor_parallel):
+        devices = devices[:-left_over] or devices
+    return devices, learner_devices
 
 
 def engine_devices_alone(config: Config) -> tuple[int | str, ...]:

@@ -22,7 +22,7 @@ from unstable_lite.league.samplers import uses_fixed
 from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slots_needed, adapters_in_memory
 from unstable_lite.planning.algorithm_defaults import describe_rewards, resolve_defaults
 from unstable_lite.planning.engine_choice import engine_of, engine_warnings
-from unstable_lite.planning.machine import machine_problems
+from unstable_lite.planning.machine import machine_problems, machine_warnings
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.placement import (
     decide_checkpointing,
@@ -106,6 +106,8 @@ class Plan:
             yield f"engine-{index}", f"{config.engine.kind} on {places}"
         yield "engine choice", self.engine_reason
         for text in engine_warnings(config.engine.kind, self.engine_devices):
+            yield "warning", text
+        for text in machine_warnings(config, self.engine_devices, self.learner_devices):
             yield "warning", text
         for rank, device in enumerate(self.learner_devices):
             place = _device(device, self.learner_threads)

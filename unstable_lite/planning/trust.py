@@ -83,7 +83,7 @@ def _risks(key: str, value: Any) -> Iterator[tuple[str, Any, str]]:
     elif isinstance(value, list):
         for inner in value:
             yield from _risks(key, inner)
-    elif key == "trust_remote_code" and value:
+    elif value and (key.rpartition(".")[2] == "trust_remote_code" or _may_be_imported(key, value)):
         yield key, value, ""
     elif isinstance(value, str) and key in _URL_KEYS:
         if variable := _key_sent_to(value):
@@ -92,6 +92,11 @@ def _risks(key: str, value: Any) -> Iterator[tuple[str, Any, str]]:
         is_opponent = key.rpartition(".")[2] in ("fixed_opponent", "fixed_opponents")
         if not (is_opponent and is_remote(ModelRef(uid=value, kind="fixed", name=value))):
             yield key, value, ""
+
+
+def _may_be_imported(key: str, value: Any) -> bool:
+    """Return whether the value is a text that vLLM may import as a dotted name."""
+    return isinstance(value, str) and key.startswith("engine.options.")
 
 
 def _key_sent_to(url: str) -> str | None:

@@ -58,7 +58,7 @@ def find_problems(config: Config) -> list[str]:
     return problems or list(placement_problems(config, *devices_of(config)))
 
 
-def find_worker_problems(config: Config) -> list[str]:
+def find_worker_problems(config: Config, has_engines: bool = True) -> list[str]:
     """Return every reason why engines or learner cannot do their work, be it for a run or for `sft`."""
     config = resolve_defaults(config)
     problems = [*find_engine_problems(config), *check_league(config), *_number_problems(config)]
@@ -75,7 +75,7 @@ def find_worker_problems(config: Config) -> list[str]:
         problems.append("learner.kernels = 'liger': it is not installed; pip install 'unstable-lite[liger]'")
     if config.tracker.wandb_project and importlib.util.find_spec("wandb") is None:
         problems.append("tracker.wandb_project: wandb is not installed; pip install 'unstable-lite[wandb]'")
-    return problems or _device_problems(config)
+    return problems or _device_problems(config, has_engines)
 
 
 def find_engine_problems(config: Config) -> list[str]:
@@ -93,9 +93,10 @@ def find_engine_problems(config: Config) -> list[str]:
     return [*problems, *server_problems(config.engine)]
 
 
-def _device_problems(config: Config) -> list[str]:
+def _device_problems(config: Config, has_engines: bool) -> list[str]:
     try:
-        return list(machine_problems(config, *devices_of(config)))
+        engine_devices, learner_devices = devices_of(config)
+        return list(machine_problems(config, engine_devices if has_engines else (), learner_devices))
     except ConfigError as error:
         return list(error.problems)
 

@@ -56,10 +56,20 @@ def load_sft_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
     """Read, validate and plan a config for `sft`. Raises ConfigError with every problem at once."""
 
     def find(config: Config) -> list[str]:
-        return [*find_worker_problems(_before_its_own_output(config)), *find_sft_problems(config)]
+        problems = find_worker_problems(_before_its_own_output(config), _has_engines(config))
+        return [*problems, *find_sft_problems(config)]
 
     config = _before_its_own_output(checked_config(path, overrides, find))
-    return plan_workers(config, *devices_of(config))
+    learner = config.learner
+    if learner.activation_checkpointing == "auto":  # if memory runs out, training ends: nothing halves its batches
+        learner = learner.model_copy(update={"activation_checkpointing": True})
+    engine_devices, learner_devices = devices_of(config)
+    config = config.model_copy(update={"learner": learner})
+    return plan_workers(config, engine_devices if _has_engines(config) else (), learner_devices)
+
+
+def _has_engines(config: Config) -> bool:
+    return config.sft.data is None and bool(adapter_versions(config.sft.players))
 
 
 def find_sft_problems(config: Config) -> list[str]:

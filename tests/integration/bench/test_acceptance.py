@@ -118,15 +118,32 @@ def test_no_process_outlives_the_command(tmp_path: Path, how: str) -> None:
 
 
 def test_stage_that_passed_elsewhere_is_repeated(tmp_path: Path) -> None:
-    here = {"device": "cuda", "commit": "abc", "gpus": ["H100"]}
+    here: dict[str, Any] = {"device": "cuda", "commit": "abc", "gpus": ["H100"], "packages": {"vllm": "0.32.0"}}
     file = tmp_path / "facts.json"
     assert command._earlier(file, here) is None
     file.write_text(json.dumps(here | {"result": "passed"}))
     assert command._earlier(file, here) is not None
-    for other in ({"device": "cpu"}, {"commit": "def"}, {"gpus": ["L4"]}):
+    for other in ({"device": "cpu"}, {"commit": "def"}, {"gpus": ["L4"]}, {"packages": {"vllm": "0.25.1"}}):
         assert command._earlier(file, here | other) is None
-    file.write_text(json.dumps(here | {"result": "failed"}))
-    assert command._earlier(file, here) is None
+    unknown = here | {"commit": None}
+    file.write_text(json.dumps(unknown | {"result": "passed"}))
+    assert command._earlier(file, unknown) is None
+
+
+def test_stage_that_failed_does_not_stop_those_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def run_stage(name: str, _out: Path, common: dict[str, Any], _deadline: float) -> dict[str, Any] | None:
+        ran.append(name)
+        result = "failed" if name == "tests-engine" else "passed"
+        if len(ran) == 5:  # the end of the first call
+            return None
+        return {**common, "result": result, "reason": "", "took_s": 1.0, "report": None, "started": ""}
+
+    monkeypatch.setattr(command, "_run_stage", run_stage)
+    assert not command._run(tmp_path, [], "cpu", 0, 0.0)
+    assert not command._run(tmp_path, [], "cpu", 0, 0.0)
+    assert ran == [*list(STAGES)[:5], *list(STAGES)[4:]]
 
 
 def test_unknown_stages_and_devices_are_refused(tmp_path: Path) -> None:

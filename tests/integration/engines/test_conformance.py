@@ -20,7 +20,7 @@ from fakes.random_models import make_adapter
 from fakes.remote_engine import START_TIMEOUT_S, RemoteEngine
 from unstable_lite.adapters.peft_files import WEIGHTS, adapter_digest
 from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION
-from unstable_lite.transport.messages import AdapterDigest, ConfirmAdapter, Done, Failed, Ready
+from unstable_lite.transport.messages import AdapterDigest, ConfirmAdapter, Done, Failed, LoadAdapter, Ready
 from unstable_lite.types import Generation
 
 MAX_MODEL_LEN = 640
@@ -299,6 +299,20 @@ def test_version_in_use_is_not_unloaded(engine: Engine, adapters: list[int]) -> 
     assert generated.generation.adapter_version == adapters[0]
 
 
+def test_adapter_is_loaded_while_requests_are_in_flight(
+    engine: Engine, adapters: list[int], adapter_dirs: list[Path]
+) -> None:
+    remote = engine.remote
+    requests = [remote.request(prompt, adapters[0], max_tokens=60) for prompt in prompts(12)]
+    version = remote.next_version()
+    load = LoadAdapter(request_id=next(remote._ids), version=version, path=str(adapter_dirs[1]))
+    *answers, read = remote.ask(*requests, load)
+    assert isinstance(read, AdapterDigest)
+    assert [len(answer.generation.completion_ids) > 0 for answer in answers] == [True] * len(requests)
+    assert {answer.generation.adapter_version for answer in answers} == {adapters[0]}
+    assert isinstance(remote.unload(version), Done)
+
+
 def test_no_more_adapters_are_loaded_than_slots(engine: Engine, adapter_dirs: list[Path]) -> None:
     remote = engine.remote
     versions = [remote.next_version() for _ in range(MAX_LORAS + 1)]
@@ -367,8 +381,6 @@ def _rewrite(source: Path, target: Path, change: Callable[[str, Any], tuple[str,
 
 
 def test_same_seed_draws_the_same_tokens_in_any_batch(engine: Engine, adapters: list[int]) -> None:
-    if not engine.is_exact:
-        pytest.skip("in bfloat16 the rest of the batch changes the last bits of the logits")
     remote = engine.remote
     alone = [
         remote.generate(remote.request(p, adapters[0], seed=i, max_tokens=16))[0] for i, p in enumerate(prompts(3))
@@ -376,8 +388,9 @@ def test_same_seed_draws_the_same_tokens_in_any_batch(engine: Engine, adapters: 
     crowd = [remote.request(prompt, version, max_tokens=11) for prompt in prompts(8) for version in (0, adapters[1])]
     again = [remote.request(prompt, adapters[0], seed=i, max_tokens=16) for i, prompt in enumerate(prompts(3))]
     together = remote.generate(*crowd[:9], *again, *crowd[9:])[9:12]
-    for first, second in zip(alone, together, strict=True):
-        assert first.completion_ids.tolist() == second.completion_ids.tolist()
+    if engine.is_exact:  # in bfloat16 the rest of the batch changes the last bits of the logits
+        for first, second in zip(alone, together, strict=True):
+            assert first.completion_ids.tolist() == second.completion_ids.tolist()
     others = remote.generate(*[remote.request(prompts(1)[0], adapters[0], seed=i, max_tokens=16) for i in range(20)])
     assert len({tuple(other.completion_ids) for other in others}) > 15
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,7 @@ from fakes import gpus, runs
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.planning import machine
-from unstable_lite.planning.plan import make_plan
+from unstable_lite.planning.plan import Plan, make_plan
 
 ENV = '[[train_envs]]\nenv_id = "TicTacToe-v0-train"\nnum_players = 2\nnum_actors = 2\nprompt_template = "tiny"\n'
 
@@ -35,18 +37,36 @@ def test_driver_that_is_too_old_for_torch_is_refused(tmp_path: Path, monkeypatch
     assert check(tmp_path, "12.8")[0] == 0
 
 
-def test_shared_memory_that_cannot_hold_the_adapters_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_driver_behind_the_compatibility_package_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.install(monkeypatch, tmp_path, 1, driver="550.54.15")
+    (folder := tmp_path / "compat").mkdir()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{folder}")
+    assert check(tmp_path, "13.0")[0] == 1
+    (folder / "libcuda.so.1").touch()
+    assert check(tmp_path, "13.0")[0] == 0
+
+
+def config(*, model: str = "Qwen/Qwen3-1.7B", engine: dict[str, Any], learner: dict[str, Any]) -> Config:
     envs = [{"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}]
-    config = Config.model_validate(
-        {"model_name": "Qwen/Qwen3-1.7B", "engine": {"kind": "transformers"}, "train_envs": envs}
-    )
+    raw = {"model_name": model, "engine": {"kind": "transformers"} | engine, "learner": learner, "train_envs": envs}
+    return Config.model_validate(raw)
+
+
+def test_shared_memory_that_cannot_hold_the_adapters_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warnings(made: Plan) -> str:
+        return "; ".join(text for name, text in made.describe() if name == "warning")
+
     gpus.install(monkeypatch, tmp_path, 1, gib=80)
-    make_plan(config)
+    assert "--shm-size" not in warnings(make_plan(config(engine={}, learner={})))
     monkeypatch.setattr(machine, "SHARED_MEMORY", Path("/sys"))  # a file system of size 0
-    with pytest.raises(ConfigError, match=r"/sys has 0 MB.*--shm-size=\d+g"):
-        make_plan(config)
+    assert re.search(r"/sys has 0 MB.*--shm-size=\d+g", warnings(make_plan(config(engine={}, learner={}))))
     cpu = {"devices": ("cpu",)}
-    on_cpu = {"model_name": "builtin:tiny", "engine": {"kind": "transformers"} | cpu, "learner": cpu}
-    make_plan(Config.model_validate(on_cpu | {"train_envs": envs}))
+    assert "--shm-size" not in warnings(make_plan(config(model="builtin:tiny", engine=cpu, learner=cpu)))
+
+
+def test_ranks_on_gpus_without_shared_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.install(monkeypatch, tmp_path, 3, gib=80)
+    monkeypatch.setattr(machine, "SHARED_MEMORY", Path("/sys"))
+    with pytest.raises(ConfigError, match=r"/sys has 0 MB.*--shm-size=1g"):
+        make_plan(config(engine={"devices": (2,)}, learner={"devices": (0, 1)}))
+    make_plan(config(engine={"devices": (2,)}, learner={"devices": (0,)}))

@@ -229,3 +229,11 @@ def trained_and_served(rows: dict[str, str]) -> str:
     thousands = int(tokens[1].replace(",", "")) // 1000 if tokens else 0
     served = re.search(r"(\d+) sequences", rows["engine: keys and values"])
     return f"{f'{thousands}k' if thousands else '–'} / {(int(served[1]) if served else 0) or '–'}"
+
+
+def test_soft_capped_attention_has_no_computed_shape(tmp_path: Path) -> None:
+    make_policy(tmp_path, DEEP, 2, 400)
+    assert memory.shape_of(str(tmp_path)) is not None
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_logit_softcapping": 50.0}))
+    assert memory.shape_of(str(tmp_path)) is None

@@ -13,11 +13,12 @@ import pytest
 from fakes import gpus as gpus_on_this_machine
 from unstable_lite.config import Config
 from unstable_lite.engines import devices as engines_devices
+from unstable_lite.engines import vllm_checks
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.plan import plan_evaluation
 from unstable_lite.orchestrator.workers import environment, started_engines
 from unstable_lite.planning import placement
-from unstable_lite.planning.plan import Plan, make_plan
+from unstable_lite.planning.plan import Plan, make_engine_plan, make_plan
 
 GIB = 1 << 30
 
@@ -335,3 +336,39 @@ def test_fused_kernels_need_a_gpu_and_their_package(gpus: Any, monkeypatch: pyte
     assert plan(learner={"kernels": "liger"}).config.learner.kernels == "liger"
     with pytest.raises(ConfigError, match=r"learner\.kernels = 'liger' needs a GPU"):
         plan(model="builtin:tiny", learner={"kernels": "liger", "devices": ("cpu",)})
+
+
+def test_gpus_left_over_by_tensor_parallel_stay_idle(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines_devices, "vllm_usable", lambda devices: (True, "a GPU build"))
+    for count, of_run, alone in ((4, [(1, 2)], [(0, 1), (2, 3)]), (3, [(1, 2)], [(0, 1)])):
+        gpus(count, 80)
+        made = plan(engine={"kind": "vllm", "tensor_parallel": 2})
+        assert (made.devices_by_engine, made.learner_devices) == (of_run, (0,))
+        assert make_engine_plan(made.config).devices_by_engine == alone
+    gpus(2, 80)
+    with pytest.raises(ConfigError, match="needs 2 GPUs for each engine"):
+        plan(engine={"kind": "vllm", "tensor_parallel": 2}, learner={"devices": (0,)})
+
+
+def test_engine_whose_memory_is_not_known_is_not_refused_for_it(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(1, 24)
+    monkeypatch.setattr(engines_devices, "vllm_usable", lambda devices: (True, "a GPU build"))
+    monkeypatch.setattr(vllm_checks, "argument_names", lambda: ("cpu_offload_gb",))
+    for engine in ({"kind": "vllm", "options": {"cpu_offload_gb": 16}}, {"kind": "fakes.sleeping_engines:KeepsADiary"}):
+        plan(model="Qwen/Qwen3-14B", engine=engine, learner={"devices": ("cpu",)})
+    with pytest.raises(ConfigError, match="engine's share of GPU 0"):
+        plan(model="Qwen/Qwen3-14B", engine={"kind": "vllm"}, learner={"devices": ("cpu",)})
+
+
+def test_shares_that_add_up_to_the_whole_are_accepted(gpus: Any) -> None:
+    gpus(1, 80)
+    for ours, theirs in ((0.8, 0.2), (0.9, 0.1)):
+        plan(engine={"gpu_memory_utilization": ours}, learner={"gpu_memory_utilization": theirs})
+    with pytest.raises(ConfigError, match="exceed the memory of GPU 0"):
+        plan(engine={"gpu_memory_utilization": 0.8}, learner={"gpu_memory_utilization": 0.21})
+
+
+def test_learner_beside_engines_is_told_to_lower_their_share(gpus: Any) -> None:
+    gpus(1, 24)
+    with pytest.raises(ConfigError, match=r"learner's share .*; lower engine.gpu_memory_utilization, or"):
+        plan("sleep", model="Qwen/Qwen3-4B", engine={"gpu_memory_utilization": 0.9})

@@ -98,6 +98,12 @@ def test_secret_is_private(tmp_path: Path) -> None:
         ('[rewards]\nstep = [{"evil:transform" = {}}]', "rewards.step = 'evil:transform'"),
         ('[new]\nkey = [["evil:thing"]]', "new.key = 'evil:thing'"),
         ('[opponents]\nbase_url = "http://evil/v1"', "opponents.base_url = 'http://evil/v1'"),
+        ('[engine.options]\nworker_cls = "evil.Worker"', "engine.options.worker_cls = 'evil.Worker'"),
+        ('[engine.options.compilation_config]\nbackend = "evil.f"', "compilation_config.backend = 'evil.f'"),
+        (
+            "[engine.options.speculative_config]\ntrust_remote_code = true",
+            "config.trust_remote_code = True",
+        ),
     ],
 )
 def test_every_value_that_runs_code_or_receives_a_key_is_named(
@@ -119,6 +125,8 @@ def test_config_without_code_needs_no_trust(tmp_path: Path, monkeypatch: pytest.
 base_url = "BASE"
 [templates.mine]
 user = "See: {observation}"
+[engine.options]
+max_num_batched_tokens = 4096
 [[eval_envs]]
 env_id = "Nim-v0-train"
 fixed_opponent = "vendor/model:free"

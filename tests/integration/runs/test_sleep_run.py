@@ -36,6 +36,13 @@ def test_games_wait_for_the_learner_and_a_woken_engine_is_checked(tmp_path: Path
     assert "void" not in out or "0 void" in out
 
 
+def test_learner_saves_its_state_before_the_engines_wake(tmp_path: Path) -> None:
+    code, _, err = train(tmp_path, "KeepsADiary", "algorithm=fakes.slow_learners:NotesItsSaves")
+    assert code == 0, err
+    turns = [what for what in diary(tmp_path) if what in ("sleep", "saved", "wake")]
+    assert [turns[index - 1] for index, what in enumerate(turns) if what == "wake"] == ["saved"] * 3
+
+
 @pytest.mark.nightly
 def test_engine_that_loses_adapters_while_asleep_ends_the_run(tmp_path: Path) -> None:
     code, _, err = train(tmp_path, "ForgetsInItsSleep", "learner.learning_rate=1e-2")

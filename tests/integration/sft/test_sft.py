@@ -190,6 +190,14 @@ def test_impossible_config_is_refused_before_anything_starts(
     assert says in problems_of(write(tmp_path), *overrides)
 
 
+def test_only_engines_that_play_are_judged(tmp_path: Path) -> None:
+    (model := tmp_path / "capped").mkdir()
+    (model / "config.json").write_text('{"model_type": "gemma2", "attn_logit_softcapping": 50.0}')
+    on_it = f"model_name={model}", "engine.kind=transformers", "learner.activation_checkpointing=auto"
+    assert load_sft_plan(write(tmp_path), on_it).config.learner.activation_checkpointing is True
+    assert "soft cap of 50" in problems_of(write(tmp_path), *on_it, 'sft.players=["base"]')
+
+
 def test_file_may_already_name_its_own_output_as_the_start(tmp_path: Path) -> None:
     plan = load_sft_plan(write(tmp_path), (f"lora.initial_lora_path={tmp_path / 'warm'}",))
     assert plan.config.lora.initial_lora_path is None

@@ -178,8 +178,14 @@ def _attend_bucket(
         if is_decoding
         else query_NHD.view(num_rows, -1, num_heads, width).transpose(1, 2)
     )
+    is_grouped = not is_decoding and num_key_heads < num_heads
+    if is_grouped and query_NHD.is_cuda:  # with a mask, CUDA has fast kernels for as many keys as queries only
+        key_RHTD, value_RHTD = (
+            kept.repeat_interleave(num_heads // num_key_heads, dim=1) for kept in (key_RHTD, value_RHTD)
+        )
+        is_grouped = False
     out_RHQD = scaled_dot_product_attention(
-        query_RHQD, key_RHTD, value_RHTD, attn_mask=mask_R1QT, scale=scaling, enable_gqa=not is_decoding
+        query_RHQD, key_RHTD, value_RHTD, attn_mask=mask_R1QT, scale=scaling, enable_gqa=is_grouped
     )
     return (out_RHQD if is_decoding else out_RHQD.transpose(1, 2)).reshape(num_queries, num_heads, -1)
 
