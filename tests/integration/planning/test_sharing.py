@@ -368,7 +368,7 @@ def test_shares_that_add_up_to_the_whole_are_accepted(gpus: Any) -> None:
         plan(engine={"gpu_memory_utilization": 0.8}, learner={"gpu_memory_utilization": 0.21})
 
 
-def test_learner_beside_engines_is_told_to_lower_their_share(gpus: Any) -> None:
+def test_learner_beside_engines_asks_for_a_smaller_share_of_theirs(gpus: Any) -> None:
     gpus(1, 24)
     with pytest.raises(ConfigError, match=r"learner's share .*; lower engine.gpu_memory_utilization, or"):
         plan("sleep", model="Qwen/Qwen3-4B", engine={"gpu_memory_utilization": 0.9})
