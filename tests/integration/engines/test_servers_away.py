@@ -90,9 +90,7 @@ def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Ser
 REAL = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(1200)])
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("servers", ["fake", REAL], indirect=True)
-@pytest.mark.timeout(900)  # three starts of vLLM's server
 def test_server_that_is_away_is_used_again_without_spending_restarts(
     servers: list[Server], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
