@@ -48,10 +48,11 @@ class LearnerClient:
         self._origin: Path | None = None
         """Checkpoint from which the learner resumed."""
 
-    async def update(self, batch: Batch, version: int, store: AdapterStore) -> Updated:
+    async def update(self, batch: Batch, version: int, store: AdapterStore, saves_at_once: bool = False) -> Updated:
         """Make an update on `batch`, steps or whole trajectories; unless it is skipped, `store` then holds `version`.
 
-        `save_state` must follow, and may run while engines load the adapter.
+        Unless it `saves_at_once`, `save_state` must follow, and may run while engines load the adapter. Until then a
+        learner that dies repeats the update, for which engines that sleep on its device must not have woken.
         """
         if self._state is None:  # an update that runs out of memory starts again from it
             await self.save_state(version - 1, store)
@@ -61,6 +62,8 @@ class LearnerClient:
         if updated.skipped is None:
             fields |= {"path": str(place()), "is_published": True}
             self._unsaved = partial(self.channel.ask, Update, DEADLINE_FACTOR * timeout_s, **fields)
+            if saves_at_once:
+                await self.save_state(version, store)
         return updated
 
     async def write_adapter(self, version: int, store: AdapterStore) -> str:

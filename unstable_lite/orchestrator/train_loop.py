@@ -86,19 +86,16 @@ class TrainLoop:
         if batch is None:
             return False
         parts.pool.evict_if_needed()
-        learner, takes_turns = parts.workers.learner, bool(parts.colocation.engines)
+        takes_turns = bool(parts.colocation.engines)
         async with parts.colocation.learner():
-            updated = await learner.update(batch, version, parts.store)
-            if takes_turns and updated.skipped is None:
-                # Until it is saved, a learner that dies repeats the update, for which it needs the engines' memory.
-                await learner.save_state(version, parts.store)
+            updated = await parts.workers.learner.update(batch, version, parts.store, saves_at_once=takes_turns)
         if updated.skipped is not None:
             self.progress.count_skipped(updated.skipped)
             return False
         with timed(metrics, "learner/publish_s"):
             async with asyncio.TaskGroup() as tasks:
                 if not takes_turns:
-                    tasks.create_task(learner.save_state(version, parts.store))
+                    tasks.create_task(parts.workers.learner.save_state(version, parts.store))
                 metrics |= await parts.adapter_sync.sync(version, updated.digest)
             self.progress.updates += 1
             self.progress.promote(f"ckpt-{self.progress.updates}", version)
