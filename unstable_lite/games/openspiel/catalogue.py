@@ -15,7 +15,7 @@ def describe_games() -> list[tuple[str, str, str]]:
     try:
         library = pyspiel()
     except ConfigError:
-        return [(f"{PREFIX}…", "?", f"92 games of OpenSpiel: {INSTALL}")]
+        return [(f"{PREFIX}…", "?", f"91 games of OpenSpiel: {INSTALL}")]
     rows = []
     for kind in library.registered_games():
         if why_unplayable(kind) is None:

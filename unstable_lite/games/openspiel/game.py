@@ -110,17 +110,11 @@ class OpenSpielGame:
         return len(self._chosen) if self._state.is_simultaneous_node() else int(self._state.current_player())
 
     def _choose(self, action: int) -> None:
-        """Keep a simultaneous action; apply all of them once every seat that has a choice made it."""
+        """Keep a simultaneous action; apply all of them once every seat has chosen."""
         self._chosen.append(action)
-        self._pass_over()
         if len(self._chosen) == self.num_players:
             self._state.apply_actions(self._chosen)
             self._chosen = []
-
-    def _pass_over(self) -> None:
-        """Choose action 0, as OpenSpiel does, for seats without a legal action."""
-        while len(self._chosen) < self.num_players and not self._state.legal_actions(len(self._chosen)):
-            self._chosen.append(0)
 
     def _continue(self) -> None:
         """Draw the chance outcomes up to the next decision."""
@@ -130,8 +124,6 @@ class OpenSpielGame:
             (drawn,) = rng.choices([action for action, _ in outcomes], [chance for _, chance in outcomes])
             self._state.apply_action(drawn)
             self._num_deals += 1
-        if self._state.is_simultaneous_node() and not self._chosen:
-            self._pass_over()
 
     def _utilities(self) -> list[float]:
         if self._offence is None:

@@ -74,5 +74,6 @@ def why_unplayable(game_type: Any) -> str | None:
 
 
 def _hint(name: str, known: list[str]) -> str:
-    hint = suggestion(name, known)
+    longer = [other for other in known if name in other]
+    hint = f"did you mean {longer[0]!r}?" if longer else suggestion(name, known)
     return hint if hint.startswith("did you mean") else "`unstable-lite envs openspiel` lists those that can be played"

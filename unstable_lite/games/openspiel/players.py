@@ -32,9 +32,9 @@ EXPLORATION = 2.0
 """Constant of UCT, as in OpenSpiel's examples for utilities between -1 and 1."""
 MOST_DECISIONS = 50_000
 """Largest number of decision histories of a game that `scripted:cfr` solves."""
-VISITS = 1_000_000
-"""Number of visits of decision histories over all of its iterations: about 4 s for Leduc poker."""
-FEWEST_ITERATIONS, MOST_ITERATIONS = 100, 2_000
+VISITS = 500_000
+"""Number of visits of decision histories over all of its iterations: about 2 s for Leduc poker."""
+FEWEST_ITERATIONS, MOST_ITERATIONS = 100, 500
 TRIAL_MOVES = 20
 """Number of random moves over which it is tried whether a game can be followed."""
 
