@@ -47,7 +47,7 @@ REMARKS = {
     "KuhnPoker": "its bets move no chips (textarena/envs/KuhnPoker/env.py, line 34: the pot is the two antes), so it "
     "is best never to fold; openspiel:kuhn_poker pays them"
 }
-"""Env families that work, but are not what their name says."""
+"""Env families that work, but differ from the game of their name."""
 BOARD_GAMES = ("TicTacToe", "WildTicTacToe", "ThreePlayerTicTacToe", "ConnectFour", "SimpleTak", "Nim")
 """TextArena's env families whose newest board contains the whole state. In others the newest "board" is incomplete:
 KuhnPoker's lacks the card, LiarsDice's the bids, UltimateTicTacToe's the small board to play in."""

@@ -30,7 +30,7 @@ def cards(env_id: str, seed: int, actions: random.Random) -> set[str]:
     return seen
 
 
-def test_chance_follows_from_the_seed_whatever_is_played() -> None:
+def test_chance_follows_from_the_seed_for_all_actions() -> None:
     for seed in range(20):
         dealt = [cards(LEDUC, seed, random.Random(player)) for player in range(10)]
         longest = max(dealt, key=len)

@@ -57,7 +57,7 @@ def test_tree_search_beats_random_play(env_id: str, playouts: int) -> None:
 
 
 def test_tree_search_follows_long_turns_of_others() -> None:
-    """In Pig the opponent rolls as often as it likes before its turn ends."""
+    # Pig: the opponent rolls as often as it likes before its turn ends.
     assert sum(rewards("openspiel:pig(winscore=30)", ("scripted:mcts:100", "scripted:random"), games=20)) >= 8
 
 

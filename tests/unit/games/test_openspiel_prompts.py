@@ -106,7 +106,7 @@ def sampled_decisions(game: Any, games: int = 150) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("env_id", [*ENUMERATED, *SAMPLED])
-def test_two_states_share_a_prompt_if_and_only_if_the_seat_cannot_tell_them_apart(env_id: str) -> None:
+def test_prompts_are_equal_exactly_for_states_that_the_seat_cannot_distinguish(env_id: str) -> None:
     prompts_of, told_by = defaultdict[tuple[int, str], set[str]](set), defaultdict[str, set[tuple[int, str]]](set)
     decisions = (all_decisions if env_id in ENUMERATED else sampled_decisions)(load_game(env_id))
     for state in decisions:
@@ -125,7 +125,7 @@ def test_known_numbers_of_states_are_reached() -> None:
 
     assert count("openspiel:kuhn_poker") == 12
     assert count("openspiel:leduc_poker") == 936
-    assert count("openspiel:tic_tac_toe") == 4520, "the boards on which somebody is to move"
+    assert count("openspiel:tic_tac_toe") == 4520, "the boards with a player to move"
     assert count("openspiel:liars_dice(dice_sides=3)") == 192
 
 
@@ -142,7 +142,7 @@ def test_turn_based_form_has_the_prompts_of_the_simultaneous_one(env_id: str) ->
         for pid in acting(state):
             for node, _ in partial:
                 assert node.current_player() == pid
-                assert prompt(node, pid) == prompt(state, pid), "whatever the seats before have chosen"
+                assert prompt(node, pid) == prompt(state, pid), "for all choices of the seats before"
                 assert action_names(node, pid) == action_names(state, pid)
                 checked += 1
             partial = [(node.child(a), [*chosen, a]) for node, chosen in partial for a in node.legal_actions()]

@@ -40,7 +40,7 @@ def liars_dice(game: Any) -> Wording | None:
 
 
 def pig(game: Any) -> Wording | None:
-    """Return the wording; None for Piglet, where a roll adds 1 whatever it shows."""
+    """Return the wording; None for Piglet, in which each roll adds 1."""
     parameters = game.get_parameters()
     if parameters["piglet"]:
         return None

@@ -1,7 +1,7 @@
 """One game of an OpenSpiel env, used like `games.environments.Environment`.
 
 Chance is drawn by the number of the chance event and the game's seed alone, so that the same seed deals the same cards
-whoever plays at which seat. Moves that are simultaneous are asked for seat by seat; no seat is shown another's choice.
+to any players. Moves that are simultaneous are asked for seat by seat; no seat is shown another's choice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def default_scale(game: Any) -> float:
 
 
 class OpenSpielGame:
-    """A game whose illegal answers end it; see `close` for what they cost."""
+    """A game whose illegal answers end it; see `close` for their cost."""
 
     def __init__(self, env_id: str, num_players: int, seed: int, reward_scale: float | None = None) -> None:
         """Start the game. `reward_scale`: default: 1 / the largest size of a utility.

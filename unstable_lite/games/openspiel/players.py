@@ -40,7 +40,7 @@ TRIAL_MOVES = 20
 
 
 def mcts_class(name: str) -> partial[MctsPlayer]:
-    """Return what makes the player `scripted:mcts:N`. Raises ConfigError for another number of playouts."""
+    """Return the class for `scripted:mcts:N`. Raises ConfigError for another number of playouts."""
     playouts = name.removeprefix(MCTS)
     if not (playouts.isascii() and playouts.isdecimal()) or not 1 <= int(playouts) <= MOST_PLAYOUTS:
         raise ConfigError(f"opponent {name!r}: write {MCTS}N with N playouts per move, from 1 to {MOST_PLAYOUTS}")

@@ -1,7 +1,7 @@
 """Prompt of a seat, names of its actions, and the action that an answer names: pure functions of a state.
 
-A prompt is a function of the seat and its information state string where the game hides information, and of the seat
-and the current board where it does not. Two different ones of a seat never share a prompt. The form that
+A prompt is a function of the seat and its information state string if the game hides information, else of the seat
+and the current board. Two different ones of a seat never share a prompt. The form that
 `pyspiel.convert_to_turn_based` gives a game of simultaneous moves has the same prompts: they are made from the
 simultaneous state inside it, never from its own strings, which hold the choices of seats that come before.
 """
@@ -39,7 +39,7 @@ _loaded: dict[str, Wording] = {}
 
 
 def prompt(state: Any, pid: int) -> str:
-    """Return what seat `pid` is shown at a state where it has to act. `state`: `pyspiel.State`, in either form."""
+    """Return the text for seat `pid` at a state in which it acts. `state`: `pyspiel.State`, in either form."""
     node = _simultaneous(state)
     wording, shown = _wording(node.get_game()), _shown(node, pid)
     rules = f" {wording.rules}" if wording.rules else ""

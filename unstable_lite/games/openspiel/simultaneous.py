@@ -83,11 +83,11 @@ def goofspiel(game: Any) -> Wording:
     rules = (
         f"Everyone has the cards 1 to {cards}. Prizes of 1 to {cards} points come {order[parameters['points_order']]}"
         f"{rounds}; for each, all players bid one card at the same time and lose it. The highest bid wins the prize, "
-        f"a tie nobody. {goal[parameters['returns_type']]}"
+        f"in a tie no player. {goal[parameters['returns_type']]}"
     )
     return Wording("Goofspiel", rules, situation, lambda _shown, _action, own: re.sub(r".*Bid: ", "", own))
 
 
 def _winner(number: int) -> str:
     """Return the winner of a prize; OpenSpiel writes a negative number for a tie."""
-    return f"Player {number}" if number >= 0 else "nobody"
+    return f"Player {number}" if number >= 0 else "no player"

@@ -1,4 +1,4 @@
-"""Words of one game: its rules, what a seat is shown, and the names of its actions.
+"""Words of one game: its rules, the situation of a seat, and the names of its actions.
 
 A wording gets only strings of OpenSpiel that hold nothing a seat may not see, so no prompt can leak more.
 """
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 Situation = Callable[[int, str], str]
-"""Function from (seat, what OpenSpiel shows it) to text. Two different strings of a seat give two different texts."""
+"""Function from (seat, OpenSpiel's string for it) to text. Two different strings of a seat give two different texts."""
 ActionName = Callable[[str, int, str], str]
-"""Function from (what OpenSpiel shows the seat, action, OpenSpiel's name of it) to its name in prompts."""
+"""Function from (OpenSpiel's string for the seat, action, OpenSpiel's name of it) to its name in prompts."""
 
 
 @dataclass(frozen=True, slots=True)
