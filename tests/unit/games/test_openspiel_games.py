@@ -10,7 +10,7 @@ import pytest
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_catalogue import describe_envs, probe
-from unstable_lite.games.environments import outcomes_from_rewards
+from unstable_lite.games.environments import outcomes_from_rewards, source_text
 from unstable_lite.games.openspiel.game import OpenSpielGame
 from unstable_lite.games.openspiel.names import load_game
 from unstable_lite.games.players.scripted import random_legal_action
@@ -92,15 +92,15 @@ def test_illegal_answer_ends_the_game_at_the_lowest_utility(
 
 
 def test_no_forfeit_is_cheaper_than_a_loss() -> None:
-    lowest = min(
-        OpenSpielGame(KUHN, 2, seed).close()[1][pid][UTILITY]
-        for seed in range(12)
-        for pid in (0, 1)
-        if (game := OpenSpielGame(KUHN, 2, seed)).play("[bet]") and game.play("[call]") is None
-    )
+    losses = []
+    for seed in range(12):
+        game = OpenSpielGame(KUHN, 2, seed)
+        assert game.play("[bet]") is not None
+        assert game.play("[call]") is None
+        losses.append(min(about[UTILITY] for about in game.close()[1].values()))
     forfeit = OpenSpielGame(KUHN, 2, 0)
     forfeit.play("nonsense")
-    assert forfeit.close()[1][0][UTILITY] <= lowest
+    assert forfeit.close()[1][0][UTILITY] <= min(losses) == -2
 
 
 def test_simultaneous_choices_are_asked_for_seat_by_seat_and_not_shown() -> None:
@@ -152,3 +152,11 @@ def test_envs_are_listed_with_players_and_remark() -> None:
     assert rows["openspiel:matrix_rps"] == ("2", "one move, simultaneous moves, with rules text")
     assert "openspiel:gin_rummy" not in rows
     assert "textarena/envs/KuhnPoker/env.py, line 34" in rows["KuhnPoker-v0-train"][1]
+
+
+def test_line_of_textarena_that_is_cited_sets_the_whole_pot() -> None:
+    source = source_text("KuhnPoker-v0-train")
+    assert source is not None
+    assert source.splitlines()[33].strip() == 'self.state.game_state["pot"] = self.ante * 2'
+    assert source.count('["pot"] =') == 1
+    assert source.count('["pot"] +=') == 0
