@@ -18,6 +18,8 @@ TokenIds = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 
 FinishReason = Literal["stop", "length"]
+UTILITY = "openspiel_utility"
+"""Key of `GameRecord.game_info` for a player's reward in the units of its game, if that is not the reward."""
 GameKind = Literal["train", "eval"]
 Outcome = Literal["win", "draw", "loss", "na"]
 """Place among the players, from the ranks of the final rewards; "na" if there is only one player."""
@@ -67,6 +69,7 @@ class GameSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_turns: int
     observation: Observation = "env"
     isolated: bool | None = None
+    reward_scale: float | None = None
     eval_label: str | None = None
     """Evaluation with a quota to which this game belongs."""
     group_idx: int | None = None
@@ -234,6 +237,10 @@ class GameRecord:
     game_info: dict[int, Any] = field(default_factory=dict)
     error: str | None = None
     seconds: float = 0.0
+
+    def reward_shown(self, pid: int) -> float:
+        """Return a player's reward in the units of its game: OpenSpiel's utility, before `reward_scale`."""
+        return float(self.game_info.get(pid, {}).get(UTILITY, self.rewards[pid]))
 
 
 Batch = list[Step] | list[list[Step]]

@@ -152,8 +152,8 @@ def sft(
 def envs(
     pattern: Annotated[str, typer.Argument(help="Show ids that contain this.")] = "",
 ) -> None:
-    """List TextArena's env ids for training, with players and remarks."""
-    from unstable_lite.games.env_catalogue import describe_envs
+    """List TextArena's env ids for training and OpenSpiel's games, with players and remarks."""
+    from unstable_lite.games.env_catalogue import describe_envs, env_family
     from unstable_lite.games.players.greedy import GREEDY_GAMES
     from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS
     from unstable_lite.games.players.scripted import LEGAL_ACTIONS
@@ -161,14 +161,15 @@ def envs(
     table = Table("env id", "players", "remark")
     for env_id, players, remark in describe_envs():
         if pattern.lower() in env_id.lower():
-            family = env_id.partition("-v")[0]
+            family = env_family(env_id)
             scripted: dict[str, Collection[str]] = {
                 "scripted:random": LEGAL_ACTIONS,
                 "scripted:greedy": GREEDY_GAMES,
                 "scripted:optimal": OPTIMAL_ACTIONS,
             }
             names = [name for name, families in scripted.items() if family in families]
-            table.add_row(env_id, players, remark or (f"opponents: {', '.join(names)}" if names else ""))
+            opponents = f"opponents: {', '.join(names)}" if names else ""
+            table.add_row(env_id, players, "; ".join(filter(None, (remark, opponents))))
     console().print(table)
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from unstable_lite.config.env_ids import canonical_env_id
 from unstable_lite.config.section import Section
 from unstable_lite.types import Observation
 
 
 class EnvSpec(Section):
-    env_id: str
-    """Id of a TextArena env, or `module:id` of one that a custom module registers with TextArena."""
+    env_id: Annotated[str, AfterValidator(canonical_env_id)]
+    """Id of a TextArena env; `module:id` of one that a custom module registers with TextArena; or a game of OpenSpiel,
+    `openspiel:kuhn_poker` or with parameters `openspiel:liars_dice(dice_sides=3)`."""
     num_players: int
     """Number of seats of a game."""
     prompt_template: str = "default"
@@ -27,6 +29,9 @@ class EnvSpec(Section):
     isolated: bool | None = None
     """Whether its games run in processes that can be killed wherever they hang; default: if the env is known to loop or
     its reset is slow. A turn then costs a round trip, 0.1 ms and more."""
+    reward_scale: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Factor that makes rewards of the utilities of an OpenSpiel game; default: 1 / the largest size of a utility.
+    Metrics show the utilities themselves. Not for other envs."""
 
 
 class TrainEnvSpec(EnvSpec):
@@ -36,15 +41,15 @@ class TrainEnvSpec(EnvSpec):
     """Number of seats of the current policy. If equal to `num_players`: mirror self-play, no opponent is sampled."""
 
 
-INHERITED = ("prompt_template", "action_extraction_fn", "max_turns", "observation")
+INHERITED = ("prompt_template", "action_extraction_fn", "max_turns", "observation", "reward_scale")
 """Keys that an eval env takes over from the training env of the same id, so that a curve measures the trained game."""
 
 
 class EvalEnvSpec(EnvSpec):
     """An env to evaluate on. One seat is the current policy's, the others are `fixed_opponent`'s.
 
-    The default of `prompt_template`, `action_extraction_fn`, `max_turns` and `observation` is the value of the training
-    env of the same id, if there is one.
+    The default of `prompt_template`, `action_extraction_fn`, `max_turns`, `observation` and `reward_scale` is the value
+    of the training env of the same id, if there is one.
     """
 
     fixed_opponent: str = "google/gemini-2.0-flash-lite-001"

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from unstable_lite.config.env_ids import slug
 from unstable_lite.dashboards.report.games import policy_seats
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import read_part, read_records
@@ -69,7 +70,7 @@ def _played(run: Path) -> Iterator[Table]:
         if game["end"] == "void":
             continue
         if game["kind"] == "eval":
-            yield "eval_data", _file_name(f"{game['env_id']}-{game['game_idx']}"), EVAL_COLUMNS, _eval_rows(game)
+            yield "eval_data", _file_name(f"{slug(game['env_id'])}-{game['game_idx']}"), EVAL_COLUMNS, _eval_rows(game)
         else:
             model = next(str(agent["model"]) for agent in game["agents"] if agent["collect_data"])
             yield "collection", _file_name(model), COLLECTION_COLUMNS, _turn_rows(game, env_id=game["env_id"])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unstable_lite.config import Config
+from unstable_lite.config.env_ids import canonical_env_id, is_openspiel
 from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ConfigError
@@ -19,7 +20,7 @@ from unstable_lite.planning.trust import run_config
 from unstable_lite.types import BASE
 
 _ENV_WORD = re.compile(r"((?:[A-Za-z_][\w.]*:(?=[A-Za-z_]))?[^:]+)(?::(\d+)(?::([^:]+))?)?")
-"""Pattern of `env_id[:players[:template]]`, where `env_id` may be `module:id`."""
+"""Pattern of `env_id[:players[:template]]`, where `env_id` may be `module:id` or `openspiel:game`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +122,17 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
         match = _ENV_WORD.fullmatch(word)
         if match is None:
             raise ConfigError(f"--env {word}: write env_id, env_id:players or env_id:players:template")
-        env_id, players, template = match.groups()
-        given: dict[str, str | int] = {"env_id": env_id}
+        spelled, players, template = match.groups()
+        try:
+            env_id = canonical_env_id(spelled)
+        except ValueError as error:
+            raise ConfigError(f"--env {word}: {error}") from None
+        given: dict[str, Any] = {"env_id": env_id}
         given |= {"num_players": int(players)} if players else {}
         given |= {"prompt_template": template} if template else {}
         like = known.get(env_id) or [_as_eval(config.train_envs[0], config.league.fixed_opponents)]
+        if env_id not in known:  # another game: keep only the way of asking
+            given |= {"reward_scale": None} | ({"observation": "env"} if is_openspiel(env_id) else {})
         specs += [spec.model_copy(update=given) for spec in like]
     return specs
 

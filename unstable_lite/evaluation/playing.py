@@ -121,5 +121,5 @@ async def _play(
     for pid, outcome in record.outcomes.items():
         remark = " by an invalid move" * (pid in record.invalid_pids)
         reason = record.game_info.get(pid, {}).get("reason", "")
-        console.print(f"player {pid}, {names[pid]}: {outcome}{remark} ({record.rewards[pid]:+g}) {reason}")
+        console.print(f"player {pid}, {names[pid]}: {outcome}{remark} ({record.reward_shown(pid):+g}) {reason}")
     return record

@@ -73,7 +73,8 @@ class Results:
         """Add a game; it is on disk when this returns."""
         number = record.spec.game_idx
         pid, is_void = seat_of(cell, number), record.end == "void"
-        others = [reward for other, reward in record.rewards.items() if other != pid]
+        rewards = {seat: record.reward_shown(seat) for seat in record.rewards}
+        others = [reward for other, reward in rewards.items() if other != pid]
         row = {
             "cell": cell.key,
             "game": number,
@@ -82,9 +83,9 @@ class Results:
             "env_id": cell.env.env_id,
             "seed": record.spec.seed,
             "pid": pid,
-            "reward": None if is_void else record.rewards[pid],
+            "reward": None if is_void else rewards[pid],
             "opponent_reward": fmean(others) if others and not is_void else None,
-            "rewards": record.rewards,
+            "rewards": rewards,
             "outcome": None if is_void else record.outcomes[pid],
             "own_invalid": pid in record.invalid_pids,
             "end": record.end,

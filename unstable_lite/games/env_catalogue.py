@@ -1,4 +1,4 @@
-"""Check of TextArena's envs: whether they work, with which players and observation, and whether they need isolation."""
+"""Check of envs: whether they work, with which players and observation, and whether they need isolation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 
+from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.games.environments import Environment, bare_id, env_ids, source_text
 from unstable_lite.games.hang_guard import hang_guard
+from unstable_lite.games.openspiel import trial
+from unstable_lite.games.openspiel.catalogue import describe_games
 from unstable_lite.types import Observation
 
 SLOW_RESET_S = 0.02
@@ -40,14 +43,19 @@ DENIED = {
 NEEDS_NEWER_PYTHON = f"TextArena's code for it needs Python 3.12 (this is {sys.version.split()[0]})"
 LOOPS = {"PublicGoodsGame": "some games loop for ever when all players are eliminated; isolated, those are void"}
 """Env families that work, except for an endless loop."""
+REMARKS = {
+    "KuhnPoker": "its bets move no chips (textarena/envs/KuhnPoker/env.py, line 34: the pot is the two antes), so it "
+    "is best never to fold; openspiel:kuhn_poker pays them"
+}
+"""Env families that work, but differ from the game of their name."""
 BOARD_GAMES = ("TicTacToe", "WildTicTacToe", "ThreePlayerTicTacToe", "ConnectFour", "SimpleTak", "Nim")
 """TextArena's env families whose newest board contains the whole state. In others the newest "board" is incomplete:
 KuhnPoker's lacks the card, LiarsDice's the bids, UltimateTicTacToe's the small board to play in."""
 
 
 def env_family(env_id: str) -> str:
-    """Return the env's family, such as `KuhnPoker` for `KuhnPoker-v0-short-train`."""
-    return env_id.partition("-v")[0]
+    """Return the env's family, such as `KuhnPoker` for `KuhnPoker-v0-short-train`; OpenSpiel's games have none."""
+    return env_id if is_openspiel(env_id) else env_id.partition("-v")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,8 @@ def probe(env_id: str, num_players: int, observation: Observation = "env") -> En
 
     Runs in a thread with a time limit, because an env's start may run any code (downloads, endless loops).
     """
+    if is_openspiel(env_id):
+        return EnvFacts(_openspiel_problem(env_id, num_players, observation))
     if (problem := _problem_by_name(env_id, observation)) is not None:
         return EnvFacts(problem)
     future: Future[float] = Future()
@@ -98,6 +108,12 @@ def probe(env_id: str, num_players: int, observation: Observation = "env") -> En
         return EnvFacts("observation = 'board': the env sends no observation of the type GAME_BOARD at its start")
     summary = " ".join(str(error).split())[:300]
     return EnvFacts(f"does not start with num_players = {num_players}: {type(error).__name__}: {summary}")
+
+
+def _openspiel_problem(env_id: str, num_players: int, observation: Observation) -> str | None:
+    if observation != "env":
+        return f"observation = {observation!r} is for TextArena's envs: OpenSpiel's games have one text; leave it out"
+    return trial.problem(env_id, num_players)
 
 
 def _problem_by_name(env_id: str, observation: Observation) -> str | None:
@@ -131,12 +147,15 @@ def _problem_by_name(env_id: str, observation: Observation) -> str | None:
 
 
 def describe_envs() -> list[tuple[str, str, str]]:
-    """Return (env id, players, remark) of every `-train` id, read from TextArena's source text without running it."""
+    """Return (env id, players, remark) of every env.
+
+    TextArena's `-train` ids are described by its source text, without running it, and followed by OpenSpiel's games.
+    """
     rows = []
     for env_id in env_ids():
         if env_id.endswith("-train"):
             family = env_family(env_id)
-            remark = f"broken: {DENIED[family]}" if family in DENIED else LOOPS.get(family, "")
+            remark = f"broken: {DENIED[family]}" if family in DENIED else LOOPS.get(family, REMARKS.get(family, ""))
             source = source_text(env_id)
             if source is None:
                 rows.append((env_id, "?", remark or "its module is not in the package"))
@@ -148,7 +167,7 @@ def describe_envs() -> list[tuple[str, str, str]]:
             elif not remark and "OpenRouter" in source:
                 remark = "calls OpenRouter: needs OPENROUTER_API_KEY"
             rows.append((env_id, _players(source), remark))
-    return rows
+    return rows + describe_games()
 
 
 @cache

@@ -26,7 +26,7 @@ from typing import Any
 from unstable_lite.errors import EnvError, RequestError, WorkerDied
 from unstable_lite.games.call_file import file_of_call, game_under_way
 from unstable_lite.games.env_catalogue import is_isolated
-from unstable_lite.games.environments import Environment
+from unstable_lite.games.env_start import LocalEnvironment, start_environment
 from unstable_lite.games.hang_guard import hang_guard
 from unstable_lite.transport.messages import DropEnv, EnvState, MakeEnv, Message, StepEnv
 from unstable_lite.transport.processes import WorkerProcess
@@ -43,8 +43,8 @@ MOST_FAILED_STARTS = 3
 START_TIMEOUT_S = 120.0
 
 
-def make_in_process(spec: GameSpec) -> Environment:
-    return Environment(spec.env_id, spec.num_players, spec.seed, spec.observation)
+def make_in_process(spec: GameSpec) -> LocalEnvironment:
+    return start_environment(spec.env_id, spec.num_players, spec.seed, spec.observation, spec.reward_scale)
 
 
 class EnvPool:
@@ -113,7 +113,7 @@ async def opened_env_pool(logs: Path, env_timeout_s: float) -> AsyncIterator[Env
 
 
 class IsolatedEnvironment:
-    """An env in another process, used like an `Environment`."""
+    """An env in another process, used like one in this process."""
 
     def __init__(self, host: _Host, spec: GameSpec) -> None:
         self._host = host
@@ -168,6 +168,7 @@ class IsolatedEnvironment:
                     num_players=spec.num_players,
                     seed=spec.seed,
                     observation=spec.observation,
+                    reward_scale=spec.reward_scale,
                 )
             else:
                 action = self._actions[self._num_calls - 1]
@@ -184,7 +185,7 @@ class IsolatedEnvironment:
                 return
 
 
-GameEnvironment = Environment | IsolatedEnvironment
+GameEnvironment = LocalEnvironment | IsolatedEnvironment
 """The env of one game: `observe` once, `advance` until the game is over, then `close`; at last `drop`."""
 
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 
 from unstable_lite.games.call_file import NO_GAME, file_of_call, write_game
-from unstable_lite.games.environments import Environment
+from unstable_lite.games.env_start import LocalEnvironment, start_environment
 from unstable_lite.transport.codec import encode
 from unstable_lite.transport.messages import (
     DropEnv,
@@ -31,7 +31,7 @@ from unstable_lite.types import Observation
 
 
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
-    games: dict[int, Environment] = {}
+    games: dict[int, LocalEnvironment] = {}
     under_way = os.open(file_of_call(spec.endpoint, spec.name), os.O_RDWR | os.O_CREAT, 0o600)
     write_game(under_way, NO_GAME)
     socket.send(Ready(info={}))
@@ -50,7 +50,7 @@ def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
             socket.send_frame(frame)
 
 
-def _answer(games: dict[int, Environment], message: MakeEnv | StepEnv) -> Message:
+def _answer(games: dict[int, LocalEnvironment], message: MakeEnv | StepEnv) -> Message:
     try:
         return _advance(games, message)
     except Exception as error:  # any exception of an env ends that game only
@@ -59,10 +59,12 @@ def _answer(games: dict[int, Environment], message: MakeEnv | StepEnv) -> Messag
         return Failed(request_id=message.request_id, error=f"{type(error).__name__}: {error}")
 
 
-def _advance(games: dict[int, Environment], message: MakeEnv | StepEnv) -> EnvState:
+def _advance(games: dict[int, LocalEnvironment], message: MakeEnv | StepEnv) -> EnvState:
     if isinstance(message, MakeEnv):
         observation = cast(Observation, message.observation)
-        env = games[message.game] = Environment(message.env_id, message.num_players, message.seed, observation)
+        env = games[message.game] = start_environment(
+            message.env_id, message.num_players, message.seed, observation, message.reward_scale
+        )
         turn: tuple[int, str] | None = env.observe()
     else:
         env = games[message.game]

@@ -7,10 +7,10 @@ from functools import cache
 
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.errors import EnvError
-from unstable_lite.games.env_catalogue import env_family, is_isolated
-from unstable_lite.games.environments import Environment
+from unstable_lite.games.env_catalogue import is_isolated
+from unstable_lite.games.env_start import start_environment
 from unstable_lite.games.hang_guard import hang_guard
-from unstable_lite.games.players.scripted import LEGAL_ACTIONS, random_legal_action
+from unstable_lite.games.players.scripted import lists_actions, random_legal_action
 
 GAMES = 12
 TIMEOUT_S = 5.0
@@ -26,7 +26,7 @@ def trial_lengths(spec: EnvSpec) -> list[int]:
 
 @cache
 def _lengths(env_id: str, num_players: int, max_turns: int, isolated: bool | None) -> list[int]:
-    if env_family(env_id) not in LEGAL_ACTIONS or is_isolated(env_id, num_players, wanted=isolated):
+    if not lists_actions(env_id) or is_isolated(env_id, num_players, wanted=isolated):
         return []
     try:
         with hang_guard(TIMEOUT_S):
@@ -36,7 +36,7 @@ def _lengths(env_id: str, num_players: int, max_turns: int, isolated: bool | Non
 
 
 def _length(env_id: str, num_players: int, max_turns: int, seed: int) -> int:
-    rng, environment, num_turns = random.Random(seed), Environment(env_id, num_players, seed), 0
+    rng, environment, num_turns = random.Random(seed), start_environment(env_id, num_players, seed), 0
     turn: tuple[int, str] | None = environment.observe()
     while turn is not None and num_turns < max_turns:
         turn = environment.play(random_legal_action(env_id, turn[1], rng))

@@ -252,6 +252,7 @@ def new_game(
         max_turns=env.max_turns,
         observation=env.observation,
         isolated=env.isolated,
+        reward_scale=env.reward_scale,
         eval_label=label,
     )
 

@@ -16,7 +16,7 @@ from unstable_lite.config.reading import read_config
 from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
 from unstable_lite.engines.vllm_server.config_checks import delivery
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.env_catalogue import is_isolated
+from unstable_lite.games.env_catalogue import REMARKS, env_family, is_isolated
 from unstable_lite.games.trial_games import trial_lengths
 from unstable_lite.league.samplers import uses_fixed
 from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slots_needed, adapters_in_memory
@@ -156,6 +156,9 @@ class Plan:
         isolated = [
             spec.env_id for spec in specs if is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated)
         ]
+        for family in dict.fromkeys(env_family(spec.env_id) for spec in specs):
+            if family in REMARKS:
+                yield "warning", f"{family}: {REMARKS[family]}"
         if isolated:
             yield "isolated", f"{', '.join(dict.fromkeys(isolated))}: in processes that can be killed"
         if config.run.group_size > 1:

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.api_keys import RECEIVER_KEY, SERVER_KEY, key_variable
+from unstable_lite.games.openspiel.players import MCTS
 from unstable_lite.games.players.factory import SCRIPTED_PLAYERS, is_remote
 from unstable_lite.models import BUILTIN
 from unstable_lite.types import ModelRef
@@ -77,7 +79,7 @@ def _risks(key: str, value: Any) -> Iterator[tuple[str, Any, str]]:
         for name, inner in value.items():
             inside = f"{key}.{name}" if key else name
             if inside not in _TEXT_KEYS:
-                if ":" in name:
+                if ":" in name and not (is_openspiel(name) and key.endswith(".weights")):
                     yield key, name, ""
                 yield from _risks(inside, inner)
     elif isinstance(value, list):
@@ -89,8 +91,10 @@ def _risks(key: str, value: Any) -> Iterator[tuple[str, Any, str]]:
         if variable := _key_sent_to(value):
             yield key, value, f" ({variable} is sent there)"
     elif isinstance(value, str) and ":" in value and value not in _SHIPPED:  # plugins and env ids are imported
-        is_opponent = key.rpartition(".")[2] in ("fixed_opponent", "fixed_opponents")
-        if not (is_opponent and is_remote(ModelRef(uid=value, kind="fixed", name=value))):
+        last = key.rpartition(".")[2]
+        is_opponent = last in ("fixed_opponent", "fixed_opponents")
+        is_data = is_opponent and (value.startswith(MCTS) or is_remote(ModelRef(uid=value, kind="fixed", name=value)))
+        if not (is_data or (last == "env_id" and is_openspiel(value))):
             yield key, value, ""
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from unstable_lite.adapters.peft_files import check_adapter
 from unstable_lite.config import Config
+from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.config.games import INHERITED, EvalEnvSpec, OpponentsConfig, TrainEnvSpec
 from unstable_lite.config.training import EMBEDDINGS, EngineConfig, LoraConfig, no_adapter_at
 from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
@@ -21,7 +22,7 @@ from unstable_lite.engines.vllm_server.config_checks import server_problems
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
 from unstable_lite.games.api_keys import url_problem
 from unstable_lite.games.env_catalogue import probe
-from unstable_lite.games.environments import Environment
+from unstable_lite.games.env_start import start_environment
 from unstable_lite.games.players.factory import opponent_problem
 from unstable_lite.games.templates import chats_in_use, extraction_problems, known_templates, template_problems
 from unstable_lite.league.samplers import check_league, uses_checkpoints, uses_fixed
@@ -267,6 +268,8 @@ def _env_problems(config: Config) -> Iterable[str]:
         info = probe(spec.env_id, spec.num_players, spec.observation)
         if info.problem is not None:
             yield f"{where}: env_id = {spec.env_id!r}: {info.problem}"
+        if spec.reward_scale is not None and not is_openspiel(spec.env_id):
+            yield f"{where}: reward_scale = {spec.reward_scale:g} is for openspiel:NAME only; leave it out"
         if spec.max_turns < 1:
             yield f"{where}: max_turns = {spec.max_turns} must be at least 1"
         yield from _unknown(f"{where}: prompt_template", spec.prompt_template, known_templates(config.templates))
@@ -281,7 +284,7 @@ def why_not_seated(name: str, spec: TrainEnvSpec | EvalEnvSpec, opponents: Oppon
     """Return the reason why an opponent cannot play in an env; None if it can."""
     observation = None
     if probe(spec.env_id, spec.num_players, spec.observation).problem is None:
-        observation = Environment(spec.env_id, spec.num_players, 0, spec.observation).observe()[1]
+        observation = start_environment(spec.env_id, spec.num_players, 0, spec.observation).observe()[1]
     return opponent_problem(name, spec.env_id, observation, opponents)
 
 

@@ -173,7 +173,7 @@ class Tally:
         env_id = record.spec.env_id
         moves = [is_optimal(env_id, turn.observation, turn.action) for turn in record.turns if turn.pid == pid]
         choices, optimal = len(moves) - moves.count(None), moves.count(True)
-        self.add(record.outcomes[pid], record.rewards[pid], pid in record.invalid_pids, choices, optimal)
+        self.add(record.outcomes[pid], record.reward_shown(pid), pid in record.invalid_pids, choices, optimal)
 
     def add(self, outcome: Outcome, reward: float, own_invalid: bool, choices: int = 0, optimal: int = 0) -> None:
         self._games.append(PlayedGame(outcome, reward, own_invalid, choices, optimal))
@@ -239,7 +239,7 @@ def summarise_evaluation(
             if agent.model == model:
                 tally.add_record(record, agent.pid)
                 is_void = record.end == "void"
-                scores.append(None if is_void else score(record.outcomes[agent.pid], record.rewards[agent.pid]))
+                scores.append(None if is_void else score(record.outcomes[agent.pid], record.reward_shown(agent.pid)))
     seats = records[0].spec.num_players if records else 1
     by_seed = tuple(tuple(scores[i : i + seats]) for i in range(0, len(scores), seats))
     return replace(tally.evaluation(label, model.uid, step, env_id, opponent), scores=by_seed)

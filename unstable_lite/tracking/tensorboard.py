@@ -29,6 +29,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from unstable_lite.config import Config
+from unstable_lite.config.env_ids import slug, with_slugs
 from unstable_lite.files import AppendFile
 from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.types import Histogram
@@ -72,6 +73,7 @@ class TensorBoardSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         event = Event(wall_time=time.time(), step=step)
         for name, value in metrics.items():
+            name = with_slugs(name)
             event.summary.MergeFrom(scalar_pb(name, value))
             if CHARTED.fullmatch(name):
                 event.summary.MergeFrom(scalar_pb(charted(name), value))
@@ -89,7 +91,7 @@ class TensorBoardSink:
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
         event = Event(wall_time=time.time(), step=step)
         for name, text in texts.items():
-            event.summary.MergeFrom(text_pb(name, as_code(text)))
+            event.summary.MergeFrom(text_pb(with_slugs(name), as_code(text)))
         self._write(event)
 
     def lay_out(self, config: Config) -> None:
@@ -177,9 +179,9 @@ def _evaluations(config: Config) -> Iterator[tuple[str, str]]:
             cell = env.env_id, env.fixed_opponent
             title = f"{env.env_id}, points against {env.fixed_opponent}, 95 %"
             if config.run.eval_games:
-                yield title, evaluation_group("", *cell)
+                yield title, with_slugs(evaluation_group("", *cell))
             if config.run.num_eval_workers and config.run.schedule != "sync":
-                yield f"{title}, while training", evaluation_group("concurrent", *cell)
+                yield f"{title}, while training", with_slugs(evaluation_group("concurrent", *cell))
 
 
 def _add_hparams(summary: Summary, config: Config) -> None:
@@ -198,7 +200,9 @@ def _add_hparams(summary: Summary, config: Config) -> None:
             session.hparams[key].string_value = value if isinstance(value, str) else json.dumps(value)
             experiment.hparam_infos.add(name=key, type=api_pb2.DATA_TYPE_STRING)
     metrics = [f"{tag} Points" for _, tag in _evaluations(config)]
-    metrics += [f"collection-{env_id}/reward" for env_id in dict.fromkeys(env.env_id for env in config.train_envs)]
+    metrics += [
+        f"collection-{slug(env_id)}/reward" for env_id in dict.fromkeys(env.env_id for env in config.train_envs)
+    ]
     for tag in metrics:
         experiment.metric_infos.add(name=api_pb2.MetricName(tag=tag))
     for tag, content in (

@@ -14,7 +14,7 @@ def transcript(record: GameRecord) -> str:
     models = {agent.pid: agent.model.uid for agent in spec.agent_specs}
     seats = ", ".join(f"player {pid} {uid}" for pid, uid in models.items())
     results = ", ".join(
-        f"player {pid} {outcome} ({record.rewards[pid]:+g})" + " by an invalid move" * (pid in record.invalid_pids)
+        f"player {pid} {outcome} ({record.reward_shown(pid):+g})" + " by an invalid move" * (pid in record.invalid_pids)
         for pid, outcome in record.outcomes.items()
     )
     lines = [f"{spec.env_id}, game {spec.game_idx}, seed {spec.seed}: {seats}", f"{record.end}: {results}"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import wandb
 
+from unstable_lite.config.env_ids import with_slugs
 from unstable_lite.types import Histogram
 
 
@@ -23,14 +24,18 @@ class WandbSink:
         self._run.define_metric("*", step_metric="learner/step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._log(step, metrics)
+        self._log(step, {with_slugs(name): value for name, value in metrics.items()})
 
     def log_histograms(self, step: int, histograms: Sequence[Histogram]) -> None:
         self._log(step, {one.name: wandb.Histogram(np_histogram=(one.counts, one.edges)) for one in histograms})
 
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
         self._log(
-            step, {name: wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False) for name, text in texts.items()}
+            step,
+            {
+                with_slugs(name): wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
+                for name, text in texts.items()
+            },
         )
 
     def close(self) -> None:

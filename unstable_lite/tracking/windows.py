@@ -109,10 +109,10 @@ def evaluated(record: GameRecord, pid: int) -> Entries:
 def _outcome(record: GameRecord, pid: int, draw_name: str) -> Entries:
     """Return the result of one player's game, in training or evaluation."""
     own_invalid, outcome = pid in record.invalid_pids, record.outcomes[pid]
-    of_seat = f"n (pid={pid})"
+    of_seat, reward = f"n (pid={pid})", record.reward_shown(pid)
     entries: dict[tuple[str, str], float] = {
-        ("n", "reward" if record.spec.kind == "train" else "Reward"): record.rewards[pid],
-        (of_seat, f"Reward (pid={pid})"): record.rewards[pid],
+        ("n", "reward" if record.spec.kind == "train" else "Reward"): reward,
+        (of_seat, f"Reward (pid={pid})"): reward,
         ("n", "Ended by own invalid move"): own_invalid,
         ("n", "Ended by others' invalid move"): record.end == "invalid" and not own_invalid,
         ("n", "Truncated"): record.end == "truncated",

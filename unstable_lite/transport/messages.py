@@ -211,6 +211,7 @@ class MakeEnv(Request[EnvState]):
     num_players: int
     seed: int
     observation: str
+    reward_scale: float | None = None
 
 
 class StepEnv(Request[EnvState]):

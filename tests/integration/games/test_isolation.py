@@ -20,7 +20,12 @@ from unstable_lite.types import GameSpec
 
 LIMIT_S = 2.0
 NUMPY_ENV = "fakes.numpy_env:NumpyNim-v0"
-DRAWING = [("KuhnPoker-v0-train", 2), ("LiarsDice-v0-small-train", 3), ("2048-v0-ultra-easy-train", 1)]
+DRAWING = [
+    ("openspiel:leduc_poker", 2),
+    ("KuhnPoker-v0-train", 2),
+    ("LiarsDice-v0-small-train", 3),
+    ("2048-v0-ultra-easy-train", 1),
+]
 
 
 def game(env_id: str, num_players: int, seed: int, isolated: bool | None = True) -> GameSpec:

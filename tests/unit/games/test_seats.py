@@ -14,7 +14,7 @@ from unstable_lite.games.players.factory import BLIND, SCRIPTED_PLAYERS, PlayerF
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.types import AgentSpec, GameSpec, ModelRef, Reply
 
-LOOKING_PLAYERS = [name for name in SCRIPTED_PLAYERS if not name.startswith(BLIND)]
+LOOKING_PLAYERS = [name for name in SCRIPTED_PLAYERS if not name.startswith(BLIND) and name != "scripted:cfr"]
 OBSERVATION = Environment("TicTacToe-v0-train", 2, 0).observe()[1]
 
 

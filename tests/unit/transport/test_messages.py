@@ -64,6 +64,7 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         bytes: st.binary(),
         str | None: st.none() | st.text(),
         int | None: st.none() | st.integers(0, 2**63 - 1),
+        float | None: st.none() | st.floats(allow_nan=False),
     }
     if hint in plain:
         return plain[hint]

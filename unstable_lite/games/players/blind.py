@@ -18,7 +18,7 @@ from statistics import fmean
 
 from unstable_lite.errors import EnvError
 from unstable_lite.games.env_catalogue import probe
-from unstable_lite.games.environments import Environment
+from unstable_lite.games.env_start import LocalEnvironment, start_environment
 from unstable_lite.games.players.scripted import RandomLegalPlayer, ScriptedPlayer, legal_actions
 from unstable_lite.rng import derive_seed
 
@@ -144,7 +144,7 @@ class _Games:
         """Return the expected points over every possible game."""
         if "" not in self._path:
             self._path[""] = ()
-            environment = Environment(self._env_id, 2, 0, "board")
+            environment = start_environment(self._env_id, 2, 0, "board")
             start = environment.observe()
             self._after["", ""], self._path[start[1]] = start, ()
         known: dict[str, float] = {}
@@ -173,7 +173,7 @@ class _Games:
 
     def _next(self, observation: str, action: str) -> _Seen | float:
         if (observation, action) not in self._after:
-            environment, path = Environment(self._env_id, 2, 0, "board"), self._path[observation]
+            environment, path = start_environment(self._env_id, 2, 0, "board"), self._path[observation]
             for earlier in path:
                 environment.observe()
                 environment.step(earlier)
@@ -185,7 +185,7 @@ class _Games:
         return self._after[observation, action]
 
     def _play(self, game: int, choose: Callable[[Sequence[str]], str]) -> float:
-        environment = Environment(self._env_id, 2, derive_seed(game, "blind player's env") % 2**31)
+        environment = start_environment(self._env_id, 2, derive_seed(game, "blind player's env") % 2**31)
         other, is_over = self._opponent(self._env_id, game), False
         while not is_over:
             pid, observation = environment.observe()
@@ -194,7 +194,7 @@ class _Games:
             is_over = environment.step(action)
         return self._points(environment)
 
-    def _points(self, environment: Environment) -> float:
+    def _points(self, environment: LocalEnvironment) -> float:
         rewards, _ = environment.close()
         own, other = rewards[self._seat], rewards[1 - self._seat]
         return float(own > other) + (own == other) / 2

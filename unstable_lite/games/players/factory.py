@@ -18,6 +18,7 @@ from unstable_lite import plugins
 from unstable_lite.config.games import OpponentsConfig
 from unstable_lite.errors import ConfigError, EnvError, UnsupportedEnvError
 from unstable_lite.games.api_keys import api_key, endpoint_url, key_variable, url_problem
+from unstable_lite.games.openspiel.players import MCTS, CfrPlayer, mcts_class
 from unstable_lite.games.players.blind import BlindPlayer
 from unstable_lite.games.players.greedy import GreedyPlayer
 from unstable_lite.games.players.optimal import OptimalPlayer
@@ -42,6 +43,7 @@ SCRIPTED_PLAYERS |= {
     name.replace("scripted:", BLIND): type("BlindPlayer", (BlindPlayer,), {"opponent": opponent})
     for name, opponent in SCRIPTED_PLAYERS.items()
 }
+SCRIPTED_PLAYERS["scripted:cfr"] = CfrPlayer
 DESCRIPTORS_BESIDES = 128
 """File descriptors of a run besides one connection per request to an endpoint; games have none."""
 _CUSTOM_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Z]\w*")
@@ -180,11 +182,13 @@ def opponent_problem(
         player_class = _player_class(name)
     except ConfigError as error:
         return str(error)
-    if name not in SCRIPTED_PLAYERS:
+    if not name.startswith("scripted:"):
         return _class_problem(name, player_class)
     try:
         if observation is not None:
-            SCRIPTED_PLAYERS[name](env_id, seed=0).action(observation)
+            player = player_class(env_id=env_id, seed=0)
+            assert isinstance(player, ScriptedPlayer)
+            player.action(observation)
     except (UnsupportedEnvError, EnvError) as error:
         return f"opponent {name!r} cannot play {env_id!r}: {error}"
     return None
@@ -201,8 +205,10 @@ def _is_local_name(name: str) -> bool:
 
 def _player_class(name: str) -> Callable[..., Player]:
     """Return a local player's class. Raises ConfigError."""
+    if name.startswith(MCTS):
+        return mcts_class(name)
     if name.startswith("scripted:") and name not in SCRIPTED_PLAYERS:
-        raise ConfigError(f"no scripted opponent {name!r}; there are {', '.join(SCRIPTED_PLAYERS)}")
+        raise ConfigError(f"no scripted opponent {name!r}; there are {', '.join(SCRIPTED_PLAYERS)} and {MCTS}N")
     return plugins.find("opponent", name, SCRIPTED_PLAYERS)
 
 

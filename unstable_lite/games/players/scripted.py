@@ -1,6 +1,6 @@
 """Legal actions, read from an observation, and a player that picks one at random.
 
-Owns one reader of observation text per env family. Knows nothing of TextArena, models or engines:
+Owns one reader of observation text per env family, and one for OpenSpiel. Knows nothing of models or engines:
 a reader takes the observation of a seat, `-train` variant or whole transcript, and reads its last
 state.
 """
@@ -11,7 +11,9 @@ import random
 import re
 from collections.abc import Callable, Sequence
 
+from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.errors import EnvError, UnsupportedEnvError
+from unstable_lite.games.openspiel.prompts import LEGAL_ACTIONS as LISTED
 from unstable_lite.types import Reply
 
 _BRACKETED = re.compile(r"\[[^\[\]]+\]")
@@ -93,6 +95,8 @@ def _liars_dice(observation: str) -> list[str]:
     return ["[Call]", *higher] if bids else higher
 
 
+_openspiel = _listed_after(LISTED)
+
 LEGAL_ACTIONS: dict[str, Callable[[str], list[str]]] = {
     "TicTacToe": _listed_after("Available Moves:"),
     "ConnectFour": _connect_four,
@@ -112,12 +116,22 @@ def legal_actions(env_id: str, observation: str) -> list[str]:
     Raises UnsupportedEnvError for an env family without a reader, and EnvError if the text is not
     from that env.
     """
-    read = LEGAL_ACTIONS.get(env_id.partition("-v0")[0])
+    read = _reader(env_id)
     if read is None:
         raise UnsupportedEnvError(
-            f"no scripted player for {env_id!r}: there is one for any variant of {', '.join(LEGAL_ACTIONS)}"
+            f"no scripted player for {env_id!r}: there is one for any variant of {', '.join(LEGAL_ACTIONS)}, and for "
+            "every game of OpenSpiel"
         )
     return read(observation)
+
+
+def lists_actions(env_id: str) -> bool:
+    """Return whether the legal actions can be read from an observation of the env."""
+    return _reader(env_id) is not None
+
+
+def _reader(env_id: str) -> Callable[[str], list[str]] | None:
+    return _openspiel if is_openspiel(env_id) else LEGAL_ACTIONS.get(env_id.partition("-v0")[0])
 
 
 def random_legal_action(env_id: str, observation: str, rng: random.Random) -> str:

@@ -1,0 +1,162 @@
+"""Games of OpenSpiel run like TextArena's: chance from the seed, illegal answers, rewards, and refusals of bad ids."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+
+import pytest
+
+from unstable_lite.errors import ConfigError
+from unstable_lite.games.env_catalogue import describe_envs, probe
+from unstable_lite.games.environments import outcomes_from_rewards, source_text
+from unstable_lite.games.openspiel.game import OpenSpielGame
+from unstable_lite.games.openspiel.names import load_game
+from unstable_lite.games.players.scripted import random_legal_action
+from unstable_lite.types import UTILITY
+
+KUHN, LEDUC = "openspiel:kuhn_poker", "openspiel:leduc_poker"
+
+
+def cards(env_id: str, seed: int, actions: random.Random) -> set[str]:
+    """Play a game and return each line about a card that a seat saw."""
+    game, seen = OpenSpielGame(env_id, 2, seed), set[str]()
+    turn: tuple[int, str] | None = game.observe()
+    while turn is not None:
+        pid, observation = turn
+        seen |= {f"{pid} {line}" for line in observation.splitlines() if " card: " in line}
+        turn = game.play(random_legal_action(env_id, observation, actions))
+    return seen
+
+
+def test_chance_follows_from_the_seed_for_all_actions() -> None:
+    for seed in range(20):
+        dealt = [cards(LEDUC, seed, random.Random(player)) for player in range(10)]
+        longest = max(dealt, key=len)
+        assert all(seen <= longest for seen in dealt), "no game saw a card that another one did not have"
+    assert len({frozenset(cards(LEDUC, seed, random.Random(0))) for seed in range(30)}) > 10
+
+
+def test_global_random_stream_is_neither_read_nor_changed() -> None:
+    random.seed(1)
+    before = random.getstate()
+    first = cards(LEDUC, 7, random.Random(0))
+    assert random.getstate() == before
+    random.seed(2)
+    assert cards(LEDUC, 7, random.Random(0)) == first
+
+
+def test_deals_are_uniform() -> None:
+    counts = Counter(tuple(OpenSpielGame(KUHN, 2, seed).position[0].history()) for seed in range(3000))
+    assert len(counts) == 6
+    assert all(400 < count < 600 for count in counts.values())
+
+
+def test_rewards_are_utilities_times_the_scale() -> None:
+    for scale, expected in ((None, 1.0), (0.25, 0.5), (3.0, 6.0)):
+        game = OpenSpielGame(KUHN, 2, 0, scale)
+        assert game.play("[bet]") is not None
+        assert game.play("[call]") is None
+        rewards, remarks = game.close()
+        assert sorted(rewards.values()) == [-expected, expected]
+        assert sorted(remark[UTILITY] for remark in remarks.values()) == [-2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "num_players", "legal", "utilities"),
+    [
+        (KUHN, 2, [], [-2, 2]),
+        (KUHN, 2, ["[check]"], [2, -2]),
+        ("openspiel:kuhn_poker(players=3)", 3, ["[bet]"], [0, -2, 0]),
+        (LEDUC, 2, [], [-13, 13]),
+        ("openspiel:matrix_brps", 2, ["[rock]"], [50, -50]),
+        ("openspiel:first_sealed_auction", 2, [], [0, 0]),
+    ],
+)
+def test_illegal_answer_ends_the_game_at_the_lowest_utility(
+    env_id: str, num_players: int, legal: list[str], utilities: list[float]
+) -> None:
+    game = OpenSpielGame(env_id, num_players, 0)
+    for action in legal:
+        assert game.play(action) is not None
+        assert not game.was_invalid
+    assert game.play("[all in]") is None
+    assert game.was_invalid
+    rewards, remarks = game.close()
+    assert [remarks[pid][UTILITY] for pid in range(num_players)] == utilities
+    offender = len(legal)
+    assert [pid for pid, about in remarks.items() if "invalid_move" in about] == [offender]
+    assert "'[all in]'" in remarks[offender]["reason"]
+    assert all(abs(reward) <= 1 for reward in rewards.values())
+
+
+def test_no_forfeit_is_cheaper_than_a_loss() -> None:
+    losses = []
+    for seed in range(12):
+        game = OpenSpielGame(KUHN, 2, seed)
+        assert game.play("[bet]") is not None
+        assert game.play("[call]") is None
+        losses.append(min(about[UTILITY] for about in game.close()[1].values()))
+    forfeit = OpenSpielGame(KUHN, 2, 0)
+    forfeit.play("nonsense")
+    assert forfeit.close()[1][0][UTILITY] <= min(losses) == -2
+
+
+def test_simultaneous_choices_are_asked_for_seat_by_seat_and_not_shown() -> None:
+    env_id = "openspiel:goofspiel(imp_info=True,num_cards=4,points_order=descending)"
+    shown = set()
+    for bid in "1234":
+        game = OpenSpielGame(env_id, 2, 0)
+        assert game.observe()[0] == 0
+        turn = game.play(f"[{bid}]")
+        assert turn is not None and turn[0] == 1
+        shown.add(turn[1])
+        after = game.play("[2]")
+        assert after is not None and after[0] == 0
+        assert f"Your earlier bids: {bid}\n" in after[1]
+    assert len(shown) == 1
+
+
+def test_partners_win_together_and_equal_rewards_draw() -> None:
+    assert OpenSpielGame("openspiel:euchre", 4, 0).has_teams
+    assert not OpenSpielGame(KUHN, 2, 0).has_teams
+    assert outcomes_from_rewards({0: 1.0, 1: -1.0, 2: 1.0, 3: -1.0}, has_teams=True)[2] == "win"
+
+
+def test_truncated_games_pay_nothing_except_alone() -> None:
+    assert OpenSpielGame(KUHN, 2, 0).rewards_so_far() == {0: 0.0, 1: 0.0}
+    alone, rng = OpenSpielGame("openspiel:2048", 1, 0, reward_scale=1.0), random.Random(0)
+    for _ in range(50):
+        alone.step(random_legal_action("openspiel:2048", alone.observe()[1], rng))
+    assert alone.rewards_so_far()[0] > 0
+
+
+def test_text_of_openspiel_cannot_be_exchanged() -> None:
+    assert "leave it out" in str(probe(KUHN, 2, "board").problem)
+
+
+def test_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyspiel", None)
+    load_game.cache_clear()
+    with pytest.raises(ConfigError, match=r"pip install 'unstable-lite\[openspiel\]'"):
+        load_game(KUHN)
+    assert "pip install" in describe_envs()[-1][2]
+    assert "pip install" in str(probe("openspiel:kuhn_poker(players=5)", 5).problem)
+
+
+def test_envs_are_listed_with_players_and_remark() -> None:
+    rows = {env_id: (players, remark) for env_id, players, remark in describe_envs()}
+    assert rows[KUHN] == ("2-10, by its parameter", "hidden information, chance, with rules text")
+    assert rows["openspiel:connect_four"] == ("2", "perfect information, with rules text")
+    assert rows["openspiel:matrix_rps"] == ("2", "one move, simultaneous moves, with rules text")
+    assert "openspiel:gin_rummy" not in rows
+    assert "textarena/envs/KuhnPoker/env.py, line 34" in rows["KuhnPoker-v0-train"][1]
+
+
+def test_line_of_textarena_that_is_cited_sets_the_whole_pot() -> None:
+    source = source_text("KuhnPoker-v0-train")
+    assert source is not None
+    assert source.splitlines()[33].strip() == 'self.state.game_state["pot"] = self.ante * 2'
+    assert source.count('["pot"] =') == 1
+    assert source.count('["pot"] +=') == 0

@@ -1,0 +1,167 @@
+"""Scripted players of OpenSpiel's games are strong, repeatable, and blind to what their seat is not shown."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+import pytest
+
+from unstable_lite.games.openspiel.game import OpenSpielGame
+from unstable_lite.games.openspiel.names import load_game
+from unstable_lite.games.openspiel.players import solved
+from unstable_lite.games.openspiel.prompts import prompt
+from unstable_lite.games.players.factory import _player_class, is_remote, opponent_problem
+from unstable_lite.games.players.scripted import ScriptedPlayer
+from unstable_lite.types import ModelRef
+
+KUHN = "openspiel:kuhn_poker"
+NIM = "openspiel:nim(is_misere=False,pile_sizes=3;4;5)"
+GOOFSPIEL = "openspiel:goofspiel(imp_info=True,num_cards=4,points_order=descending)"
+
+
+def player(name: str, env_id: str, seed: int) -> ScriptedPlayer:
+    made = _player_class(name)(env_id=env_id, seed=seed)
+    assert isinstance(made, ScriptedPlayer)
+    return made
+
+
+def rewards(env_id: str, names: tuple[str, str], games: int) -> list[float]:
+    """Return the reward of the first player of each game; the seats alternate."""
+    found = []
+    for number in range(games):
+        seat = number % 2
+        seated = names if seat == 0 else names[::-1]
+        game = OpenSpielGame(env_id, 2, number)
+        players = [player(name, env_id, 100 * number + pid) for pid, name in enumerate(seated)]
+        turn: tuple[int, str] | None = game.observe()
+        while turn is not None:
+            turn = game.play(players[turn[0]].action(turn[1]))
+            assert not game.was_invalid
+        found.append(game.close()[0][seat])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("env_id", "playouts"),
+    [
+        ("openspiel:tic_tac_toe", 100),
+        ("openspiel:connect_four", 50),
+        (NIM, 200),
+        ("openspiel:breakthrough(columns=4,rows=5)", 50),
+    ],
+)
+def test_tree_search_beats_random_play(env_id: str, playouts: int) -> None:
+    found = rewards(env_id, (f"scripted:mcts:{playouts}", "scripted:random"), games=30)
+    assert sum(found) >= 24
+
+
+def test_tree_search_follows_long_turns_of_others() -> None:
+    # Pig: the opponent rolls as often as it likes before its turn ends.
+    assert sum(rewards("openspiel:pig(winscore=30)", ("scripted:mcts:100", "scripted:random"), games=20)) >= 8
+
+
+def test_more_playouts_are_stronger() -> None:
+    assert sum(rewards("openspiel:connect_four", ("scripted:mcts:200", "scripted:mcts:10"), games=20)) >= 8
+
+
+def test_tree_search_with_the_same_seed_makes_the_same_moves() -> None:
+    games = [rewards("openspiel:connect_four", ("scripted:mcts:20", "scripted:mcts:20"), games=4) for _ in range(2)]
+    assert games[0] == games[1]
+    observation = OpenSpielGame("openspiel:connect_four", 2, 0).observe()[1]
+    first = {player("scripted:mcts:1", "openspiel:connect_four", seed).action(observation) for seed in range(40)}
+    assert len(first) > 1
+
+
+def test_tree_search_finds_a_state_that_it_did_not_play_itself() -> None:
+    game = OpenSpielGame("openspiel:tic_tac_toe", 2, 0)
+    for action in ("[0]", "[4]", "[1]", "[3]"):
+        game.step(action)
+    assert player("scripted:mcts:500", "openspiel:tic_tac_toe", 0).action(game.observe()[1]) == "[2]"
+
+
+def test_equilibrium_player_bluffs_and_calls_as_kuhn_found() -> None:
+    policy = {text.partition("Your card: ")[2]: dict(choice) for text, choice in solved(KUHN).items()}
+
+    def chance(card: str, bets: str, action: str) -> float:
+        (found,) = (choice[action] for text, choice in policy.items() if text.startswith(f"{card}\nBets: {bets}\n"))
+        return found
+
+    bluff = chance("J", "none", "[bet]")
+    assert 0 <= bluff <= 1 / 3 + 0.01
+    assert chance("K", "none", "[bet]") == pytest.approx(3 * bluff, abs=0.02)
+    assert chance("Q", "Player 0 check, Player 1 bet", "[call]") == pytest.approx(1 / 3 + bluff, abs=0.02)
+    assert chance("Q", "Player 0 bet", "[call]") == pytest.approx(1 / 3, abs=0.02)
+    assert chance("J", "Player 0 check", "[bet]") == pytest.approx(1 / 3, abs=0.02)
+    assert chance("K", "Player 0 bet", "[call]") == pytest.approx(1, abs=0.01)
+    assert chance("J", "Player 0 bet", "[call]") == pytest.approx(0, abs=0.01)
+
+
+@pytest.mark.parametrize("env_id", [GOOFSPIEL, "openspiel:matrix_brps", "openspiel:liars_dice(dice_sides=3)"])
+def test_equilibrium_player_does_not_lose_to_random_play(env_id: str) -> None:
+    found = rewards(env_id, ("scripted:cfr", "scripted:random"), games=200)
+    assert sum(found) / len(found) > -0.1
+
+
+def test_equilibrium_of_the_biased_game_is_the_known_one() -> None:
+    for choice in solved("openspiel:matrix_brps").values():
+        assert dict(choice) == pytest.approx({"[rock]": 1 / 16, "[paper]": 10 / 16, "[scissors]": 5 / 16}, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["scripted:random", "scripted:cfr"])
+def test_players_action_is_independent_of_the_other_hand(name: str) -> None:
+    game = load_game(KUHN)
+    actions = defaultdict[tuple[int, str], set[str]](set)
+    for own, other in itertools.permutations(range(3), 2):
+        state = game.new_initial_state()
+        state.apply_action(own)
+        state.apply_action(other)
+        for seed in range(20):
+            actions[seed, f"card {own}"].add(player(name, KUHN, seed).action(prompt(state, 0)))
+    assert all(len(chosen) == 1 for chosen in actions.values())
+    assert len({next(iter(chosen)) for chosen in actions.values()}) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "env_id", "says"),
+    [
+        ("scripted:mcts:10", KUHN, f"{KUHN} hides information, which the search would look at"),
+        ("scripted:mcts:10", GOOFSPIEL, "hides information"),
+        ("scripted:mcts:10", "openspiel:goofspiel", "has simultaneous moves"),
+        ("scripted:mcts:10", "openspiel:2048", "pays before its end"),
+        ("scripted:mcts:10", "openspiel:maedn", "cannot follow"),
+        ("scripted:mcts:10", "Nim-v0-train", "plays games of OpenSpiel only"),
+        ("scripted:mcts:0", NIM, "N playouts per move, from 1 to 10000"),
+        ("scripted:mcts:many", NIM, "N playouts per move"),
+        ("scripted:mcts:", NIM, "N playouts per move"),
+        ("scripted:mcts", NIM, "scripted:mcts:N"),
+        ("scripted:cfr", "openspiel:kuhn_poker(players=3)", "zero-sum games of two"),
+        ("scripted:cfr", "openspiel:matrix_pd", "zero-sum games of two"),
+        ("scripted:cfr", "openspiel:pig", "zero-sum games of two"),
+        ("scripted:cfr", "openspiel:liars_dice", "more than 50000 decision histories"),
+        ("scripted:cfr", "KuhnPoker-v0-train", "plays games of OpenSpiel only"),
+        ("scripted:optimal", KUHN, "no optimal player"),
+        ("scripted:greedy", "openspiel:tic_tac_toe", "no greedy player"),
+    ],
+)
+def test_player_that_cannot_play_a_game_is_refused_by_name(name: str, env_id: str, says: str) -> None:
+    observation = (
+        OpenSpielGame(env_id, load_game(env_id).num_players(), 0).observe()[1] if "openspiel" in env_id else ""
+    )
+    problem = opponent_problem(name, env_id, observation)
+    assert problem is not None
+    assert name in problem and says in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "env_id"),
+    [
+        ("scripted:random", GOOFSPIEL),
+        ("scripted:mcts:10", NIM),
+        ("scripted:cfr", KUHN),
+        ("scripted:blind-random", KUHN),
+    ],
+)
+def test_player_that_can_play_has_no_problem(name: str, env_id: str) -> None:
+    assert opponent_problem(name, env_id, OpenSpielGame(env_id, 2, 0).observe()[1]) is None
+    assert not is_remote(ModelRef(uid=name, kind="fixed", name=name))

@@ -1,0 +1,250 @@
+"""Prompts of OpenSpiel's games hold what a seat may know, all of it, and nothing else."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pyspiel
+import pytest
+
+from unstable_lite.games.openspiel.names import load_game, why_unplayable
+from unstable_lite.games.openspiel.positions import LISTED, random_observations
+from unstable_lite.games.openspiel.prompts import LEGAL_ACTIONS, action_names, prompt, read_action
+from unstable_lite.games.players.scripted import legal_actions
+
+GOOFSPIEL = "openspiel:goofspiel(imp_info=True,num_cards=4,points_order=descending)"
+ENUMERATED = [
+    "openspiel:kuhn_poker",
+    "openspiel:kuhn_poker(players=3)",
+    "openspiel:leduc_poker",
+    "openspiel:leduc_poker(starting_player=1,suit_isomorphism=True)",
+    "openspiel:leduc_poker(action_mapping=True,suit_isomorphism=True)",
+    "openspiel:matrix_rps",
+    "openspiel:matrix_brps",
+    "openspiel:matrix_mp",
+    "openspiel:matrix_shapleys_game",
+    "openspiel:matching_pennies_3p",
+    "openspiel:nim",
+    "openspiel:nim(is_misere=False,pile_sizes=3;4;5)",
+    "openspiel:tic_tac_toe",
+    "openspiel:connect_four(columns=3,rows=3,x_in_row=3)",
+    "openspiel:liars_dice(dice_sides=3)",
+    "openspiel:liars_dice(bidding_rule=reset-quantity,dice_sides=3)",
+    "openspiel:liars_dice(dice_sides=2,numdice=2)",
+    "openspiel:pig(winscore=20)",
+    "openspiel:pig(diceoutcomes=2,piglet=True,winscore=5)",
+    GOOFSPIEL,
+    "openspiel:goofspiel(imp_info=True,num_cards=3)",
+    "openspiel:goofspiel(num_cards=3,num_turns=2,returns_type=point_difference)",
+    "openspiel:goofspiel(imp_info=True,num_cards=3,players=3,points_order=ascending)",
+]
+SAMPLED = [
+    "openspiel:connect_four",
+    "openspiel:liars_dice",
+    "openspiel:liars_dice(dice_sides=12)",
+    "openspiel:leduc_poker(players=4)",
+    "openspiel:kuhn_poker(players=10)",
+    "openspiel:goofspiel",
+    "openspiel:goofspiel(imp_info=True,players=4)",
+    "openspiel:pig(players=4)",
+]
+
+
+def told(state: Any, pid: int) -> str:
+    """Return OpenSpiel's own identity of what the seat knows."""
+    has_board = state.get_game().get_type().information == pyspiel.GameType.Information.PERFECT_INFORMATION
+    return str(state) if has_board else state.information_state_string(pid)
+
+
+def acting(state: Any) -> list[int]:
+    return list(range(state.num_players())) if state.is_simultaneous_node() else [state.current_player()]
+
+
+def successors(state: Any) -> Iterator[Any]:
+    if not state.is_simultaneous_node():
+        yield from (state.child(action) for action in state.legal_actions())
+        return
+    joint: list[list[int]] = [[]]
+    for pid in acting(state):
+        joint = [[*chosen, action] for chosen in joint for action in state.legal_actions(pid)]
+    for actions in joint:
+        after = state.clone()
+        after.apply_actions(actions)
+        yield after
+
+
+def all_decisions(game: Any) -> Iterator[Any]:
+    """Yield a state for each text that differs, with the history where the game hides information."""
+    waiting, known = [game.new_initial_state()], set[str]()
+    has_board = game.get_type().information == pyspiel.GameType.Information.PERFECT_INFORMATION
+    while waiting:
+        state = waiting.pop()
+        identity = f"{state.is_chance_node()} {state}" if has_board else str(state.history())
+        if state.is_terminal() or identity in known:
+            continue
+        known.add(identity)
+        if not state.is_chance_node():
+            yield state
+        waiting.extend(successors(state))
+
+
+def sampled_decisions(game: Any, games: int = 150) -> Iterator[Any]:
+    rng = random.Random(0)
+    for _ in range(games):
+        state = game.new_initial_state()
+        while not state.is_terminal():
+            if not state.is_chance_node():
+                yield state.clone()
+            if state.is_simultaneous_node():
+                state.apply_actions([rng.choice(state.legal_actions(pid)) for pid in acting(state)])
+            else:
+                state.apply_action(rng.choice(state.legal_actions()))
+
+
+@pytest.mark.parametrize("env_id", [*ENUMERATED, *SAMPLED])
+def test_prompts_are_equal_exactly_for_states_that_the_seat_cannot_distinguish(env_id: str) -> None:
+    prompts_of, told_by = defaultdict[tuple[int, str], set[str]](set), defaultdict[str, set[tuple[int, str]]](set)
+    decisions = (all_decisions if env_id in ENUMERATED else sampled_decisions)(load_game(env_id))
+    for state in decisions:
+        for pid in acting(state):
+            identity, text = (pid, told(state, pid)), prompt(state, pid)
+            prompts_of[identity].add(text)
+            told_by[text].add(identity)
+    assert all(len(texts) == 1 for texts in prompts_of.values())
+    assert all(len(identities) == 1 for identities in told_by.values())
+    assert len(prompts_of) == len(told_by) > 1
+
+
+def test_known_numbers_of_states_are_reached() -> None:
+    def count(env_id: str) -> int:
+        return len({prompt(state, pid) for state in all_decisions(load_game(env_id)) for pid in acting(state)})
+
+    assert count("openspiel:kuhn_poker") == 12
+    assert count("openspiel:leduc_poker") == 936
+    assert count("openspiel:tic_tac_toe") == 4520, "the boards with a player to move"
+    assert count("openspiel:liars_dice(dice_sides=3)") == 192
+
+
+@pytest.mark.parametrize("env_id", [GOOFSPIEL, "openspiel:matrix_rps", "openspiel:matrix_brps", "openspiel:matrix_mp"])
+def test_turn_based_form_has_the_prompts_of_the_simultaneous_one(env_id: str) -> None:
+    game = load_game(env_id)
+    waiting, checked = [(game.new_initial_state(), pyspiel.convert_to_turn_based(game).new_initial_state())], 0
+    while waiting:
+        state, turn_based = waiting.pop()
+        if state.is_terminal():
+            continue
+        assert state.is_simultaneous_node()
+        partial = [(turn_based, list[int]())]
+        for pid in acting(state):
+            for node, _ in partial:
+                assert node.current_player() == pid
+                assert prompt(node, pid) == prompt(state, pid), "for all choices of the seats before"
+                assert action_names(node, pid) == action_names(state, pid)
+                checked += 1
+            partial = [(node.child(a), [*chosen, a]) for node, chosen in partial for a in node.legal_actions()]
+        for node, chosen in partial:
+            after = state.clone()
+            after.apply_actions(chosen)
+            waiting.append((after, node))
+    assert checked >= 3
+
+
+PLAYABLE = [kind.short_name for kind in pyspiel.registered_games() if why_unplayable(kind) is None]
+
+
+@pytest.mark.parametrize("name", PLAYABLE)
+def test_prompt_of_every_playable_game_lists_its_actions_by_different_names(name: str) -> None:
+    for number, state in enumerate(sampled_decisions(load_game(f"openspiel:{name}"), games=1)):
+        if number == 40:
+            return
+        for pid in acting(state):
+            names = action_names(state, pid)
+            assert sorted(names.values()) == sorted(state.legal_actions(pid))
+            *_, last = prompt(state, pid).splitlines()
+            assert last.startswith(LEGAL_ACTIONS)
+            assert legal_actions(f"openspiel:{name}", prompt(state, pid)) == [f"[{name}]" for name in names]
+            assert all(read_action(f"[{name}]", names) == name for name in names)
+
+
+def test_most_games_of_openspiel_are_playable() -> None:
+    assert len(PLAYABLE) == 91, "docs/games.md and `envs` state the number"
+
+
+@pytest.mark.parametrize("env_id", LISTED)
+def test_random_positions_of_listed_games_have_short_prompts(env_id: str) -> None:
+    observations = list(random_observations(env_id, games=5))
+    assert observations == list(random_observations(env_id, games=5))
+    assert all(len(text) < 600 for text in observations)
+    for text in observations:
+        assert re.match(r"You are Player [01] in ", text)
+        assert legal_actions(env_id, text)
+
+
+def test_a_prompt_of_kuhn_poker_reads_like_this() -> None:
+    state = load_game("openspiel:kuhn_poker").new_initial_state()
+    for action in (1, 2, 0, 1):
+        state.apply_action(action)
+    assert prompt(state, 0) == (
+        "You are Player 0 in Kuhn poker. Everyone pays 1 chip and gets one card of J, Q, K. A bet or a call costs 1 "
+        "more chip. The highest card of those who did not fold wins all chips.\n"
+        "Your card: Q\nBets: Player 0 check, Player 1 bet\nLegal actions: [fold] [call]"
+    )
+
+
+def test_payoffs_of_a_matrix_game_are_those_of_the_seat() -> None:
+    state = load_game("openspiel:matrix_mp").new_initial_state()
+    assert "heads: 1 against heads, -1 against tails" in prompt(state, 0)
+    assert "heads: -1 against heads, 1 against tails" in prompt(state, 1)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "says"),
+    [
+        ("openspiel:nim", "takes the last object loses"),
+        ("openspiel:nim(is_misere=False)", "takes the last object wins"),
+        ("openspiel:liars_dice(dice_sides=3,numdice=2)", "2 hidden dice of 3 sides"),
+        ("openspiel:liars_dice(bidding_rule=reset-quantity)", "a higher face, or more dice of the same face"),
+        ("openspiel:pig(diceoutcomes=8,winscore=30)", "The first with 30 points wins. [roll] adds a die of 8 sides"),
+        ("openspiel:goofspiel(num_cards=5,points_order=descending)", "cards 1 to 5. Prizes of 1 to 5 points come from"),
+        ("openspiel:goofspiel(num_turns=3)", "in random order in 3 rounds"),
+        (
+            "openspiel:connect_four(rows=5,x_in_row=3)",
+            "5 rows and 7 columns. Players drop a disc into a column in turn. 3",
+        ),
+        ("openspiel:leduc_poker(players=3)", "The deck is 10, J, Q, K, each twice"),
+        ("openspiel:breakthrough(columns=4,rows=5)", "Breakthrough (columns=4,rows=5)"),
+    ],
+)
+def test_rules_follow_the_parameters(env_id: str, says: str) -> None:
+    assert says in next(iter(prompt(state, acting(state)[0]) for state in sampled_decisions(load_game(env_id))))
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [
+        ("[fold]", "fold"),
+        ("fold", "fold"),
+        ("[ FOLD ]", "fold"),
+        ("I think [Fold] is best", "fold"),
+        ("[bid: 1,2]", "Bid: 1, 2"),
+        ("[BID:1, 2]", "Bid: 1, 2"),
+        ("I fold", None),
+        ("[call]", None),
+        ("[fold] [call]", None),
+        ("", None),
+        ("[]", None),
+    ],
+)
+def test_actions_are_read_by_name(answer: str, name: str | None) -> None:
+    assert read_action(answer, ["fold", "raise", "Bid: 1, 2"]) == name
+
+
+def test_names_that_differ_only_in_case_or_spaces_must_be_exact() -> None:
+    assert read_action("[Bxc3]", ["Bxc3", "bxc3"]) == "Bxc3"
+    assert read_action("[BXC3]", ["Bxc3", "bxc3"]) is None
+    assert read_action("[1 11]", ["1 11", "11 1"]) == "1 11"
+    assert read_action("[111]", ["1 11", "11 1"]) is None
