@@ -40,9 +40,10 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
     """Key of ratings and metrics: `base`, `ckpt-12`, `fixed-scripted:random`."""
     kind: Literal["checkpoint", "fixed"]
     adapter_version: int | None = None
-    """Version of a model of kind "checkpoint": 0 is the base without adapter, n the n-th adapter of the run."""
+    """Id of the adapter with which engines answer: 0 is the base without adapter, n the n-th adapter of the run; frozen
+    players and checkpoints that return have ids of their own. None: no engine answers."""
     name: str | None = None
-    """Name of an opponent in a config: `scripted:random`, a model at an OpenAI-compatible endpoint, `base`."""
+    """Name of an opponent in a config: `scripted:random`, a model at an OpenAI-compatible endpoint, a frozen player."""
 
 
 class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):

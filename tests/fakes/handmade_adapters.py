@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
+
+from unstable_lite.planning.memory import shape_of
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -37,3 +39,17 @@ def write_run(directory: Path, config: Path, checkpoints: int) -> Path:
         write_adapter(directory / "checkpoints" / f"ckpt-{number}", small(number))
     (directory / "config.toml").write_text(config.read_text())
     return directory
+
+
+def fitting(model: str, seed: int = 0, rank: int = 4, modules: Iterable[str] = ("q_proj", "down_proj")) -> Arrays:
+    """Return matrices for these layers of a model whose shape is known, large enough to change its answers."""
+    shape, rng, arrays = shape_of(model), np.random.default_rng(seed), dict[str, np.ndarray]()
+    assert shape is not None
+    for layer in range(shape.layers):
+        for module in modules:
+            inputs, outputs = shape.linear_layers[module]
+            part = "self_attn" if module in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+            name = f"base_model.model.model.layers.{layer}.{part}.{module}.lora_{{}}.weight"
+            arrays[name.format("A")] = rng.normal(size=(rank, inputs), scale=0.2).astype(np.float32)
+            arrays[name.format("B")] = rng.normal(size=(outputs, rank), scale=0.1).astype(np.float32)
+    return arrays

@@ -52,7 +52,7 @@ class Origin(NamedTuple):
 
     kind: Literal["base", "update", "file"]
     name: str = ""
-    """Number of the learner's version, or a name that the caller chose."""
+    """Number of the learner's version, or the name of a frozen player."""
 
 
 BASE_ORIGIN = Origin("base")
@@ -60,7 +60,7 @@ BASE_ORIGIN = Origin("base")
 
 @dataclass(slots=True, kw_only=True)
 class CanaryAnswer:
-    """One completion of an adapter, sampled while the learner held the same weights."""
+    """One completion of an adapter, whose tokens the learner scored with the same weights."""
 
     prompt: str
     seed: int
@@ -76,7 +76,7 @@ class Weights:
     """Records of one set of weights, kept while it is loaded or can return."""
 
     digest: str = ""
-    """Digest of the files that the learner wrote; empty for the base."""
+    """Digest of the files that the learner wrote, or of a frozen player's copy; empty for the base."""
     answers: dict[str, list[CanaryAnswer]] = field(default_factory=dict)
     """Canary answers by engine."""
     evidence: dict[str, Evidence] = field(default_factory=dict)
@@ -228,6 +228,11 @@ class AdapterTable:
 
     def origin(self, id: int) -> Origin:
         return self.adapters[id].origin if id else BASE_ORIGIN
+
+    def describe(self, id: int) -> str:
+        """Return a readable name of an adapter, or of the base."""
+        origin = self.origin(id)
+        return "the base model" if id == 0 else f"adapter {id}" + f" ({origin.name})" * (origin.kind == "file")
 
     def weights_of(self, id: int) -> Weights:
         return self.weights[self.origin(id)]

@@ -19,13 +19,14 @@ from rich import filesize
 from rich.table import Table
 from rich.text import Text
 
+from unstable_lite.adapters.run_adapters import by_update
 from unstable_lite.adapters.store import LOCK, try_lock
 from unstable_lite.dashboards.report.runs import RunData, differences, flat
 from unstable_lite.dashboards.run_view import RunView
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import understood
 from unstable_lite.planning.trust import CONFIG
-from unstable_lite.tracking.run_directory import PAUSED, RUNS, by_update, find_damage, runs_in
+from unstable_lite.tracking.run_directory import PAUSED, RUNS, find_damage, runs_in
 
 STATE_STYLES = {"running": "green", "paused": "yellow", "killed": "red", "unreadable": "red"}
 DAY_S = 86_400.0

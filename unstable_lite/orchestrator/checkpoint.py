@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from unstable_lite.adapters.peft_files import sync
+from unstable_lite.adapters.run_adapters import by_update
 from unstable_lite.config import Config
 from unstable_lite.config.reading import parse_config
 from unstable_lite.errors import ProtocolError, UnstableError
@@ -27,7 +28,6 @@ from unstable_lite.tracking.run_directory import (
     LEAGUE,
     MANIFEST,
     WAITING,
-    by_update,
     find_damage,
     sha256,
     size,

@@ -19,13 +19,14 @@ from typing import Any
 
 import msgspec
 
+from unstable_lite.adapters.run_adapters import by_update
 from unstable_lite.config import Config
 from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Change, Contest, Reading, Result, readings_of
 from unstable_lite.rollout.buffer import Buffer
 from unstable_lite.rollout.in_order import InOrder
 from unstable_lite.tracking.evaluations import POINTS, Evaluation
 from unstable_lite.tracking.repetition import repetition
-from unstable_lite.tracking.run_directory import PAUSED, by_update
+from unstable_lite.tracking.run_directory import PAUSED
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.tracking.train_data import steps_of
 from unstable_lite.tracking.windows import WINDOW

@@ -125,18 +125,6 @@ def newest_run(outputs: Path) -> Path:
     return max(runs_in(outputs), key=lambda directory: directory.stat().st_ctime)
 
 
-def update_of(path: Path) -> int | None:
-    """Return the number in `ckpt-<number>`; None for any other name."""
-    match = re.fullmatch(r"ckpt-(\d+)", path.name)
-    return int(match[1]) if match else None
-
-
-def by_update(directory: Path) -> dict[int, Path]:
-    """Return the checkpoints or adapters in a directory by update, oldest first."""
-    found = [(update, path) for path in directory.glob("ckpt-*") if (update := update_of(path)) is not None]
-    return dict(sorted(found))
-
-
 def find_damage(directory: Path) -> str | None:
     """Describe how a checkpoint is damaged; return None if it is intact."""
     try:

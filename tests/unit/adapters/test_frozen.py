@@ -1,0 +1,153 @@
+"""Names of frozen players, the adapters that they stand for, and the copies that a run keeps."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.handmade_adapters import small, write_adapter
+from unstable_lite.adapters.frozen import find_adapter, is_frozen, keep_copy, read_facts, slug
+from unstable_lite.adapters.peft_files import WEIGHTS
+from unstable_lite.errors import AdapterError, ConfigError
+
+ENVS = (("Nim-v0-train", "scripted:random"), ("TicTacToe-v0-train", "base"))
+
+
+def write_run(directory: Path, updates: tuple[int, ...], lines: list[dict[str, Any]]) -> Path:
+    for update in updates:
+        write_adapter(directory / "checkpoints" / f"ckpt-{update}", small(update))
+    envs = "".join(
+        f'[[eval_envs]]\nenv_id = "{env_id}"\nnum_players = 2\nfixed_opponent = "{opponent}"\n'
+        for env_id, opponent in ENVS
+    )
+    (directory / "config.toml").write_text(envs)
+    (directory / "eval.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return directory
+
+
+def line(update: int, env: int, points: float | None, label: str = "update", reward: float = 0.0) -> dict[str, Any]:
+    env_id, opponent = ENVS[env]
+    return {
+        "label": label,
+        "model": f"ckpt-{update}",
+        "step": update,
+        "env_id": env_id,
+        "opponent": opponent,
+        "points": points,
+        "mean_reward": reward,
+    }
+
+
+def found(word: str) -> str:
+    return find_adapter(f"run:{word}").path.name
+
+
+def test_names_of_frozen_players_differ_from_others() -> None:
+    assert all(map(is_frozen, ("base", "adapter:x", "run:x/best", "adapter:Capital")))
+    assert not any(map(is_frozen, ("scripted:random", "my_module:MyPlayer", "vendor/model:free", "./base")))
+
+
+def test_newest_is_the_highest_number_and_kept_adapters_count(tmp_path: Path) -> None:
+    run = write_run(tmp_path, (2, 10), [])
+    assert (found(f"{run}/newest"), found(f"{run}/ckpt-2")) == ("ckpt-10", "ckpt-2")
+    write_adapter(run / "adapters" / "ckpt-11", small(11))
+    assert (found(f"{run}/newest"), found(f"{run}/ckpt-11/")) == ("ckpt-11", "ckpt-11")
+
+
+def test_best_has_the_highest_mean_over_all_eval_envs(tmp_path: Path) -> None:
+    lines = [line(1, 0, 0.9), line(1, 1, 0.1), line(2, 0, 0.6), line(2, 1, 0.6), line(3, 0, 0.5), line(3, 1, 0.5)]
+    assert found(f"{write_run(tmp_path, (1, 2, 3), lines)}/best") == "ckpt-2"
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        pytest.param([line(3, 0, 1.0)], id="not evaluated on all envs"),
+        pytest.param([line(3, 0, 1.0, "concurrent"), line(3, 1, 1.0, "concurrent")], id="without a quota"),
+        pytest.param([line(9, 0, 1.0), line(9, 1, 1.0)], id="not saved"),
+        pytest.param([line(1, 0, 0.5), line(1, 1, 0.5)], id="older of two equal ones"),
+    ],
+)
+def test_best_ignores(tmp_path: Path, ignored: list[dict[str, Any]]) -> None:
+    run = write_run(tmp_path, (1, 2, 3), [line(2, 0, 0.5), line(2, 1, 0.5), *ignored])
+    assert found(f"{run}/best") == "ckpt-2"
+
+
+def test_best_counts_a_single_player_env_by_its_reward(tmp_path: Path) -> None:
+    lines = [line(update, env, None, reward=1.0 / update) for update in (1, 2) for env in (0, 1)]
+    assert found(f"{write_run(tmp_path, (1, 2), lines)}/best") == "ckpt-1"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("adapter:{}/nowhere", "no directory"),
+        ("adapter:{}/empty", "adapter_model.safetensors"),
+        ("run:{}/nowhere/best", "not a run directory"),
+        ("run:{}/none/newest", "no checkpoint yet"),
+        ("run:{}/run/ckpt-7", "no ckpt-7; its newest are ckpt-1, ckpt-2"),
+        ("run:{}/run/best", "none is the best"),
+        ("run:{}/run", "write run:DIRECTORY/ckpt-N"),
+        ("run:{}/run/oldest", "write run:DIRECTORY/ckpt-N"),
+        ("run:best", "write run:DIRECTORY/ckpt-N"),
+    ],
+)
+def test_name_that_stands_for_no_adapter_is_refused(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "none" / "checkpoints").mkdir(parents=True)
+    write_run(tmp_path / "run", (1, 2), [])
+    with pytest.raises((ConfigError, AdapterError), match=says) as caught:
+        find_adapter(name.format(tmp_path))
+    assert str(tmp_path) in str(caught.value) or name == "run:best"
+
+
+def test_facts_are_those_of_the_files(tmp_path: Path) -> None:
+    facts = read_facts(write_adapter(tmp_path / "a", small(), base="org/model"))
+    assert (facts.rank, facts.base, facts.is_zero) == (4, "org/model", False)
+    assert facts.sizes == {"model.layers.0.self_attn.q_proj": (6, 8)}
+    assert read_facts(write_adapter(tmp_path / "zero", small(is_zero=True))).is_zero
+
+
+def test_copy_stands_for_the_name_after_the_original_changed_or_went(tmp_path: Path) -> None:
+    run, copies = write_run(tmp_path / "run", (1,), []), tmp_path / "opponents"
+    name = f"run:{run}/newest"
+    kept = keep_copy(name, copies)
+    assert kept.path == (copies / slug(name)).resolve()
+    assert kept.key == find_adapter(name).key
+    write_adapter(run / "checkpoints" / "ckpt-2", small(2))
+    assert find_adapter(name, copies) == keep_copy(name, copies) == kept
+    assert find_adapter(name).key != kept.key
+    shutil.rmtree(run)
+    assert keep_copy(name, copies) == kept
+    assert json.loads((kept.path / "opponent.json").read_text())["source"].endswith("ckpt-1")
+
+
+def test_damaged_copy_is_an_error(tmp_path: Path) -> None:
+    adapter, copies = write_adapter(tmp_path / "a", small()), tmp_path / "opponents"
+    copy = keep_copy(f"adapter:{adapter}", copies).path
+    content = bytearray((copy / WEIGHTS).read_bytes())
+    content[-4] ^= 1
+    (copy / WEIGHTS).write_bytes(content)
+    with pytest.raises(AdapterError, match="is damaged"):
+        find_adapter(f"adapter:{adapter}", copies)
+    (copy / WEIGHTS).unlink()
+    with pytest.raises(AdapterError, match=str(copy)):
+        keep_copy(f"adapter:{adapter}", copies)
+
+
+def test_unfinished_copy_is_made_again(tmp_path: Path) -> None:
+    adapter, copies = write_adapter(tmp_path / "a", small()), tmp_path / "opponents"
+    name = f"adapter:{adapter}"
+    (copies / f".{slug(name)}.partial").mkdir(parents=True)
+    assert keep_copy(name, copies).key == read_facts(adapter).key
+
+
+def test_different_names_have_different_copies() -> None:
+    names = ["run:a/b/best", "run:a-b/best", "adapter:a/b/best", "run:a/b/newest", f"run:{'x' * 300}/best"]
+    slugs = set(map(slug, names))
+    assert len(slugs) == len(names)
+    assert all(len(one) < 80 and "/" not in one for one in slugs)
