@@ -83,12 +83,19 @@ class LearnerClient:
         if before is not None and before not in self._being_saved:
             shutil.rmtree(before, ignore_errors=True)
 
-    async def score(self, generations: Sequence[Generation]) -> tuple[LearnerLogprobs, ...]:
-        """Return the learner's log-probabilities of sampled tokens, in the same order."""
+    async def score(
+        self, generations: Sequence[Generation], adapter: Path | None = None
+    ) -> tuple[LearnerLogprobs, ...]:
+        """Return the learner's log-probabilities of sampled tokens, in the same order.
+
+        adapter: PEFT directory of the adapter to compute with; None: the one that is trained. Raises RequestError if it
+        does not fit the learner's base or rank.
+        """
         items = tuple(
             _train_item(generation, reward=0.0, trajectory=index) for index, generation in enumerate(generations)
         )
-        scored: Scored = await self._ask(Score, self._config.update_timeout_s, items=items)
+        fields: dict[str, Any] = {"items": items, "adapter": adapter and str(adapter)}
+        scored: Scored = await self._ask(Score, self._config.update_timeout_s, **fields)
         return scored.logprobs
 
     async def save(self, directory: Path) -> None:

@@ -165,14 +165,17 @@ class Policy:
         return torch.cat(chunks) == batch.target_N
 
     @torch.no_grad()
-    def score(self, items: Sequence[TrainItem]) -> list[LearnerLogprobs]:
+    def score(
+        self, items: Sequence[TrainItem], parameters: Mapping[str, Tensor] | None = None
+    ) -> list[LearnerLogprobs]:
         """Return the log-probabilities of each item's completion tokens under the adapter, and under the base alone.
 
-        With a sharded base every rank is called and computes its share; else this one alone. Raises RequestError for an
-        item that no engine can have sampled.
+        parameters: those of another adapter to use instead, by the names of the policy's. With a sharded base every
+        rank is called and computes its share; else this one alone. Raises RequestError for an item that no engine can
+        have sampled.
         """
         batching.check(items, self.vocab_size)
-        adapter_logp = self.item_logprobs(items)
+        adapter_logp = self.item_logprobs(items) if parameters is None else self.logprobs_with(parameters, items)
         with self.model.disable_adapter():
             base_logp = self.item_logprobs(items)
         return [

@@ -27,6 +27,7 @@ from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError, NoRoomError, RequestError, UnstableError, is_out_of_memory
 from unstable_lite.learner import UPDATED, Learner, UpdateResult, distributed, load_learner, losses
 from unstable_lite.learner.batching import check, fit, length
+from unstable_lite.learner.frozen_adapters import read_parameters
 from unstable_lite.learner.histograms import histograms_of
 from unstable_lite.learner.past_adapters import PastAdapters
 from unstable_lite.learner.ready_info import ready_info
@@ -112,7 +113,7 @@ class _Worker:
             if isinstance(message, Score):
                 if self._policy.is_sharded:
                     distributed.broadcast(message)
-                return Scored(request_id=message.request_id, logprobs=tuple(self._score(message.items)))
+                return Scored(request_id=message.request_id, logprobs=tuple(self._score(message)))
             if isinstance(message, WriteAdapter):
                 distributed.broadcast(message)
                 self._begin_at(message.version)
@@ -150,7 +151,7 @@ class _Worker:
                     self._make(message)
             elif isinstance(message, Score):
                 with contextlib.suppress(RequestError):
-                    self._score(message.items)
+                    self._score(message)
             elif isinstance(message, WriteAdapter):
                 self._begin_at(message.version)
             else:
@@ -162,8 +163,14 @@ class _Worker:
         self.learner.training.version = version
         self.past_adapters.hold(version)
 
-    def _score(self, items: Sequence[TrainItem]) -> list[LearnerLogprobs]:
-        return self._within_memory(items, partial(self._policy.score, items))
+    def _score(self, message: Score) -> list[LearnerLogprobs]:
+        """Score the items. With a sharded base every rank is called. Raises RequestError for an unfit adapter."""
+        policy, parameters = self._policy, None
+        if message.adapter is not None:
+            path, is_shared = Path(message.adapter), policy.is_sharded
+            with distributed.broadcast_directory(path) if is_shared else contextlib.nullcontext(path) as adapter:
+                parameters = read_parameters(adapter, policy)
+        return self._within_memory(message.items, partial(policy.score, message.items, parameters))
 
     def _within_memory(self, items: Sequence[TrainItem], score: Callable[[], T]) -> T:
         """Return `score()`, a pass over `items`; if memory runs out, repeat it in smaller micro-batches.

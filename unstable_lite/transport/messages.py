@@ -153,6 +153,8 @@ class Score(Request[Scored]):
     """Compute the learner's log-probabilities of the items' completion tokens."""
 
     items: tuple[TrainItem, ...]
+    adapter: str | None = None
+    """PEFT directory of the adapter to compute with; None: the one that is trained."""
 
     def __post_init__(self) -> None:
         check_lengths(self.items)

@@ -86,17 +86,18 @@ def outcome(
         [LoadLearner(request_id=9, path=f"{directory}/adapter-RANKS-1.state"), update(2, second)],
         dropout,
     )
-    for algorithm in ("a2c", "grpo"):
-        for name, is_sharded in (("whole", False), ("sharded", True)):
-            settings = {"learner": LEARNER | {"shard_base": is_sharded}}
-            score = Score(request_id=8, items=tuple(first))
-            one = Score(request_id=8, items=tuple(first[:1]))  # one rank has no work
-            add(f"{name} {algorithm}", algorithm, [score, *several, score, one], settings, is_double=False)
     start = directory / "start"
     policy = Policy(make_config("reinforce"), "cpu")
     for number, parameter in enumerate(policy.parameters.values()):
         torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
     peft_files.write_adapter(start, *policy.adapter_state())
+    for algorithm in ("a2c", "grpo"):
+        for name, is_sharded in (("whole", False), ("sharded", True)):
+            settings = {"learner": LEARNER | {"shard_base": is_sharded}}
+            score = Score(request_id=8, items=tuple(first))
+            one = Score(request_id=8, items=tuple(first[:1]))  # one rank has no work
+            frozen = Score(request_id=8, items=tuple(first), adapter=str(start))
+            add(f"{name} {algorithm}", algorithm, [score, *several, score, one, frozen], settings, is_double=False)
     initial = {"learner": LEARNER, "lora": {"initial_lora_path": str(start)}}
     add("initial", "reinforce", [update(1, first), update(2, second)], initial)
     for name, is_sharded in (("whole", False), ("sharded", True)):
@@ -162,7 +163,7 @@ def test_sharded_ranks_make_the_same_update_as_whole_ones(outcome: Callable[...,
 @pytest.mark.parametrize("algorithm", ["a2c", "grpo"])
 def test_sharded_ranks_score_as_whole_ones(outcome: Callable[..., Outcome], algorithm: str) -> None:
     whole, sharded = outcome(f"whole {algorithm}", 2).scores, outcome(f"sharded {algorithm}", 2).scores
-    assert [len(scored.logprobs) for scored in sharded] == [9, 9, 1]
+    assert [len(scored.logprobs) for scored in sharded] == [9, 9, 1, 9]
     for ours, theirs in zip(sharded, whole, strict=True):
         for logprobs, expected in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert logprobs.adapter == pytest.approx(expected.adapter, abs=1e-5)
