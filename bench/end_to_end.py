@@ -262,7 +262,7 @@ async def evaluate(questioner: Questioner) -> None:
 async def _share_won(config: Config, runner: GameRunner, model: ModelRef, num_games: int) -> float:
     registry = ModelRegistry(beta=config.league.trueskill_beta)
     scheduler = GameScheduler(
-        build_model_sampler(config.league, registry, random.Random(0)), build_env_sampler(config), EVALUATION_SEED
+        build_model_sampler(config, registry, random.Random(0)), build_env_sampler(config), EVALUATION_SEED
     )
     specs = [scheduler.next_eval_job(config.eval_envs[0], model) for _ in range(num_games)]
     slots = asyncio.Semaphore(config.run.num_collection_workers)

@@ -258,7 +258,7 @@ def measure_updates(sizes: list[int], seed: int) -> Iterator[dict[str, float]]:
     )
     rng = random.Random(seed)
     registry = ModelRegistry()
-    scheduler = GameScheduler(build_model_sampler(config.league, registry, rng), build_env_sampler(config), seed)
+    scheduler = GameScheduler(build_model_sampler(config, registry, rng), build_env_sampler(config), seed)
     buffer = StepBuffer(1024, max_staleness=8)
     with tempfile.TemporaryDirectory() as name:
         tracker = Tracker(Path(name), [JsonlSink(Path(name) / "metrics.jsonl")], TrackerConfig(keep_games="none"))
@@ -276,7 +276,7 @@ def measure_updates(sizes: list[int], seed: int) -> Iterator[dict[str, float]]:
                 buffer.add_game(record)
             record_us = clock.us()
             buffer.drain()
-            registry.add_checkpoint(f"ckpt-{update}", adapter_version=update, iteration=update)
+            registry.add_policy(f"ckpt-{update}", adapter_version=update, iteration=update)
             active = registry.checkpoints()
             if len(active) > ACTIVE:
                 registry.set_active(active[0].uid, False)
@@ -311,7 +311,7 @@ def measure_updates(sizes: list[int], seed: int) -> Iterator[dict[str, float]]:
 def _spec() -> GameSpec:
     config = bench_config()
     registry = ModelRegistry()
-    sampler = build_model_sampler(config.league, registry, random.Random(0))
+    sampler = build_model_sampler(config, registry, random.Random(0))
     return GameScheduler(sampler, build_env_sampler(config), 0).next_train_job()
 
 

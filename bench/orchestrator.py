@@ -234,7 +234,7 @@ async def _play(
     tracker: Tracker,
     import_mb: float,
 ) -> None:
-    opponents = build_model_sampler(config.league, registry, random.Random(config.run.seed))
+    opponents = build_model_sampler(config, registry, random.Random(config.run.seed))
     scheduler = GameScheduler(opponents, build_env_sampler(config), config.run.seed)
     final, step, sampling = build_reward_transformations(config.rewards)
     buffer = StepBuffer(config.buffer_size, final, step, sampling, config.buffer.max_staleness, config.run.seed)

@@ -68,7 +68,7 @@ async def playing(
         registry = ModelRegistry(beta=config.league.trueskill_beta)
         for version in range(1, adapters + 1):
             await add_checkpoint(version, store, table, pool, registry)
-        opponents = build_model_sampler(config.league, registry, random.Random(config.run.seed))
+        opponents = build_model_sampler(config, registry, random.Random(config.run.seed))
         scheduler = GameScheduler(opponents, build_env_sampler(config), config.run.seed)
         transforms = build_reward_transformations(config.rewards)
         buffer = StepBuffer(config.buffer_size, *transforms, config.buffer.max_staleness, config.run.seed)
@@ -113,4 +113,4 @@ async def add_checkpoint(
     table.check(version)
     table.pin(version)
     table.offer(version)
-    registry.add_checkpoint(f"ckpt-{version}", adapter_version=version, iteration=version)
+    registry.add_policy(f"ckpt-{version}", adapter_version=version, iteration=version)

@@ -13,8 +13,8 @@ from unstable_lite.league.model_registry import ModelMeta
 class Nemesis(unstable.samplers.WeightedModelSampler):
     """Prefers models that TrueSkill ranks above the policy, by their lead; samples the others rarely."""
 
-    def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:
-        return [max(other.rating.mu - current.rating.mu, 0.1) for other in others]
+    def weights(self, current: ModelMeta, others: Sequence[ModelMeta], env_id: str) -> list[float]:
+        return [max(other.rating_in(env_id).mu - current.rating_in(env_id).mu, 0.1) for other in others]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def main() -> None:
     questioner = Questioner()
     config = config_of(questioner.arguments)
     registry = ModelRegistry(beta=config.league.trueskill_beta)
-    opponents = build_model_sampler(config.league, registry, random.Random(config.run.seed))
+    opponents = build_model_sampler(config, registry, random.Random(config.run.seed))
     next_spec = GameScheduler(opponents, build_env_sampler(config), config.run.seed).next_train_job
     kind = questioner.arguments["kind"]
     if kind == "ray":

@@ -130,7 +130,7 @@ class League:
     def __init__(self, config: Config) -> None:
         self._lock = threading.Lock()
         self._registry = ModelRegistry(beta=config.league.trueskill_beta)
-        opponents = build_model_sampler(config.league, self._registry, random.Random(config.run.seed))
+        opponents = build_model_sampler(config, self._registry, random.Random(config.run.seed))
         self._scheduler = GameScheduler(opponents, build_env_sampler(config), config.run.seed)
 
     def next_spec(self) -> GameSpec:
@@ -139,7 +139,7 @@ class League:
 
     def add_checkpoint(self, version: int) -> None:
         with self._lock:
-            self._registry.add_checkpoint(f"ckpt-{version}", adapter_version=version, iteration=version)
+            self._registry.add_policy(f"ckpt-{version}", adapter_version=version, iteration=version)
 
 
 class Engine(Protocol):

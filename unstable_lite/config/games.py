@@ -39,6 +39,8 @@ class TrainEnvSpec(EnvSpec):
 
     num_actors: int
     """Number of seats of the current policy. If equal to `num_players`: mirror self-play, no opponent is sampled."""
+    fixed_opponents: tuple[str, ...] | None = None
+    """Fixed opponents in this env. Default: `league.fixed_opponents`."""
 
 
 INHERITED = ("prompt_template", "action_extraction_fn", "max_turns", "observation", "reward_scale")
@@ -53,7 +55,7 @@ class EvalEnvSpec(EnvSpec):
     """
 
     fixed_opponent: str = "google/gemini-2.0-flash-lite-001"
-    """Opponent, named as in `league.fixed_opponents`; also `base`, the model without an adapter."""
+    """Opponent, named as in `league.fixed_opponents`."""
 
     @property
     def opponent(self) -> str:
@@ -80,8 +82,9 @@ class LeagueConfig(Section):
     `steps`, any sampler plays a game that brings more steps (a long one, or self-play, which trains both seats)
     proportionally less often."""
     fixed_opponents: tuple[str, ...] = ("google/gemini-2.0-flash-lite-001",)
-    """`scripted:random` and other scripted players (docs/opponents.md), custom classes as `module:Class`, or models
-    behind the endpoint of section `opponents`."""
+    """Players that do not change (docs/opponents.md): `scripted:random` and other scripted players; the frozen players
+    `base`, `adapter:DIRECTORY`, `run:DIRECTORY/ckpt-N`, `run:DIRECTORY/best`, `run:DIRECTORY/newest`; custom classes as
+    `module:Class`; models behind the endpoint of section `opponents`."""
     opponent_lag: tuple[int, int] = (1, 7)
     """Smallest and largest number of updates by which an opponent checkpoint may lag behind."""
     max_active_checkpoints: int | None = Field(None, ge=1)
@@ -99,6 +102,10 @@ class LeagueConfig(Section):
     """Interval k: the adapter of every k-th update is kept in the same way."""
     trueskill_beta: float = Field(4.0, gt=0)
     """Amount of chance in a game: the difference in skill that wins 76 % of the games."""
+
+    def opponents_in(self, env: TrainEnvSpec) -> tuple[str, ...]:
+        """Return the fixed opponents that the strategy may draw in a training env."""
+        return self.fixed_opponents if env.fixed_opponents is None else env.fixed_opponents
 
 
 class OpponentsConfig(Section):

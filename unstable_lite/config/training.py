@@ -309,9 +309,8 @@ class SftConfig(Section):
     """`unstable-lite sft`: train an adapter by imitation, for `lora.initial_lora_path` of a run."""
 
     players: tuple[str, ...] = ()
-    """Players of the `train_envs`: `scripted:NAME`, a model at an OpenAI-compatible endpoint, `base`, or
-    `adapter:DIRECTORY`. In an env's g-th game, seat i goes to player number (g + i) modulo the number of players; a
-    name may be listed twice."""
+    """Players of the `train_envs`, named as in `league.fixed_opponents`. In an env's g-th game, seat i goes to player
+    number (g + i) modulo the number of players; a name may be listed twice."""
     imitate: tuple[str, ...] | None = None
     """Players whose turns are kept; default: all."""
     filter: tuple[Literal["winners", "valid"], ...] = ("winners", "valid")

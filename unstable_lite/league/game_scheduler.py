@@ -89,7 +89,7 @@ class GameScheduler:
         self._rng.shuffle(pids)
         models = [self.registry.current] * env.num_players
         for pid in pids[env.num_actors :]:
-            models[pid] = self._sample_opponent(can_play)
+            models[pid] = self._sample_opponent(env.env_id, can_play)
         return env, models
 
     def _is_kept(self, kind: str) -> bool:
@@ -143,9 +143,9 @@ class GameScheduler:
             models = [models[0] if pid == seat else opponent for pid in range(env.num_players)]
         return new_game(env, models, self._next_idx("eval"), "eval", seed, label=label)
 
-    def _sample_opponent(self, can_play: Callable[[ModelRef], bool]) -> ModelRef:
+    def _sample_opponent(self, env_id: str, can_play: Callable[[ModelRef], bool]) -> ModelRef:
         for _ in range(DRAWS):
-            opponent = self._model_sampler.sample_opponent()
+            opponent = self._model_sampler.sample_opponent(env_id)
             if not isinstance(opponent, ModelRef):
                 raise ConfigError(
                     f"{self._model_sampler.kind} chose {opponent!r}, which is not a ModelRef; return the `ref` of a "

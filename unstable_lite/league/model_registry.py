@@ -1,27 +1,26 @@
 """Registry of the models that play in a run, with their strengths and the pairs that met.
 
-Owns the TrueSkill ratings. Knows nothing of adapters' files, games or the choice of opponents.
+Owns the TrueSkill ratings, and the ids of frozen players' adapters. Knows nothing of adapters' files, games or the
+choice of opponents.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from operator import eq
+from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import trueskill
 
+from unstable_lite.adapters.frozen import ADAPTER, FIRST_FROZEN_VERSION, is_frozen
+from unstable_lite.errors import ConfigError
+from unstable_lite.league.ratings import Rating, mean_ranks, rate_two
 from unstable_lite.types import BASE, ModelRef
-
-
-class Rating(NamedTuple):
-    mu: float
-    sigma: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,11 +30,14 @@ class ModelMeta:
     uid: str
     kind: Literal["checkpoint", "fixed"]
     adapter_version: int | None = None
+    """Adapter with which engines answer, 0 for the base; None for a fixed model that no engine serves."""
     name: str | None = None
     iteration: int | None = None
-    """Number of updates made when the checkpoint was made; None for a fixed model."""
+    """Number of updates made when the checkpoint was made; None for a fixed model that was not added as one."""
     active: bool = True
     """Whether samplers may choose it as an opponent."""
+    env_ids: frozenset[str] | None = None
+    """Envs in which samplers may choose it; None: all."""
     games: int = 0
     """Number of all its games, mirror and single-player games included."""
     wins: int = 0
@@ -48,19 +50,23 @@ class ModelMeta:
 
     @property
     def rating(self) -> Rating:
-        """Mean rating over the envs; the prior before the first rated game."""
+        """Mean rating over the envs, a pooled view for display; the prior before the first rated game."""
         ratings = self.ratings.values()
         if not ratings:
             return Rating(self.prior_mu, trueskill.SIGMA)
         sigma = math.sqrt(sum(rating.sigma**2 for rating in ratings)) / len(ratings)
         return Rating(fmean(rating.mu for rating in ratings), sigma)
 
+    def rating_in(self, env_id: str) -> Rating:
+        """Return its rating in one env; the prior if it has none there."""
+        return self.ratings.get(env_id) or Rating(self.prior_mu, trueskill.SIGMA)
+
     @property
     def ref(self) -> ModelRef:
         return ModelRef(uid=self.uid, kind=self.kind, adapter_version=self.adapter_version, name=self.name)
 
 
-COLUMNS = tuple(column.name for column in fields(ModelMeta) if column.name != "ratings")
+COLUMNS = tuple(column.name for column in fields(ModelMeta) if column.name not in ("ratings", "env_ids"))
 PRIOR_GAMES = 10
 """Number of imagined games added to the measured ones in an env's probability of a draw."""
 LEAST_SIGMA = 1e-3
@@ -94,7 +100,9 @@ class ModelRegistry:
         self._current_uid = BASE
         self.match_counts: dict[tuple[str, str], int] = defaultdict(int)
         """Number of games in which two models met, by sorted uids; `(uid, uid)` if a model met itself."""
-        self.add_checkpoint(BASE, adapter_version=0, iteration=0)
+        self._frozen_versions = range(FIRST_FROZEN_VERSION, FIRST_FROZEN_VERSION)
+        """Ids of the frozen players' adapters."""
+        self.add_policy(BASE, adapter_version=0, iteration=0)
 
     @property
     def current(self) -> ModelRef:
@@ -109,36 +117,71 @@ class ModelRegistry:
     def get(self, uid: str) -> ModelMeta:
         return self._models[uid]
 
-    def add_checkpoint(self, uid: str, adapter_version: int, iteration: int, inherit: bool = True) -> ModelRef:
+    def add_policy(self, uid: str, adapter_version: int, iteration: int, inherit: bool = True) -> ModelRef:
         """Add the new current policy, which inherits its predecessor's μ and twice its σ, at most the prior's."""
         assert uid not in self._models, f"{uid} is already registered"
-        inherited = self._models[self._current_uid].ratings if inherit and self._models else {}
-        meta = ModelMeta(
-            uid=uid,
-            kind="checkpoint",
-            adapter_version=adapter_version,
-            iteration=iteration,
-            ratings={env_id: Rating(mu, min(2 * sigma, trueskill.SIGMA)) for env_id, (mu, sigma) in inherited.items()},
-        )
+        ratings = self._inherited() if inherit and self._models else {}
         self.touched[self._current_uid] = None  # it is no longer the current policy
-        self._register(meta)
+        self._register(
+            ModelMeta(uid=uid, kind="checkpoint", adapter_version=adapter_version, iteration=iteration, ratings=ratings)
+        )
         self._current_uid = uid
         return self.current
 
-    def add_fixed(self, name: str, prior_mu: float = 25.0, active: bool = True) -> ModelRef:
-        """Register a fixed model once, as `fixed-{name}`. `active=False`: rated in evaluations, never sampled."""
+    def add_checkpoint(self, uid: str, path: str | Path, iteration: int, inherit: bool = True) -> ModelRef:
+        """Add the adapter in a PEFT directory as a fixed model (reference), before the run starts.
+
+        It is the frozen player `adapter:PATH` under another uid, and never the current policy, which is always the
+        learner's. iteration: number of updates after which it was made, for display. inherit: start with the current
+        policy's μ and twice its σ. Raises ConfigError if the uid is taken.
+        """
+        if uid in self._models:
+            raise ConfigError(f"add_checkpoint: there is a model {uid!r} already; choose another uid")
+        name = f"{ADAPTER}{path}"
+        ratings = self._inherited() if inherit else {}
+        version = self._frozen_version(name)
+        self._register(
+            ModelMeta(uid=uid, kind="fixed", adapter_version=version, name=name, iteration=iteration, ratings=ratings)
+        )
+        return self._models[uid].ref
+
+    def add_fixed(self, name: str, prior_mu: float = 25.0, active: bool = True, env_id: str | None = None) -> ModelRef:
+        """Register a fixed model once, as `fixed-{name}`; a frozen player gets an id for its adapter.
+
+        active: if false, it is rated in evaluations and never sampled. env_id: env in which it may be sampled, besides
+        those of earlier calls; None: in all.
+        """
         uid = f"fixed-{name}"
+        env_ids = None if env_id is None else frozenset([env_id])
         if uid not in self._models:
-            self._register(ModelMeta(uid=uid, kind="fixed", name=name, active=active, prior_mu=prior_mu))
+            version = self._frozen_version(name) if is_frozen(name) else None
+            self._register(
+                ModelMeta(
+                    uid=uid,
+                    kind="fixed",
+                    adapter_version=version,
+                    name=name,
+                    active=active,
+                    env_ids=env_ids,
+                    prior_mu=prior_mu,
+                )
+            )
         elif active:
+            meta = self._models[uid]
+            if not meta.active or env_ids is None:
+                meta.env_ids = env_ids
+            elif meta.env_ids is not None:
+                meta.env_ids |= env_ids
             self.set_active(uid, True)
         return self._models[uid].ref
 
     def eval_opponent(self, name: str) -> ModelRef:
-        """Return the base for `base`, else the fixed model of that name: rated in evaluations, never sampled."""
-        if name == BASE:
-            return ModelRef(uid=BASE, kind="checkpoint", adapter_version=0, name=BASE)
+        """Return the fixed model of that name: rated in evaluations, never sampled."""
         return self.add_fixed(name, active=False)
+
+    def frozen_adapters(self) -> list[ModelMeta]:
+        """Return the frozen players of this run that have an adapter, in the order of their registration."""
+        return [meta for meta in self._models.values() if (meta.adapter_version or 0) in self._frozen_versions]
 
     def set_anchor(self, env_id: str, uid: str) -> None:
         """Measure the ratings of an env relative to this fixed model, whose own rating stays constant."""
@@ -165,13 +208,13 @@ class ModelRegistry:
         """Return the active checkpoints, oldest first."""
         return list(self._checkpoints)
 
-    def fixed(self) -> list[ModelMeta]:
-        """Return the active fixed models in the order of their registration."""
-        return list(self._fixed)
+    def fixed(self, env_id: str) -> list[ModelMeta]:
+        """Return the fixed models that are active in an env, in the order of their registration."""
+        return [meta for meta in self._fixed if meta.env_ids is None or env_id in meta.env_ids]
 
-    def others(self) -> list[ModelMeta]:
-        """Return every active model except the current policy: checkpoints first, then fixed models."""
-        return [*(meta for meta in self.checkpoints() if meta.uid != self._current_uid), *self.fixed()]
+    def others(self, env_id: str) -> list[ModelMeta]:
+        """Return every model that is active in an env except the current policy: checkpoints first, then fixed ones."""
+        return [*(meta for meta in self.checkpoints() if meta.uid != self._current_uid), *self.fixed(env_id)]
 
     def lag(self, uid: str) -> int:
         """Return the number of updates from checkpoint `uid` to the current policy."""
@@ -179,9 +222,13 @@ class ModelRegistry:
         assert iterations[0] is not None and iterations[1] is not None, f"{uid} is not a checkpoint"
         return iterations[0] - iterations[1]
 
-    def match_quality(self, uid: str, other: str) -> float:
-        """Return TrueSkill's chance of a draw, relative to that of two equal models with certain ratings; 0 to 1."""
-        (mu, sigma), (other_mu, other_sigma) = self._models[uid].rating, self._models[other].rating
+    def match_quality(self, uid: str, other: str, env_id: str | None = None) -> float:
+        """Return TrueSkill's chance of a draw, relative to that of two equal models with certain ratings; 0 to 1.
+
+        env_id: env whose ratings count; None: the mean ratings over all envs.
+        """
+        metas = self._models[uid], self._models[other]
+        (mu, sigma), (other_mu, other_sigma) = (m.rating if env_id is None else m.rating_in(env_id) for m in metas)
         known = 2 * self._trueskill.beta**2
         spread = known + sigma**2 + other_sigma**2
         return math.sqrt(known / spread) * math.exp(-((mu - other_mu) ** 2) / (2 * spread))
@@ -224,7 +271,8 @@ class ModelRegistry:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state; fixed models that are already registered stay.
 
-        No other fixed model becomes active, because the config, not the state, decides on the opponents.
+        No other fixed model becomes active, because the config, not the state, decides on the opponents, their envs
+        and the ids of their adapters.
         """
         configured = {uid: meta for uid, meta in self._models.items() if meta.kind == "fixed"}
         columns: dict[str, list[Any]] = state["models"]
@@ -235,7 +283,9 @@ class ModelRegistry:
                 meta.ratings[env_id] = Rating(*rating)
         for meta in models:
             if meta.kind == "fixed":
-                meta.active = meta.uid in configured and configured[meta.uid].active
+                own = configured.get(meta.uid)
+                meta.active = own is not None and own.active
+                meta.adapter_version, meta.env_ids = (own.adapter_version, own.env_ids) if own else (None, None)
         for meta in configured.values():
             meta.ratings.clear()
         loaded = {meta.uid: meta for meta in models}
@@ -261,6 +311,18 @@ class ModelRegistry:
         for env_id, uid in self._anchors.items():
             ratings = self._models[uid].ratings
             ratings[env_id] = Rating(ratings[env_id].mu, 0.0)
+
+    def _inherited(self) -> dict[str, Rating]:
+        """Return the ratings of the current policy with twice its σ, at most the prior's."""
+        ratings = self._models[self._current_uid].ratings
+        return {env_id: Rating(mu, min(2 * sigma, trueskill.SIGMA)) for env_id, (mu, sigma) in ratings.items()}
+
+    def _frozen_version(self, name: str) -> int:
+        """Return the id of a new frozen player's adapter."""
+        if name == BASE:
+            return 0
+        self._frozen_versions = range(FIRST_FROZEN_VERSION, self._frozen_versions.stop + 1)
+        return self._frozen_versions[-1]
 
     def _register(self, meta: ModelMeta) -> None:
         self._models[meta.uid] = meta
@@ -292,7 +354,7 @@ class ModelRegistry:
         env = trueskill.TrueSkill(beta=self._trueskill.beta, draw_probability=self._count_draws(ranks, env_id))
         try:
             if len(before) == 2:
-                after = _rate_two(env, before[0], before[1], is_draw=ranks[0] == ranks[1])
+                after = rate_two(env, before[0], before[1], is_draw=ranks[0] == ranks[1])
             else:
                 given = [(env.create_rating(mu, sigma or LEAST_SIGMA),) for mu, sigma in before]
                 after = [Rating(rating.mu, rating.sigma) for (rating,) in env.rate(given, ranks)]
@@ -314,34 +376,6 @@ def _start_ratings(metas: Iterable[ModelMeta], env_ids: Iterable[str]) -> None:
     for meta in metas:
         for env_id in env_ids:
             meta.ratings.setdefault(env_id, Rating(meta.prior_mu, trueskill.SIGMA))
-
-
-def _rate_two(env: trueskill.TrueSkill, better: Rating, worse: Rating, is_draw: bool) -> list[Rating]:
-    """Return the result of the library's message passing for two players, in a fraction of its time.
-
-    Herbrich et al. 2006, "TrueSkill": with two players no iteration is needed. σ = 0 is certain and stays 0. Raises
-    FloatingPointError.
-    """
-    better_variance, worse_variance = (sigma and sigma**2 + env.tau**2 for _, sigma in (better, worse))
-    variance = 2 * env.beta**2 + better_variance + worse_variance
-    spread = math.sqrt(variance)
-    difference = (better.mu - worse.mu) / spread
-    margin = trueskill.calc_draw_margin(env.draw_probability, 2, env) / spread
-    v, w = (env.v_draw, env.w_draw) if is_draw else (env.v_win, env.w_win)
-    step, shrink = v(difference, margin) / spread, w(difference, margin) / variance
-    return [
-        Rating(better.mu + better_variance * step, math.sqrt(better_variance * (1 - better_variance * shrink))),
-        Rating(worse.mu - worse_variance * step, math.sqrt(worse_variance * (1 - worse_variance * shrink))),
-    ]
-
-
-def mean_ranks(uids: Mapping[int, str], scores: Mapping[int, float]) -> dict[str, float]:
-    """Return the mean rank of each model's seats; a seat's rank is the number of seats that scored more, 0 is best."""
-    all_scores = sorted(scores.values())
-    ranks: dict[str, list[int]] = {}
-    for pid, uid in uids.items():
-        ranks.setdefault(uid, []).append(len(all_scores) - bisect_right(all_scores, scores[pid]))
-    return {uid: sum(seat_ranks) / len(seat_ranks) for uid, seat_ranks in ranks.items()}
 
 
 def _pairs(uids: list[str]) -> dict[tuple[str, str], None]:

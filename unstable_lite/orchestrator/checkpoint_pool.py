@@ -70,7 +70,7 @@ class CheckpointPool:
         """Make a checked version the current policy, and let the surplus checkpoint leave."""
         self._table.pin(version)
         self._table.offer(version)
-        self._registry.add_checkpoint(uid, adapter_version=version, iteration=update)
+        self._registry.add_policy(uid, adapter_version=version, iteration=update)
         if self._size > 1 or self._is_kept(update):
             self._store_later(uid, version)
         self._trim()

@@ -204,7 +204,7 @@ def write_run(
             tally.add("win" if number < wins else "loss", 1.0 if number < wins else -1.0, own_invalid=False)
         tracker.add_evaluation(tally.evaluation(label, model, update, NIM, "scripted:random"))
     for update in (1, 2, 3):
-        registry.add_checkpoint(f"ckpt-{update}", update, update)
+        registry.add_policy(f"ckpt-{update}", update, update)
         registry.update_ratings({0: f"ckpt-{update}", 1: RANDOM.uid}, {0: 1.0, 1: 0.0}, NIM)
         rating = registry.get(f"ckpt-{update}").rating
         ratings = {"trueskill/current mu": rating.mu, "trueskill/current sigma": rating.sigma}

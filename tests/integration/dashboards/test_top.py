@@ -51,7 +51,7 @@ def directory(tmp_path: Path) -> Path:
     registry, league = ModelRegistry(), LeagueLog(tmp_path / "league.jsonl")
     with (tmp_path / "metrics.jsonl").open("w") as metrics, (tmp_path / "eval.jsonl").open("w") as evaluations:
         for step in range(1, UPDATES + 1):
-            registry.add_checkpoint(f"ckpt-{step}", step, step)
+            registry.add_policy(f"ckpt-{step}", step, step)
             for _ in range(step):
                 registry.update_ratings({0: f"ckpt-{step}", 1: "base"}, {0: 1.0, 1: -1.0}, "Nim-v0-train")
             league.log(step, registry)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from unstable_lite.config import Config
 from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec
 from unstable_lite.errors import ConfigError, OpponentError
 from unstable_lite.league.game_scheduler import GameScheduler
@@ -27,10 +28,12 @@ def make_scheduler(
     strategy="fixed", train=None, evals=None, run_seed=0, env_sampler=UniformRandomEnvSampler, **options
 ):
     registry = ModelRegistry()
-    registry.add_checkpoint("ckpt-1", 1, 1)
+    registry.add_policy("ckpt-1", 1, 1)
     league = LeagueConfig(opponent_sampling_strategy=strategy, fixed_opponents=("x", "y"))
-    model_sampler = build_model_sampler(league, registry, random.Random(run_seed))
-    envs = env_sampler(train or [make_train_env()], evals or [make_eval_env()])
+    train = train or [make_train_env()]
+    config = Config(train_envs=tuple(train), league=league)
+    model_sampler = build_model_sampler(config, registry, random.Random(run_seed))
+    envs = env_sampler(train, evals or [make_eval_env()])
     return GameScheduler(model_sampler, envs, run_seed, **options)
 
 
@@ -90,7 +93,7 @@ def test_current_policy_gets_num_actors_seats_and_only_they_are_collected(num_pl
 
 
 class ByName(BaseModelSampler):
-    def sample_opponent(self):
+    def sample_opponent(self, env_id):
         return "x"
 
 
@@ -151,7 +154,7 @@ def test_all_players_get_the_template_of_the_env():
 
 def test_new_checkpoint_plays_from_the_next_game():
     scheduler = make_scheduler()
-    scheduler.registry.add_checkpoint("ckpt-2", 2, 2)
+    scheduler.registry.add_policy("ckpt-2", 2, 2)
     assert "ckpt-2" in {agent.model.uid for agent in scheduler.next_train_job().agent_specs}
 
 
@@ -232,9 +235,33 @@ def test_base_may_be_the_opponent_of_an_evaluation_even_of_itself():
         spec = scheduler.next_eval_job(model=model, number=number)
         seated = {agent.pid: agent.model for agent in spec.agent_specs}
         assert seated[number] == model
-        assert (seated[1 - number].uid, seated[1 - number].adapter_version) == ("base", 0)
+        assert (seated[1 - number].uid, seated[1 - number].adapter_version) == ("fixed-base", 0)
         assert seated[1 - number] != model, "the evaluated model differs from the opponent"
-    assert "fixed-base" not in scheduler.registry.get_all_models()
+    assert not scheduler.registry.get("fixed-base").active, "it is not drawn in training"
+
+
+def test_base_as_an_opponent_is_not_trained_even_while_it_is_the_policy():
+    train = [make_train_env(fixed_opponents=("base",))]
+    scheduler = make_scheduler(train=train)
+    scheduler.registry.load_state_dict(ModelRegistry().state_dict())  # the base is the policy
+    specs = [scheduler.next_train_job() for _ in range(20)]
+    for spec in specs:
+        assert {(agent.model.uid, agent.collect_data) for agent in spec.agent_specs} == {
+            ("base", True),
+            ("fixed-base", False),
+        }
+
+
+def test_opponent_is_drawn_for_the_env_of_the_game():
+    train = [make_train_env(), TrainEnvSpec(env_id="U", num_players=2, num_actors=1, fixed_opponents=("z",))]
+    scheduler = make_scheduler(train=train)
+    met = {
+        (spec.env_id, agent.model.name)
+        for spec in (scheduler.next_train_job() for _ in range(100))
+        for agent in spec.agent_specs
+        if not agent.collect_data
+    }
+    assert met == {("T", "x"), ("T", "y"), ("U", "z")}
 
 
 def test_single_player_evaluation_has_no_opponent():

@@ -7,7 +7,11 @@ import trueskill
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unstable_lite.league.model_registry import ModelRegistry, Rating
+from unstable_lite.adapters.frozen import FIRST_FROZEN_VERSION
+from unstable_lite.errors import ConfigError
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.ratings import Rating
+from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION
 from unstable_lite.tracking.league_log import LeagueLog
 from unstable_lite.types import ModelRef
 
@@ -39,7 +43,7 @@ def test_registry_starts_with_the_base_as_the_current_policy():
 
 def test_checkpoint_added_last_is_current():
     registry = ModelRegistry()
-    registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
+    registry.add_policy("ckpt-1", adapter_version=1, iteration=1)
     assert registry.current == ModelRef(uid="ckpt-1", kind="checkpoint", adapter_version=1)
 
 
@@ -58,21 +62,21 @@ def test_checkpoint_inherits_mu_and_twice_sigma():
         registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 1.0, 1: -1.0}, "E")
         registry.update_ratings({0: "base", 1: "fixed-x"}, {0: -1.0, 1: 1.0}, "E")
     base = registry.get("base").rating
-    registry.add_checkpoint("ckpt-1", 1, 1)
+    registry.add_policy("ckpt-1", 1, 1)
     assert registry.get("ckpt-1").rating == Rating(base.mu, 2 * base.sigma)
 
 
 def test_checkpoint_without_inheritance_starts_at_the_prior():
     registry = make_registry("x")
     registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 1.0, 1: -1.0}, "E")
-    registry.add_checkpoint("ckpt-1", 1, 1, inherit=False)
+    registry.add_policy("ckpt-1", 1, 1, inherit=False)
     assert registry.get("ckpt-1").rating == Rating(25.0, PRIOR_SIGMA)
 
 
 def test_sigma_never_exceeds_the_prior():
     registry = ModelRegistry()
     for n in range(1, 21):
-        registry.add_checkpoint(f"ckpt-{n}", n, n)
+        registry.add_policy(f"ckpt-{n}", n, n)
     assert registry.get("ckpt-20").rating.sigma == PRIOR_SIGMA
 
 
@@ -117,7 +121,7 @@ def test_each_env_has_its_own_ratings_and_draw_probability():
     for _ in range(40):
         registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 1.0, 1: -1.0}, "won")
         registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 0.0, 1: 0.0}, "drawn")
-    registry.add_checkpoint("ckpt-1", 1, 1)
+    registry.add_policy("ckpt-1", 1, 1)
     ratings = registry.get("ckpt-1").ratings
     assert ratings["won"].mu > 30 > ratings["drawn"].mu == pytest.approx(25)
     assert registry.get("ckpt-1").rating.mu == pytest.approx((ratings["won"].mu + 25) / 2)
@@ -134,7 +138,7 @@ def test_anchor_stays_fixed_and_others_are_rated_relative_to_it(others):
     registry.set_anchor("E", "fixed-x")
     rng = random.Random(0)
     for update in range(1, 30):
-        registry.add_checkpoint(f"ckpt-{update}", update, update)
+        registry.add_policy(f"ckpt-{update}", update, update)
         for _ in range(10):
             scores = {0: float(rng.random() < 0.9), 1: 0.5, 2: 0.2}
             seats = dict(enumerate((f"ckpt-{update}", *others)))
@@ -154,7 +158,7 @@ def test_policy_of_constant_strength_seldom_seems_to_rise():
         registry.set_anchor("E", "fixed-x")
         for update in range(21):
             if update:
-                registry.add_checkpoint(f"ckpt-{update}", update, update)
+                registry.add_policy(f"ckpt-{update}", update, update)
             for _ in range(25):
                 score = rng.choice((-1.0, 1.0))
                 seats = {0: registry.get_current_ckpt(), 1: "fixed-x"}
@@ -230,29 +234,29 @@ def test_result_between_very_unequal_models_stays_finite(scores, mu):
 def test_evaluation_opponent_is_rated_and_never_offered():
     registry = ModelRegistry()
     registry.add_fixed("judge", active=False)
-    assert registry.fixed() == []
+    assert registry.fixed("E") == []
     registry.add_fixed("judge")
     registry.add_fixed("judge", active=False)
-    assert [meta.name for meta in registry.fixed()] == ["judge"]
+    assert [meta.name for meta in registry.fixed("E")] == ["judge"]
 
 
 def test_inactive_checkpoint_is_not_offered():
     registry = ModelRegistry()
-    registry.add_checkpoint("ckpt-1", 1, 1)
+    registry.add_policy("ckpt-1", 1, 1)
     registry.set_active("base", False)
     assert [meta.uid for meta in registry.checkpoints()] == ["ckpt-1"]
 
 
 def test_registry_state_survives_json():
     before = make_registry("x")
-    before.add_checkpoint("ckpt-1", 1, 1)
+    before.add_policy("ckpt-1", 1, 1)
     before.set_active("base", False)
     before.update_ratings({0: "ckpt-1", 1: "fixed-x"}, {0: 1.0, 1: 0.0}, "E")
     after = make_registry("x")
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     for registry in (before, after):
         registry.update_ratings({0: "fixed-x", 1: "ckpt-1"}, {0: 1.0, 1: 0.0}, "E")
-        registry.add_checkpoint("ckpt-2", 2, 2)
+        registry.add_policy("ckpt-2", 2, 2)
     assert after.get_all_models() == before.get_all_models()
     assert after.match_counts == before.match_counts
     assert after.current == before.current
@@ -265,16 +269,72 @@ def test_resumed_fixed_models_are_the_current_ones_with_old_ratings(tmp_path):
         before.update_ratings({0: "fixed-x", 1: "fixed-y"}, {0: 1.0, 1: 0.0}, "E")
     after = make_registry("y", "z")
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert [meta.name for meta in after.fixed()] == ["y", "z"]
+    assert [meta.name for meta in after.fixed("E")] == ["y", "z"]
     assert not after.get("fixed-x").active
     assert after.get("fixed-y").rating == before.get("fixed-y").rating
     again = make_registry("x", "y", "z")
     again.load_state_dict(json.loads(json.dumps(after.state_dict())))
-    assert [meta.name for meta in again.fixed()] == ["x", "y", "z"]
+    assert [meta.name for meta in again.fixed("E")] == ["x", "y", "z"]
     log = LeagueLog(tmp_path / "league.jsonl")
     log.log(1, after)
     log.close()
     assert json.loads((tmp_path / "league.jsonl").read_text())["models"].keys() == after.get_all_models().keys()
+
+
+def test_frozen_players_are_fixed_models_with_ids_of_their_own():
+    registry = make_registry("base", "scripted:random", "run:x/best", "adapter:y")
+    versions = [registry.get(f"fixed-{name}").adapter_version for name in ("base", "run:x/best", "adapter:y")]
+    assert versions == [0, FIRST_FROZEN_VERSION, FIRST_FROZEN_VERSION + 1]
+    assert FIRST_FROZEN_VERSION + 1000 < FIRST_RETURNED_VERSION < 1 << 31
+    assert registry.get("fixed-scripted:random").adapter_version is None
+    assert [meta.name for meta in registry.frozen_adapters()] == ["run:x/best", "adapter:y"]
+    assert registry.get_current_ckpt() == "base"
+    assert registry.add_fixed("adapter:y").adapter_version == versions[2], "it is registered once"
+
+
+def test_resumed_frozen_players_have_the_configured_ids():
+    before = make_registry("run:x/best", "adapter:y")
+    before.update_ratings({0: "fixed-adapter:y", 1: "base"}, {0: 1.0, 1: 0.0}, "E")
+    after = make_registry("adapter:y", "base")
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert after.get("fixed-adapter:y").adapter_version == FIRST_FROZEN_VERSION
+    assert after.get("fixed-adapter:y").rating == before.get("fixed-adapter:y").rating
+    assert after.get("fixed-base").adapter_version == 0
+    assert after.get("fixed-run:x/best").adapter_version is None
+    assert [meta.name for meta in after.frozen_adapters()] == ["adapter:y"]
+
+
+def test_fixed_model_may_be_active_in_some_envs_and_keeps_them_on_a_resume():
+    def make():
+        registry = ModelRegistry()
+        registry.add_fixed("x", env_id="A")
+        registry.add_fixed("x", env_id="B")
+        registry.add_fixed("y")
+        registry.add_fixed("judge", active=False)
+        return registry
+
+    registry = make()
+    registry.load_state_dict(json.loads(json.dumps(make().state_dict())))
+    names = {env_id: [meta.name for meta in registry.fixed(env_id)] for env_id in "ABC"}
+    assert names == {"A": ["x", "y"], "B": ["x", "y"], "C": ["y"]}
+    registry.add_fixed("x")
+    registry.add_fixed("judge", env_id="C")
+    assert [meta.name for meta in registry.fixed("C")] == ["x", "y", "judge"]
+
+
+def test_checkpoint_added_by_hand_is_a_player_that_inherits_and_is_not_the_policy():
+    registry = make_registry("x")
+    registry.update_ratings({0: "base", 1: "fixed-x"}, {0: 1.0, 1: -1.0}, "E")
+    ref = registry.add_checkpoint("rival", "some/adapter", iteration=40)
+    assert ref == ModelRef(uid="rival", kind="fixed", adapter_version=FIRST_FROZEN_VERSION, name="adapter:some/adapter")
+    assert registry.get_current_ckpt() == "base"
+    assert registry.get("rival").rating_in("E").mu == registry.get("base").rating_in("E").mu
+    assert registry.get("rival").iteration == 40
+    assert [meta.uid for meta in registry.fixed("E")] == ["fixed-x", "rival"]
+    assert registry.add_checkpoint("other", "b", 1, inherit=False).adapter_version == FIRST_FROZEN_VERSION + 1
+    assert registry.get("other").rating_in("E") == Rating(25.0, PRIOR_SIGMA)
+    with pytest.raises(ConfigError, match="'rival'"):
+        registry.add_checkpoint("rival", "some/adapter", iteration=41)
 
 
 def test_each_model_and_pair_adds_few_bytes_to_a_checkpoint():
@@ -283,7 +343,7 @@ def test_each_model_and_pair_adds_few_bytes_to_a_checkpoint():
     for update in range(1, 2001):
         if update % 1000 == 1:
             sizes.append(len(json.dumps(registry.state_dict(), separators=(",", ":"))))
-        registry.add_checkpoint(f"ckpt-{update}", update, update)
+        registry.add_policy(f"ckpt-{update}", update, update)
         for other in ("fixed-x", f"ckpt-{max(1, update - 1)}", f"ckpt-{max(1, update - 2)}"):
             registry.update_ratings({0: f"ckpt-{update}", 1: other}, {0: 1.0, 1: float(update % 2)}, "E")
     sizes.append(len(json.dumps(registry.state_dict(), separators=(",", ":"))))

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from unstable_lite.config import Config
 from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec
 from unstable_lite.errors import ConfigError
-from unstable_lite.league.model_registry import ModelRegistry, Rating
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.opponents import anchors
+from unstable_lite.league.ratings import Rating
 from unstable_lite.league.samplers import (
     MODEL_SAMPLERS,
     BaseEnvSampler,
@@ -34,7 +36,6 @@ from unstable_lite.league.samplers import (
     UniformRandomEnvSampler,
     WeightedEnvSampler,
     WeightedModelSampler,
-    anchors,
     build_env_sampler,
     build_model_sampler,
     check_league,
@@ -48,7 +49,7 @@ EVAL = [EvalEnvSpec(env_id=env_id, num_players=2) for env_id in "XY"]
 def make_registry(num_checkpoints=0, fixed=()):
     registry = ModelRegistry()
     for n in range(1, num_checkpoints + 1):
-        registry.add_checkpoint(f"ckpt-{n}", n, n)
+        registry.add_policy(f"ckpt-{n}", n, n)
     for name in fixed:
         registry.add_fixed(name)
     return registry
@@ -60,7 +61,7 @@ def make_config(num_actors=2, **league):
 
 
 def drawn(sampler, n=2000):
-    return Counter(sampler.sample_opponent().uid for _ in range(n))
+    return Counter(sampler.sample_opponent("A").uid for _ in range(n))
 
 
 # envs
@@ -202,9 +203,9 @@ def test_env_list_names_the_training_envs():
 def test_mirror_is_always_the_current_policy():
     registry = make_registry(1)
     sampler = MirrorModelSampler(registry, random.Random(0))
-    assert sampler.sample_opponent().uid == sampler.get_current_ckpt() == "ckpt-1"
-    registry.add_checkpoint("ckpt-2", 2, 2)
-    assert sampler.sample_opponent().uid == "ckpt-2"
+    assert sampler.sample_opponent("A").uid == sampler.get_current_ckpt() == "ckpt-1"
+    registry.add_policy("ckpt-2", 2, 2)
+    assert sampler.sample_opponent("A").uid == "ckpt-2"
 
 
 def test_fixed_opponents_are_drawn_uniformly_and_checkpoints_never():
@@ -225,7 +226,7 @@ def test_lagged_opponents_come_uniformly_from_the_window():
 def test_lag_counts_updates_not_checkpoints():
     registry = make_registry()
     for version in (4, 8, 12):
-        registry.add_checkpoint(f"ckpt-{version}", version, version)
+        registry.add_policy(f"ckpt-{version}", version, version)
     assert set(drawn(LaggedModelSampler(registry, random.Random(0), lag_range=(3, 5)))) == {"ckpt-8"}
 
 
@@ -266,7 +267,7 @@ EQUAL = Rating(25.0, 4.0)
 def make_rated_registry(ratings, current=EQUAL):
     """Return a registry of fixed opponents a, b, c, … with these ratings, and the current policy."""
     registry = make_registry(fixed=[chr(ord("a") + index) for index in range(len(ratings))])
-    for meta, rating in zip(registry.fixed(), ratings, strict=True):
+    for meta, rating in zip(registry.fixed("A"), ratings, strict=True):
         meta.ratings["E"] = rating
     registry.get("base").ratings["E"] = current
     return registry
@@ -277,7 +278,7 @@ RATINGS = st.builds(Rating, st.floats(-60, 110), st.floats(0.5, 9))
 
 def weights_of(sampler_class, registry, **options):
     sampler = sampler_class(registry, random.Random(0), **options)
-    return sampler.weights(registry.get(registry.get_current_ckpt()), registry.others())
+    return sampler.weights(registry.get(registry.get_current_ckpt()), registry.others("E"), "E")
 
 
 @given(st.lists(RATINGS, min_size=1, max_size=6), RATINGS)
@@ -334,9 +335,9 @@ def test_pfsp_win_rate_counts_a_draw_as_half():
     for score in (1.0, 1.0, -1.0, 0.0):
         sampler.update({0: "ckpt-1", 1: "fixed-x"}, {0: score, 1: -score}, "E")
     sampler.update({0: "base", 1: "ckpt-1"}, {0: 1.0, 1: -1.0}, "E")
-    assert sampler.win_rate("fixed-x") == pytest.approx((2.5 + 1) / (4 + 2))
-    assert sampler.win_rate("base") == pytest.approx(1 / 3)
-    assert sampler.win_rate("fixed-y") == 0.5
+    assert sampler.win_rate("fixed-x", "E") == pytest.approx((2.5 + 1) / (4 + 2))
+    assert sampler.win_rate("base", "E") == pytest.approx(1 / 3)
+    assert sampler.win_rate("fixed-y", "E") == 0.5
 
 
 def test_pfsp_counts_each_opponent_and_no_mirror_games():
@@ -344,16 +345,16 @@ def test_pfsp_counts_each_opponent_and_no_mirror_games():
     sampler = make_pfsp(registry)
     sampler.update({0: "ckpt-1", 1: "ckpt-1"}, {0: 1.0, 1: -1.0}, "E")
     sampler.update({0: "fixed-x", 1: "fixed-y"}, {0: 1.0, 1: -1.0}, "E")
-    assert sampler.state_dict()["results"] == {}
+    assert sampler.state_dict()["results"] == {"E": {}}
     sampler.update({0: "fixed-x", 1: "ckpt-1", 2: "fixed-y"}, {0: 1.0, 1: 0.0, 2: -1.0}, "E")
-    assert sampler.win_rate("fixed-x") < 0.5 < sampler.win_rate("fixed-y")
+    assert sampler.win_rate("fixed-x", "E") < 0.5 < sampler.win_rate("fixed-y", "E")
 
 
 def test_pfsp_forgets_old_results():
     sampler = make_pfsp(make_registry(1, fixed=["x"]), decay=0.9)
     for score in [-1.0] * 100 + [1.0] * 100:
         sampler.update({0: "ckpt-1", 1: "fixed-x"}, {0: score, 1: -score}, "E")
-    assert sampler.win_rate("fixed-x") > 0.9
+    assert sampler.win_rate("fixed-x", "E") > 0.9
 
 
 @given(st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from([-1.0, 0.0, 1.0])), max_size=80))
@@ -363,9 +364,9 @@ def test_pfsp_hard_prefers_stronger_and_even_equal_opponents(games):
     for sampler in samplers.values():
         for name, score in games:
             sampler.update({0: "base", 1: f"fixed-{name}"}, {0: score, 1: -score}, "E")
-    uids = [meta.uid for meta in registry.others()]
-    rates = [samplers["hard"].win_rate(uid) for uid in uids]
-    hard, even = (sampler.weights(registry.get("base"), registry.others()) for sampler in samplers.values())
+    uids = [meta.uid for meta in registry.others("E")]
+    rates = [samplers["hard"].win_rate(uid, "E") for uid in uids]
+    hard, even = (sampler.weights(registry.get("base"), registry.others("E"), "E") for sampler in samplers.values())
     assert all(weight > 0 for weight in hard + even)
     assert [weight**0.5 for weight in hard] == pytest.approx([1 - rate for rate in rates])
     assert even == pytest.approx([rate * (1 - rate) for rate in rates])
@@ -373,11 +374,11 @@ def test_pfsp_hard_prefers_stronger_and_even_equal_opponents(games):
 
 def test_pfsp_recognises_a_warm_start_as_the_policy_at_both_seats():
     registry = make_registry(0)
-    registry.add_checkpoint("initial", 1, 0)
+    registry.add_policy("initial", 1, 0)
     sampler = make_pfsp(registry)
     for seats in ({0: "initial", 1: "base"}, {0: "base", 1: "initial"}):
         sampler.update(seats, {pid: 1.0 if uid == "initial" else -1.0 for pid, uid in seats.items()}, "E")
-    assert sampler.win_rate("base") > 0.5 == sampler.win_rate("initial")
+    assert sampler.win_rate("base", "E") > 0.5 == sampler.win_rate("initial", "E")
 
 
 def test_pfsp_continues_from_a_saved_state():
@@ -386,14 +387,14 @@ def test_pfsp_continues_from_a_saved_state():
     before.update({0: "ckpt-1", 1: "fixed-x"}, {0: 1.0, 1: -1.0}, "E")
     drawn(before, 5)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert after.win_rate("fixed-x") == before.win_rate("fixed-x") != 0.5
-    assert [before.sample_opponent() for _ in range(20)] == [after.sample_opponent() for _ in range(20)]
+    assert after.win_rate("fixed-x", "E") == before.win_rate("fixed-x", "E") != 0.5
+    assert [before.sample_opponent("A") for _ in range(20)] == [after.sample_opponent("A") for _ in range(20)]
 
 
 def test_mixture_draws_in_proportion_to_its_weights():
-    config = make_config(opponent_sampling_strategy={"mirror": 6, "lagged": 3, "fixed": 1}, fixed_opponents=["x"])
+    config = make_config(1, opponent_sampling_strategy={"mirror": 6, "lagged": 3, "fixed": 1}, fixed_opponents=["x"])
     registry = make_registry(1)
-    counts = drawn(build_model_sampler(config.league, registry, random.Random(0)), 5000)
+    counts = drawn(build_model_sampler(config, registry, random.Random(0)), 5000)
     assert counts["ckpt-1"] == pytest.approx(3000, abs=150)
     assert counts["base"] == pytest.approx(1500, abs=150)
     assert counts["fixed-x"] == pytest.approx(500, abs=100)
@@ -401,11 +402,11 @@ def test_mixture_draws_in_proportion_to_its_weights():
 
 def test_mixture_continues_from_a_saved_state():
     config = make_config(opponent_sampling_strategy={"mirror": 1, "lagged": 1})
-    before = build_model_sampler(config.league, make_registry(9), random.Random(0))
-    after = build_model_sampler(config.league, make_registry(9), random.Random(1))
+    before = build_model_sampler(config, make_registry(9), random.Random(0))
+    after = build_model_sampler(config, make_registry(9), random.Random(1))
     drawn(before, 10)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert [before.sample_opponent() for _ in range(20)] == [after.sample_opponent() for _ in range(20)]
+    assert [before.sample_opponent("A") for _ in range(20)] == [after.sample_opponent("A") for _ in range(20)]
 
 
 def test_mixture_passes_results_to_its_parts():
@@ -447,22 +448,22 @@ def test_mixture_needs_one_positive_weight_per_part(weights):
     ],
 )
 def test_strategies_are_found_by_name(strategy, sampler_class):
-    league = make_config(opponent_sampling_strategy=strategy).league
-    assert type(build_model_sampler(league, make_registry(), random.Random(0))) is sampler_class
+    config = make_config(opponent_sampling_strategy=strategy)
+    assert type(build_model_sampler(config, make_registry(), random.Random(0))) is sampler_class
 
 
 def test_lag_comes_from_the_config():
-    league = make_config(opponent_sampling_strategy={"lagged": 1}, opponent_lag=[2, 3]).league
-    assert set(drawn(build_model_sampler(league, make_registry(9), random.Random(0)))) == {"ckpt-6", "ckpt-7"}
+    config = make_config(opponent_sampling_strategy={"lagged": 1}, opponent_lag=[2, 3])
+    assert set(drawn(build_model_sampler(config, make_registry(9), random.Random(0)))) == {"ckpt-6", "ckpt-7"}
 
 
 def test_strategy_table_sets_weights_and_options():
     strategy = {"mirror": 3, "pfsp": {"weight": 1, "prior_games": 8.0, "weighting": "even"}, "lagged": {}}
-    league = make_config(opponent_sampling_strategy=strategy, fixed_opponents=[]).league
-    mixture = build_model_sampler(league, make_registry(1), random.Random(0))
+    config = make_config(opponent_sampling_strategy=strategy, fixed_opponents=[])
+    mixture = build_model_sampler(config, make_registry(1), random.Random(0))
     assert mixture.weights == [3, 1, 1.0]
     mixture.update({0: "ckpt-1", 1: "base"}, {0: 1.0, 1: -1.0}, "E")
-    assert mixture.samplers[1].win_rate("base") == pytest.approx(5 / 9)
+    assert mixture.samplers[1].win_rate("base", "E") == pytest.approx(5 / 9)
 
 
 @pytest.mark.parametrize(
@@ -491,23 +492,100 @@ def test_custom_class_in_a_mixture_survives_toml():
 
 def test_fixed_opponents_are_registered_only_if_they_may_play():
     registry = make_registry()
-    build_model_sampler(make_config(opponent_sampling_strategy="mirror").league, registry, random.Random(0))
-    assert registry.fixed() == []
-    league = make_config(opponent_sampling_strategy="fixed", fixed_opponents=["x"]).league
-    build_model_sampler(league, registry, random.Random(0))
-    assert [meta.name for meta in registry.fixed()] == ["x"]
+    build_model_sampler(make_config(1, opponent_sampling_strategy="mirror"), registry, random.Random(0))
+    assert registry.fixed("A") == []
+    config = make_config(1, opponent_sampling_strategy="fixed", fixed_opponents=["x"])
+    build_model_sampler(config, registry, random.Random(0))
+    assert [meta.name for meta in registry.fixed("A")] == ["x"]
+
+
+def make_two_envs(strategy, **league):
+    envs = [
+        {"env_id": "A", "num_players": 2, "num_actors": 1},
+        {"env_id": "B", "num_players": 2, "num_actors": 1, "fixed_opponents": ["y", "base"]},
+    ]
+    return Config.model_validate(
+        {
+            "train_envs": envs,
+            "league": {"opponent_sampling_strategy": strategy, "fixed_opponents": ["x", "y"], **league},
+        }
+    )
+
+
+@pytest.mark.parametrize("strategy", ["fixed", "random", "pfsp", "match-quality", "ts-dist", "ts-dist-biased"])
+def test_each_env_draws_only_its_own_fixed_opponents(strategy):
+    registry = make_registry()
+    sampler = build_model_sampler(make_two_envs(strategy), registry, random.Random(0))
+    of_env = {env_id: {sampler.sample_opponent(env_id).uid for _ in range(300)} - {"base"} for env_id in "AB"}
+    assert of_env == {"A": {"fixed-x", "fixed-y"}, "B": {"fixed-y", "fixed-base"}}
+
+
+def test_results_of_one_env_do_not_change_pfsp_in_another():
+    registry = make_registry()
+    sampler = build_model_sampler(make_two_envs("pfsp"), registry, random.Random(0))
+    for _ in range(50):
+        for uids, score in (({0: "base", 1: "fixed-y"}, 1.0), ({0: "base", 1: "fixed-x"}, -1.0)):
+            sampler.update(uids, {0: score, 1: -score}, "A")
+    assert sampler.win_rate("fixed-y", "A") > 0.9 > 0.5 == sampler.win_rate("fixed-y", "B")
+    current = registry.get("base")
+    in_a, in_b = (sampler.weights(current, registry.others(env_id), env_id) for env_id in "AB")
+    assert in_a[0] > 50 * in_a[1], "the opponent that wins in A is drawn there"
+    assert in_b == [0.25, 0.25]
+    after = build_model_sampler(make_two_envs("pfsp"), make_registry(), random.Random(1))
+    after.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    assert [after.win_rate("fixed-y", env_id) for env_id in "AB"] == [sampler.win_rate("fixed-y", e) for e in "AB"]
+
+
+@pytest.mark.parametrize("strategy", ["match-quality", "ts-dist", "ts-dist-biased"])
+def test_samplers_by_rating_use_the_rating_of_the_env(strategy):
+    registry = make_registry()
+    sampler = build_model_sampler(make_two_envs(strategy, fixed_opponents=["y", "z"]), registry, random.Random(0))
+    registry.get("base").ratings["A"] = registry.get("fixed-z").ratings["A"] = Rating(25.0, 1.0)
+    registry.get("fixed-y").ratings["A"] = Rating(60.0, 1.0)
+    metas = [registry.get("fixed-y"), registry.get("fixed-z")]
+    strong, even = sampler.weights(registry.get("base"), metas, "A")
+    assert (strong > even) == (strategy == "ts-dist-biased")
+    assert len(set(sampler.weights(registry.get("base"), metas, "B"))) == 1, "no game was played in B"
+
+
+def test_frozen_player_at_the_other_seat_is_never_taken_for_the_policy():
+    registry = make_registry(1)
+    registry.add_fixed("base")
+    sampler = make_pfsp(registry)
+    sampler.update({0: "ckpt-1", 1: "fixed-base"}, {0: 1.0, 1: -1.0}, "E")
+    sampler.update({0: "fixed-base", 1: "ckpt-1"}, {0: -1.0, 1: 1.0}, "E")
+    assert sampler.win_rate("fixed-base", "E") == pytest.approx(3 / 4, abs=0.01)
+    assert sampler.win_rate("ckpt-1", "E") == 0.5
+
+
+class OldOpponent(BaseModelSampler):
+    def sample_opponent(self):
+        return self.registry.current
+
+
+class OldWeights(WeightedModelSampler):
+    def weights(self, current, others):
+        return [1.0 for _ in others]
+
+
+@pytest.mark.parametrize(("name", "says"), [("OldOpponent", "(self, env_id: str)"), ("OldWeights", "env_id: str)")])
+def test_sampler_that_does_not_take_the_env_is_refused_with_the_arguments(name, says):
+    (problem,) = check_league(make_config(1, opponent_sampling_strategy=f"{__name__}:{name}", fixed_opponents=["x"]))
+    assert name in problem and says in problem
+    with pytest.raises(ConfigError, match="env_id"):
+        globals()[name](make_registry(), random.Random(0))
 
 
 class Oldest(BaseModelSampler):
-    def sample_opponent(self):
+    def sample_opponent(self, env_id):
         return self.registry.checkpoints()[0].ref
 
 
 def test_custom_sampler_is_found_by_module_and_name():
-    league = make_config(opponent_sampling_strategy=f"{__name__}:Oldest", fixed_opponents=["x"]).league
+    config = make_config(1, opponent_sampling_strategy=f"{__name__}:Oldest", fixed_opponents=["x"])
     registry = make_registry(3)
-    assert build_model_sampler(league, registry, random.Random(0)).sample_opponent().uid == "base"
-    assert [meta.name for meta in registry.fixed()] == ["x"]
+    assert build_model_sampler(config, registry, random.Random(0)).sample_opponent("A").uid == "base"
+    assert [meta.name for meta in registry.fixed("A")] == ["x"]
 
 
 class NoSampler:
@@ -553,25 +631,25 @@ def test_custom_sampler_that_cannot_draw_is_refused_before_the_run(key, name, me
 @pytest.mark.parametrize("weights", [[math.nan, 1.0], [-1.0, 3.0], [1.0]])
 def test_invalid_weights_are_refused(weights):
     class Odd(WeightedModelSampler):
-        def weights(self, current, others):
+        def weights(self, current, others, env_id):
             return weights
 
     with pytest.raises(ConfigError, match="2 opponents"):
-        Odd(make_registry(fixed=["x", "y"]), random.Random(0)).sample_opponent()
+        Odd(make_registry(fixed=["x", "y"]), random.Random(0)).sample_opponent("A")
 
 
 def test_unknown_strategies_are_refused_with_a_suggestion():
     with pytest.raises(ConfigError, match="did you mean 'mirror'"):
-        build_model_sampler(make_config(opponent_sampling_strategy="miror").league, make_registry(), random.Random(0))
+        build_model_sampler(make_config(opponent_sampling_strategy="miror"), make_registry(), random.Random(0))
     with pytest.raises(ConfigError, match="did you mean 'random'"):
         build_env_sampler(make_config(env_sampling_strategy="randm"))
 
 
 def test_missing_opponent_is_a_clear_error():
     with pytest.raises(ConfigError, match="'none'"):
-        NoOpponentModelSampler(make_registry(), random.Random(0)).sample_opponent()
+        NoOpponentModelSampler(make_registry(), random.Random(0)).sample_opponent("A")
     with pytest.raises(ConfigError, match="fixed_opponents"):
-        FixedOpponentModelSampler(make_registry(), random.Random(0)).sample_opponent()
+        FixedOpponentModelSampler(make_registry(), random.Random(0)).sample_opponent("A")
 
 
 # check
@@ -597,11 +675,6 @@ def test_default_league_is_valid_for_self_play():
         (0, {}, "num_players = 2"),
         (1, {"opponent_sampling_strategy": "fixed", "fixed_opponents": []}, "fixed_opponents"),
         (1, {"opponent_sampling_strategy": {"fixed": 1}, "fixed_opponents": []}, "fixed_opponents"),
-        (
-            1,
-            {"opponent_sampling_strategy": "fixed", "fixed_opponents": ["base"]},
-            "'base'",
-        ),
         (2, {"opponent_lag": [7, 1]}, "opponent_lag"),
         (1, {"opponent_lag": [7, 1], "opponent_sampling_strategy": "lagged"}, "opponent_lag"),
         (2, {"opponent_sampling_strategy": {}}, "empty table"),
@@ -648,3 +721,11 @@ def test_anchor_is_random_play_or_the_first_fixed_opponent():
         league=LeagueConfig(opponent_sampling_strategy="fixed", fixed_opponents=("z",)),
     )
     assert anchors(config) == {"A": "scripted:random", "B": "x", "C": "z"}
+
+
+def test_frozen_player_is_the_anchor_only_if_there_is_no_other():
+    env = TrainEnvSpec(env_id="A", num_players=2, num_actors=1, fixed_opponents=("base", "run:x/best"))
+    config = Config(train_envs=(env,), league=LeagueConfig(opponent_sampling_strategy="fixed"))
+    assert anchors(config) == {"A": "base"}
+    met = env.model_copy(update={"fixed_opponents": ("base", "scripted:greedy")})
+    assert anchors(config.model_copy(update={"train_envs": (met,)})) == {"A": "scripted:greedy"}

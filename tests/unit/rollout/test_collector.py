@@ -281,7 +281,7 @@ async def test_adapter_versions_are_held_exactly_while_games_use_them(tmp_path: 
 
     league = League(tmp_path, look)
     tables.offer(league.table, 1)
-    league.registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
+    league.registry.add_policy("ckpt-1", adapter_version=1, iteration=1)
     await league.collect_until(lambda: len(league.records) >= 10)
     assert held
     assert all(held)
@@ -333,7 +333,7 @@ async def test_each_checkpoint_gets_its_own_quota_of_evaluation_games(
     assert evaluated() == {"base": 5}
     assert league.collector.evaluating.total() == 0
     tables.offer(league.table, 1)
-    league.registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
+    league.registry.add_policy("ckpt-1", adapter_version=1, iteration=1)
     league.collector.tell_new_checkpoint()
     await until(lambda: evaluated()["ckpt-1"] == 5)
     assert evaluated() == {"base": 5, "ckpt-1": 5}
@@ -447,11 +447,11 @@ async def test_adapters_of_a_group_are_held_until_its_last_game_or_the_end(
     league = League(tmp_path, any_cell_of_many, group_size=6)
     tables.offer(league.table, 1)
     tables.offer(league.table, 2)
-    league.registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
+    league.registry.add_policy("ckpt-1", adapter_version=1, iteration=1)
     one_game = asyncio.create_task(league.collector.run(1, 0))
     while not league.records:
         await asyncio.sleep(0.001)
-    league.registry.add_checkpoint("ckpt-2", adapter_version=2, iteration=2)
+    league.registry.add_policy("ckpt-2", adapter_version=2, iteration=2)
     assert league.table.num_users(1) > 1
     while league.collector._rest_of_group or league.collector.games_in_flight["train"]:
         assert league.table.num_users(1) > 1

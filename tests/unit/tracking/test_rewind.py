@@ -32,7 +32,7 @@ def test_concurrent_evaluation_across_a_resume_is_recorded_once(tmp_path: Path) 
     over = tracker.registry.current
     for _ in range(4):
         tracker.add_record(game(over, kind="eval"))
-    policy = tracker.registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
+    policy = tracker.registry.add_policy("ckpt-1", adapter_version=1, iteration=1)
     for _ in range(10):
         tracker.add_record(game(policy, kind="eval"))
     tracker.log_update(1, {"learner/loss": 0.5})
@@ -52,7 +52,7 @@ def test_concurrent_evaluation_across_a_resume_is_recorded_once(tmp_path: Path) 
     )
     resumed = start(tmp_path)
     assert resumed.registry is not None
-    policy = resumed.registry.add_checkpoint("ckpt-1", adapter_version=1, iteration=1)
+    policy = resumed.registry.add_policy("ckpt-1", adapter_version=1, iteration=1)
     resumed.resume(state, list(read_part(tmp_path / "eval.jsonl")))
     for _ in range(5):
         resumed.add_record(game(policy, kind="eval"))

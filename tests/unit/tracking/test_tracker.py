@@ -325,7 +325,7 @@ def test_run_seconds_continue_from_the_checkpoint(tmp_path: Path) -> None:
 def test_concurrent_games_are_recorded_once_their_checkpoint_is_done(tmp_path: Path) -> None:
     tracker = make_tracker(tmp_path)
     assert tracker.registry is not None
-    new = tracker.registry.add_checkpoint("ckpt-5", adapter_version=5, iteration=5)
+    new = tracker.registry.add_policy("ckpt-5", adapter_version=5, iteration=5)
     for rewards in ((1.0, -1.0), (1.0, -1.0), (0.0, 0.0)):
         tracker.add_record(game(kind="eval", rewards=rewards))
     tracker.add_record(game(kind="eval", end="void"))

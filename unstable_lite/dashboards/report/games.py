@@ -17,7 +17,7 @@ import tokenizers
 from unstable_lite.dashboards.report.tokens import pieces
 from unstable_lite.files import read_part, read_records
 from unstable_lite.games.templates import Template
-from unstable_lite.league.model_registry import mean_ranks
+from unstable_lite.league.ratings import mean_ranks
 from unstable_lite.tracking.train_data import train_files
 
 MAX_CHARS = 64_000_000

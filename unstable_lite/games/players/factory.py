@@ -1,7 +1,8 @@
 """Create the player for the AgentSpec of a seat, and check whether it can play now.
 
 A fixed opponent is `scripted:NAME`, a user's class as `module:Class` (with a capital letter), or otherwise the name of
-a model behind an OpenAI-compatible endpoint.
+a model behind an OpenAI-compatible endpoint. Engines answer for every model with an adapter version: the policy,
+checkpoints, frozen players.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class PlayerFactory:
         self._spent_before = state["budget"]
 
     def _player(self, spec: GameSpec, agent: AgentSpec) -> Player:
-        if agent.model.kind == "checkpoint":
+        if agent.model.adapter_version is not None:
             template = plugins.find("prompt_template", agent.prompt_template, self._templates)
             seed = self._sampling_seed
             own_seed = None if seed is None else derive_seed(seed, spec.game_idx, agent.pid)
@@ -153,7 +154,7 @@ def _most_descriptors() -> int:
 
 def is_remote(model: ModelRef) -> bool:
     """Return whether the endpoint serves the model."""
-    return model.kind == "fixed" and not _is_local_name(_name(model))
+    return model.kind == "fixed" and model.adapter_version is None and not _is_local_name(_name(model))
 
 
 def opponent_problem(

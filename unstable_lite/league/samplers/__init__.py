@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from unstable_lite import plugins
 from unstable_lite.config import Config
-from unstable_lite.config.games import LeagueConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.opponents import add_training_opponents, strategies, training_opponents
 from unstable_lite.league.samplers.env_samplers import (
     BaseEnvSampler,
     LearningProgressEnvSampler,
@@ -36,7 +36,6 @@ from unstable_lite.league.samplers.model_samplers import (
     WeightedModelSampler,
 )
 from unstable_lite.rng import derive_seed
-from unstable_lite.types import BASE
 
 T = TypeVar("T")
 
@@ -61,13 +60,9 @@ __all__ = [
     "UniformRandomEnvSampler",
     "WeightedEnvSampler",
     "WeightedModelSampler",
-    "anchors",
     "build_env_sampler",
     "build_model_sampler",
     "check_league",
-    "strategies",
-    "uses_checkpoints",
-    "uses_fixed",
 ]
 
 ENV_SAMPLERS: dict[str, Callable[..., BaseEnvSampler]] = {
@@ -90,42 +85,6 @@ MODEL_SAMPLERS: dict[str, Callable[..., BaseModelSampler]] = {
 }
 
 
-def strategies(league: LeagueConfig) -> dict[str, dict[str, Any]]:
-    """Return the options of each sampler in `opponent_sampling_strategy` by its name, always with a `weight`."""
-    strategy = league.opponent_sampling_strategy
-    given = {strategy: {}} if isinstance(strategy, str) else strategy
-    tables = {name: options if isinstance(options, Mapping) else {"weight": options} for name, options in given.items()}
-    return {name: {"weight": 1.0, **options} for name, options in tables.items()}
-
-
-def uses_fixed(league: LeagueConfig) -> bool:
-    """Return whether `fixed_opponents` may be drawn; a custom sampler may draw any model of the registry."""
-    return any(name not in ("none", "mirror", "lagged", "uniform") for name in strategies(league))
-
-
-def uses_checkpoints(league: LeagueConfig) -> bool:
-    """Return whether checkpoints before the current one may be drawn."""
-    return any(name not in ("none", "mirror", "fixed") for name in strategies(league))
-
-
-def anchors(config: Config) -> dict[str, str]:
-    """Return the fixed opponent that each env's ratings are relative to, by env id.
-
-    `scripted:random` if the env has it, else the first opponent of an evaluation, else the first of `fixed_opponents`
-    if they may be drawn. An env without fixed opponents has no anchor.
-    """
-    met: dict[str, list[str]] = {}
-    for spec in config.eval_envs:
-        if spec.num_players > 1 and spec.fixed_opponent != BASE:
-            met.setdefault(spec.env_id, []).append(spec.fixed_opponent)
-    for env in config.train_envs:
-        if env.num_actors < env.num_players and uses_fixed(config.league):
-            met.setdefault(env.env_id, []).extend(config.league.fixed_opponents)
-    return {
-        env_id: "scripted:random" if "scripted:random" in names else names[0] for env_id, names in met.items() if names
-    }
-
-
 def build_env_sampler(config: Config) -> BaseEnvSampler:
     """Build the sampler of envs. Raises ConfigError for an unknown name or option."""
     strategy = config.league.env_sampling_strategy
@@ -136,11 +95,13 @@ def build_env_sampler(config: Config) -> BaseEnvSampler:
     return _made("env_sampling_strategy", name, with_envs, options, BaseEnvSampler)
 
 
-def build_model_sampler(league: LeagueConfig, registry: ModelRegistry, rng: random.Random) -> BaseModelSampler:
-    """Build the sampler of opponents, and register `fixed_opponents` if the strategy may use them.
+def build_model_sampler(config: Config, registry: ModelRegistry, rng: random.Random) -> BaseModelSampler:
+    """Build the sampler of opponents, and register the fixed opponents of each env if the strategy may use them.
 
     A custom class gets `(registry, rng)` and its options. Raises ConfigError for a wrong name, weight or option.
     """
+
+    league = config.league
 
     def build(name: str, options: Mapping[str, Any]) -> BaseModelSampler:
         sampler = plugins.find("opponent_sampling_strategy", name, MODEL_SAMPLERS)
@@ -148,9 +109,7 @@ def build_model_sampler(league: LeagueConfig, registry: ModelRegistry, rng: rand
         with_registry = partial(sampler, registry, rng, **given)
         return _made("opponent_sampling_strategy", name, with_registry, options, BaseModelSampler)
 
-    if uses_fixed(league):
-        for name in league.fixed_opponents:
-            registry.add_fixed(name)
+    add_training_opponents(config, registry)
     if isinstance(league.opponent_sampling_strategy, str):
         return build(league.opponent_sampling_strategy, {})
     samplers, weights = [], []
@@ -180,12 +139,12 @@ def _made(key: str, name: str, sampler: Callable[..., T], options: Mapping[str, 
 
 def check_league(config: Config) -> list[str]:
     """Return every problem of opponents and envs that would stop or mislead the run."""
-    problems = [*_opponent_problems(config.league), *_sampler_problems(config), *_env_problems(config)]
+    problems = [*_opponent_problems(config), *_sampler_problems(config), *_env_problems(config)]
     return list(dict.fromkeys(problems))
 
 
-def _opponent_problems(league: LeagueConfig) -> Iterator[str]:
-    names = strategies(league)
+def _opponent_problems(config: Config) -> Iterator[str]:
+    league, names = config.league, strategies(config.league)
     if not names:
         yield "opponent_sampling_strategy is an empty table: give at least one strategy a weight"
     if "none" in names and league.opponent_sampling_strategy != "none":
@@ -193,10 +152,10 @@ def _opponent_problems(league: LeagueConfig) -> Iterator[str]:
     least, most = league.opponent_lag
     if not 0 <= least <= most:
         yield f"opponent_lag = [{least}, {most}]: must be [least, most] with 0 <= least <= most"
-    if "fixed" in names and not league.fixed_opponents:
-        yield "opponent_sampling_strategy uses 'fixed', but fixed_opponents is empty"
-    if BASE in league.fixed_opponents:
-        yield f"fixed_opponents: {BASE!r} is an opponent only in evaluations; in training, use `mirror` for self-play"
+    if "fixed" in names:
+        for env_id, opponents in training_opponents(config).items():
+            if not opponents:
+                yield f"opponent_sampling_strategy uses 'fixed', but fixed_opponents of train env {env_id!r} is empty"
 
 
 def _sampler_problems(config: Config) -> Iterator[str]:
@@ -221,6 +180,11 @@ def _env_problems(config: Config) -> Iterator[str]:
             yield (
                 f"train env {spec.env_id!r}: num_actors = {spec.num_actors} must be between 1 and "
                 f"num_players = {spec.num_players}"
+            )
+        elif spec.fixed_opponents is not None and spec.num_actors == spec.num_players:
+            yield (
+                f"train env {spec.env_id!r}: fixed_opponents are never met, because num_actors = num_players gives "
+                "every seat to the current policy; leave them out, or lower num_actors"
             )
         elif config.league.opponent_sampling_strategy == "none" and spec.num_actors < spec.num_players:
             yield (
@@ -253,10 +217,10 @@ def _try_env_sampler(config: Config) -> None:
 
 
 def _try_model_sampler(config: Config) -> None:
-    """Build the sampler of opponents; draw once from each custom one, with the registry of a run's start."""
-    sampler = build_model_sampler(config.league, ModelRegistry(), random.Random(0))
-    if all(spec.num_actors >= spec.num_players for spec in config.train_envs):
-        return
+    """Build the sampler of opponents; draw once from each custom one in each env, as at a run's start."""
+    sampler = build_model_sampler(config, ModelRegistry(), random.Random(0))
     for each in sampler.samplers if isinstance(sampler, MixtureModelSampler) else [sampler]:
-        if type(each) not in MODEL_SAMPLERS.values():
-            plugins.call("opponent_sampling_strategy", each.kind, each.sample_opponent, {})
+        for spec in config.train_envs:
+            if type(each) not in MODEL_SAMPLERS.values() and spec.num_actors < spec.num_players:
+                draw = partial(each.sample_opponent, spec.env_id)
+                plugins.call("opponent_sampling_strategy", each.kind, draw, {})

@@ -1,14 +1,16 @@
-"""Choose the opponent of the next training game among the registry's active models. Knows nothing of envs."""
+"""Choose the opponent of the next training game among the models that are active in its env."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unstable_lite.errors import ConfigError
-from unstable_lite.league.model_registry import ModelMeta, ModelRegistry, mean_ranks
+from unstable_lite.league.model_registry import ModelMeta, ModelRegistry
+from unstable_lite.league.ratings import mean_ranks
 from unstable_lite.plugins import suggestion
 from unstable_lite.rng import restore, state_of
 from unstable_lite.types import ModelRef
@@ -18,6 +20,8 @@ class BaseModelSampler:
     """Base class: override `sample_opponent`, and `update` to learn from results."""
 
     def __init__(self, registry: ModelRegistry, rng: random.Random) -> None:
+        """Raise ConfigError if an overridden method does not take its arguments."""
+        _check_arguments(self.sample_opponent, "(self, env_id: str)", 1)
         self.registry = registry
         self._rng = rng
 
@@ -29,7 +33,8 @@ class BaseModelSampler:
     def get_current_ckpt(self) -> str:
         return self.registry.get_current_ckpt()
 
-    def sample_opponent(self) -> ModelRef:
+    def sample_opponent(self, env_id: str) -> ModelRef:
+        """Return the `ref` of the model to play against in a game of `env_id`."""
         raise NotImplementedError(f"{self.kind} does not choose the next opponent: override sample_opponent")
 
     def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:
@@ -45,9 +50,9 @@ class BaseModelSampler:
 class NoOpponentModelSampler(BaseModelSampler):
     """Sampler for envs in which the current policy has every seat."""
 
-    def sample_opponent(self) -> ModelRef:
+    def sample_opponent(self, env_id: str) -> ModelRef:
         raise ConfigError(
-            "opponent_sampling_strategy is 'none', but a training env has num_actors < num_players: "
+            f"opponent_sampling_strategy is 'none', but training env {env_id!r} has num_actors < num_players: "
             "choose a strategy, or give every seat to the current policy"
         )
 
@@ -55,17 +60,17 @@ class NoOpponentModelSampler(BaseModelSampler):
 class MirrorModelSampler(BaseModelSampler):
     """Always chooses the current policy."""
 
-    def sample_opponent(self) -> ModelRef:
+    def sample_opponent(self, env_id: str) -> ModelRef:  # noqa: ARG002
         return self.registry.current
 
 
 class FixedOpponentModelSampler(BaseModelSampler):
-    """Draws uniformly from the fixed opponents."""
+    """Draws uniformly from the env's fixed opponents."""
 
-    def sample_opponent(self) -> ModelRef:
-        fixed = self.registry.fixed()
+    def sample_opponent(self, env_id: str) -> ModelRef:
+        fixed = self.registry.fixed(env_id)
         if not fixed:
-            raise ConfigError("a fixed opponent was requested, but fixed_opponents is empty")
+            raise ConfigError(f"a fixed opponent was requested, but {env_id!r} has no fixed_opponents")
         return self._rng.choice(fixed).ref
 
 
@@ -79,7 +84,7 @@ class LaggedModelSampler(BaseModelSampler):
             raise ConfigError(f"opponent_lag = {list(lag_range)}: must be [least, most] with 0 <= least <= most")
         self.lag_range = lag_range
 
-    def sample_opponent(self) -> ModelRef:
+    def sample_opponent(self, env_id: str) -> ModelRef:  # noqa: ARG002
         least, most = self.lag_range
         checkpoints = self.registry.checkpoints()
         lagged = [meta for meta in checkpoints if least <= self.registry.lag(meta.uid) <= most]
@@ -89,28 +94,32 @@ class LaggedModelSampler(BaseModelSampler):
 class UniformModelSampler(BaseModelSampler):
     """Draws uniformly from the active checkpoints, the current policy included."""
 
-    def sample_opponent(self) -> ModelRef:
+    def sample_opponent(self, env_id: str) -> ModelRef:  # noqa: ARG002
         return self._rng.choice(self.registry.checkpoints()).ref
 
 
 class RandomModelSampler(BaseModelSampler):
-    """Draws uniformly from all active models: checkpoints, the current policy included, and fixed opponents."""
+    """Draws uniformly from all active models: checkpoints, the current policy included, and the env's fixed ones."""
 
-    def sample_opponent(self) -> ModelRef:
-        return self._rng.choice([*self.registry.checkpoints(), *self.registry.fixed()]).ref
+    def sample_opponent(self, env_id: str) -> ModelRef:
+        return self._rng.choice([*self.registry.checkpoints(), *self.registry.fixed(env_id)]).ref
 
 
 class WeightedModelSampler(BaseModelSampler):
-    """Base class that draws an active model other than the current policy in proportion to `weights`: override those.
+    """Base class that draws one of the env's active models in proportion to `weights`: override those.
 
-    Chooses the current policy if there is no other model, and any of them if all weights are 0.
+    Chooses the current policy only if there is no other model, and any of the others if all weights are 0.
     """
 
-    def sample_opponent(self) -> ModelRef:
-        others = self.registry.others()
+    def __init__(self, registry: ModelRegistry, rng: random.Random) -> None:
+        super().__init__(registry, rng)
+        _check_arguments(self.weights, "(self, current, others, env_id: str)", 3)
+
+    def sample_opponent(self, env_id: str) -> ModelRef:
+        others = self.registry.others(env_id)
         if not others:
             return self.registry.current
-        weights = self.weights(self.registry.get(self.registry.get_current_ckpt()), others)
+        weights = self.weights(self.registry.get(self.registry.get_current_ckpt()), others, env_id)
         if len(weights) != len(others) or not all(0 <= weight < math.inf for weight in weights):
             raise ConfigError(
                 f"{self.kind}: the weights of {len(others)} opponents are {list(weights)}; return one finite number, 0 "
@@ -119,23 +128,23 @@ class WeightedModelSampler(BaseModelSampler):
         (chosen,) = self._rng.choices(others, weights if sum(weights) > 0 else None)
         return chosen.ref
 
-    def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:
-        """Return a weight for each of `others`, none negative; they need not sum to 1."""
+    def weights(self, current: ModelMeta, others: Sequence[ModelMeta], env_id: str) -> list[float]:
+        """Return a weight for each of `others` in a game of `env_id`, none negative; they need not sum to 1."""
         raise NotImplementedError(f"{self.kind} does not weight the opponents: override weights")
 
 
 class MatchQualityModelSampler(WeightedModelSampler):
     """Weights by TrueSkill match quality: near in μ, with a certain rating (Herbrich et al. 2006, "TrueSkill")."""
 
-    def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:
-        return [self.registry.match_quality(current.uid, other.uid) for other in others]
+    def weights(self, current: ModelMeta, others: Sequence[ModelMeta], env_id: str) -> list[float]:
+        return [self.registry.match_quality(current.uid, other.uid, env_id) for other in others]
 
 
 class RatingDistanceModelSampler(WeightedModelSampler):
     """Weights by `1 - |Δμ| / Σ|Δμ|`: the nearer in μ, the likelier (reference, `ts-dist`)."""
 
-    def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:
-        distances = [abs(other.rating.mu - current.rating.mu) for other in others]
+    def weights(self, current: ModelMeta, others: Sequence[ModelMeta], env_id: str) -> list[float]:
+        distances = [abs(other.rating_in(env_id).mu - current.rating_in(env_id).mu) for other in others]
         total = sum(distances)
         return [1 - distance / total for distance in distances] if total > 0 else [1.0] * len(others)
 
@@ -143,14 +152,14 @@ class RatingDistanceModelSampler(WeightedModelSampler):
 class BiasedRatingDistanceModelSampler(WeightedModelSampler):
     """Weights by `exp(Δμ / 25)`, where Δμ is the opponent's μ minus our own: stronger opponents are likelier."""
 
-    def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:
-        differences = [other.rating.mu - current.rating.mu for other in others]
+    def weights(self, current: ModelMeta, others: Sequence[ModelMeta], env_id: str) -> list[float]:
+        differences = [other.rating_in(env_id).mu - current.rating_in(env_id).mu for other in others]
         highest = max(differences)  # subtracted from all: no weight overflows, and their proportions stay
         return [math.exp((difference - highest) / 25) for difference in differences]
 
 
 class PrioritizedFictitiousModelSampler(WeightedModelSampler):
-    """Prioritised fictitious self-play (Vinyals et al. 2019): by how often the policy beats the opponent.
+    """Prioritised fictitious self-play (Vinyals et al. 2019): by how often the policy beats the opponent in the env.
 
     `p` is the measured win rate, in which a draw counts one half: `hard` weights an opponent by `(1 - p)^k`, `even` by
     `p (1 - p)`. The policy is one lineage: a result of any of its checkpoints counts, and its weight is multiplied by
@@ -181,37 +190,42 @@ class PrioritizedFictitiousModelSampler(WeightedModelSampler):
         self._weight = weightings[weighting]
         self._prior_games = prior_games
         self._decay = decay
-        self._results: dict[str, tuple[float, float]] = {}
-        """Points and games of the policy by opponent, decayed."""
+        self._results: dict[str, dict[str, tuple[float, float]]] = {}
+        """Points and games of the policy by env and opponent, decayed."""
 
-    def win_rate(self, uid: str) -> float:
-        """Return the policy's win rate against `uid`, the prior included."""
-        points, games = self._results.get(uid, (0.0, 0.0))
+    def win_rate(self, uid: str, env_id: str) -> float:
+        """Return the policy's win rate against `uid` in an env, the prior included."""
+        points, games = self._results.get(env_id, {}).get(uid, (0.0, 0.0))
         return (points + self._prior_games / 2) / (games + self._prior_games)
 
-    def weights(self, current: ModelMeta, others: Sequence[ModelMeta]) -> list[float]:  # noqa: ARG002
-        return [self._weight(self.win_rate(other.uid)) for other in others]
+    def weights(self, current: ModelMeta, others: Sequence[ModelMeta], env_id: str) -> list[float]:  # noqa: ARG002
+        return [self._weight(self.win_rate(other.uid, env_id)) for other in others]
 
-    def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:  # noqa: ARG002
+    def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:
         """Count a game, in which the newest checkpoint is the policy and every other model an opponent."""
         ranks = mean_ranks(uids, scores)
-        checkpoints = [meta for uid in ranks if (meta := self.registry.get(uid)).iteration is not None]
+        checkpoints = [meta for uid in ranks if (meta := self.registry.get(uid)).kind == "checkpoint"]
         if not checkpoints:
             return
         # `initial` and `base` both have 0 updates.
         policy = max(checkpoints, key=lambda meta: (meta.iteration or 0, meta.adapter_version or 0)).uid
+        in_env = self._results.setdefault(env_id, {})
         for uid, rank in ranks.items():
             if uid != policy:
-                points, games = self._results.get(uid, (0.0, 0.0))
+                points, games = in_env.get(uid, (0.0, 0.0))
                 result = 0.5 if rank == ranks[policy] else float(rank > ranks[policy])
-                self._results[uid] = (points * self._decay + result, games * self._decay + 1)
+                in_env[uid] = (points * self._decay + result, games * self._decay + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"results": {uid: list(result) for uid, result in self._results.items()}}
+        results = {env_id: {uid: list(r) for uid, r in in_env.items()} for env_id, in_env in self._results.items()}
+        return super().state_dict() | {"results": results}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._results = {uid: (points, games) for uid, (points, games) in state["results"].items()}
+        self._results = {
+            env_id: {uid: (points, games) for uid, (points, games) in in_env.items()}
+            for env_id, in_env in state["results"].items()
+        }
 
 
 class MixtureModelSampler(BaseModelSampler):
@@ -234,9 +248,9 @@ class MixtureModelSampler(BaseModelSampler):
     def kind(self) -> str:
         return f"a mixture of {' and '.join(sampler.kind for sampler in self.samplers)}"
 
-    def sample_opponent(self) -> ModelRef:
+    def sample_opponent(self, env_id: str) -> ModelRef:
         (sampler,) = self._rng.choices(self.samplers, self.weights)
-        return sampler.sample_opponent()
+        return sampler.sample_opponent(env_id)
 
     def update(self, uids: Mapping[int, str], scores: Mapping[int, float], env_id: str) -> None:
         for sampler in self.samplers:
@@ -249,3 +263,11 @@ class MixtureModelSampler(BaseModelSampler):
         for sampler, saved in zip(self.samplers, state["samplers"], strict=True):
             sampler.load_state_dict(saved)
         super().load_state_dict(state)
+
+
+def _check_arguments(method: Callable[..., Any], expected: str, number: int) -> None:
+    """Raise ConfigError if a sampler's method does not take `number` positional arguments."""
+    try:
+        inspect.signature(method).bind(*[None] * number)
+    except TypeError as error:
+        raise ConfigError(f"{method.__qualname__} must have the arguments {expected}: {error}") from error
