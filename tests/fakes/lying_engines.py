@@ -9,6 +9,7 @@ from pathlib import Path
 
 from msgspec import structs
 
+from unstable_lite.adapters.frozen import FIRST_FROZEN_VERSION
 from unstable_lite.adapters.peft_files import CONFIG, WEIGHTS, adapter_digest
 from unstable_lite.engines.embedded.engine import TransformersEngine
 from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION
@@ -102,6 +103,23 @@ class ServesBaseAfterItsDeath(ServesBaseForSome):
 
     def lies_about(self, version: int) -> bool:
         return not self._is_honest
+
+
+class ServesBaseForFrozenPlayers(ServesBaseForSome):
+    """Answers honestly for the run's own adapters, and from the base for frozen players."""
+
+    def lies_about(self, version: int) -> bool:
+        return FIRST_FROZEN_VERSION <= version < FIRST_RETURNED_VERSION
+
+
+class ReadsAnotherFrozenPlayer(TransformersEngine):
+    """Reads the file of the first frozen player for every one."""
+
+    def load_adapter(self, version: int, path: Path) -> str:
+        if version >= FIRST_FROZEN_VERSION:
+            self._first = getattr(self, "_first", path)
+            path = self._first
+        return super().load_adapter(version, path)
 
 
 class HotterWithAdapters(TransformersEngine):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from unstable_lite.adapters.store import AdapterStore
@@ -47,10 +48,29 @@ class AdapterSync:
             used, most = table.num_used_slots, table.num_slots
             log.warning("adapter %d waits: %d are loaded, engine.max_loras = %d", version, used, most)
             await self._until(lambda: table.has_free_slot)
-        table.load(version)
-        await self._engines.each(lambda engine: self._load(engine, version))
-        metrics = await self.canaries.check_new(version)
-        table.check(version)
+        return await self._load_everywhere(version)
+
+    async def load_frozen(self, id: int, name: str, directory: Path, digest: str) -> None:
+        """Load a frozen player's adapter on every engine and check it; it then stays for the whole run.
+
+        Raises AdapterError if an engine cannot load it, read another adapter, or fails the canary.
+        """
+        table = self._table
+        table.add(id, Origin("file", name), digest)
+        self._store.add_outside(id, directory)
+        try:
+            await self._load_everywhere(id, directory)
+        except RequestError as error:
+            raise AdapterError(f"frozen player {name} ({directory}): {error}") from error
+        table.pin(id)
+        table.offer(id)
+
+    async def _load_everywhere(self, id: int, directory: Path | None = None) -> dict[str, float]:
+        """Load and check an adapter, for which a slot is free; `directory`: of one that the learner does not hold."""
+        self._table.load(id)
+        await self._engines.each(lambda engine: self._load(engine, id))
+        metrics = await self.canaries.check_new(id, directory)
+        self._table.check(id)
         return metrics
 
     async def reload(self, id: int) -> None:
@@ -137,10 +157,13 @@ class AdapterSync:
             return
         origin, expected = self._table.origin(id), self._table.weights_of(id).digest
         if found != expected:
+            whose = "the learner wrote" + f" as version {origin.name}" * (origin.name != str(id))
+            if origin.kind == "file":
+                whose = f"{self._store.path(id)} has, the copy of {origin.name}"
             raise AdapterError(
-                f"{engine.channel.name} holds another adapter as version {id} than the learner wrote"
-                f"{f' as version {origin.name}' * (origin.name != str(id))}: the digest of the files that it read is "
-                f"{found}, the learner's is {expected}. It read another version or adapter, or its file was damaged"
+                f"{engine.channel.name} holds another adapter as version {id} than {whose}: the digest of the files "
+                f"that it read is {found}, expected is {expected}. It read another version or adapter, or its file was "
+                "damaged"
             )
 
     async def _retire(self, id: int) -> None:

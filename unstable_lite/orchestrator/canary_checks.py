@@ -2,7 +2,8 @@
 
 adapters/canary.py judges the differences. The learner holds only the newest adapter, so an adapter that returns, or
 that a restarted engine loads again, is compared with the answers that engines gave to the same prompts and seeds when
-it was the newest. adapters/table.py keeps those answers.
+it was the newest. adapters/table.py keeps those answers. A frozen player's adapter is checked once, at the start: the
+learner reads its files to score the tokens.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import base64
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -85,6 +87,8 @@ class CanaryChecks:
         self._has_reported_few = False
         self._evidence: dict[str, Evidence] = {}
         """Evidence of all new adapters together against each engine, by its name."""
+        self._frozen_evidence: dict[str, Evidence] = {}
+        """The same of all frozen players; not saved, because every start checks them again."""
         self._noise = Noise([], [], tolerance)
         self._num_scored, self._num_sampled = SCORED[1], SAMPLED[1]
 
@@ -115,17 +119,17 @@ class CanaryChecks:
             self._report_few("the base model", num_tokens, NOISE_TOKENS)
         return self._metrics(canaries)
 
-    async def check_new(self, id: int) -> dict[str, float]:
-        """Compare every engine with the learner, which holds adapter `id` now.
+    async def check_new(self, id: int, directory: Path | None = None) -> dict[str, float]:
+        """Compare every engine with the learner, which holds adapter `id` now, or reads it in `directory`.
 
         Raises AdapterError if an engine computes something else.
         """
-        canaries = await self._check_everywhere(id)
+        canaries = await self._check_everywhere(id, directory)
         for canary in canaries:
             self._judge(canary.name, id, canary.check, "does not compute like the learner with")
         num_tokens = min(canary.check.num_tokens for canary in canaries)
         if num_tokens < FEWEST_TOKENS:
-            self._report_few(f"adapter {id}", num_tokens, SCORED_TOKENS)
+            self._report_few(self._table.describe(id), num_tokens, SCORED_TOKENS)
         return self._metrics(canaries)
 
     async def check_returned(self, engine: EngineClient, id: int) -> None:
@@ -178,8 +182,8 @@ class CanaryChecks:
         self._table.weights_of(0).evidence = loaded.base_evidence
         self._table.weights |= dict(loaded.weights)
 
-    async def _check_everywhere(self, id: int) -> list[_Canary]:
-        """Compare every engine with the learner, with the adapter that the learner holds now, or with the base.
+    async def _check_everywhere(self, id: int, directory: Path | None = None) -> list[_Canary]:
+        """Compare every engine with the learner, with the adapter that it holds now or reads, or with the base.
 
         In rounds, as long as more tokens are needed. An engine that died since it answered, and was restarted, is asked
         again.
@@ -190,18 +194,22 @@ class CanaryChecks:
             for e in await self._engines.wait_for_one()
             if (e.channel.name, e.channel.life) not in canaries
         }:
-            new = {life: _Canary(engine=engine, check=self._check(engine, id)) for life, engine in silent.items()}
+            new = {
+                life: _Canary(engine=engine, check=self._check(engine, id, directory))
+                for life, engine in silent.items()
+            }
             while open_canaries := [c for c in new.values() if not c.has_died and c.check.num_wanted()]:
-                await self._compare_more(id, open_canaries)
+                await self._compare_more(id, open_canaries, directory)
             canaries |= {life: canary for life, canary in new.items() if not canary.has_died}
         self._table.weights_of(id).answers |= {c.name: c.answers[: SAMPLED[1]] for c in canaries.values()}
         return list(canaries.values())
 
-    def _check(self, engine: EngineClient, id: int) -> Check:
-        evidence = self._evidence.setdefault(engine.channel.name, Evidence())
+    def _check(self, engine: EngineClient, id: int, directory: Path | None) -> Check:
+        against = self._evidence if directory is None else self._frozen_evidence
+        evidence = against.setdefault(engine.channel.name, Evidence())
         return Check(evidence, self._noise if id else None, self._tolerance, self._num_scored, self._num_sampled)
 
-    async def _compare_more(self, id: int, canaries: Sequence[_Canary]) -> None:
+    async def _compare_more(self, id: int, canaries: Sequence[_Canary], directory: Path | None) -> None:
         """Let the engines sample the missing completions, and the learner score them."""
         asked: list[tuple[_Canary, str, int]] = []
         for canary in canaries:
@@ -220,7 +228,7 @@ class CanaryChecks:
             if not canary.has_died
             for generation in canary.generations[canary.check.num_completions : canary.check.num_wanted()]
         ]
-        scored = await self._score(generation for _, generation in to_score) if to_score else {}
+        scored = await self._score((generation for _, generation in to_score), directory) if to_score else {}
         for canary, generation in to_score:
             self._compare(id, canary, generation, scored[_tokens(generation)])
 
@@ -228,17 +236,20 @@ class CanaryChecks:
         expected = scored.adapter if id else scored.base
         for whose, logprobs in (("the learner", expected), (canary.name, generation.logprobs)):
             if id and not np.isfinite(logprobs).all():
+                remedy = "the update made them overflow. Lower learner.learning_rate and resume from the newest "
+                remedy += "checkpoint, if there is one"
+                if self._table.origin(id).kind == "file":
+                    remedy = "its weights are too large for this precision"
                 raise AdapterError(
-                    f"canary: with adapter {id} log-probabilities are not numbers any more (those of {whose}): the "
-                    "update made them overflow. Lower learner.learning_rate and resume from the newest checkpoint, if "
-                    "there is one"
+                    f"canary: with {self._table.describe(id)} log-probabilities are not numbers any more (those of "
+                    f"{whose}): {remedy}"
                 )
         canary.answers[canary.check.num_completions].base_logprobs = scored.base
         canary.check.add(generation.prompt_ids, generation.completion_ids, generation.logprobs, expected, scored.base)
 
     def _judge(self, name: str, id: int, check: Check, claim: str) -> None:
         """Raise AdapterError if an engine is wrong; raise an alarm if that stays open."""
-        adapter, evidence = f"adapter {id}" if id else "the base model", check.evidence
+        adapter, evidence = self._table.describe(id), check.evidence
         found = (
             f"10^{evidence.strength:.1f} to 1 against rounding, now over {check.num_tokens} tokens whose log p differ "
             f"by {check.mismatch:.4f} on average: {evidence.suspicion}"
@@ -287,10 +298,12 @@ class CanaryChecks:
     async def _ask(self, engine: EngineClient, id: int, prompt: str, seed: int) -> Generation:
         return await engine.generate(prompt, id, seed=seed, max_tokens=CANARY_TOKENS)
 
-    async def _score(self, generations: Iterable[Generation]) -> dict[tuple[bytes, bytes], LearnerLogprobs]:
+    async def _score(
+        self, generations: Iterable[Generation], directory: Path | None = None
+    ) -> dict[tuple[bytes, bytes], LearnerLogprobs]:
         """Return the learner's log-probabilities by the tokens, because many engines give the same answers."""
         distinct = {_tokens(generation): generation for generation in generations}
-        return dict(zip(distinct, await self._learner.score(list(distinct.values())), strict=True))
+        return dict(zip(distinct, await self._learner.score(list(distinct.values()), directory), strict=True))
 
 
 def _against(evidence: dict[str, Evidence]) -> dict[str, Evidence]:

@@ -6,6 +6,7 @@ import asyncio
 
 from unstable_lite.orchestrator.evaluations import Evaluations
 from unstable_lite.orchestrator.event_loop import unless_set
+from unstable_lite.orchestrator.frozen_players import load_frozen
 from unstable_lite.orchestrator.progress import Progress, timed
 from unstable_lite.orchestrator.saving import CheckpointSaver, sync_unchanged
 from unstable_lite.orchestrator.wiring import RunParts
@@ -104,9 +105,10 @@ class TrainLoop:
         return True
 
     async def _start(self) -> None:
-        """Check the base on every engine, and the adapter that training starts from, if there is one."""
+        """Check the base, the frozen players, and the adapter that training starts from, if there is one."""
         parts = self.parts
         canary = await parts.adapter_sync.canaries.check_base()
+        await load_frozen(parts.frozen, parts.adapter_sync)
         if parts.resume_from is not None:
             canary = await self.saver.resume(parts.resume_from)
         elif parts.plan.config.lora.initial_lora_path is not None:

@@ -24,12 +24,14 @@ from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import Template, format_prompt, templates_for
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.league.samplers import anchors, build_env_sampler, build_model_sampler
+from unstable_lite.league.opponents import add_other_opponents
+from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.orchestrator.adapter_sync import AdapterSync
 from unstable_lite.orchestrator.canary_checks import CanaryChecks
 from unstable_lite.orchestrator.checkpoint import Checkpoint
 from unstable_lite.orchestrator.checkpoint_pool import CheckpointPool
 from unstable_lite.orchestrator.colocation import Colocation
+from unstable_lite.orchestrator.frozen_players import FrozenPlayer, keep_frozen
 from unstable_lite.orchestrator.health import TrainingHealth
 from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.orchestrator.watchdog import LoopWatchdog
@@ -66,6 +68,8 @@ class RunParts:
     table: AdapterTable
     scheduler: GameScheduler
     registry: ModelRegistry
+    frozen: tuple[FrozenPlayer, ...]
+    """Frozen players whose adapters are loaded at the start."""
     buffer: StepBuffer | EpisodeBuffer
     collector: Collector
     adapter_sync: AdapterSync
@@ -101,7 +105,8 @@ async def wired_parts(
     scheduler, buffer = scheduler or _scheduler(config), buffer or make_buffer(config)
     registry = scheduler.registry
     buffer.in_flight = in_flight(config, plan.game_lengths)
-    _add_opponents(config, registry)
+    add_other_opponents(config, registry)
+    frozen = await asyncio.to_thread(keep_frozen, config, registry, directory, say)
     async with contextlib.AsyncExitStack() as stack:
         tracker = stack.enter_context(contextlib.closing(_tracker(config, directory, checkpoint, say)))
         tracker.registry = registry
@@ -167,6 +172,7 @@ async def wired_parts(
             table=table,
             scheduler=scheduler,
             registry=registry,
+            frozen=frozen,
             buffer=buffer,
             collector=collector,
             adapter_sync=adapter_sync,
@@ -206,7 +212,7 @@ def make_buffer(config: Config) -> StepBuffer | EpisodeBuffer:
 
 def _scheduler(config: Config) -> GameScheduler:
     registry = ModelRegistry(beta=config.league.trueskill_beta)
-    model_sampler = build_model_sampler(config.league, registry, _stream(config, "opponents"))
+    model_sampler = build_model_sampler(config, registry, _stream(config, "opponents"))
     run, shares_by = config.run, config.league.shares_by
     return GameScheduler(model_sampler, build_env_sampler(config), run.seed, run.group_size, shares_by)
 
@@ -214,14 +220,6 @@ def _scheduler(config: Config) -> GameScheduler:
 def _stream(config: Config, purpose: str) -> random.Random:
     """Return a private random stream for one of the orchestrator's own choices."""
     return random.Random(derive_seed(config.run.seed, purpose))
-
-
-def _add_opponents(config: Config, registry: ModelRegistry) -> None:
-    for env in config.eval_envs:
-        if env.num_players > 1:
-            registry.eval_opponent(env.fixed_opponent)
-    for env_id, name in anchors(config).items():
-        registry.set_anchor(env_id, registry.add_fixed(name, active=False).uid)
 
 
 def _tracker(config: Config, directory: Path, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> Tracker:

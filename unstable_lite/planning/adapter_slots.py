@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from unstable_lite.config import Config
-from unstable_lite.league.samplers import strategies, uses_checkpoints
+from unstable_lite.league.opponents import frozen_adapters, strategies, uses_checkpoints
 from unstable_lite.planning.algorithm_defaults import algorithm_of
 
 
@@ -28,19 +28,26 @@ def adapter_slots_needed(config: Config) -> int:
     return active + _slots_besides_active(config, has_pool=active > 1)
 
 
+def changing_slots(config: Config) -> int:
+    """Return the number of slots that frozen players leave for the adapters of the run itself."""
+    return config.engine.max_loras - len(frozen_adapters(config))
+
+
 def adapters_in_memory(config: Config) -> int:
     """Return the shared memory that a run may need, as a multiple of one adapter's size.
 
-    It holds the loaded adapters, the next one, and one that is loaded again. The learner adds three versions (this one,
+    It holds the loaded adapters except frozen players, which are read from the run directory, the next one, and one
+    that is loaded again. The learner adds three versions (this one,
     the next one, and the one that is being saved), each with two moments, and the same again for a critic.
     """
-    return config.engine.max_loras + 2 + 3 * 3 * (2 if algorithm_of(config).has_critic else 1)
+    return changing_slots(config) + 2 + 3 * 3 * (2 if algorithm_of(config).has_critic else 1)
 
 
 def _slots_besides_active(config: Config, has_pool: bool) -> int:
     """Return the number of slots beside those of the active checkpoints.
 
-    One is for the next adapter while the last one is still played, one for an opponent that is replaced by another, and
-    one for the checkpoint that is evaluated while training continues.
+    One is for the next adapter while the last one is still played, one for an opponent that is replaced by another, one
+    for the checkpoint that is evaluated while training continues, and one for each frozen player with an adapter, which
+    stays for the whole run.
     """
-    return 1 + has_pool + bool(config.run.eval_every)
+    return 1 + has_pool + bool(config.run.eval_every) + len(frozen_adapters(config))

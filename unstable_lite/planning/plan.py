@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+from unstable_lite.adapters.frozen import copies_of
 from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.config.reading import read_config
@@ -18,7 +20,7 @@ from unstable_lite.engines.vllm_server.config_checks import delivery
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_catalogue import REMARKS, env_family, is_isolated
 from unstable_lite.games.trial_games import trial_lengths
-from unstable_lite.league.samplers import uses_fixed
+from unstable_lite.league.opponents import frozen_adapters, training_opponents
 from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slots_needed, adapters_in_memory
 from unstable_lite.planning.algorithm_defaults import describe_rewards, resolve_defaults
 from unstable_lite.planning.engine_choice import engine_of, engine_warnings
@@ -91,8 +93,11 @@ class Plan:
             ignored = league.opponent_sampling_strategy != "none"
             remark = f" (so opponent_sampling_strategy = {league.opponent_sampling_strategy} is not used)" * ignored
             return f"none: num_actors = num_players, every seat is the current policy's{remark}"
-        fixed = f", fixed ones: {', '.join(league.fixed_opponents) or 'none'}" * uses_fixed(league)
-        return f"{league.opponent_sampling_strategy}{fixed}"
+        fixed = {env_id: ", ".join(names) or "none" for env_id, names in training_opponents(self.config).items()}
+        if len(set(fixed.values())) == 1:
+            return f"{league.opponent_sampling_strategy}, fixed ones: {next(iter(fixed.values()))}"
+        by_env = "".join(f"; fixed ones in {env_id}: {names}" for env_id, names in fixed.items())
+        return f"{league.opponent_sampling_strategy}{by_env}"
 
     def describe(self) -> list[tuple[str, str]]:
         """Return readable rows (name, description) of the run's processes, memory, games and batches."""
@@ -132,6 +137,8 @@ class Plan:
             least, most = config.league.opponent_lag
             by = f"by {config.league.active_checkpoints_by}, {least} to {most} updates back"
             yield "older checkpoints", f"at most {active - 1} as opponents, {by}"
+        if frozen := frozen_adapters(config):
+            yield "frozen players", f"{', '.join(frozen)}: in one adapter slot each for the whole run"
         yield "adapter slots", f"{config.engine.max_loras} per worker; at least {adapter_slots_needed(config)} needed"
         shape = shape_of(config.model_name)
         if shape is not None and (size := 4 * shape.lora_parameters(config.lora)):
@@ -171,8 +178,11 @@ class Plan:
 
 
 def load_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
-    """Read, validate and plan a config. Raises ConfigError with every problem at once, of form and of meaning."""
-    return _plan_run(checked_config(path, overrides, find_problems))
+    """Read, validate and plan a config; that of a run stands for the run's own copies of frozen players.
+
+    Raises ConfigError with every problem at once, of form and of meaning.
+    """
+    return _plan_run(checked_config(path, overrides, partial(find_problems, copies=copies_of(path))))
 
 
 def checked_config(
@@ -187,9 +197,12 @@ def checked_config(
     return config
 
 
-def make_plan(config: Config) -> Plan:
-    """Plan a run. Raises ConfigError with every problem of meaning."""
-    if problems := find_problems(config):
+def make_plan(config: Config, copies: Path | None = None) -> Plan:
+    """Plan a run. `copies`: directory of its copies of frozen players, if it resumes.
+
+    Raises ConfigError with every problem of meaning.
+    """
+    if problems := find_problems(config, copies):
         raise ConfigError(*problems)
     return _plan_run(config)
 

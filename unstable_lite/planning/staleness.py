@@ -14,8 +14,8 @@ from statistics import fmean
 
 from unstable_lite.config import Config
 from unstable_lite.config.games import LeagueConfig, TrainEnvSpec
-from unstable_lite.league.samplers import strategies
-from unstable_lite.planning.adapter_slots import active_checkpoints
+from unstable_lite.league.opponents import frozen_adapters, strategies
+from unstable_lite.planning.adapter_slots import active_checkpoints, changing_slots
 from unstable_lite.rollout.back_pressure import InFlight, max_age, spread_of
 
 SYNC_SPARE = 1.1
@@ -52,7 +52,7 @@ def steps_per_seat(config: Config, lengths: Mapping[str, Sequence[int]]) -> dict
 def in_flight(config: Config, lengths: Mapping[str, Sequence[int]]) -> InFlight:
     """Return the limit on games in flight for a run's buffer. `lengths`: turns of some games, by env id."""
     least = config.buffer.batch_delay_buffer * config.learner.batch_size
-    oldest = max_age(config.buffer.max_staleness, config.engine.max_loras)
+    oldest = max_age(config.buffer.max_staleness, changing_slots(config))
     if config.run.schedule == "sync":
         least *= SYNC_SPARE if config.buffer.max_staleness else 1.0
         oldest = 0
@@ -82,7 +82,7 @@ def predict(config: Config, lengths: Mapping[str, Sequence[int]]) -> Pace:
         spread=limit.spread,
         mean_age=updates * mean_of_steps / mean,
         most_age=most_age,
-        adapters=math.floor(most_age) + 1 + active_checkpoints(config),
+        adapters=math.floor(most_age) + 1 + active_checkpoints(config) + len(frozen_adapters(config)),
     )
 
 
@@ -129,10 +129,10 @@ def _warnings(config: Config, pace: Pace) -> Iterable[str]:
             "buffer.max_staleness"
         )
     is_held_back = pace.games < config.run.num_collection_workers
-    if is_held_back and slots - 1 < staleness - 1:
+    if is_held_back and changing_slots(config) - 1 < staleness - 1:
         yield (
             f"engine.max_loras = {slots} keeps games younger than buffer.max_staleness = {staleness} allows: with "
-            f"engine.max_loras = {staleness + 1} more games could be in flight"
+            f"engine.max_loras = {staleness + 1 + len(frozen_adapters(config))} more games could be in flight"
         )
     of_group = config.run.group_size * pace.steps_per_game
     if config.run.group_size > 1 and of_group > 2 * batch_size:

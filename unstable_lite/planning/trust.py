@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from unstable_lite.adapters.frozen import is_frozen
 from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import ConfigError
@@ -94,6 +95,8 @@ def _risks(key: str, value: Any) -> Iterator[tuple[str, Any, str]]:
         last = key.rpartition(".")[2]
         is_opponent = last in ("fixed_opponent", "fixed_opponents")
         is_data = is_opponent and (value.startswith(MCTS) or is_remote(ModelRef(uid=value, kind="fixed", name=value)))
+        # Adapters are checked files without code.
+        is_data = is_data or ((is_opponent or last in ("players", "imitate")) and is_frozen(value))
         if not (is_data or (last == "env_id" and is_openspiel(value))):
             yield key, value, ""
 

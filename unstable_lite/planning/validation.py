@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from unstable_lite.adapters.frozen import is_frozen
 from unstable_lite.adapters.peft_files import check_adapter
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_openspiel
@@ -25,7 +26,8 @@ from unstable_lite.games.env_catalogue import probe
 from unstable_lite.games.env_start import start_environment
 from unstable_lite.games.players.factory import opponent_problem
 from unstable_lite.games.templates import chats_in_use, extraction_problems, known_templates, template_problems
-from unstable_lite.league.samplers import check_league, uses_checkpoints, uses_fixed
+from unstable_lite.league.opponents import frozen_adapters, training_opponents, uses_checkpoints
+from unstable_lite.league.samplers import check_league
 from unstable_lite.learner import LEARNERS
 from unstable_lite.models import has_chat_template, resolve_model
 from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slots_needed
@@ -36,22 +38,26 @@ from unstable_lite.planning.algorithm_defaults import (
     resolve_defaults,
     transform_names,
 )
+from unstable_lite.planning.frozen_players import frozen_problems
 from unstable_lite.planning.machine import machine_problems
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.placement import devices_of, placement_problems
 from unstable_lite.plugins import suggestion
 from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
-from unstable_lite.types import BASE
 
 LEAST_TRAINED_TEMPERATURE = 0.01
 """Lowest temperature that engines sample at. vLLM raises lower ones to it, and at the very lowest all engines take the
 most probable token and report its log-probability at temperature 1; the learner would divide by the configured one."""
 
 
-def find_problems(config: Config) -> list[str]:
-    """Return every reason why a run with this config cannot start."""
+def find_problems(config: Config, copies: Path | None = None) -> list[str]:
+    """Return every reason why a run with this config cannot start.
+
+    copies: directory of its copies of frozen players, if it resumes.
+    """
     problems = [
         *find_worker_problems(config),
+        *frozen_problems(frozen_adapters(config), config, copies),
         *_directory_problems(config),
         *learning_problems(config),
         *dropout_problems(config),
@@ -183,8 +189,11 @@ def _number_problems(config: Config) -> Iterable[str]:
             "the learner would wait forever"
         )
     if engine.max_loras < (needed := adapter_slots_needed(config)):
-        way_out = "; raise it, or lower league.max_active_checkpoints" * (active_checkpoints(config) > 1)
-        yield f"engine.max_loras = {engine.max_loras}: this league needs at least {needed} adapter slots{way_out}"
+        way_out = "; raise it" + ", or lower league.max_active_checkpoints" * (active_checkpoints(config) > 1)
+        frozen = len(frozen_adapters(config))
+        theirs = f", {frozen} of them for frozen players" * bool(frozen)
+        slots = f"at least {needed} adapter slots{theirs}"
+        yield f"engine.max_loras = {engine.max_loras}: this league needs {slots}{way_out}"
     if uses_checkpoints(config.league) and config.league.max_active_checkpoints == 1:
         yield (
             "league.max_active_checkpoints = 1 allows only the current policy, but "
@@ -318,13 +327,12 @@ def _spending_problems(opponents: OpponentsConfig) -> Iterable[str]:
 
 
 def _opponents(config: Config, spec: TrainEnvSpec | EvalEnvSpec) -> Iterable[str]:
-    """Return the fixed opponents that may play in this env."""
+    """Return the fixed opponents that may play in this env, without the frozen players, which play in all."""
     if spec.num_players == 1:
         return []
     if isinstance(spec, EvalEnvSpec):
-        return [spec.fixed_opponent] if spec.fixed_opponent != BASE else []
-    is_seated = spec.num_actors < spec.num_players and uses_fixed(config.league)
-    return config.league.fixed_opponents if is_seated else []
+        return [] if is_frozen(spec.fixed_opponent) else [spec.fixed_opponent]
+    return [name for name in training_opponents(config).get(spec.env_id, ()) if not is_frozen(name)]
 
 
 def _unknown(where: str, name: str, known: Iterable[str], may_be_import: bool = False) -> list[str]:

@@ -2,47 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fakes import runs
-
-SYNC = (
-    'run.schedule="sync"',
-    "run.learning_steps=6",
-    "run.checkpoint_every=3",
-    "run.eval_every=2",
-    "run.eval_games=24",
-    "run.num_collection_workers=6",
-    "engine.threads=1",
-    "learner.threads=1",
-    "league.opponent_sampling_strategy={ mirror = 0.4, lagged = 0.4, fixed = 0.2 }",
-    "league.opponent_lag=[1, 2]",
-)
-CLOCK_AND_MACHINE = ("(s)", "seconds", "_per_s", "inference/", "arena_bytes")
-"""Name parts of metrics that depend on the clock or the machine."""
-
-
-def deterministic_metrics(directory: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not is_of_the_clock(name)} for line in lines]
-
-
-def is_of_the_clock(name: str) -> bool:
-    return name == "time" or name.endswith("_s") or any(mark in name for mark in CLOCK_AND_MACHINE)
-
-
-def state_of(checkpoint: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads((checkpoint / "league.json").read_text())
-    del state["tracker"]["seconds"]
-    # Some windows hold times; metrics.jsonl has the means of the others.
-    del state["tracker"]["windows"]
-    return state
+from fakes.sync_runs import SYNC, assert_equal
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +51,7 @@ def test_interrupted_sync_run_equals_uninterrupted_one_bit_for_bit(
     code, out, err = runs.run("run", "--resume", broken)
     assert code == 0, out + err
     assert re.search(rf"\bafter update {resumed_from}\b", out)
-    assert deterministic_metrics(broken) == deterministic_metrics(whole)
-    for update in {3, 6} if checkpoint_every == 3 else {6}:
-        ours, theirs = (directory / "checkpoints" / f"ckpt-{update}" for directory in (broken, whole))
-        for file in ("adapter_model.safetensors", "learner.safetensors"):
-            assert (ours / file).read_bytes() == (theirs / file).read_bytes(), (update, file)
-        assert state_of(ours) == state_of(theirs)
-    assert (broken / "eval.jsonl").read_text() == (whole / "eval.jsonl").read_text()
+    assert_equal(broken, whole, {"ckpt-3", "ckpt-6"} if checkpoint_every == 3 else {"ckpt-6"})
 
 
 @pytest.mark.nightly

@@ -130,6 +130,14 @@ max_num_batched_tokens = 4096
 [[eval_envs]]
 env_id = "Nim-v0-train"
 fixed_opponent = "vendor/model:free"
+[[eval_envs]]
+env_id = "Nim-v0-train"
+fixed_opponent = "run:other/best"
+[[train_envs]]
+env_id = "Nim-v0-train"
+fixed_opponents = ["adapter:Other", "base"]
+[sft]
+players = ["adapter:other"]
 """
     run_config(write_run(tmp_path / "1", text.replace("BASE", "https://openrouter.ai/api/v1")))
     run_config(write_run(tmp_path / "2", text.replace("BASE", "http://elsewhere/v1")))  # no key would be sent

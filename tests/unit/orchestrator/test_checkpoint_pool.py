@@ -25,7 +25,8 @@ from unstable_lite.config.games import LeagueConfig
 from unstable_lite.engines.client import EnginePool
 from unstable_lite.engines.scripted import LOGPROB, ScriptedEngine
 from unstable_lite.errors import AdapterError, RequestError
-from unstable_lite.league.model_registry import ModelRegistry, Rating
+from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.ratings import Rating
 from unstable_lite.orchestrator import adapter_sync as sync_module
 from unstable_lite.orchestrator.adapter_sync import AdapterSync
 from unstable_lite.orchestrator.canary_checks import CANARY_SEED, SAMPLED, SCORED, CanaryChecks
@@ -139,7 +140,7 @@ class LocalLearner:
         """Number of completions of each request."""
         self.while_scoring: Callable[[], Awaitable[None]] | None = None
 
-    async def score(self, generations: Sequence[Generation]) -> list[LearnerLogprobs]:
+    async def score(self, generations: Sequence[Generation], adapter: Path | None = None) -> list[LearnerLogprobs]:
         await asyncio.sleep(0)
         self.asked.append(len(generations))
         if self.while_scoring is not None:

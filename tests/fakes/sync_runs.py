@@ -1,0 +1,50 @@
+"""Runs with a sync schedule, which repeat bit by bit: their settings, and the records that must be equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SYNC = (
+    'run.schedule="sync"',
+    "run.learning_steps=6",
+    "run.checkpoint_every=3",
+    "run.eval_every=2",
+    "run.eval_games=24",
+    "run.num_collection_workers=6",
+    "engine.threads=1",
+    "learner.threads=1",
+    "league.opponent_sampling_strategy={ mirror = 0.4, lagged = 0.4, fixed = 0.2 }",
+    "league.opponent_lag=[1, 2]",
+)
+CLOCK_AND_MACHINE = ("(s)", "seconds", "_per_s", "inference/", "arena_bytes")
+"""Name parts of metrics that depend on the clock or the machine."""
+
+
+def deterministic_metrics(directory: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not is_of_the_clock(name)} for line in lines]
+
+
+def is_of_the_clock(name: str) -> bool:
+    return name == "time" or name.endswith("_s") or any(mark in name for mark in CLOCK_AND_MACHINE)
+
+
+def state_of(checkpoint: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((checkpoint / "league.json").read_text())
+    del state["tracker"]["seconds"]
+    # Some windows hold times; metrics.jsonl has the means of the others.
+    del state["tracker"]["windows"]
+    return state
+
+
+def assert_equal(one: Path, other: Path, checkpoints: set[str]) -> None:
+    """Compare the metrics, the evaluations and these checkpoints of two runs."""
+    assert deterministic_metrics(one) == deterministic_metrics(other)
+    for name in checkpoints:
+        ours, theirs = (directory / "checkpoints" / name for directory in (one, other))
+        for file in ("adapter_model.safetensors", "learner.safetensors"):
+            assert (ours / file).read_bytes() == (theirs / file).read_bytes(), (name, file)
+        assert state_of(ours) == state_of(theirs)
+    assert (one / "eval.jsonl").read_text() == (other / "eval.jsonl").read_text()

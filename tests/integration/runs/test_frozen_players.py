@@ -1,0 +1,164 @@
+"""Real runs against frozen players: their games, their checks, and resumes after the other run moved on or is gone."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unstable_lite as unstable
+from fakes import runs, sync_runs
+from fakes.handmade_adapters import fitting, write_adapter
+from unstable_lite.adapters.frozen import FIRST_FROZEN_VERSION, slug
+from unstable_lite.adapters.peft_files import WEIGHTS
+from unstable_lite.config.reading import read_config
+from unstable_lite.errors import ConfigError
+from unstable_lite.files import read_records
+from unstable_lite.planning.plan import make_plan
+
+TINY = "builtin:tiny"
+
+
+def write_other_run(directory: Path) -> Path:
+    """Write a run with two checkpoints, of which the first is the best."""
+    for update in (10, 20):
+        write_adapter(directory / "checkpoints" / f"ckpt-{update}", fitting(TINY, update), base=TINY)
+    env = '[[eval_envs]]\nenv_id = "Nim-v0-train"\nnum_players = 2\nfixed_opponent = "base"\n'
+    (directory / "config.toml").write_text(env)
+    for update, points in ((10, 0.7), (20, 0.6)):
+        line = {"label": "after", "model": f"ckpt-{update}", "env_id": "Nim-v0-train", "opponent": "base"}
+        with (directory / "eval.jsonl").open("a") as file:
+            file.write(json.dumps(line | {"points": points, "mean_reward": 0.0}) + "\n")
+    return directory
+
+
+def write_config(directory: Path, evaluated: str, *names: str) -> Path:
+    """Write a config that trains against these opponents alone and evaluates against another."""
+    path = runs.write_small(directory)
+    text = path.read_text().replace('fixed_opponents = ["scripted:random"]', f"fixed_opponents = {json.dumps(names)}")
+    text = text.replace("{ mirror = 0.5, fixed = 0.5 }", '"fixed"')
+    path.write_text(text.replace('fixed_opponent = "scripted:random"', f'fixed_opponent = "{evaluated}"'))
+    return path
+
+
+def test_every_kind_of_frozen_player_answers_with_its_own_adapter(tmp_path: Path) -> None:
+    """Digests and canaries pass, an all-zero adapter's too, and each turn bears the id of its player's adapter."""
+    other = write_other_run(tmp_path / "other")
+    zeros = {name: 0 * matrix for name, matrix in fitting(TINY, rank=2).items()}
+    zero = write_adapter(tmp_path / "zero", zeros, base=TINY, r=2)
+    names = [f"run:{other}/best", f"run:{other}/newest", f"run:{other}/ckpt-20", f"adapter:{zero}", "base"]
+    code, out, err = runs.run("run", write_config(tmp_path, names[0], *names), "tracker.keep_tokens=true")
+    assert code == 0, out + err
+    assert re.search(r"frozen player \S+/best is \S+/ckpt-10, as copied into opponents/", out)
+    directory = runs.run_directory(tmp_path)
+    versions: dict[str, set[int]] = {}
+    for game in read_records(directory / "games.jsonl"):
+        opponents = {agent["pid"]: agent["opponent"] for agent in game["agents"] if "opponent" in agent}
+        for pid, *_, sampled in game["turns"]:
+            if pid in opponents:
+                versions.setdefault(opponents[pid], set()).add(sampled["adapter_version"])
+    assert versions == {name: {FIRST_FROZEN_VERSION + n} for n, name in enumerate(names[:-1])} | {"base": {0}}
+    rated = {uid for line in read_records(directory / "league.jsonl") for uid, row in line["models"].items() if row[2]}
+    assert {f"fixed-{name}" for name in names} <= rated
+    assert {line["opponent"] for line in read_records(directory / "eval.jsonl")} == {names[0]}
+    assert {path.name for path in (directory / "opponents").iterdir()} == set(map(slug, names[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ("ServesBaseForFrozenPlayers", r"engine-0 does not compute like .*run:\S+/(best|newest).*served the base"),
+        pytest.param(
+            *("ReadsAnotherFrozenPlayer", r"engine-0 holds another adapter .*copy of run:\S+/newest"),
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_engine_that_serves_other_weights_for_a_frozen_player_ends_the_run(
+    tmp_path: Path, engine: str, says: str
+) -> None:
+    other = write_other_run(tmp_path / "other")
+    config = write_config(tmp_path, "base", f"run:{other}/best", f"run:{other}/newest")
+    code, out, err = runs.run("run", config, f"engine.kind=fakes.lying_engines:{engine}")
+    assert code == 1
+    assert re.search(says, err), err
+    assert "update 1/" not in out, "no game was played"
+
+
+def test_resumed_run_plays_its_copies_and_equals_an_uninterrupted_one_bit_for_bit(tmp_path: Path) -> None:
+    settings = (*sync_runs.SYNC, "run.learning_steps=4", "run.checkpoint_every=2", "run.eval_games=8")
+    settings += ("league.opponent_sampling_strategy={ mirror = 0.2, fixed = 0.8 }",)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    other = write_other_run(tmp_path / "other")
+    names = (f"run:{other}/newest", f"run:{other}/best", "base")
+    for directory in (whole, broken):
+        directory.mkdir()
+    code, out, err = runs.run("run", write_config(whole, names[1], *names), *settings)
+    assert code == 0, out + err
+    process = runs.start("run", write_config(broken, names[1], *names), *settings)
+    runs.wait_for(lambda: runs.num_updates(broken) >= 3)
+    process.send_signal(signal.SIGKILL)
+    runs.finish(process)
+    shutil.rmtree(other)
+    ours, theirs = runs.run_directory(broken), runs.run_directory(whole)
+    code, out, err = runs.run("run", "--resume", ours)
+    assert code == 0, out + err
+    assert "after update 2" in out
+    assert re.search(r"frozen player \S+/newest is \S+/ckpt-20", out)
+    sync_runs.assert_equal(ours, theirs, {"ckpt-4"})
+    copy = ours / "opponents" / slug(names[0]) / WEIGHTS
+    copy.write_bytes(copy.read_bytes()[:-4] + b"\0\0\0\0")
+    code, _, err = runs.run("run", "--resume", ours, "run.learning_steps=5")
+    assert (code, "is damaged" in err) == (1, True), err
+
+
+@pytest.mark.nightly
+def test_restarted_engine_gets_the_frozen_players_back(tmp_path: Path) -> None:
+    other = write_other_run(tmp_path / "other")
+    config = write_config(tmp_path, "base", f"run:{other}/best", "base")
+    process = runs.start("run", config, "run.learning_steps=6")
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 2)
+    (engine,) = (child for child in runs.children_of(process) if "unstable_lite.engines.worker" in child.cmdline())
+    engine.kill()
+    code, out, err = runs.finish(process)
+    assert code == 0, out + err
+    assert re.search(r"alarm after update \d+: engine-0 .*restart", out), out
+
+
+def hand_made(tmp_path: Path, *adapters: Path, max_loras: int = 8) -> unstable.Run:
+    """Return a run against checkpoints that are added by hand."""
+    given = (f"engine.max_loras={max_loras}", "run.eval_games=0", "run.learning_steps=1")
+    config, problems = read_config(runs.write_small(tmp_path), given)
+    assert config is not None, problems
+    registry = unstable.ModelRegistry()
+    for number, path in enumerate(adapters):
+        registry.add_checkpoint(f"rival-{number}", path, iteration=10 * number)
+    sampler = unstable.samplers.FixedOpponentModelSampler(registry, random.Random(0))
+    envs = unstable.samplers.UniformRandomEnvSampler(config.train_envs, config.eval_envs)
+    return unstable.Run(make_plan(config), scheduler=unstable.GameScheduler(sampler, envs))
+
+
+@pytest.mark.nightly
+def test_checkpoint_added_by_hand_is_played_and_rated(tmp_path: Path) -> None:
+    run = hand_made(tmp_path, write_adapter(tmp_path / "a", fitting(TINY), base=TINY))
+    summary = run.start()
+    assert summary is not None
+    games: list[dict[str, Any]] = list(read_records(summary.directory / "games.jsonl"))
+    models = {agent["model"] for game in games if game["kind"] == "train" for agent in game["agents"]}
+    assert "rival-0" in models and "fixed-scripted:random" not in models
+
+
+def test_unfit_checkpoints_added_by_hand_are_refused_before_the_workers_start(tmp_path: Path) -> None:
+    adapters = [write_adapter(tmp_path / str(n), fitting(TINY, n), base=TINY) for n in range(3)]
+    run = hand_made(tmp_path, *adapters, tmp_path / "nowhere", max_loras=3)
+    with pytest.raises(ConfigError) as caught:
+        run.start()
+    absent, slots = caught.value.problems
+    assert "nowhere" in absent
+    assert "with 4 frozen players this league needs at least 6 adapter slots" in slots

@@ -1,0 +1,118 @@
+"""Frozen players in a config: every one that cannot play is refused before the run, and `check` counts their slots."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.handmade_adapters import fitting, small, write_adapter
+from unstable_lite.adapters.frozen import COPIES, keep_copy
+from unstable_lite.adapters.peft_files import WEIGHTS
+from unstable_lite.config import Config
+from unstable_lite.errors import ConfigError
+from unstable_lite.league.opponents import frozen_adapters
+from unstable_lite.planning.adapter_slots import adapter_slots_needed
+from unstable_lite.planning.plan import load_plan, make_plan
+from unstable_lite.planning.validation import find_problems
+from unstable_lite.tracking.run_directory import to_toml
+
+NIM = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 1, "prompt_template": "tiny"}
+TICTACTOE = NIM | {"env_id": "TicTacToe-v0-train"}
+TINY = "builtin:tiny"
+
+
+def config_with(names: list[str], **sections: Any) -> Config:
+    league = {"opponent_sampling_strategy": "fixed", "fixed_opponents": names}
+    return Config.model_validate({"train_envs": [NIM], "league": league, **sections})
+
+
+def fitting_adapter(directory: Path, seed: int = 0, **how: Any) -> str:
+    return f"adapter:{write_adapter(directory, fitting(TINY, seed, **how), base=TINY, r=how.get('rank', 4))}"
+
+
+def test_frozen_players_in_training_and_evaluation_have_no_problem(tmp_path: Path) -> None:
+    name = fitting_adapter(tmp_path / "a")
+    evaluated = {key: NIM[key] for key in ("env_id", "num_players")} | {"fixed_opponent": "base"}
+    config = config_with(["base", name], eval_envs=[evaluated])
+    assert find_problems(config) == []
+    rows = dict(make_plan(config).describe())
+    assert name in rows["frozen players"]
+    assert "at least 3 needed" in rows["adapter slots"]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        pytest.param(lambda path: f"adapter:{path}/nowhere", "no directory", id="absent directory"),
+        pytest.param(lambda path: f"run:{path}/nowhere/best", "not a run directory", id="absent run"),
+        pytest.param(
+            lambda path: f"adapter:{write_adapter(path / 'a', small(), base='Qwen/Qwen3-4B')}",
+            "of another base: .* 6 inputs",
+            id="other sizes",
+        ),
+        pytest.param(lambda path: fitting_adapter(path / "a", rank=64), "rank 64.*lora_rank = 32", id="higher rank"),
+        pytest.param(
+            lambda path: f"adapter:{write_adapter(path / 'a', fitting(TINY), base=TINY, use_dora=True)}",
+            "use_dora",
+            id="not plain LoRA",
+        ),
+    ],
+)
+def test_unfit_frozen_player_is_refused(tmp_path: Path, make: Any, says: str) -> None:
+
+    name = make(tmp_path)
+    (problem,) = find_problems(config_with([name]))
+    assert name in problem
+    assert re.search(says, problem), problem
+    evaluated = {"eval_envs": [{key: NIM[key] for key in ("env_id", "num_players")} | {"fixed_opponent": name}]}
+    assert find_problems(config_with(["base"], **evaluated)) == [problem]
+
+
+def test_adapter_of_other_modules_is_refused_and_of_fewer_or_lower_rank_is_not(tmp_path: Path) -> None:
+    name = fitting_adapter(tmp_path / "a", rank=2)
+    assert find_problems(config_with([name])) == []
+    (problem,) = find_problems(config_with([name], lora={"target_modules": ["q_proj"]}))
+    assert "down_proj" in problem and "lora.target_modules" in problem
+
+
+def test_adapter_of_another_hub_model_is_refused(tmp_path: Path) -> None:
+    name = f"adapter:{write_adapter(tmp_path / 'a', small(), base='org/other')}"
+    (problem,) = [p for p in find_problems(config_with([name], model_name="org/mine")) if "org/other" in p]
+    assert "model_name is org/mine" in problem
+
+
+def test_more_frozen_players_than_slots_are_refused(tmp_path: Path) -> None:
+    names = [fitting_adapter(tmp_path / str(seed), seed) for seed in range(3)]
+    assert adapter_slots_needed(config_with(["base", *names])) == 5
+    (problem,) = find_problems(config_with(["base", *names], engine={"max_loras": 4}))
+    assert "needs at least 5 adapter slots, 3 of them for frozen players" in problem
+    assert find_problems(config_with(["base", *names], engine={"max_loras": 5})) == []
+
+
+def test_each_env_has_its_own_fixed_opponents() -> None:
+    own = TICTACTOE | {"fixed_opponents": ["adapter:b", "scripted:greedy"]}
+    config = config_with(["adapter:a", "base"], train_envs=[NIM, own])
+    assert frozen_adapters(config) == ["adapter:a", "adapter:b"]
+    (problem,) = [p for p in find_problems(config_with([], train_envs=[NIM, own])) if "'Nim" in p]
+    assert "fixed_opponents" in problem
+    alone = own | {"num_actors": 2}
+    assert any("never met" in p for p in find_problems(config_with(["base"], train_envs=[NIM, alone])))
+
+
+def test_config_of_a_run_stands_for_its_copies(tmp_path: Path) -> None:
+    name = fitting_adapter(tmp_path / "a")
+    run = tmp_path / "run"
+    copy = keep_copy(name, run / COPIES)
+    (run / "config.toml").write_text(to_toml(config_with([name]).model_dump(mode="json")))
+    elsewhere = tmp_path / "elsewhere.toml"
+    elsewhere.write_bytes((run / "config.toml").read_bytes())
+    (tmp_path / "a").rename(tmp_path / "moved")
+    load_plan(run / "config.toml")
+    with pytest.raises(ConfigError, match="no directory"):
+        load_plan(elsewhere)
+    (copy.path / WEIGHTS).write_bytes((tmp_path / "moved" / WEIGHTS).read_bytes()[:-4] + b"\0\0\0\0")
+    with pytest.raises(ConfigError, match="is damaged"):
+        load_plan(run / "config.toml")
