@@ -17,8 +17,8 @@ def evaluate_models(
     models: Annotated[
         list[str],
         typer.Argument(
-            help="'base', run directories (all their checkpoints), adapters' directories, 'scripted:…', "
-            "'module:Class', 'vendor/model'."
+            help="'base', run directories (all their checkpoints), adapters' directories, 'run:DIRECTORY/best', "
+            "'scripted:…', 'module:Class', 'vendor/model'."
         ),
     ],
     output: Annotated[Path, typer.Option(help="Games and tables; the same directory again continues it.")],

@@ -1,26 +1,22 @@
 """Models of an evaluation: the base, adapters on disk, runs with their checkpoints, fixed opponents.
 
-Owns the facts about an adapter that its files alone show. Loads no weights; the engines do.
+Owns the names in tables and the keys of results. Loads no weights; the engines do.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-from safetensors import deserialize
-
-from unstable_lite.adapters.peft_files import CONFIG, PICKLES, WEIGHTS, check_adapter, read_json
+from unstable_lite.adapters.frozen import ADAPTER, RUN, FrozenAdapter, find_adapter, is_adapter, is_frozen, read_facts
+from unstable_lite.adapters.peft_files import CONFIG, PICKLES, WEIGHTS
+from unstable_lite.adapters.run_adapters import by_update
 from unstable_lite.config import Config
 from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.games.players.factory import is_remote
-from unstable_lite.models import resolve_model
-from unstable_lite.tracking.run_directory import by_update
+from unstable_lite.planning.frozen_players import base_problem
 from unstable_lite.types import BASE, ModelRef
 
 
@@ -43,7 +39,7 @@ NO_OPPONENT = EvaluatedModel(name="none", key="none")
 
 
 def find_models(words: Iterable[str]) -> list[EvaluatedModel]:
-    """Return the models of each word: `base`, a run directory (all of its checkpoints), a PEFT directory, an opponent.
+    """Return the models of each word: a run directory (all of its checkpoints), a PEFT directory, or a fixed opponent.
 
     The same weights under two names count once. Raises ConfigError with every word that names no model.
     """
@@ -78,7 +74,7 @@ def _found(words: Iterable[str]) -> list[EvaluatedModel]:
 def find_run(words: Iterable[str]) -> Path | None:
     """Return the first run directory that a word names, itself or by a checkpoint in it."""
     for word in words:
-        path = Path(word).expanduser().resolve()
+        path = Path(word.removeprefix(ADAPTER).removeprefix(RUN)).expanduser().resolve()
         for directory in (path, *path.parents[:2]):
             if (directory / "config.toml").is_file() and (directory / "checkpoints").is_dir():
                 return directory
@@ -86,29 +82,16 @@ def find_run(words: Iterable[str]) -> Path | None:
 
 
 def check_base(models: Sequence[EvaluatedModel], config: Config) -> int:
-    """Return the largest rank of the adapters. Raises ConfigError for one that names another base.
-
-    Only names of a hub are compared, because a local directory may contain any model. Engines refuse weights that do
-    not fit the base's shapes.
-    """
-    rank, problems = 1, []
-    for model in models:
-        if model.path is None:
-            continue
-        stored = read_json(model.path / CONFIG)
-        rank = max(rank, stored["r"])
-        theirs = stored.get("base_model_name_or_path") or ""
-        ours = resolve_model(config.model_name)
-        if theirs and theirs != ours and not _is_local(theirs) and not _is_local(ours):
-            problems.append(f"{model.path} is an adapter of {theirs}; this evaluation's model_name is {ours}")
-    if problems:
+    """Return the largest rank of the adapters. Raises ConfigError for one of another base."""
+    adapters = [read_facts(model.path) for model in models if model.path is not None]
+    if problems := [problem for found in adapters if (problem := base_problem(found, config)) is not None]:
         raise ConfigError(*problems)
-    return rank
+    return max((found.rank for found in adapters), default=1)
 
 
 def _find(word: str) -> list[EvaluatedModel]:
-    if word == BASE:
-        return [BASE_MODEL]
+    if is_frozen(word):
+        return [opponent(word)]
     if not is_remote(ModelRef(uid=word, kind="fixed", name=word)):  # scripted, or a custom class
         return [opponent(word)]
     path = Path(word).expanduser()
@@ -123,43 +106,35 @@ def _find(word: str) -> list[EvaluatedModel]:
         raise ConfigError(f"{path} is neither a run directory (checkpoints/) nor an adapter ({CONFIG})")
     if "/" not in word or word.startswith((".", "/", "~")) or Path(path.parts[0]).exists():
         raise ConfigError(
-            f"{word!r} names no model: give 'base', a run directory, an adapter's directory, 'scripted:…', "
-            "'module:Class' or 'vendor/model' at the API"
+            f"{word!r} names no model: give 'base', a run directory, an adapter's directory, 'run:DIRECTORY/best', "
+            "'scripted:…', 'module:Class' or 'vendor/model' at the API"
         )
     return [opponent(word)]
 
 
-def opponent(name: str) -> EvaluatedModel:
-    """Return the model of a config's `fixed_opponent`: the base, a scripted player, or a model behind an endpoint."""
+def opponent(name: str, copies: Path | None = None) -> EvaluatedModel:
+    """Return the model of a config's `fixed_opponent`. `copies`: directory of the run's copies of adapters.
+
+    Raises ConfigError for an adapter that cannot be found or read.
+    """
     if name == BASE:
         return BASE_MODEL
+    if is_adapter(name):
+        try:
+            return _model_of(find_adapter(name, copies), name)
+        except AdapterError as error:
+            raise ConfigError(f"{name!r}: {error}") from error
     return EvaluatedModel(name=name, key=name, is_fixed=True)
+
+
+def _model_of(found: FrozenAdapter, name: str) -> EvaluatedModel:
+    return EvaluatedModel(name=name, key=found.key, path=found.path, is_zero=found.is_zero)
 
 
 def _adapter(path: Path) -> EvaluatedModel:
     """Read an adapter. Raises AdapterError unless both files exist and are valid."""
-    path = path.resolve()
-    stored, _ = check_adapter(path)
-    try:
-        with (path / WEIGHTS).open("rb") as file:
-            digest = hashlib.file_digest(file, "blake2b").hexdigest()[:16]
-        is_zero = _is_zero(path / WEIGHTS)
-    except OSError as error:
-        raise AdapterError(f"{path} is not a readable adapter: {error}") from error
-    # The same matrices with another scale are another model.
-    key = f"{digest}-{stored.get('r')}-{stored.get('lora_alpha')}" + "-rslora" * bool(stored.get("use_rslora"))
-    return EvaluatedModel(name=path.name, key=key, path=path, is_zero=is_zero)
-
-
-def _is_zero(weights: Path) -> bool:
-    """Return whether every B matrix of an adapter is zero, given the bytes of its file, of any type."""
-    for name, tensor in deserialize(weights.read_bytes()):  # type: ignore[no-untyped-call]
-        if ".lora_B." in name:
-            items_NB = np.frombuffer(bytearray(tensor["data"]), np.uint8).reshape(math.prod(tensor["shape"]), -1)
-            items_NB[:, -1] &= 0x7F  # the sign is in the last byte, and zero may be negative
-            if items_NB.any():
-                return False
-    return True
+    found = read_facts(path)
+    return _model_of(found, found.path.name)
 
 
 def _with_distinct_names(models: list[EvaluatedModel]) -> list[EvaluatedModel]:
@@ -176,7 +151,3 @@ def _with_distinct_names(models: list[EvaluatedModel]) -> list[EvaluatedModel]:
 def _with_run(path: Path) -> str:
     run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
     return f"{run.name}/{path.name}"
-
-
-def _is_local(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or Path(name).exists()

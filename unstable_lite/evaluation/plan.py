@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unstable_lite.adapters.frozen import copies_of
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import canonical_env_id, is_openspiel
-from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
+from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell, in_rounds, make_cells, make_tournament
@@ -87,8 +88,10 @@ def plan_evaluation(
     if tournament and opponents:
         raise ConfigError("the models of a tournament are each other's opponents: leave out --opponent")
 
+    copies = copies_of(config)
+
     def opponents_of(env: EvalEnvSpec) -> list[EvaluatedModel]:
-        return others or [opponent(env.fixed_opponent)]
+        return others or [opponent(env.fixed_opponent, copies)]
 
     if tournament:
         cells = make_tournament(found, specs)
@@ -114,7 +117,7 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
         known.setdefault(spec.env_id, []).append(spec)
     for train in config.train_envs:
         if train.env_id not in known:
-            known[train.env_id] = [_as_eval(train, config.league.fixed_opponents)]
+            known[train.env_id] = [_as_eval(train, config.league)]
     if not words:
         return list(config.eval_envs) or [spec for specs in known.values() for spec in specs]
     specs: list[EvalEnvSpec] = []
@@ -130,16 +133,16 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
         given: dict[str, Any] = {"env_id": env_id}
         given |= {"num_players": int(players)} if players else {}
         given |= {"prompt_template": template} if template else {}
-        like = known.get(env_id) or [_as_eval(config.train_envs[0], config.league.fixed_opponents)]
+        like = known.get(env_id) or [_as_eval(config.train_envs[0], config.league)]
         if env_id not in known:  # another game: keep only the way of asking
             given |= {"reward_scale": None} | ({"observation": "env"} if is_openspiel(env_id) else {})
         specs += [spec.model_copy(update=given) for spec in like]
     return specs
 
 
-def _as_eval(train: TrainEnvSpec, fixed_opponents: Sequence[str]) -> EvalEnvSpec:
-    opponent = fixed_opponents[0] if fixed_opponents else "scripted:random"
-    return EvalEnvSpec(fixed_opponent=opponent, **train.model_dump(exclude={"num_actors"}))
+def _as_eval(train: TrainEnvSpec, league: LeagueConfig) -> EvalEnvSpec:
+    opponent = next(iter(league.opponents_in(train)), "scripted:random")
+    return EvalEnvSpec(fixed_opponent=opponent, **train.model_dump(exclude={"num_actors", "fixed_opponents"}))
 
 
 def _distinct_envs(specs: Sequence[EvalEnvSpec]) -> list[EvalEnvSpec]:

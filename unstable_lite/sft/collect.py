@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from unstable_lite.adapters.frozen import is_adapter
 from unstable_lite.config import Config
 from unstable_lite.errors import EnvError, WorkerDied
 from unstable_lite.games.env_pool import EnvPool
@@ -20,8 +21,6 @@ from unstable_lite.rng import derive_seed, game_seed
 from unstable_lite.rollout.game_runner import GameRunner
 from unstable_lite.sft.pairs import Pair, pairs_of_game
 from unstable_lite.types import BASE, GameRecord, GameSpec, ModelRef
-
-ADAPTER = "adapter:"
 
 
 @dataclass(kw_only=True)
@@ -37,7 +36,7 @@ class Collected:
 
 def adapter_versions(players: tuple[str, ...]) -> dict[str, int]:
     """Return the versions of players on engines: 0 is the base, 1, 2, … are the adapters in order."""
-    adapters = dict.fromkeys(name for name in players if name.startswith(ADAPTER))
+    adapters = dict.fromkeys(filter(is_adapter, players))
     versions = {name: number for number, name in enumerate(adapters, start=1)}
     return versions | ({BASE: 0} if BASE in players else {})
 

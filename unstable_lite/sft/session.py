@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unstable_lite.adapters.frozen import find_adapter, is_adapter
 from unstable_lite.config import Config
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.errors import UnstableError
@@ -24,10 +25,11 @@ from unstable_lite.games.templates import templates_for
 from unstable_lite.orchestrator.event_loop import cancelled_by_signals
 from unstable_lite.orchestrator.logs import log_file
 from unstable_lite.orchestrator.workers import started_engines, started_fine_tuner, while_alive
+from unstable_lite.planning.frozen_players import frozen_problems
 from unstable_lite.planning.placement import devices_of
 from unstable_lite.planning.plan import Plan, checked_config, plan_workers
-from unstable_lite.planning.validation import adapter_problems, find_worker_problems, learning_problems, why_not_seated
-from unstable_lite.sft.collect import ADAPTER, Collected, adapter_versions, collect_pairs
+from unstable_lite.planning.validation import find_worker_problems, learning_problems, why_not_seated
+from unstable_lite.sft.collect import Collected, adapter_versions, collect_pairs
 from unstable_lite.sft.pairs import PAIRS, Pair, read_pairs, write_line
 from unstable_lite.tracking.run_directory import versions
 from unstable_lite.transport.messages import FineTuned, FineTuning, Message
@@ -179,7 +181,7 @@ async def _opened_seats(
     async with started_engines(plan, logs, terminal.say) as workers:
         for name, version in versions_of.items():
             if version:
-                loading = workers.engines.load_adapter(version, Path(name.removeprefix(ADAPTER)))
+                loading = workers.engines.load_adapter(version, find_adapter(name).path)
                 await while_alive(workers.processes, loading)
         templates = templates_for(config, workers.prompts)
         async with PlayerFactory(workers.engines.generate, templates, config.opponents, terminal.say) as seats:
@@ -222,12 +224,12 @@ def _player_problems(config: Config) -> Iterator[str]:
             yield f"sft.imitate: {name!r} is not one of sft.players = {list(sft.players)}"
     versions_of = adapter_versions(sft.players)
     for name in dict.fromkeys(sft.players):
-        if name.startswith(ADAPTER):
-            yield from adapter_problems("sft.players", Path(name.removeprefix(ADAPTER)), config.lora)
+        if is_adapter(name):
+            yield from (f"sft.players: {problem}" for problem in frozen_problems([name], config))
         elif name != BASE:
             for problem in dict.fromkeys(why_not_seated(name, env, config.opponents) for env in config.train_envs):
                 if problem is not None:
-                    yield f"sft.players: {problem} (players are base, adapter:DIRECTORY, scripted:NAME, an API's model)"
+                    yield f"sft.players: {problem} (players are named as in league.fixed_opponents)"
     if sum(map(bool, versions_of.values())) > config.engine.max_loras:
         yield f"sft.players: {len(versions_of)} need more adapters than engine.max_loras = {config.engine.max_loras}"
 

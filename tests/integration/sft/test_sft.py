@@ -175,6 +175,7 @@ def test_endpoint_model_is_imitated_until_its_budget_is_spent(tmp_path: Path, mo
         (['sft.players=["scripted:perfect"]'], "scripted:perfect"),
         (['sft.players=["no/such-model"]'], "'no/such-model'"),
         (['sft.players=["adapter:/nowhere"]'], "sft.players: "),
+        (['sft.players=["run:/nowhere/best"]'], "sft.players: 'run:/nowhere/best': /nowhere is not a run directory"),
         (['sft.imitate=["base"]'], "sft.imitate: 'base'"),
         (['sft.filter=["loosers"]'], "sft.filter.0 = 'loosers'"),
         (["sft.pears=3"], "did you mean 'pairs'"),

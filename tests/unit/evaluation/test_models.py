@@ -7,10 +7,11 @@ import pytest
 
 from fakes import runs
 from fakes.handmade_adapters import small, write_adapter, write_run
+from unstable_lite.adapters.frozen import keep_copy
 from unstable_lite.config import Config
 from unstable_lite.config.games import TrainEnvSpec
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.models import check_base, find_models, find_run, find_sides
+from unstable_lite.evaluation.models import check_base, find_models, find_run, find_sides, opponent
 
 
 @pytest.fixture
@@ -68,6 +69,27 @@ def test_run_of_a_checkpoint_is_found(run: Path) -> None:
     assert find_run(["base", "scripted:random", str(run / "checkpoints" / "ckpt-2")]) == run
     assert find_run([str(run)]) == run
     assert find_run(["base"]) is None
+
+
+def test_frozen_players_have_the_same_names_as_in_a_config(run: Path, tmp_path: Path) -> None:
+    words = ["base", f"run:{run}/newest", f"adapter:{run}/checkpoints/ckpt-3"]
+    models = find_models(words)
+    assert [model.name for model in models] == words
+    assert [model.path and model.path.name for model in models] == [None, "ckpt-11", "ckpt-3"]
+    assert find_run(words[1:]) == find_run(words[2:]) == run
+    assert len(find_models([words[1], str(run / "checkpoints" / "ckpt-11")])) == 1, "the same weights"
+    with pytest.raises(ConfigError, match="ckpt-77"):
+        find_models([f"run:{run}/ckpt-77"])
+
+
+def test_opponent_of_a_run_is_the_copy_that_it_played(run: Path, tmp_path: Path) -> None:
+    name = f"run:{run}/newest"
+    kept = keep_copy(name, tmp_path / "opponents")
+    write_adapter(run / "checkpoints" / "ckpt-12", small(12))
+    assert opponent(name, tmp_path / "opponents").key == kept.key != opponent(name).key
+    assert opponent("base") == find_models(["base"])[0]
+    with pytest.raises(ConfigError, match="no directory"):
+        opponent("adapter:/nowhere")
 
 
 def test_all_invalid_model_names_are_reported_at_once(tmp_path: Path) -> None:
