@@ -192,6 +192,8 @@ def _run(words: list[str], needs_gpu: bool, where: str) -> None:
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             wanted = re.findall(r"[\w-]+(?=[,\]])", " ".join(packages))
             assert set(wanted) <= set(extras), where
+        case ["ln", "-s", target, name]:
+            Path(name).symlink_to(target)
         case ["pytest"]:
             assert (ROOT / "tests").is_dir()
         case ["python", "-m", "bench", name, *_]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from fakes import gpus
+from fakes import gpus, runs
+from fakes.handmade_adapters import fitting, write_adapter
+from unstable_lite.files import read_records
 from unstable_lite.planning.plan import load_plan
+from unstable_lite.tracking.run_directory import to_toml
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -23,9 +27,33 @@ GPUS = {"selfplay_gpu": (3, 48), "selfplay_24gb": (1, 24)}
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.toml")), ids=lambda path: path.name)
 def test_every_example_toml_can_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENROUTER_API_KEY", "not called by a check")
+    monkeypatch.chdir(tmp_path)
+    if path.stem == "exploiter":
+        write_victim(tmp_path / "victim")
     if path.stem in GPUS:
         gpus.install(monkeypatch, tmp_path, *GPUS[path.stem])
     assert not [text for name, text in load_plan(path).describe() if name == "warning"]
+
+
+def write_victim(directory: Path) -> None:
+    """Write the run with one evaluated checkpoint that the exploiter plays against."""
+    write_adapter(directory / "checkpoints" / "ckpt-5", fitting("builtin:tiny"), base="builtin:tiny")
+    env = {"env_id": "Nim-v0-train", "num_players": 2, "fixed_opponent": "base"}
+    (directory / "config.toml").write_text(to_toml({"eval_envs": [env]}))
+    line = {"label": "after", "model": "ckpt-5", "env_id": env["env_id"], "opponent": "base", "points": 0.5}
+    (directory / "eval.jsonl").write_text(json.dumps(line | {"mean_reward": 0.0}) + "\n")
+
+
+@pytest.mark.nightly
+def test_exploiter_plays_its_victim_alone(tmp_path: Path) -> None:
+    write_victim(tmp_path / "victim")
+    few = ("run.learning_steps=2", "run.eval_games=4", "run.num_collection_workers=12", "learner.batch_size=24")
+    command = runs.command("run", EXAMPLES / "exploiter.toml", *few)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (games,) = (tmp_path / "outputs").glob("*/*/games.jsonl")
+    trained = [game for game in read_records(games) if game["kind"] == "train"]
+    assert {agent.get("opponent") for game in trained for agent in game["agents"]} == {None, "run:victim/best"}
 
 
 @pytest.mark.nightly
