@@ -11,7 +11,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 import transformers
 
@@ -26,12 +25,11 @@ from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel, find_mod
 from unstable_lite.evaluation.probing import ActionDistribution, Probe, probe, random_positions, uniform_distribution
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.games.templates import chats_in_use, find_extraction, templates_for, written_answer
-from unstable_lite.learner.batching import unsampled
 from unstable_lite.learner.model import Policy
 from unstable_lite.models import resolve_model
 from unstable_lite.planning.plan import checked_config
 from unstable_lite.planning.trust import run_config
-from unstable_lite.types import TrainItem
+from unstable_lite.types import TokenIds
 
 MUCH = 0.5
 """Probability of unlisted answers above which the listed ones are not representative."""
@@ -106,6 +104,11 @@ class AnswerScorer:
     """Base model with one adapter at a time."""
 
     def __init__(self, config: Config, envs: Sequence[EvalEnvSpec], device: str | None = None) -> None:
+        if config.engine.top_p < 1:
+            raise ConfigError(
+                f"engine.top_p = {config.engine.top_p:g}: the probability of an answer is computed from the whole "
+                "distribution; set it to 1"
+            )
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         # Rounding to bfloat16 changes a token's log-probability by about 0.05, and saves no time on a CPU here.
@@ -136,9 +139,12 @@ class AnswerScorer:
             raise ConfigError(f"prompt_template {env.prompt_template!r} is not one of {', '.join(self._templates)}")
         template, extract = self._templates[env.prompt_template], find_extraction(env.action_extraction_fn)
         actions_of = [legal_actions(env.env_id, observation) for observation in observations]
-        items: list[TrainItem] = []
+        prompts: list[TokenIds] = []
+        answers: list[list[TokenIds]] = []
         for observation, actions in zip(observations, actions_of, strict=True):
             prompt = template.prompt(observation, env.num_players)
+            prompts.append(self._tokenizer.encode(prompt))
+            answers.append([])
             for action in actions:
                 answer = written_answer(prompt, action)
                 if extract(answer) != (action, True):
@@ -146,19 +152,14 @@ class AnswerScorer:
                         f"action_extraction_fn {env.action_extraction_fn!r} does not read {answer!r} as "
                         f"{action!r}, so the probability of an action is not that of one answer"
                     )
-                answer_ids = self._tokenizer.encode_completion(prompt, answer, template.stop)
-                items.append(unsampled(self._tokenizer.encode(prompt), answer_ids))
-        probabilities = iter(self._probabilities(items))
-        return [
-            ActionDistribution(actions=tuple(actions), probabilities=np.array([next(probabilities) for _ in actions]))
-            for actions in actions_of
-        ]
-
-    def _probabilities(self, items: Sequence[TrainItem]) -> list[float]:
+                answers[-1].append(self._tokenizer.encode_completion(prompt, answer, template.stop))
         is_base = self._model.path is None
         with self._policy.model.disable_adapter() if is_base else contextlib.nullcontext():
-            logp = self._policy.item_logprobs(items)
-        return [float(of_answer.double().sum().exp()) for of_answer in logp]
+            logprobs = self._policy.answer_logprobs(prompts, answers)
+        return [
+            ActionDistribution(actions=tuple(actions), probabilities=logp.exp().numpy())
+            for actions, logp in zip(actions_of, logprobs, strict=True)
+        ]
 
 
 def _config(model: EvaluatedModel, path: Path | None, env_id: str) -> Config:

@@ -7,6 +7,7 @@ or text. Works with any stock causal LM of transformers; it refuses a model whos
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.training import LoraConfig
 from unstable_lite.errors import ModelError, RequestError
 from unstable_lite.learner import batching, distributed
+from unstable_lite.learner.answers import AnswerBatch, make_answer_batches
 from unstable_lite.learner.base_model import (
     ADAPTER,
     add_lora,
@@ -35,7 +37,7 @@ from unstable_lite.learner.base_model import (
 from unstable_lite.models import resolve_model
 from unstable_lite.models.positions import longrope_limit, position_limit
 from unstable_lite.rng import derive_seed
-from unstable_lite.types import LearnerLogprobs, TrainItem
+from unstable_lite.types import LearnerLogprobs, TokenIds, TrainItem
 
 _REFERENCE = "reference"
 
@@ -213,6 +215,40 @@ class Policy:
         if self.is_sharded:
             distributed.fill(rows, logp)
         return logp
+
+    @torch.no_grad()
+    def answer_logprobs(self, prompts: Sequence[TokenIds], answers: Sequence[Sequence[TokenIds]]) -> list[Tensor]:
+        """Return log p of each answer to each prompt, in nats, in float64 on the CPU.
+
+        With a sharded base every rank must call it, and computes everything.
+        """
+        logp = [torch.zeros(len(options), dtype=torch.float64) for options in answers]
+        for batch in make_answer_batches(prompts, answers, self.max_tokens_per_micro_batch):
+            with self.evaluating():
+                logp_K = self._through(self._answer_logprobs, batch)
+            for (row, option), value in zip(batch.answers, logp_K.tolist(), strict=True):
+                logp[row][option] = value
+        return logp
+
+    def _answer_logprobs(self, batch: AnswerBatch) -> Tensor:
+        decoder, place = self._base.get_decoder(), self.device  # type: ignore[no-untyped-call]
+        answer_KA, row_K = batch.answer_KA.to(place), batch.row_K.to(place)
+        with self._autocast():
+            read = decoder(input_ids=batch.prompt_BP.to(place), use_cache=True)
+            hidden_KAD = read.last_hidden_state[row_K, -1:]
+            if answer_KA.shape[1] > 1:
+                read.past_key_values.batch_select_indices(row_K)
+                # transformers renames this argument.
+                name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+                written = decoder(input_ids=answer_KA[:, :-1], use_cache=True, **{name: read.past_key_values})
+                hidden_KAD = torch.cat([hidden_KAD, written.last_hidden_state], 1)
+            chunks = zip(
+                torch.split(hidden_KAD.flatten(0, 1), self._chunk_tokens),
+                torch.split(answer_KA.flatten(), self._chunk_tokens),
+                strict=True,
+            )
+            logp_KA = torch.cat([self._token_logprobs(*chunk)[0] for chunk in chunks]).view_as(answer_KA)
+        return (logp_KA.double() * batch.is_token_KA.to(place)).sum(1)
 
     @property
     def kl_metric(self) -> str:
