@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.models import BUILTIN
+from unstable_lite.models.tokenization import Tokenizer
 
 BASE = "tiny"
 IDS, LOGPROBS = [5, 6, 7], [-0.5, -1.25, -2.0]

@@ -98,6 +98,9 @@ class AlarmsConfig(Section):
     decline: AlarmConfig = AlarmConfig(threshold=0.1)
     """Same distance for the share of points of the newest games of training and of `run.num_eval_workers` against a
     fixed opponent, and for the share of training games in which the policy made no invalid move."""
+    exploitability: AlarmConfig = AlarmConfig(threshold=0.2)
+    """Exploitability in an env (`run.exact_every`) minus the lowest one measured before, as a share of the highest
+    utility of the game."""
     starved: StarvedAlarm = StarvedAlarm(threshold=900.0)
     """Seconds in which training games ended but none brought the learner a step and no batch waited; or in which games
     of one env ended but updates were made without a step of it."""

@@ -39,6 +39,9 @@ class RunConfig(Section):
     """Whether to leave out the steps of a player whose game ended with another player's invalid move."""
     eval_every: int | None = Field(None, ge=1)
     """Number of updates between further evaluations by `eval_games`, which run while training continues."""
+    exact_every: int | None = Field(None, ge=1)
+    """Number of updates between two exact computations of the policy's exploitability in each OpenSpiel env, for which
+    the learner pauses (docs/evaluate.md). Default: none."""
     seed: int = Field(0, ge=0)
     """Seed of envs, samplers and sampling; training and evaluation envs have separate seeds. With `schedule` "async",
     an engine draws a random seed when it restarts or the run resumes, so that it does not repeat its samples."""

@@ -22,11 +22,11 @@ from unstable_lite.engines.devices import gpu_memory_bytes
 from unstable_lite.engines.lora import bare_model, check_fits, read_adapter
 from unstable_lite.engines.request_checks import Throughput, check_length
 from unstable_lite.engines.sampling import GREEDY_BELOW
-from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import AdapterError, ModelError, RequestError
 from unstable_lite.games.templates import chats_in_use
 from unstable_lite.models import resolve_model
 from unstable_lite.models.positions import longest_sequence
+from unstable_lite.models.tokenization import Tokenizer
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
 from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import Generation, TokenIds

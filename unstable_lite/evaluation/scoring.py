@@ -18,18 +18,18 @@ from unstable_lite.adapters.peft_files import CONFIG, read_json
 from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.training import EngineConfig, LoraConfig
-from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell
 from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel, find_models, find_run
 from unstable_lite.evaluation.probing import ActionDistribution, Probe, probe, random_positions, uniform_distribution
-from unstable_lite.games.players.scripted import legal_actions
-from unstable_lite.games.templates import chats_in_use, find_extraction, templates_for, written_answer
+from unstable_lite.games.answers import questions
+from unstable_lite.games.templates import chats_in_use, templates_for
+from unstable_lite.learner.answers import tokenized
 from unstable_lite.learner.model import Policy
 from unstable_lite.models import resolve_model
+from unstable_lite.models.tokenization import Tokenizer
 from unstable_lite.planning.plan import checked_config
 from unstable_lite.planning.trust import run_config
-from unstable_lite.types import TokenIds
 
 MUCH = 0.5
 """Probability of unlisted answers above which the listed ones are not representative."""
@@ -137,28 +137,15 @@ class AnswerScorer:
         """Return one distribution for each observation; see `action_distribution` for the errors."""
         if env.prompt_template not in self._templates:
             raise ConfigError(f"prompt_template {env.prompt_template!r} is not one of {', '.join(self._templates)}")
-        template, extract = self._templates[env.prompt_template], find_extraction(env.action_extraction_fn)
-        actions_of = [legal_actions(env.env_id, observation) for observation in observations]
-        prompts: list[TokenIds] = []
-        answers: list[list[TokenIds]] = []
-        for observation, actions in zip(observations, actions_of, strict=True):
-            prompt = template.prompt(observation, env.num_players)
-            prompts.append(self._tokenizer.encode(prompt))
-            answers.append([])
-            for action in actions:
-                answer = written_answer(prompt, action)
-                if extract(answer) != (action, True):
-                    raise ConfigError(
-                        f"action_extraction_fn {env.action_extraction_fn!r} does not read {answer!r} as "
-                        f"{action!r}, so the probability of an action is not that of one answer"
-                    )
-                answers[-1].append(self._tokenizer.encode_completion(prompt, answer, template.stop))
+        template = self._templates[env.prompt_template]
+        asked = list(questions(env, template, observations))
         is_base = self._model.path is None
         with self._policy.model.disable_adapter() if is_base else contextlib.nullcontext():
-            logprobs = self._policy.answer_logprobs(prompts, answers)
+            texts = [(question.prompt, question.answers) for question in asked]
+            logprobs = self._policy.answer_logprobs(*tokenized(self._tokenizer, texts, template.stop))
         return [
-            ActionDistribution(actions=tuple(actions), probabilities=logp.exp().numpy())
-            for actions, logp in zip(actions_of, logprobs, strict=True)
+            ActionDistribution(actions=question.actions, probabilities=logp.exp().numpy())
+            for question, logp in zip(asked, logprobs, strict=True)
         ]
 
 

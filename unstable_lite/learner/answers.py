@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unstable_lite.models.tokenization import Tokenizer
 from unstable_lite.types import TokenIds
 
 
@@ -27,6 +28,14 @@ class AnswerBatch:
     """Whether a token belongs to the answer, and is no padding."""
     answers: tuple[tuple[int, int], ...]
     """Prompt and answer, as numbered by the caller, of each row of `answer_KA`."""
+
+
+def tokenized(
+    tokenizer: Tokenizer, questions: Sequence[tuple[str, Sequence[str]]], stop: tuple[str, ...]
+) -> tuple[list[TokenIds], list[list[TokenIds]]]:
+    """Return the tokens of each prompt, and of its answers with the token that ends them."""
+    answers = [[tokenizer.encode_completion(prompt, text, stop) for text in texts] for prompt, texts in questions]
+    return [tokenizer.encode(prompt) for prompt, _ in questions], answers
 
 
 def make_answer_batches(

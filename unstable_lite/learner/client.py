@@ -16,17 +16,19 @@ from unstable_lite.errors import NoRoomError, WorkerDied
 from unstable_lite.learner import UPDATED
 from unstable_lite.transport.messages import (
     AdapterDigest,
+    AnswersScored,
     LoadLearner,
     Message,
     SaveLearner,
     Score,
+    ScoreAnswers,
     Scored,
     Update,
     Updated,
     WriteAdapter,
 )
 from unstable_lite.transport.rpc import Router, WorkerChannel
-from unstable_lite.types import Batch, Generation, LearnerLogprobs, StepContext, TrainItem
+from unstable_lite.types import Batch, Generation, LearnerLogprobs, Logprobs, StepContext, TrainItem
 
 SAVE_TIMEOUT_S = 600.0
 DEADLINE_FACTOR = 2
@@ -96,6 +98,14 @@ class LearnerClient:
         )
         fields: dict[str, Any] = {"items": items, "adapter": adapter and str(adapter)}
         scored: Scored = await self._ask(Score, self._config.update_timeout_s, **fields)
+        return scored.logprobs
+
+    async def score_answers(
+        self, questions: Sequence[tuple[str, tuple[str, ...]]], stop: tuple[str, ...]
+    ) -> tuple[Logprobs, ...]:
+        """Return the log-probability of each answer to each prompt under the newest adapter."""
+        timeout_s = self._config.update_timeout_s
+        scored: AnswersScored = await self._ask(ScoreAnswers, timeout_s, questions=tuple(questions), stop=stop)
         return scored.logprobs
 
     async def save(self, directory: Path) -> None:

@@ -1,6 +1,6 @@
 """Learner process: `python -m unstable_lite.transport unstable_lite.learner.worker`.
 
-Owns the loop and the handling of each message. Knows nothing of algorithms, rewards, games or text. With several
+Owns the loop and the handling of each message. Knows nothing of algorithms, rewards or games. With several
 ranks, rank 0 receives the orchestrator's messages, forwards them to the others, replies, and alone writes files.
 """
 
@@ -13,12 +13,13 @@ import logging
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 import transformers
 
@@ -26,13 +27,17 @@ from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError, NoRoomError, RequestError, UnstableError, is_out_of_memory
 from unstable_lite.learner import UPDATED, Learner, UpdateResult, distributed, load_learner, losses
+from unstable_lite.learner.answers import tokenized
 from unstable_lite.learner.batching import check, fit, length
 from unstable_lite.learner.frozen_adapters import read_parameters
 from unstable_lite.learner.histograms import histograms_of
 from unstable_lite.learner.past_adapters import PastAdapters
 from unstable_lite.learner.ready_info import ready_info
+from unstable_lite.models import resolve_model
+from unstable_lite.models.tokenization import Tokenizer
 from unstable_lite.transport.messages import (
     AdapterDigest,
+    AnswersScored,
     Done,
     Failed,
     LoadLearner,
@@ -40,6 +45,7 @@ from unstable_lite.transport.messages import (
     Ready,
     SaveLearner,
     Score,
+    ScoreAnswers,
     Scored,
     Stop,
     Update,
@@ -47,7 +53,7 @@ from unstable_lite.transport.messages import (
     WriteAdapter,
 )
 from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec
-from unstable_lite.types import Histogram, LearnerLogprobs, TrainItem
+from unstable_lite.types import Histogram, LearnerLogprobs, Logprobs, TrainItem
 
 CHECK_EVERY = 10
 """Number of updates between two checks that all ranks hold the same adapter and critic."""
@@ -101,11 +107,13 @@ class _Worker:
         self._made: dict[str, float] | None = None
         """Metrics of the newest update."""
         self._policy = learner.training.policy
+        self._tokenizer: Tokenizer | None = None
+        """Loaded when answers are scored for the first time."""
         self.past_adapters = PastAdapters(self._policy, config.buffer.max_staleness)
         self.past_adapters.hold(learner.training.version)
 
     def answer(self, message: Message) -> Message:
-        assert isinstance(message, (Update, WriteAdapter, Score, SaveLearner, LoadLearner)), message
+        assert isinstance(message, (Update, WriteAdapter, Score, ScoreAnswers, SaveLearner, LoadLearner)), message
         started = time.perf_counter()
         try:
             if isinstance(message, Update):
@@ -114,6 +122,10 @@ class _Worker:
                 if self._policy.is_sharded:
                     distributed.broadcast(message)
                 return Scored(request_id=message.request_id, logprobs=tuple(self._score(message)))
+            if isinstance(message, ScoreAnswers):
+                if self._policy.is_sharded:
+                    distributed.broadcast(message)
+                return AnswersScored(request_id=message.request_id, logprobs=self._score_answers(message))
             if isinstance(message, WriteAdapter):
                 distributed.broadcast(message)
                 self._begin_at(message.version)
@@ -152,6 +164,8 @@ class _Worker:
             elif isinstance(message, Score):
                 with contextlib.suppress(RequestError):
                     self._score(message)
+            elif isinstance(message, ScoreAnswers):
+                self._score_answers(message)
             elif isinstance(message, WriteAdapter):
                 self._begin_at(message.version)
             else:
@@ -170,16 +184,25 @@ class _Worker:
             path, is_shared = Path(message.adapter), policy.is_sharded
             with distributed.broadcast_directory(path) if is_shared else contextlib.nullcontext(path) as adapter:
                 parameters = read_parameters(adapter, policy)
-        return self._within_memory(message.items, partial(policy.score, message.items, parameters))
+        return self._within_memory(map(length, message.items), partial(policy.score, message.items, parameters))
 
-    def _within_memory(self, items: Sequence[TrainItem], score: Callable[[], T]) -> T:
-        """Return `score()`, a pass over `items`; if memory runs out, repeat it in smaller micro-batches.
+    def _score_answers(self, message: ScoreAnswers) -> tuple[Logprobs, ...]:
+        if self._tokenizer is None:
+            config = self._config
+            self._tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)
+        prompts, answers = tokenized(self._tokenizer, message.questions, message.stop)
+        sizes = [len(ids) + max(map(len, options), default=0) for ids, options in zip(prompts, answers, strict=True)]
+        scored = self._within_memory(sizes, partial(self._policy.answer_logprobs, prompts, answers))
+        return tuple(logp.numpy().astype(np.float32) for logp in scored)
+
+    def _within_memory(self, lengths: Iterable[int], score: Callable[[], T]) -> T:
+        """Return `score()`, a pass over sequences of `lengths`; if memory runs out, repeat it in smaller micro-batches.
 
         Memory may run out, because no update has determined the fitting size yet. Later passes begin with the old size.
         """
-        policy, longest = self._policy, max(map(length, items), default=0)
-        limit = policy.max_tokens_per_micro_batch
-        policy.max_tokens_per_micro_batch = min(limit, longest * len(items))
+        policy, sizes = self._policy, list(lengths)
+        longest, limit = max(sizes, default=0), policy.max_tokens_per_micro_batch
+        policy.max_tokens_per_micro_batch = min(limit, longest * len(sizes))
         try:
             while True:
                 try:
@@ -302,7 +325,7 @@ class _Worker:
         fitted = fit(items, self._config.learner.max_train_len).items
         logp, behaviour_logp = [torch.empty(0)], [torch.empty(0)]
         for past, own in self.past_adapters.sample(fitted, version).items():
-            logp += self._within_memory(own, partial(policy.logprobs_with, self.past_adapters[past], own))
+            logp += self._within_memory(map(length, own), partial(policy.logprobs_with, self.past_adapters[past], own))
             behaviour_logp += [torch.from_numpy(item.logprobs.copy()) for item in own]
         return losses.mismatch_metrics(torch.cat(logp), torch.cat(behaviour_logp))
 

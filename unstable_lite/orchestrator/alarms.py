@@ -139,6 +139,14 @@ ALARMS = {
         advice="evaluate its checkpoints (unstable-lite eval) to find the best, and continue from it with a "
         "lower learner.learning_rate or a learner.kl_coefficient above 0",
     ),
+    "exploitability": Alarm(
+        measured="a best response wins {detail} a game of {subject} (exact, {n} decision states), {value:.0%} of the "
+        "highest utility more than at best",
+        threshold="{:.0%}",
+        means="the policy has learned a habit that its opponents do not punish",
+        advice="other opponents (older checkpoints, base), a learner.entropy_coefficient or a learner.kl_coefficient "
+        "above 0, or an earlier checkpoint",
+    ),
     "starved": Alarm(
         measured="{detail}",
         threshold="{:.0f} s",

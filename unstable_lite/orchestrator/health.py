@@ -21,6 +21,7 @@ import msgspec
 
 from unstable_lite.adapters.run_adapters import by_update
 from unstable_lite.config import Config
+from unstable_lite.games.openspiel.flatten import flatten
 from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Change, Contest, Reading, Result, readings_of
 from unstable_lite.rollout.buffer import Buffer
 from unstable_lite.rollout.in_order import InOrder
@@ -95,6 +96,8 @@ class TrainingHealth:
         """Entries of training games for the windows, in the order of their numbers."""
         self._first_entropy: float | None = None
         """Entropy of the policy in the run's first update, in nats a token."""
+        self._least_exploitable: dict[str, float] = {}
+        """Lowest exact exploitability by env."""
         self._update = 0
         self._reasons: list[str] = []
         """Alarms that ask for a pause."""
@@ -145,7 +148,13 @@ class TrainingHealth:
         self._update = update
         self.check_skipped(0)
         self._judge(
-            [*readings_of(metrics), *self._entropy_rise(metrics), *self._readings_of_games(), *self._env_starvation()]
+            [
+                *readings_of(metrics),
+                *self._entropy_rise(metrics),
+                *self._exploitability_rises(metrics),
+                *self._readings_of_games(),
+                *self._env_starvation(),
+            ]
         )
         return {f"alarms/{name}": count for name, count in self._alarms.counts().items()}
 
@@ -218,6 +227,7 @@ class TrainingHealth:
             "num_evaluations": self._num_evaluations,
             "windows": [[*key, list(window)] for key, window in self._windows.items()],
             "first_entropy": self._first_entropy,
+            "least_exploitable": self._least_exploitable,
             "update": self._update,
         }
 
@@ -226,7 +236,7 @@ class TrainingHealth:
         self._alarms.load_state_dict(state["alarms"])
         self._contests.update(msgspec.convert(state["contests"], dict[str, Contest]))
         self._num_evaluations, self._update = state["num_evaluations"], state["update"]
-        self._first_entropy = state["first_entropy"]
+        self._first_entropy, self._least_exploitable = state["first_entropy"], dict(state["least_exploitable"])
         for what, games, values in state["windows"]:
             self._windows[what, games].extend(values)
         for evaluation in self._tracker.evaluations[self._num_evaluations :]:
@@ -265,6 +275,17 @@ class TrainingHealth:
             self._first_entropy = entropy
         rise = 0.0 if self._first_entropy is None else entropy - self._first_entropy
         return [Reading(alarm="high_entropy", value=rise, n=n)]
+
+    def _exploitability_rises(self, metrics: Mapping[str, float]) -> Iterator[Reading]:
+        """Compare each exact exploitability with the lowest one before it."""
+        for name, value in metrics.items():
+            kind, _, env_id = name.partition("/")
+            if kind == "exploitability":
+                tree = flatten(env_id)
+                lowest = self._least_exploitable[env_id] = min(value, self._least_exploitable.get(env_id, value))
+                rise, n = (value - lowest) / abs(tree.lowest_utility), len(tree.states)
+                detail = f"{value:.4f} after {lowest:.4f}"
+                yield Reading(alarm="exploitability", value=rise, n=n, subject=env_id, detail=detail)
 
     def _readings_of_games(self) -> list[Reading]:
         readings: list[Reading] = []

@@ -32,6 +32,7 @@ from unstable_lite.orchestrator.checkpoint import Checkpoint
 from unstable_lite.orchestrator.checkpoint_pool import CheckpointPool
 from unstable_lite.orchestrator.colocation import Colocation
 from unstable_lite.orchestrator.frozen_players import FrozenPlayer, keep_frozen
+from unstable_lite.orchestrator.exact_evaluations import ExactEvaluations
 from unstable_lite.orchestrator.health import TrainingHealth
 from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.orchestrator.watchdog import LoopWatchdog
@@ -74,6 +75,7 @@ class RunParts:
     collector: Collector
     adapter_sync: AdapterSync
     colocation: Colocation
+    exact: ExactEvaluations
     pool: CheckpointPool
     tracker: Tracker
     health: TrainingHealth
@@ -177,6 +179,7 @@ async def wired_parts(
             collector=collector,
             adapter_sync=adapter_sync,
             colocation=colocation,
+            exact=ExactEvaluations(config, templates, workers.learner, colocation),
             pool=pool,
             tracker=tracker,
             health=health,

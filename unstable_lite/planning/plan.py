@@ -24,6 +24,7 @@ from unstable_lite.league.opponents import frozen_adapters, training_opponents
 from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slots_needed, adapters_in_memory
 from unstable_lite.planning.algorithm_defaults import describe_rewards, resolve_defaults
 from unstable_lite.planning.engine_choice import engine_of, engine_warnings
+from unstable_lite.planning.exact import describe_exact
 from unstable_lite.planning.machine import machine_problems, machine_warnings
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.placement import (
@@ -168,6 +169,7 @@ class Plan:
                 yield "warning", f"{family}: {REMARKS[family]}"
         if isolated:
             yield "isolated", f"{', '.join(dict.fromkeys(isolated))}: in processes that can be killed"
+        yield from describe_exact(config, is_on_gpu="cpu" not in self.learner_devices)
         if config.run.group_size > 1:
             yield "groups", f"{config.run.group_size} games from each start, compared by {config.group_baseline}"
         whole = ", whole trajectories" * (config.buffer.kind == "episodes")

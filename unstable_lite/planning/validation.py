@@ -39,6 +39,7 @@ from unstable_lite.planning.algorithm_defaults import (
     transform_names,
 )
 from unstable_lite.planning.frozen_players import frozen_problems
+from unstable_lite.planning.exact import exact_problems
 from unstable_lite.planning.machine import machine_problems
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.placement import devices_of, placement_problems
@@ -214,6 +215,7 @@ def _number_problems(config: Config) -> Iterable[str]:
 
 
 def _evaluation_problems(config: Config) -> Iterable[str]:
+    yield from exact_problems(config)
     if config.run.eval_every and not config.run.eval_games:
         yield "run.eval_every needs run.eval_games, the number of games per evaluation"
     if config.run.max_eval_games_per_ckpt and not config.run.num_eval_workers:

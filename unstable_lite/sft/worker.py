@@ -18,7 +18,6 @@ import transformers
 
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
-from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import RequestError
 from unstable_lite.games.templates import chats_in_use, find_extraction, templates_for, written_answer
 from unstable_lite.learner.batching import check, unsampled
@@ -26,6 +25,7 @@ from unstable_lite.learner.ready_info import ready_info
 from unstable_lite.learner.training import Training, Update
 from unstable_lite.learner.training_stats import Trained
 from unstable_lite.models import resolve_model
+from unstable_lite.models.tokenization import Tokenizer
 from unstable_lite.rng import derive_seed
 from unstable_lite.sft.pairs import PAIRS, Pair, env_of, read_pairs
 from unstable_lite.transport.messages import FineTuned, FineTuning, Ready, Stop

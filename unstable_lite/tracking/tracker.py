@@ -169,6 +169,11 @@ class Tracker:
         self._log_league(step)
         self._failures.report_recovery()
 
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log `metrics` that belong to no update, if there are any."""
+        if metrics:
+            self._send(step, metrics)
+
     def get_interface_info(self) -> dict[str, Any]:
         """Return the data of a dashboard under the reference's keys; means over all training envs, None if empty.
 

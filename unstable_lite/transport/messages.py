@@ -149,6 +149,20 @@ class Scored(Reply):
                 raise ValueError(f"{len(logprobs.adapter)} adapter, {len(logprobs.base)} base log-probabilities")
 
 
+class AnswersScored(Reply):
+    logprobs: tuple[Logprobs, ...]
+    """Log-probabilities of the answers to each question, in nats."""
+
+
+class ScoreAnswers(Request[AnswersScored]):
+    """Compute the log-probabilities of whole answers under the learner's newest adapter, at `engine.temperature`."""
+
+    questions: tuple[tuple[str, tuple[str, ...]], ...]
+    """Prompts with their answers."""
+    stop: tuple[str, ...]
+    """Strings that end an answer."""
+
+
 class Score(Request[Scored]):
     """Compute the learner's log-probabilities of the items' completion tokens."""
 

@@ -28,13 +28,13 @@ from unstable_lite.dashboards.report.page import Change, _changes
 from unstable_lite.dashboards.report.prompts import templates_by_env
 from unstable_lite.dashboards.report.runs import RunData
 from unstable_lite.dashboards.report.tokens import pieces
-from unstable_lite.engines.detokenizer import CUT
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import write_whole
 from unstable_lite.games.environments import outcomes_from_rewards
 from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.models import BUILTIN
+from unstable_lite.models.detokenizer import CUT
 from unstable_lite.rollout.step_counts import CountsByLength, StepCounts
 from unstable_lite.tracking.evaluations import Tally, summarise_evaluation
 from unstable_lite.tracking.intervals import T_95, t_95, wilson_interval

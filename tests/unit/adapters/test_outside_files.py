@@ -308,8 +308,8 @@ def test_code_in_a_model_runs_only_on_request(tmp_path: Path, monkeypatch: pytes
     import torch
 
     from unstable_lite.engines.embedded import stock_model
-    from unstable_lite.engines.tokenization import Tokenizer
     from unstable_lite.learner.model import Policy
+    from unstable_lite.models.tokenization import Tokenizer
 
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     model, marker = tmp_path / f"model_{where}", tmp_path / "it ran"

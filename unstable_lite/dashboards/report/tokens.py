@@ -12,9 +12,9 @@ import tokenizers
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from unstable_lite.engines.detokenizer import CUT, IncrementalDetokenizer
 from unstable_lite.errors import ModelError
 from unstable_lite.models import resolve_model
+from unstable_lite.models.detokenizer import CUT, IncrementalDetokenizer
 
 
 def find_tokenizer(model_name: str) -> tokenizers.Tokenizer | None:

@@ -28,11 +28,11 @@ from unstable_lite.engines.embedded.kv_cache import CacheShape, KVCache
 from unstable_lite.engines.lora import LoraModel, neighbours
 from unstable_lite.engines.request_checks import Throughput, check_length
 from unstable_lite.engines.sampling import sample, uniforms
-from unstable_lite.engines.tokenization import StopWatch, Tokenizer
 from unstable_lite.errors import ModelError, is_out_of_memory
 from unstable_lite.games.templates import chats_in_use
 from unstable_lite.models import resolve_model
 from unstable_lite.models.positions import longest_sequence
+from unstable_lite.models.tokenization import StopWatch, Tokenizer
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
 from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import FinishReason, Generation, TokenIds

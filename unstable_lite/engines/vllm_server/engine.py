@@ -26,7 +26,6 @@ from unstable_lite.engines.adapter_slots import BASE, AdapterVersions
 from unstable_lite.engines.lora import bare_model, check_fits, read_adapter
 from unstable_lite.engines.request_checks import Throughput, check_length
 from unstable_lite.engines.sampling import GREEDY_BELOW
-from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.engines.vllm_server.config_checks import server_url
 from unstable_lite.engines.vllm_server.delivery import delivery_to
 from unstable_lite.engines.vllm_server.http import BUSY, Refused, Server
@@ -36,6 +35,7 @@ from unstable_lite.games.api_keys import SERVER_KEY
 from unstable_lite.games.templates import chats_in_use
 from unstable_lite.models import resolve_model
 from unstable_lite.models.positions import longest_sequence, longrope_limit
+from unstable_lite.models.tokenization import Tokenizer
 from unstable_lite.transport.messages import EngineStats, Failed, Generate, Generated
 from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import Generation, TokenIds

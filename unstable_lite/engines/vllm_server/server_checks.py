@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.engines.vllm_server.http import Refused, Server
 from unstable_lite.errors import ModelError, RequestError
+from unstable_lite.models.tokenization import Tokenizer
 from unstable_lite.types import FinishReason
 
 _PROBE = "The rules:\nmove 17 is [3], and \\boxed{[0]} ends é 🎲."

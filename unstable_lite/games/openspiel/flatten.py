@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from unstable_lite.config.env_ids import PREFIX
@@ -25,6 +26,7 @@ Moves = tuple[tuple[int, int], ...]
 """Decision states and actions of one seat, in their order."""
 
 
+@cache
 def flatten(env_id: str, is_forced: bool = False) -> GameTree:
     """Return the positions of a two-player zero-sum game. `is_forced`: whatever its size.
 

@@ -10,7 +10,6 @@ import transformers
 
 from fakes.random_models import make_tokenizer
 from unstable_lite.config import Config
-from unstable_lite.engines.tokenization import Tokenizer
 from unstable_lite.errors import ConfigError, ModelError
 from unstable_lite.games.templates import (
     CHAT_TEMPLATES,
@@ -21,6 +20,7 @@ from unstable_lite.games.templates import (
     without_markup,
 )
 from unstable_lite.models import resolve_model
+from unstable_lite.models.tokenization import Tokenizer
 
 ENV = {"env_id": "TicTacToe-v0-train", "num_players": 2, "num_actors": 2}
 

@@ -16,9 +16,9 @@ import numpy as np
 import tokenizers
 import transformers
 
-from unstable_lite.engines.detokenizer import IncrementalDetokenizer
 from unstable_lite.errors import ModelError
 from unstable_lite.games.templates import MARKUP, ChatTemplate, without_markup
+from unstable_lite.models.detokenizer import IncrementalDetokenizer
 from unstable_lite.types import TokenIds
 
 KNOWN_PROMPTS = 8192

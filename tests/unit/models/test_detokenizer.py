@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fakes.byte_tokens import BYTE_TOKENS, ids_of
-from unstable_lite.engines.detokenizer import IncrementalDetokenizer
+from unstable_lite.models.detokenizer import IncrementalDetokenizer
 
 
 def streamed(ids: list[int]) -> list[str]:

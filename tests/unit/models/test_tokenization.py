@@ -8,7 +8,7 @@ import pytest
 
 from fakes.byte_tokens import BYTE_TOKENS, ids_of
 from fakes.random_models import make_model, make_tokenizer
-from unstable_lite.engines.tokenization import StopWatch, Tokenizer
+from unstable_lite.models.tokenization import StopWatch, Tokenizer
 
 
 @pytest.fixture(scope="module")

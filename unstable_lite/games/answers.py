@@ -1,0 +1,38 @@
+"""The answers that an observation allows, in the words of a model: its legal actions, each inside `\\boxed{}`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from unstable_lite.config.games import EnvSpec
+from unstable_lite.errors import ConfigError
+from unstable_lite.games.players.scripted import legal_actions
+from unstable_lite.games.templates import Template, find_extraction, written_answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    prompt: str
+    actions: tuple[str, ...]
+    answers: tuple[str, ...]
+    """What a model writes to choose each action."""
+
+
+def questions(env: EnvSpec, template: Template, observations: Sequence[str]) -> Iterator[Question]:
+    """Yield one question for each observation.
+
+    Raises UnsupportedEnvError for an env family whose legal actions cannot be listed, EnvError for an observation of
+    another env, ConfigError if the env's extraction does not read an answer as its action.
+    """
+    extract = find_extraction(env.action_extraction_fn)
+    for observation in observations:
+        prompt, actions = template.prompt(observation, env.num_players), legal_actions(env.env_id, observation)
+        answers = tuple(written_answer(prompt, action) for action in actions)
+        for action, answer in zip(actions, answers, strict=True):
+            if extract(answer) != (action, True):
+                raise ConfigError(
+                    f"action_extraction_fn {env.action_extraction_fn!r} does not read {answer!r} as {action!r}, so the "
+                    "probability of an action is not that of one answer"
+                )
+        yield Question(prompt=prompt, actions=tuple(actions), answers=answers)
