@@ -21,7 +21,10 @@ def evaluate_models(
             "'scripted:…', 'module:Class', 'vendor/model'."
         ),
     ],
-    output: Annotated[Path, typer.Option(help="Games and tables; the same directory again continues it.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Games and tables; the same one again continues it. Optional with --exact."),
+    ] = None,
     games: Annotated[int, typer.Option(min=1, help="Games of each model, opponent and env; seats are balanced.")] = 200,
     env: Annotated[
         list[str] | None,
@@ -42,11 +45,20 @@ def evaluate_models(
         int,
         typer.Option("--probe", metavar="GAMES", help="Also probe, at positions of this many random games."),
     ] = 0,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Play nothing: compute exploitability in games of OpenSpiel.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="With --exact: games of any size.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the tables.")] = False,
     debug: Debug = False,
 ) -> None:
     """Evaluate checkpoints on disk: models × opponents × envs, or a tournament. Starts engines but no learner."""
     with errors_as_messages(debug):
+        if exact:
+            _evaluate_exactly(models, output, env, config, override, trust_config, force)
+            return
+        if output is None:
+            raise typer.BadParameter("--output is needed, the directory of games and tables")
         from unstable_lite.dashboards.terminal import TerminalInterface
         from unstable_lite.evaluation.evaluator import evaluate
         from unstable_lite.evaluation.plan import plan_evaluation
@@ -80,6 +92,37 @@ def evaluate_models(
                 write_probes(output / "probe.csv", probes)
                 out.print(probe_table(probes))
         out.print(f"{evaluated.played} games played; tables and games in {evaluated.output}", soft_wrap=True)
+
+
+def _evaluate_exactly(
+    models: list[str],
+    output: Path | None,
+    envs: list[str] | None,
+    config: Path | None,
+    overrides: list[str] | None,
+    trust_config: bool,
+    is_forced: bool,
+) -> None:
+    from unstable_lite.dashboards.terminal import TerminalInterface
+    from unstable_lite.evaluation.exact import exact_tables, write_exact
+    from unstable_lite.evaluation.plan import plan_evaluation
+    from unstable_lite.evaluation.scoring import evaluate_exactly
+
+    evaluation = plan_evaluation(
+        models,
+        output=output or Path(),
+        config=config,
+        envs=envs or (),
+        opponents=["base"],
+        overrides=overrides or (),
+        trusts_config=trust_config,
+    )
+    results = evaluate_exactly(evaluation.cells, evaluation.plan.config, is_forced, TerminalInterface().say)
+    console().print(*exact_tables(results), sep="\n")
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        write_exact(output / "exact.csv", results)
+        console().print(f"table in {output / 'exact.csv'}", soft_wrap=True)
 
 
 def play(

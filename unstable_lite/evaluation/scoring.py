@@ -20,9 +20,12 @@ from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.training import EngineConfig, LoraConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell
+from unstable_lite.evaluation.exact import ExactResult, exact_result
 from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel, find_models, find_run
 from unstable_lite.evaluation.probing import ActionDistribution, Probe, probe, random_positions, uniform_distribution
 from unstable_lite.games.answers import questions
+from unstable_lite.games.game_tree import uniform
+from unstable_lite.games.openspiel.flatten import flatten
 from unstable_lite.games.templates import chats_in_use, templates_for
 from unstable_lite.learner.answers import tokenized
 from unstable_lite.learner.model import Policy
@@ -98,6 +101,34 @@ def probe_models(
                     "If it reasons before it answers, its choice cannot be computed exactly: use resample"
                 )
     return probes
+
+
+def evaluate_exactly(
+    cells: Sequence[Cell],
+    config: Config,
+    is_forced: bool,
+    say: Callable[[str], None],
+    device: str | None = None,
+) -> list[ExactResult]:
+    """Compute exact results of `scripted:random`, the base and the adapters of `cells` in each env.
+
+    `is_forced`: whatever the size of a game. Raises ConfigError for a game that cannot be evaluated exactly, and the
+    errors of `action_distribution`.
+    """
+    asked = dict.fromkeys(
+        (cell.env.model_copy(update={"fixed_opponent": ""}), cell.model) for cell in cells if not cell.model.is_fixed
+    )
+    envs = list(dict.fromkeys(env for env, _ in asked))
+    trees = {env: flatten(env.env_id, is_forced) for env in envs}
+    scorer, results = AnswerScorer(config, envs, device), []
+    for env, tree in trees.items():
+        results.append(exact_result("random legal", env.env_id, tree, uniform(tree)))
+        for model in (model for of, model in asked if of == env):
+            scorer.use(model)
+            found = scorer.distributions(env, [state.observation for state in tree.states])
+            results.append(exact_result(model.name, env.env_id, tree, [of.probabilities for of in found]))
+            say(f"{model.name} in {env.env_id}: exploitability {results[-1].exploitability:.4f}")
+    return results
 
 
 class AnswerScorer:
