@@ -68,9 +68,9 @@ def exact_tables(results: Sequence[ExactResult]) -> list[Table]:
         if of.env_id not in tables:
             title = f"{of.env_id}: exact, against a best response in {of.states:,} decision states"
             tables[of.env_id] = Table("model", title=title, title_justify="left")
-            for name in ("exploitability", "of legal answers", "other answers", "won / drawn first", "second"):
+            for name in ("exploitability", "of legal answers", "other answers", "points first", "points second"):
                 tables[of.env_id].add_column(name, justify="right")
-        seats = f"{of.win_0:.1%} / {of.draw_0:.1%}", f"{of.win_1:.1%} / {of.draw_1:.1%}"
+        points = f"{of.win_0 + of.draw_0 / 2:.1%}", f"{of.win_1 + of.draw_1 / 2:.1%}"
         metrics = f"{of.exploitability:.4f}", f"{of.exploitability_legal:.4f}", f"{of.rest:.2%}"
-        tables[of.env_id].add_row(of.model, *metrics, *seats)
+        tables[of.env_id].add_row(of.model, *metrics, *points)
     return list(tables.values())
