@@ -1,0 +1,143 @@
+"""Values and best responses in a game tree are those of OpenSpiel, and forfeits cost what they cost in play."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unstable_lite.errors import ConfigError
+from unstable_lite.games.game_tree import GameTree, Policy, renormalised, uniform
+from unstable_lite.games.openspiel.flatten import flatten
+from unstable_lite.games.openspiel.game import OpenSpielGame
+from unstable_lite.games.openspiel.prompts import action_names, prompt
+
+pyspiel = pytest.importorskip("pyspiel")
+
+SOLVED = (
+    "kuhn_poker",
+    "liars_dice(dice_sides=3)",
+    "goofspiel(imp_info=True,num_cards=4,points_order=descending)",
+    "matrix_rps",
+    "matrix_mp",
+    pytest.param("leduc_poker", marks=pytest.mark.nightly),
+)
+NIM = "openspiel:nim(is_misere=False,pile_sizes=3;4;5)"
+
+
+def random_policy(tree: GameTree, seed: int = 0, rest: float = 0.0) -> Policy:
+    rng = np.random.default_rng(seed)
+    return [(1 - rest) * rng.dirichlet(np.ones(len(state.actions))) for state in tree.states]
+
+
+def expected(name: str, tree: GameTree, policy: Policy) -> float:
+    """Return OpenSpiel's exploitability of the policy."""
+    from open_spiel.python import policy as policies
+    from open_spiel.python.algorithms import exploitability
+
+    game = pyspiel.load_game(name)
+    if game.get_type().dynamics.name == "SIMULTANEOUS":
+        game = pyspiel.convert_to_turn_based(game)
+    number = {(state.seat, state.observation): index for index, state in enumerate(tree.states)}
+
+    class Tabular(policies.Policy):  # type: ignore[misc]
+        def action_probabilities(self, state: Any, _player: int | None = None) -> dict[int, float]:
+            pid = state.current_player()
+            index = number[pid, prompt(state, pid)]
+            names = tree.states[index].actions
+            return {
+                action: float(policy[index][names.index(name)]) for name, action in action_names(state, pid).items()
+            }
+
+    return float(exploitability.exploitability(game, Tabular(game, [0, 1])))
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_exploitability_is_that_of_openspiel(name: str) -> None:
+    tree = flatten(f"openspiel:{name}")
+    for policy in (uniform(tree), random_policy(tree)):
+        assert tree.exploitability(policy) == pytest.approx(expected(name, tree, policy), abs=1e-9)
+        assert tree.exploitability(renormalised(policy)) == pytest.approx(expected(name, tree, policy), abs=1e-9)
+
+
+def test_uniform_play_of_kuhn_poker_has_its_known_exploitability() -> None:
+    tree = flatten("openspiel:kuhn_poker")
+    assert (len(tree.states), tree.num_answers) == (12, 24)
+    assert tree.exploitability(uniform(tree)) == pytest.approx(11 / 24, abs=1e-12)
+
+
+def test_answers_that_are_not_listed_forfeit() -> None:
+    tree = flatten("openspiel:kuhn_poker")
+    silent = [np.zeros(2) for _ in tree.states]
+    assert tree.exploitability(silent) == pytest.approx(2.0)  # each seat forfeits at once, for min_utility
+    assert tree.exploitability(renormalised(silent)) == pytest.approx(11 / 24)
+    half = random_policy(tree, rest=0.5)
+    assert 11 / 24 < tree.exploitability(half) < 2.0
+    played = tree.outcomes(half, 0, half)
+    assert played.win + played.draw + played.loss == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("seat", "rest"), [(0, 0.0), (1, 0.0), (0, 0.3), (1, 0.3)])
+def test_computed_outcomes_are_those_of_played_games(seat: int, rest: float) -> None:
+    tree = flatten("openspiel:kuhn_poker")
+    policy, rng, utilities = random_policy(tree, rest=rest), np.random.default_rng(1), []
+    number = {(state.seat, state.observation): index for index, state in enumerate(tree.states)}
+    for game_seed in range(4000):
+        game = OpenSpielGame("openspiel:kuhn_poker", 2, game_seed)
+        turn: tuple[int, str] | None = game.observe()
+        while turn is not None:
+            index = number[turn]
+            options = [*(f"[{name}]" for name in tree.states[index].actions), "pardon?"]
+            p = policy[index]
+            turn = game.play(str(rng.choice(options, p=[*p, max(0.0, 1 - p.sum())])))
+        rewards, _ = game.close()
+        utilities.append(2 * rewards[seat])  # `reward_scale` is 1 / 2
+    error = np.std(utilities) / np.sqrt(len(utilities))
+    computed = tree.outcomes(policy, seat, policy)
+    assert computed.utility == pytest.approx(np.mean(utilities), abs=4 * error)
+    assert computed.win == pytest.approx(np.mean(np.array(utilities) > 0), abs=0.035)
+
+
+def test_board_games_are_merged_by_board_and_solved() -> None:
+    nim = flatten(NIM)
+    assert len(nim.states) == 230
+    optimal = [np.zeros(len(state.actions)) for state in nim.states]
+    response = nim.best_response(uniform(nim), 0)
+    assert nim.outcomes(uniform(nim), 0, response).win > 0.999
+    assert all(p.sum() in (0.0, 1.0) for p in response)
+    assert nim.exploitability(optimal) == 1.0  # forfeits at both seats
+    board = flatten("openspiel:tic_tac_toe")
+    assert (len(board.states), len(board.positions)) == (4520, 5478)
+
+
+def test_best_response_to_a_best_response_in_tic_tac_toe_never_loses() -> None:
+    tree = flatten("openspiel:tic_tac_toe")
+    careful: Policy = uniform(tree)
+    for _ in range(12):
+        careful = [a + b for a, b in zip(tree.best_response(careful, 0), tree.best_response(careful, 1), strict=True)]
+    played = tree.outcomes(careful, 0, tree.best_response(careful, 0))
+    assert played.win + played.draw + played.loss == pytest.approx(1.0)
+    assert tree.outcomes(careful, 1, careful).utility == -tree.outcomes(careful, 0, careful).utility
+
+
+@pytest.mark.parametrize(
+    ("env_id", "said"),
+    [
+        ("Nim-v0-train", "only games of OpenSpiel"),
+        ("openspiel:pig", "repeat without end"),
+        ("openspiel:connect_four", "10\\^12"),
+        ("openspiel:breakthrough", "not a choice by prompt"),
+        ("openspiel:leduc_poker(players=3)", "two players"),
+        ("openspiel:liars_dice", r"more than \d+,\d+ decision states"),
+    ],
+)
+def test_games_that_cannot_be_computed_are_refused_with_the_reason(env_id: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        flatten(env_id)
+
+
+def test_game_above_the_limit_is_computed_if_forced() -> None:
+    name = "openspiel:liars_dice(dice_sides=4)"
+    tree = flatten(name, is_forced=True)
+    assert 0.0 < tree.exploitability(uniform(tree)) < 1.0
