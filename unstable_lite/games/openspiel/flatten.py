@@ -104,8 +104,8 @@ class _Builder:
         number = self._numbers[seat, shown]
         if not self._is_board_game and self._moves[number] != moves[seat]:
             raise ConfigError(
-                f"{self._env_id}: its prompt does not show a seat all of its own earlier moves, so a best response is not "
-                f"a choice by prompt (of games that show a board only {' and '.join(BOARD_GAMES)} can be evaluated)"
+                f"{self._env_id}: its prompt does not show a seat its own earlier moves, so its best response is "
+                f"no choice by prompt (of games that show a board only {' and '.join(BOARD_GAMES)} can be evaluated)"
             )
         after = []
         for index, action in enumerate(names.values()):
