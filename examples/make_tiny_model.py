@@ -1,4 +1,4 @@
-"""Make the embedded model: `python examples/make_tiny_model.py --output DIR`.
+"""Make an embedded model: `python examples/make_tiny_model.py --output DIR [--model tiny-games]`.
 
 Owns the recipe of the tokenizer and the model: games of mixed strength → turns → byte-level BPE → a Qwen3 of
 about a million parameters that imitates them. A move in these games is a strong one with a small probability
@@ -8,7 +8,9 @@ the model stands for a base model that knows rules and format and plays a little
 The distribution of the player's next token is known exactly, so the model is trained on it, not on one draw from it:
 every turn then shows which moves are legal and which are strong.
 
-Promises neither language nor good play: text outside the eight families below comes out as noise. Games, tokenizer and
+There are two: `tiny` plays games of TextArena, `tiny-games` those of OpenSpiel, all of them at random.
+
+Promises neither language nor good play: text outside the games below comes out as noise. Games, tokenizer and
 the order of batches depend only on the seed; the weights do, too, as far as PyTorch's kernels do with this number of
 threads on this machine.
 """
@@ -21,7 +23,7 @@ import math
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -32,13 +34,14 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from unstable_lite.games.env_catalogue import BOARD_GAMES
+from unstable_lite.games.env_start import start_environment
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.players.greedy import GREEDY_GAMES, greedy_actions
 from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS, optimal_actions
 from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.types import Observation
 
-GAME_SHARES = {
+TEXTARENA = {
     "TicTacToe-v0-train": 0.20,
     "ConnectFour-v0-train": 0.20,
     "SimpleTak-v0-train": 0.14,
@@ -54,7 +57,25 @@ GAME_SHARES = {
     "PigDice-v0-train": 0.015,
     "PigDice-v0-short-train": 0.03,
 }
-"""Share of each env in the games."""
+OPENSPIEL = {
+    "openspiel:kuhn_poker": 0.06,
+    "openspiel:leduc_poker": 0.12,
+    "openspiel:liars_dice": 0.06,
+    "openspiel:liars_dice(dice_sides=3)": 0.06,
+    "openspiel:goofspiel(imp_info=True,num_cards=4,points_order=descending)": 0.05,
+    "openspiel:goofspiel(imp_info=True)": 0.05,
+    "openspiel:goofspiel": 0.05,
+    "openspiel:matrix_rps": 0.03,
+    "openspiel:matrix_brps": 0.03,
+    "openspiel:matrix_mp": 0.03,
+    "openspiel:nim": 0.08,
+    "openspiel:nim(is_misere=False,pile_sizes=3;4;5)": 0.10,
+    "openspiel:tic_tac_toe": 0.12,
+    "openspiel:connect_four": 0.12,
+    "openspiel:pig": 0.04,
+}
+GAME_SHARES = {"tiny": TEXTARENA, "tiny-games": OPENSPIEL}
+"""Share of each env in a model's games."""
 
 STRONG_SHARES = {"TicTacToe": 0.2, "Nim": 0.2, "KuhnPoker": 0.2, "SimpleTak": 0.15, "ConnectFour": 0.07}
 """Probability of a strong move by env family: an optimal one if the optimum is known, otherwise one of the player that
@@ -110,6 +131,18 @@ PRE_TOKENS = "|".join(
         r"(?<!Player )\d{1,2}(?:, )?",  # any other number
     )
 )
+PRE_TOKENS_OPENSPIEL = "|".join(
+    (
+        r"\[[^\]\n]{1,16}\](?: |$)",  # an item of the list of moves
+        r"\n(?:Board|Legal actions|Bets|Piles|Your card|Public card|Round \d|Chips paid|Your dice|Prize|Scores):",
+        r"(?:[.xo\d]+ ?){1,3}(?=[.xo\d \n])",  # cells of a board
+        r"pile \d has \d{1,2}(?:, )?",
+        r"(?:check|call|bet|fold|raise)(?:, )?",
+        r"[JQK](?: of \w+)?",
+        r"bid \d{1,2} of face \d(?:, )?",
+        r"(?<!Player )-?\d{1,3}(?:, )?",  # any other number
+    )
+)
 VOCAB_SIZE = 3072
 MAX_TOKEN_LENGTH = 600
 MAX_TURN_TOKENS = 512
@@ -147,16 +180,16 @@ def action_probabilities(env_id: str, observation: str) -> dict[str, float]:
     return {action: (1 - share) / len(legal) + (share / len(strong) if action in strong else 0.0) for action in legal}
 
 
-def play_games(num_games: int, rng: random.Random) -> list[Turn]:
+def play_games(num_games: int, rng: random.Random, shares: Mapping[str, float] = TEXTARENA) -> list[Turn]:
     """Play games of mixed strength; return their turns in random order.
 
     In every second game of those with a board, a player sees the rules and the newest board only.
     """
     turns: list[Turn] = []
-    for env_id in rng.choices(list(GAME_SHARES), list(GAME_SHARES.values()), k=num_games):
+    for env_id in rng.choices(list(shares), list(shares.values()), k=num_games):
         has_board = env_id.partition("-v0")[0] in BOARD_GAMES
         seen: Observation = "board" if has_board and rng.random() < 0.5 else "env"
-        env = Environment(env_id, num_players=2, seed=rng.getrandbits(31), observation=seen)
+        env = start_environment(env_id, num_players=2, seed=rng.getrandbits(31), observation=seen)
         game: list[Turn] = []
         done = False
         while not done:
@@ -174,14 +207,14 @@ def play_games(num_games: int, rng: random.Random) -> list[Turn]:
     return turns
 
 
-def tokenizer_corpus(turns: list[Turn]) -> Iterator[str]:
+def tokenizer_corpus(turns: list[Turn], *, has_others: bool) -> Iterator[str]:
     """Yield the texts between special tokens, as the tokenizer will see them."""
     for turn in turns:
         user, assistant = turn.prompt.split(END)
         yield user.removeprefix(START)
         yield assistant.removeprefix(f"\n{START}")
         yield turn.completions[turn.chosen].removesuffix(END)
-    for env_id in OTHER_ENVS:
+    for env_id in OTHER_ENVS if has_others else ():
         for seed in range(2):
             _, observation = Environment(f"{env_id}-train", _players(env_id), seed).observe()
             yield f"user\n{observation}"
@@ -192,11 +225,12 @@ def _players(env_id: str) -> int:
     return 1 if env_id.startswith(single) else 2
 
 
-def train_tokenizer(turns: list[Turn]) -> PreTrainedTokenizerFast:
+def train_tokenizer(turns: list[Turn], name: str) -> PreTrainedTokenizerFast:
     """Train byte-level BPE, which reproduces any UTF-8 text exactly."""
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PRE_TOKENS), "isolated"), byte_level])
+    pattern = Regex(PRE_TOKENS if name == "tiny" else PRE_TOKENS_OPENSPIEL)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
@@ -206,7 +240,7 @@ def train_tokenizer(turns: list[Turn]) -> PreTrainedTokenizerFast:
         special_tokens=[PAD, START, END],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(tokenizer_corpus(turns), trainer)
+    tokenizer.train_from_iterator(tokenizer_corpus(turns, has_others=name == "tiny"), trainer)
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -385,14 +419,14 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Pa
     template.unlink(missing_ok=True)
 
 
-def make(output: Path, *, games: int, steps: int, seed: int) -> float:
+def make(output: Path, *, games: int, steps: int, seed: int, name: str = "tiny") -> float:
     """Run the whole recipe. Returns the divergence from the player in nats per turn."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     started = time.perf_counter()
-    turns = play_games(games, rng)
+    turns = play_games(games, rng, GAME_SHARES[name])
     _say(f"{len(turns)} turns of {games} games in {time.perf_counter() - started:.0f} s")
-    tokenizer = train_tokenizer(turns[:20_000])
+    tokenizer = train_tokenizer(turns[:20_000], name)
     encoded = encode_turns(tokenizer, turns)
     mean_len = sum(map(len, encoded)) / len(encoded)
     _say(f"{len(tokenizer)} tokens in the vocabulary, {mean_len:.1f} in a turn")
@@ -407,13 +441,14 @@ def _say(line: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the embedded default model, builtin:tiny.")
+    parser = argparse.ArgumentParser(description="Make builtin:tiny, the default model, or builtin:tiny-games.")
+    parser.add_argument("--model", choices=list(GAME_SHARES), default="tiny")
     parser.add_argument("--output", type=Path, required=True, help="folder for the weights and the tokenizer")
     parser.add_argument("--games", type=int, default=20_000, help="number of games to play")
     parser.add_argument("--steps", type=int, default=3000, help="optimiser steps")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    nats = make(args.output, games=args.games, steps=args.steps, seed=args.seed)
+    nats = make(args.output, games=args.games, steps=args.steps, seed=args.seed, name=args.model)
     _say(f"{args.output}: {nats:.4f} nats per turn from the player of its games")
 
 
