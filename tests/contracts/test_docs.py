@@ -226,7 +226,7 @@ def _unstable(arguments: list[str], needs_gpu: bool, where: str) -> None:
             done = subprocess.run(runs.command("play", *rest), input="[0 1]\n" * 50, capture_output=True, text=True)
             assert done.returncode == 0, where + done.stdout + done.stderr
         case _:
-            few = {"eval": ["--games", "2"], "resample": ["--observations", "2", "--samples", "2"]}
+            few = {"eval": ["--games", "2"]}
             extra = [*few.get(arguments[0], []), *(on_cpu if arguments[0] == "check" else ())]
             done = CliRunner().invoke(app, [*arguments, *extra], catch_exceptions=False)
             assert done.exit_code == 0, where + done.output

@@ -175,7 +175,6 @@ def envs(
 
 app.command("eval")(evaluation.evaluate_models)
 app.command()(evaluation.play)
-app.command()(evaluation.resample)
 app.command()(evaluation.probe)
 app.command()(runs.export)
 app.command()(runs.report)

@@ -1,4 +1,4 @@
-"""Commands that measure models: eval, play, resample, probe."""
+"""Commands that measure models: eval, play, probe."""
 
 from __future__ import annotations
 
@@ -170,53 +170,36 @@ def _plan_on_kept_config(
     )
 
 
-def resample(
-    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="Run whose games provide the observations.")],
-    models: ModelsOfRun = None,
-    output: Annotated[Path | None, typer.Option(help="A CSV file; default: RUN/resampled.csv.")] = None,
-    observations: Annotated[int, typer.Option(min=1, help="Most observations of each env.")] = 100,
-    samples: Annotated[int, typer.Option(min=2, help="Actions for each observation.")] = 8,
-    env: Annotated[list[str] | None, typer.Option(help="As for eval; default: the run's eval envs.")] = None,
-    override: SetKeys = None,
-    trust_config: TrustConfig = False,
-    debug: Debug = False,
-) -> None:
-    """Sample several actions of each model for the same recorded observations, and measure their diversity."""
-    with errors_as_messages(debug):
-        from unstable_lite.dashboards.terminal import TerminalInterface
-        from unstable_lite.evaluation.resampling import resample as resample_models
-        from unstable_lite.evaluation.resampling import resampled_table
-        from unstable_lite.orchestrator.event_loop import run_in_loop
-
-        target = output or run_directory / "resampled.csv"
-        evaluation = _plan_on_kept_config(run_directory, models, target, env, override, trust_config)
-        say = TerminalInterface().say
-        rows = run_in_loop(resample_models(evaluation, run_directory, observations, samples, say))
-        out = console()
-        out.print(resampled_table(rows))
-        out.print(f"{samples} actions for each observation, entropy in nats; {target}", soft_wrap=True)
-
-
 def probe(
     run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="Run whose config names base and envs.")],
     models: ModelsOfRun = None,
     output: Annotated[Path | None, typer.Option(help="A CSV file; default: RUN/probe.csv.")] = None,
     games: Annotated[int, typer.Option(min=2, help="Number of random legal games with the positions.")] = 20,
+    samples: Annotated[
+        int | None, typer.Option(min=2, help="Count sampled answers instead, this many at each position.")
+    ] = None,
     env: Annotated[list[str] | None, typer.Option(help="As for eval; default: the run's eval envs.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps; default: cuda if available.")] = None,
     override: SetKeys = None,
     trust_config: TrustConfig = False,
     debug: Debug = False,
 ) -> None:
-    """Compute each model's exact choices at the same positions: share of optimal moves, entropy, state dependence."""
+    """Compute each model's choices at the same positions: legal and optimal share, entropy, state dependence."""
     with errors_as_messages(debug):
         from unstable_lite.dashboards.terminal import TerminalInterface
         from unstable_lite.evaluation.probing import probe_table, write_probes
+        from unstable_lite.evaluation.sampled import probe_by_samples
         from unstable_lite.evaluation.scoring import probe_models
+        from unstable_lite.orchestrator.event_loop import run_in_loop
 
         target = output or run_directory / "probe.csv"
         evaluation = _plan_on_kept_config(run_directory, models, target, env, override, trust_config)
-        probes = probe_models(evaluation.cells, evaluation.plan.config, games, TerminalInterface().say, device)
+        say = TerminalInterface().say
+        if samples is None:
+            probes = probe_models(evaluation.cells, evaluation.plan.config, games, say, device)
+        else:
+            (logs := run_directory / "logs" / "probe").mkdir(parents=True, exist_ok=True)
+            probes = run_in_loop(probe_by_samples(evaluation, games, samples, logs, say))
         write_probes(target, probes)
         console().print(probe_table(probes))
         console().print(f"table in {target}", soft_wrap=True)

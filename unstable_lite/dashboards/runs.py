@@ -275,6 +275,9 @@ def _results(run: RunData) -> Iterator[tuple[str, str]]:
             if (value := latest.get(f"{group}/{name}")) is not None:
                 n = latest.get(f"{group}/n", 0)
                 yield f"{env['env_id']}, training: {name}", f"{form.format(value)}, n={n:.0f}"
+        for name in ("exploitability", "exploitability_legal"):
+            if (value := latest.get(f"{name}/{env['env_id']}")) is not None:
+                yield f"{env['env_id']}, {name} (exact)", f"{value:.4f}"
     for label, metric, form, of in (
         ("entropy", "learner/entropy", "{:.3f}", "learner/num_tokens"),
         ("staleness", "learner/staleness_mean", "{:.2f}", "learner/num_tokens"),

@@ -73,6 +73,11 @@ COLLECTION = (
     Row("turns a game", "collection-{env_id}/Game Length"),
     Row("tokens a turn", "collection-{env_id}/Response Length (token)"),
 )
+EXACT = (
+    Row("exploitability", "exploitability/{env_id}", ".4f"),
+    Row("of legal answers", "exploitability_legal/{env_id}", ".4f"),
+)
+"""Exact evaluations (`run.exact_every`), in the game's units."""
 
 
 def draw(view: RunView, width: int, height: int, load: MachineLoad) -> RenderableType:
@@ -110,7 +115,9 @@ def _panel(content: RenderableType, title: TextType, **options: Any) -> Panel:
 def _left(view: RunView, width: int, room: int) -> list[Layout]:
     """Return the panels of statistics that fit: of each env, of the learner, and of staleness."""
     of_envs = [
-        _panel(_statistics(view, COLLECTION, width, env_id=env["env_id"]), Text(f"collection: {env['env_id']}"))
+        _panel(
+            _statistics(view, _rows_of(view, env["env_id"]), width, env["env_id"]), Text(f"collection: {env['env_id']}")
+        )
         for env in view.config["train_envs"]
     ]
     if room < LITTLE:
@@ -210,6 +217,11 @@ def _alarms(alarms: Sequence[str], height: int) -> Panel:
         return _panel(Text("none", style="dim"), "alarms")
     text = Text("\n".join(alarms[-height:]), style="red", no_wrap=True, overflow="ellipsis")
     return _panel(text, f"alarms: {len(alarms)}", border_style="red")
+
+
+def _rows_of(view: RunView, env_id: str) -> Sequence[Row]:
+    is_exact = bool(view.series(EXACT[0].name.format(env_id=env_id), None))
+    return (*COLLECTION[:2], *EXACT, *COLLECTION[2:4]) if is_exact else COLLECTION
 
 
 def _statistics(view: RunView, rows: Sequence[Row], width: int, env_id: str = "") -> Table:

@@ -88,8 +88,8 @@ class Probe:
     """Probability of an answer that is not a legal move, or is in another notation."""
     action_entropy: Estimate
     """Entropy over the legal moves."""
-    state_dependence: Estimate
-    """See `state_dependence`."""
+    state_dependence: Estimate | None
+    """See `state_dependence`; None if the distributions were sampled."""
 
 
 def random_positions(env: EvalEnvSpec, games: int, seed: int = 0) -> list[Position]:
@@ -117,9 +117,13 @@ def uniform_distribution(env_id: str, observation: str) -> ActionDistribution:
 
 
 def probe(
-    model: str, env: EvalEnvSpec, positions: Sequence[Position], distributions: Mapping[str, ActionDistribution]
+    model: str,
+    env: EvalEnvSpec,
+    positions: Sequence[Position],
+    distributions: Mapping[str, ActionDistribution],
+    is_sampled: bool = False,
 ) -> Probe:
-    """Return all metrics of one model. `distributions`: by observation."""
+    """Return all metrics of one model. `distributions`: by observation. `is_sampled`: whether they were counted."""
     at = [distributions[position.observation] for position in positions]
     games = [position.game for position in positions]
 
@@ -138,7 +142,7 @@ def probe(
         greedy=share_of(greedy_actions) if family in GREEDY_GAMES else None,
         rest=mean_estimate([of.rest for of in at], games),
         action_entropy=mean_estimate([_entropy(_normalised(of)) for of in at], games),
-        state_dependence=state_dependence(at, [position.turn for position in positions], games),
+        state_dependence=None if is_sampled else state_dependence(at, [p.turn for p in positions], games),
     )
 
 
@@ -279,7 +283,10 @@ def probe_table(probes: Sequence[Probe]) -> Table:
         table.add_column(name, justify="right")
     for of in probes:
         shares = [f"{_percent(e)}" if e is not None else "–" for e in (of.optimal, of.greedy, of.rest)]
-        nats = [f"{e.value:.3f} ± {e.high - e.value:.3f}" for e in (of.action_entropy, of.state_dependence)]
+        nats = [
+            f"{e.value:.3f} ± {e.high - e.value:.3f}" if e is not None else "–"
+            for e in (of.action_entropy, of.state_dependence)
+        ]
         table.add_row(of.env_id, of.model, str(of.positions), *shares, *nats)
     return table
 

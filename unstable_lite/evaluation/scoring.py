@@ -98,7 +98,7 @@ def probe_models(
             if (rest := probes[-1].rest.value) > MUCH:
                 say(
                     f"{model.name} in {env.env_id}: {rest:.0%} of the probability is on answers that are not listed. "
-                    "If it reasons before it answers, its choice cannot be computed exactly: use resample"
+                    "If it reasons before it answers, its choice cannot be computed exactly: sample it with --samples"
                 )
     return probes
 

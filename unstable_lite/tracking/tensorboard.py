@@ -128,6 +128,7 @@ def layout(config: Config) -> layout_pb2.Layout:
     """Return the charts of the custom scalars page, on which tags are regular expressions."""
     won = [
         *_points_by_opponent(config),
+        _lines("exploitability (exact)", "exploitability(_legal)?/.*"),
         _lines("points in training games", "collection-.*/Points"),
         _lines("ended by own invalid move", "collection-.*/Ended by own invalid move"),
     ]

@@ -443,7 +443,7 @@ async def test_engine_that_silently_serves_the_base_is_detected(
         ["eval", "RUN", "--output", "OUT"],
         ["eval", "base", "RUN/checkpoints/ckpt-1", "--tournament", "--output", "OUT"],
         ["play", "RUN"],
-        ["resample", "RUN"],
+        ["probe", "RUN"],
         ["run", "--resume", "RUN"],
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fakes import runs
@@ -58,12 +59,14 @@ def write_adapter(directory: Path, scale: float, rank: int = 4) -> Path:
     return directory
 
 
-def by_hand(observation: str, action: str, temperature: float) -> float:
+def by_hand(observation: str, action: str, temperature: float, adapter: Path | None = None) -> float:
     path = resolve_model("builtin:tiny")
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
         AutoTokenizer.from_pretrained(path),
     )
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
     prompt = tokenizer(f"<|im_start|>user\n{observation}<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     answer = tokenizer(f"\\boxed{{{action}}}<|im_end|>")["input_ids"]
     with torch.no_grad():
@@ -81,6 +84,16 @@ def test_probabilities_cover_the_whole_answer_token_by_token(temperature: float)
             assert p == pytest.approx(by_hand(observation, action, temperature), rel=1e-3)
         assert 0 < distribution.rest < 0.4
         assert distribution.probabilities.sum() + distribution.rest == pytest.approx(1)
+
+
+def test_base_and_adapters_are_scored_as_by_transformers_and_peft(tmp_path: Path) -> None:
+    shown = observations(2)
+    adapters = [write_adapter(tmp_path / f"{scale}", scale) for scale in (0.1, 0.3)]
+    for model, adapter in (("base", None), *((str(path), path) for path in adapters)):
+        found = action_distribution(model, NIM, shown, config=settings(0.7), prompt_template="tiny", device="cpu")
+        for observation, distribution in zip(shown, found, strict=True):
+            for action, p in list(zip(distribution.actions, distribution.probabilities, strict=True))[:3]:
+                assert p == pytest.approx(by_hand(observation, action, 0.7, adapter), rel=1e-3)
 
 
 def test_adapter_is_scored_with_its_weights_and_needs_no_config(tmp_path: Path) -> None:

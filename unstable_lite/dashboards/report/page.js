@@ -290,6 +290,11 @@ function drawCurves(data) {
     metric(learns, `${env}/Points`, `Points in training games${title}`, "Against every opponent, itself included: against itself it is a half.");
     metric(learns, `${env}/reward`, `Reward in training games${title}`, "Of the policy's seats, over the newest 512.");
   }
+  for (const name of names.filter((name) => /^exploitability(_legal)?\//.test(name)).sort()) {
+    const legal = name.startsWith("exploitability_legal");
+    metric(learns, name, `Exploitability${legal ? " of legal answers" : ""}, ${split(name)[1]}`,
+      `What a best response wins a game, exact, in the game's units${legal ? ", if every answer were legal" : ""}. 0 is an equilibrium.`);
+  }
   const [healthy] = group("Is it healthy?", true);
   for (const env of envs) {
     const title = of(env.slice(11));

@@ -1,0 +1,72 @@
+"""`probe --samples` counts what models answer, and agrees with the computed probabilities."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from fakes import runs
+from fakes.handmade_adapters import write_run
+from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.plan import plan_evaluation
+from unstable_lite.evaluation.sampled import probe_by_samples
+
+NIM = "Nim-v0-train"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", runs.write_small(tmp_path), checkpoints=2)
+
+
+def rows_of(run: Path, *arguments: str) -> list[dict[str, str]]:
+    output = run / "probe.csv"
+    code, out, err = runs.run("probe", run, "--env", NIM, "--output", output, *arguments)
+    assert code == 0, out + err
+    with output.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(
+    ("replies", "entropy", "rest"),
+    [
+        (["\\boxed{[0 1]}"], (0.0, 0.0), (0.2, 0.8)),  # legal as long as pile 0 is not empty
+        (["\\boxed{[0 1]}", "\\boxed{[1 1]}"], (0.3, math.log(2)), (0.1, 0.8)),
+        (["\\boxed{resign}"], (0.5, 3.0), (1.0, 1.0)),
+    ],
+)
+def test_shares_and_entropy_are_those_of_the_answers(
+    run: Path, replies: list[str], entropy: tuple[float, float], rest: tuple[float, float]
+) -> None:
+    settings = ("engine.kind=scripted", f"engine.replies={json.dumps(replies)}", "engine.max_generation_len=32")
+    sets = [word for setting in settings for word in ("--set", setting)]
+    rows = rows_of(run, "--games", "4", "--samples", "50", *sets)
+    assert [row["model"] for row in rows] == ["base", "ckpt-2"]
+    for row in rows:
+        assert rest[0] <= float(row["rest"]) <= rest[1]
+        assert float(row["rest_low"]) <= float(row["rest"]) <= float(row["rest_high"])
+        if rest != (1.0, 1.0):
+            assert entropy[0] <= float(row["action_entropy"]) <= entropy[1] + 1e-6
+        assert row["state_dependence"] == ""
+
+
+@pytest.mark.nightly
+def test_sampled_shares_agree_with_the_computed_ones(run: Path) -> None:
+    hot = ("--games", "6", "--set", "engine.temperature=0.7")
+    computed = {row["model"]: row for row in rows_of(run, *hot)}
+    sampled = {row["model"]: row for row in rows_of(run, *hot, "--samples", "200")}
+    assert set(sampled) == {"base", "ckpt-2"}
+    for name, row in sampled.items():
+        for metric in ("optimal", "rest"):
+            assert float(row[metric]) == pytest.approx(float(computed[name][metric]), abs=0.02), (name, metric)
+        assert float(row["action_entropy"]) <= float(computed[name]["action_entropy"]) + 0.02
+
+
+async def test_model_that_no_engine_serves_is_refused(run: Path) -> None:
+    plan = plan_evaluation(["scripted:random"], output=run, config=run / "config.toml", opponents=["base"])
+    with pytest.raises(ConfigError, match="scripted:random"):
+        await probe_by_samples(plan, games=1, samples=2, logs=run / "logs", say=pytest.fail)

@@ -1,0 +1,81 @@
+"""Choices of models whose answers cannot be listed, such as those that reason: counted in sampled answers.
+
+The entropy of `samples` answers is at most ln(samples), and on average below the policy's, so compare only results with
+the same number of samples. State dependence is not reported, because sampling noise would count as dependence.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.cells import Cell, game_spec, seat_of
+from unstable_lite.evaluation.evaluator import for_each, with_engines
+from unstable_lite.evaluation.loaded_adapters import AdapterSlots
+from unstable_lite.evaluation.plan import EvaluationPlan
+from unstable_lite.evaluation.probing import ActionDistribution, Position, Probe, probe, random_positions
+from unstable_lite.games.players.factory import PlayerFactory
+from unstable_lite.games.players.player import Player
+from unstable_lite.games.players.scripted import legal_actions
+from unstable_lite.orchestrator.event_loop import first_reason
+
+
+async def probe_by_samples(
+    evaluation: EvaluationPlan, games: int, samples: int, logs: Path, say: Callable[[str], None]
+) -> list[Probe]:
+    """Probe the base and the adapters of the plan in each of its envs, with `samples` answers at each position.
+
+    Raises ConfigError for a model that no engine serves, UnsupportedEnvError for an env family whose legal moves cannot
+    be read, RequestError for a position that cannot be answered, and the errors of `evaluate`.
+    """
+    if fixed := sorted({cell.model.name for cell in evaluation.cells if cell.model.is_fixed}):
+        raise ConfigError(f"{', '.join(fixed)}: only the base and adapters can be probed")
+    positions = {cell.env: random_positions(cell.env, games) for cell in evaluation.cells}
+    try:
+        return await with_engines(evaluation, logs, say, partial(_probe_all, evaluation, positions, samples))
+    except BaseExceptionGroup as group:
+        raise first_reason(group) from group
+
+
+async def _probe_all(
+    evaluation: EvaluationPlan,
+    positions: dict[EvalEnvSpec, list[Position]],
+    samples: int,
+    seats: PlayerFactory,
+    slots: AdapterSlots,
+) -> list[Probe]:
+    probes: list[Probe] = []
+    async for round_ in slots.rounds(evaluation.cells):
+        for cell in round_:
+            player = seats.players(game_spec(cell, 0, 0, slots.ref))[seat_of(cell, 0)]
+            observations = list(dict.fromkeys(position.observation for position in positions[cell.env]))
+            found = await _distributions(cell, player, observations, samples, evaluation.concurrency)
+            probes.append(probe(cell.model.name, cell.env, positions[cell.env], found, is_sampled=True))
+    return probes
+
+
+async def _distributions(
+    cell: Cell, player: Player, observations: Sequence[str], samples: int, concurrency: int
+) -> dict[str, ActionDistribution]:
+    chosen: dict[str, Counter[str]] = {observation: Counter() for observation in observations}
+
+    async def ask(observation: str) -> None:
+        chosen[observation][_spelled((await player.act(observation)).action)] += 1
+
+    await for_each((observation for observation in observations for _ in range(samples)), ask, concurrency)
+    distributions = {}
+    for observation, counts in chosen.items():
+        actions = tuple(legal_actions(cell.env.env_id, observation))
+        shares = np.array([counts[_spelled(action)] / samples for action in actions])
+        distributions[observation] = ActionDistribution(actions=actions, probabilities=shares)
+    return distributions
+
+
+def _spelled(action: str) -> str:
+    return "".join(action.casefold().split())
