@@ -1,4 +1,4 @@
-"""Exploitability is computed from a model's own probabilities: by `eval --exact`, and by the learner while it trains."""
+"""Exploitability is computed from a model's own probabilities: by `eval --exact`, and by the learner in a run."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_impossible_exact_evaluations_are_refused_before_the_start(tmp_path: Pat
 
 def test_exact_evaluation_of_a_large_game_names_its_size(run: Path, tmp_path: Path) -> None:
     arguments = ("eval", "base", "--exact", "--config", run / "config.toml", "--env", "openspiel:liars_dice")
-    code, out, err = runs.run(*arguments, "--output", tmp_path)
+    code, _, err = runs.run(*arguments, "--output", tmp_path)
     assert code == 1 and "decision states" in err and "--force" in err
     assert not list(tmp_path.iterdir())
 
