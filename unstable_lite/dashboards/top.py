@@ -114,11 +114,10 @@ def _panel(content: RenderableType, title: TextType, **options: Any) -> Panel:
 
 def _left(view: RunView, width: int, room: int) -> list[Layout]:
     """Return the panels of statistics that fit: of each env, of the learner, and of staleness."""
+    env_ids = [env["env_id"] for env in view.config["train_envs"]]
     of_envs = [
-        _panel(
-            _statistics(view, _rows_of(view, env["env_id"]), width, env["env_id"]), Text(f"collection: {env['env_id']}")
-        )
-        for env in view.config["train_envs"]
+        _panel(_statistics(view, _rows_of(view, env_id), width, env_id), Text(f"collection: {env_id}"))
+        for env_id in env_ids
     ]
     if room < LITTLE:
         return [Layout(of_envs[0])]
