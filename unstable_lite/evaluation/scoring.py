@@ -27,7 +27,7 @@ from unstable_lite.games.answers import questions
 from unstable_lite.games.game_tree import uniform
 from unstable_lite.games.openspiel.flatten import flatten
 from unstable_lite.games.templates import chats_in_use, templates_for
-from unstable_lite.learner.answers import tokenized
+from unstable_lite.learner.answers import AnswerScores
 from unstable_lite.learner.model import Policy
 from unstable_lite.models import resolve_model
 from unstable_lite.models.tokenization import Tokenizer
@@ -152,8 +152,9 @@ class AnswerScorer:
             }
         )
         self._policy = Policy(config, device)
-        self._tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)
-        self._templates = templates_for(config, self._tokenizer.prompts(chats_in_use(config)))
+        self._answers = AnswerScores(self._policy, config)
+        tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)
+        self._templates = templates_for(config, tokenizer.prompts(chats_in_use(config)))
         self._model = BASE_MODEL
 
     def use(self, model: EvaluatedModel) -> None:
@@ -173,7 +174,7 @@ class AnswerScorer:
         is_base = self._model.path is None
         with self._policy.model.disable_adapter() if is_base else contextlib.nullcontext():
             texts = [(question.prompt, question.answers) for question in asked]
-            logprobs = self._policy.answer_logprobs(*tokenized(self._tokenizer, texts, template.stop))
+            logprobs = self._answers.score(texts, template.stop)
         return [
             ActionDistribution(actions=question.actions, probabilities=logp.exp().numpy())
             for question, logp in zip(asked, logprobs, strict=True)

@@ -5,15 +5,25 @@ Suffixes: `B` prompts, `P` tokens of a prompt, `K` answers, `A` tokens of an ans
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from unstable_lite.config import Config
+from unstable_lite.models import resolve_model
 from unstable_lite.models.tokenization import Tokenizer
 from unstable_lite.types import TokenIds
+
+if TYPE_CHECKING:
+    from unstable_lite.learner.model import Policy
+
+Questions = Sequence[tuple[str, Sequence[str]]]
+"""Prompts with their answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +39,53 @@ class AnswerBatch:
     answers: tuple[tuple[int, int], ...]
     """Prompt and answer, as numbered by the caller, of each row of `answer_KA`."""
 
+    def sums(self, logp_N: Tensor) -> Tensor:
+        """Return the sum over each answer, in float64, of values of the flattened `answer_KA`."""
+        return (logp_N.view_as(self.answer_KA).double() * self.is_token_KA).sum(1)
 
-def tokenized(
-    tokenizer: Tokenizer, questions: Sequence[tuple[str, Sequence[str]]], stop: tuple[str, ...]
-) -> tuple[list[TokenIds], list[list[TokenIds]]]:
-    """Return the tokens of each prompt, and of its answers with the token that ends them."""
-    answers = [[tokenizer.encode_completion(prompt, text, stop) for text in texts] for prompt, texts in questions]
-    return [tokenizer.encode(prompt) for prompt, _ in questions], answers
+    def to(self, device: torch.device) -> AnswerBatch:
+        moved = {name: getattr(self, name).to(device) for name in ("prompt_BP", "row_K", "answer_KA", "is_token_KA")}
+        return replace(self, **moved)
+
+
+class AnswerScores:
+    """Scores of answers that are given as text. Loads the tokenizer when it is first asked."""
+
+    def __init__(self, policy: Policy, config: Config) -> None:
+        self._policy = policy
+        self._config = config
+        self._tokenizer: Tokenizer | None = None
+
+    def score(self, questions: Questions, stop: tuple[str, ...]) -> list[Tensor]:
+        """Return log p of each answer to each question, in nats, in float64 on the CPU.
+
+        With a sharded base every rank must call it, and computes everything. Raises ModelError for a model that no
+        token stops.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer(resolve_model(self._config.model_name), self._config.trust_remote_code)
+        encode, complete = self._tokenizer.encode, self._tokenizer.encode_completion
+        prompts = [encode(prompt) for prompt, _ in questions]
+        answers = [[complete(prompt, text, stop) for text in texts] for prompt, texts in questions]
+        logp = [torch.zeros(len(options), dtype=torch.float64) for options in answers]
+        for batch in make_answer_batches(prompts, answers, self._policy.max_tokens_per_micro_batch):
+            values = self._policy.answer_logprobs(batch.to(self._policy.device)).tolist()
+            for (row, option), value in zip(batch.answers, values, strict=True):
+                logp[row][option] = value
+        return logp
+
+
+def answer_hidden(decoder: Any, batch: AnswerBatch) -> Tensor:
+    """Return the decoder's output at the token before each token of an answer, K × A × D."""
+    read = decoder(input_ids=batch.prompt_BP, use_cache=True)
+    hidden_KAD: Tensor = read.last_hidden_state[batch.row_K, -1:]
+    if batch.answer_KA.shape[1] == 1:
+        return hidden_KAD
+    read.past_key_values.batch_select_indices(batch.row_K)
+    # transformers renames this argument.
+    name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+    written = decoder(input_ids=batch.answer_KA[:, :-1], use_cache=True, **{name: read.past_key_values})
+    return torch.cat([hidden_KAD, written.last_hidden_state], 1)
 
 
 def make_answer_batches(

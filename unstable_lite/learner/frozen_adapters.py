@@ -6,6 +6,7 @@ and the ratio of the scales is multiplied into B, which changes log-probabilitie
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from unstable_lite.adapters.peft_files import lora_scale, read_adapter
 from unstable_lite.errors import AdapterError, RequestError
+from unstable_lite.learner import distributed
 from unstable_lite.learner.base_model import ADAPTER
 from unstable_lite.learner.model import Policy
 
@@ -20,12 +22,15 @@ from unstable_lite.learner.model import Policy
 def read_parameters(directory: Path, policy: Policy) -> dict[str, Tensor]:
     """Return parameters for `Policy.logprobs_with` that compute as the adapter in a PEFT directory does.
 
-    Raises RequestError if it cannot be read, adapts other layers, or has a higher rank or other sizes than the policy.
+    With a sharded base every rank must call it, and rank 0 sends the files. Raises RequestError if it cannot be read,
+    adapts other layers, or has a higher rank or other sizes than the policy.
     """
-    try:
-        tensors, config, _ = read_adapter(directory)
-    except AdapterError as error:
-        raise RequestError(str(error)) from error
+    shares = distributed.broadcast_directory if policy.is_sharded else contextlib.nullcontext
+    with shares(directory) as found:
+        try:
+            tensors, config, _ = read_adapter(found)
+        except AdapterError as error:
+            raise RequestError(str(error)) from error
     ratio = lora_scale(config) / lora_scale(policy.model.peft_config[ADAPTER].to_dict())
     filled = {name: torch.zeros_like(parameter, device="cpu") for name, parameter in policy.parameters.items()}
     for key, tensor in tensors.items():

@@ -7,7 +7,6 @@ or text. Works with any stock causal LM of transformers; it refuses a model whos
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.training import LoraConfig
 from unstable_lite.errors import ModelError, RequestError
 from unstable_lite.learner import batching, distributed
-from unstable_lite.learner.answers import AnswerBatch, make_answer_batches
+from unstable_lite.learner.answers import AnswerBatch, answer_hidden
 from unstable_lite.learner.base_model import (
     ADAPTER,
     add_lora,
@@ -37,7 +36,7 @@ from unstable_lite.learner.base_model import (
 from unstable_lite.models import resolve_model
 from unstable_lite.models.positions import longrope_limit, position_limit
 from unstable_lite.rng import derive_seed
-from unstable_lite.types import LearnerLogprobs, TokenIds, TrainItem
+from unstable_lite.types import LearnerLogprobs, TrainItem
 
 _REFERENCE = "reference"
 
@@ -144,18 +143,18 @@ class Policy:
 
         The entropy has a gradient only if `learner.entropy_coefficient` is set.
         """
-        logp_N, entropy_N = self._through(self._logprobs, batch)
-        return logp_N, entropy_N
+        found: tuple[Tensor, Tensor] = self._through(self._logprobs, batch)
+        return found
 
     def _logprobs(self, batch: batching.MicroBatch) -> tuple[Tensor, Tensor]:
         with self._autocast():
             hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1).index_select(0, batch.source_N)
-            logps, entropies = [], []
-            chunks = torch.split(hidden_ND, self._chunk_tokens), torch.split(batch.target_N, self._chunk_tokens)
-            for hidden_KD, target_K in zip(*chunks, strict=True):
-                logp_K, entropy_K = self._token_logprobs(hidden_KD, target_K)
-                logps.append(logp_K)
-                entropies.append(entropy_K)
+            return self._chunked(hidden_ND, batch.target_N)
+
+    def _chunked(self, hidden_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies of the targets; only one chunk of logits is in memory at a time."""
+        chunks = zip(*(torch.split(given, self._chunk_tokens) for given in (hidden_ND, target_N)), strict=True)
+        logps, entropies = zip(*(self._token_logprobs(*chunk) for chunk in chunks), strict=True)
         return torch.cat(logps), torch.cat(entropies)
 
     @torch.no_grad()
@@ -180,10 +179,8 @@ class Policy:
         adapter_logp = self.item_logprobs(items) if parameters is None else self.logprobs_with(parameters, items)
         with self.model.disable_adapter():
             base_logp = self.item_logprobs(items)
-        return [
-            LearnerLogprobs(adapter=adapter.numpy(), base=base.numpy())
-            for adapter, base in zip(adapter_logp, base_logp, strict=True)
-        ]
+        pairs = zip(adapter_logp, base_logp, strict=True)
+        return [LearnerLogprobs(adapter=adapter.numpy(), base=base.numpy()) for adapter, base in pairs]
 
     @torch.no_grad()
     def logprobs_with(self, parameters: Mapping[str, Tensor], items: Sequence[TrainItem]) -> list[Tensor]:
@@ -217,38 +214,15 @@ class Policy:
         return logp
 
     @torch.no_grad()
-    def answer_logprobs(self, prompts: Sequence[TokenIds], answers: Sequence[Sequence[TokenIds]]) -> list[Tensor]:
-        """Return log p of each answer to each prompt, in nats, in float64 on the CPU.
-
-        With a sharded base every rank must call it, and computes everything.
-        """
-        logp = [torch.zeros(len(options), dtype=torch.float64) for options in answers]
-        for batch in make_answer_batches(prompts, answers, self.max_tokens_per_micro_batch):
-            with self.evaluating():
-                logp_K = self._through(self._answer_logprobs, batch)
-            for (row, option), value in zip(batch.answers, logp_K.tolist(), strict=True):
-                logp[row][option] = value
-        return logp
+    def answer_logprobs(self, batch: AnswerBatch) -> Tensor:
+        """Return log p of each answer in nats, in float64. With a sharded base every rank must call it."""
+        with self.evaluating():
+            return batch.sums(self._through(self._answer_logprobs, batch))
 
     def _answer_logprobs(self, batch: AnswerBatch) -> Tensor:
-        decoder, place = self._base.get_decoder(), self.device  # type: ignore[no-untyped-call]
-        answer_KA, row_K = batch.answer_KA.to(place), batch.row_K.to(place)
         with self._autocast():
-            read = decoder(input_ids=batch.prompt_BP.to(place), use_cache=True)
-            hidden_KAD = read.last_hidden_state[row_K, -1:]
-            if answer_KA.shape[1] > 1:
-                read.past_key_values.batch_select_indices(row_K)
-                # transformers renames this argument.
-                name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
-                written = decoder(input_ids=answer_KA[:, :-1], use_cache=True, **{name: read.past_key_values})
-                hidden_KAD = torch.cat([hidden_KAD, written.last_hidden_state], 1)
-            chunks = zip(
-                torch.split(hidden_KAD.flatten(0, 1), self._chunk_tokens),
-                torch.split(answer_KA.flatten(), self._chunk_tokens),
-                strict=True,
-            )
-            logp_KA = torch.cat([self._token_logprobs(*chunk)[0] for chunk in chunks]).view_as(answer_KA)
-        return (logp_KA.double() * batch.is_token_KA.to(place)).sum(1)
+            hidden_KAD = answer_hidden(self._base.get_decoder(), batch)  # type: ignore[no-untyped-call]
+            return self._chunked(hidden_KAD.flatten(0, 1), batch.answer_KA.flatten())[0]
 
     @property
     def kl_metric(self) -> str:

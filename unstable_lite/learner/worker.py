@@ -27,14 +27,12 @@ from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError, NoRoomError, RequestError, UnstableError, is_out_of_memory
 from unstable_lite.learner import UPDATED, Learner, UpdateResult, distributed, load_learner, losses
-from unstable_lite.learner.answers import tokenized
+from unstable_lite.learner.answers import AnswerScores
 from unstable_lite.learner.batching import check, fit, length
 from unstable_lite.learner.frozen_adapters import read_parameters
 from unstable_lite.learner.histograms import histograms_of
 from unstable_lite.learner.past_adapters import PastAdapters
 from unstable_lite.learner.ready_info import ready_info
-from unstable_lite.models import resolve_model
-from unstable_lite.models.tokenization import Tokenizer
 from unstable_lite.transport.messages import (
     AdapterDigest,
     AnswersScored,
@@ -107,8 +105,7 @@ class _Worker:
         self._made: dict[str, float] | None = None
         """Metrics of the newest update."""
         self._policy = learner.training.policy
-        self._tokenizer: Tokenizer | None = None
-        """Loaded when answers are scored for the first time."""
+        self._answers = AnswerScores(self._policy, config)
         self.past_adapters = PastAdapters(self._policy, config.buffer.max_staleness)
         self.past_adapters.hold(learner.training.version)
 
@@ -118,13 +115,11 @@ class _Worker:
         try:
             if isinstance(message, Update):
                 return self._update(message)
+            if isinstance(message, (Score, ScoreAnswers)) and self._policy.is_sharded:
+                distributed.broadcast(message)
             if isinstance(message, Score):
-                if self._policy.is_sharded:
-                    distributed.broadcast(message)
                 return Scored(request_id=message.request_id, logprobs=tuple(self._score(message)))
             if isinstance(message, ScoreAnswers):
-                if self._policy.is_sharded:
-                    distributed.broadcast(message)
                 return AnswersScored(request_id=message.request_id, logprobs=self._score_answers(message))
             if isinstance(message, WriteAdapter):
                 distributed.broadcast(message)
@@ -179,20 +174,14 @@ class _Worker:
 
     def _score(self, message: Score) -> list[LearnerLogprobs]:
         """Score the items. With a sharded base every rank is called. Raises RequestError for an unfit adapter."""
-        policy, parameters = self._policy, None
-        if message.adapter is not None:
-            path, is_shared = Path(message.adapter), policy.is_sharded
-            with distributed.broadcast_directory(path) if is_shared else contextlib.nullcontext(path) as adapter:
-                parameters = read_parameters(adapter, policy)
+        policy = self._policy
+        parameters = None if message.adapter is None else read_parameters(Path(message.adapter), policy)
         return self._within_memory(map(length, message.items), partial(policy.score, message.items, parameters))
 
     def _score_answers(self, message: ScoreAnswers) -> tuple[Logprobs, ...]:
-        if self._tokenizer is None:
-            config = self._config
-            self._tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)
-        prompts, answers = tokenized(self._tokenizer, message.questions, message.stop)
-        sizes = [len(ids) + max(map(len, options), default=0) for ids, options in zip(prompts, answers, strict=True)]
-        scored = self._within_memory(sizes, partial(self._policy.answer_logprobs, prompts, answers))
+        # Characters, because tokens are not known yet, and are no more.
+        sizes = (len(prompt) + max(map(len, texts), default=0) for prompt, texts in message.questions)
+        scored = self._within_memory(sizes, partial(self._answers.score, message.questions, message.stop))
         return tuple(logp.numpy().astype(np.float32) for logp in scored)
 
     def _within_memory(self, lengths: Iterable[int], score: Callable[[], T]) -> T:

@@ -28,6 +28,8 @@ class Evaluations:
     async def evaluate(self, label: str) -> None:
         """Evaluate the newest policy on every env on which it was not evaluated before the run resumed."""
         config = self._parts.plan.config
+        if label == "before":
+            self._parts.tracker.log(0, await self._parts.exact.metrics(0))
         if not config.run.eval_games or self._parts.stop.is_set():
             return
         model, update = self._parts.registry.current, self._progress.updates

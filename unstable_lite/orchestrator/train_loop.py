@@ -29,7 +29,6 @@ class TrainLoop:
             with parts.terminal.doing(lambda: "checking the adapter on every engine"):
                 await self._start()
             if parts.resume_from is None:
-                parts.tracker.log(0, await parts.exact.metrics(0))
                 await self.evaluations.evaluate("before")
             elif self.evaluations.is_due:
                 await self.evaluations.evaluate(f"update {self.progress.updates}")
@@ -101,7 +100,6 @@ class TrainLoop:
                 metrics |= await parts.adapter_sync.sync(version, updated.digest)
             self.progress.updates += 1
             self.progress.promote(f"ckpt-{self.progress.updates}", version)
-        metrics |= await parts.exact.metrics(self.progress.updates)
         await self.progress.report(batch, updated, metrics)
         self.saver.mark_due()
         return True

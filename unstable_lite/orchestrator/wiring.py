@@ -31,8 +31,8 @@ from unstable_lite.orchestrator.canary_checks import CanaryChecks
 from unstable_lite.orchestrator.checkpoint import Checkpoint
 from unstable_lite.orchestrator.checkpoint_pool import CheckpointPool
 from unstable_lite.orchestrator.colocation import Colocation
-from unstable_lite.orchestrator.frozen_players import FrozenPlayer, keep_frozen
 from unstable_lite.orchestrator.exact_evaluations import ExactEvaluations
+from unstable_lite.orchestrator.frozen_players import FrozenPlayer, keep_frozen
 from unstable_lite.orchestrator.health import TrainingHealth
 from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.orchestrator.watchdog import LoopWatchdog

@@ -38,8 +38,8 @@ from unstable_lite.planning.algorithm_defaults import (
     resolve_defaults,
     transform_names,
 )
-from unstable_lite.planning.frozen_players import frozen_problems
 from unstable_lite.planning.exact import exact_problems
+from unstable_lite.planning.frozen_players import frozen_problems
 from unstable_lite.planning.machine import machine_problems
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.placement import devices_of, placement_problems
