@@ -1,4 +1,4 @@
-"""Exact evaluation: what a best response wins against each model, and the results of both, computed instead of sampled.
+"""Exact evaluation: utility and results of a best response to each model, computed instead of sampled.
 
 Owns the table of `eval --exact`. Loads no model: `evaluation.scoring` has the probabilities.
 """
@@ -26,7 +26,7 @@ class ExactResult:
     rest: float
     """Mean probability, over the decision states, of an answer that is not a legal action as it is listed."""
     exploitability: float
-    """Mean over the seats of what a best response wins; an answer that is not listed forfeits."""
+    """Mean utility of a best response over both seats; an answer that is not listed forfeits."""
     exploitability_legal: float
     """The same for the policy given that it gives a listed answer."""
     win_0: float
@@ -39,7 +39,7 @@ class ExactResult:
 
 
 def exact_result(model: str, env_id: str, tree: GameTree, policy: Policy) -> ExactResult:
-    """Return the figures of a policy. `policy`: probabilities of the listed answers in each decision state."""
+    """Return the metrics of a policy. `policy`: probabilities of the listed answers in each decision state."""
     results: dict[str, float] = {}
     lost = 0.0
     for seat in (0, 1):

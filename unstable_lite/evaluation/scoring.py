@@ -112,7 +112,7 @@ def evaluate_exactly(
 ) -> list[ExactResult]:
     """Compute exact results of `scripted:random`, the base and the adapters of `cells` in each env.
 
-    `is_forced`: whatever the size of a game. Raises ConfigError for a game that cannot be evaluated exactly, and the
+    `is_forced`: whether to accept a game of any size. Raises ConfigError for a game that cannot be evaluated exactly, and the
     errors of `action_distribution`.
     """
     asked = dict.fromkeys(

@@ -16,7 +16,7 @@ class Question:
     prompt: str
     actions: tuple[str, ...]
     answers: tuple[str, ...]
-    """What a model writes to choose each action."""
+    """Text with which a model chooses each action."""
 
 
 def questions(env: EnvSpec, template: Template, observations: Sequence[str]) -> Iterator[Question]:

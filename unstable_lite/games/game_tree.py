@@ -19,7 +19,7 @@ Policy = Sequence[npt.NDArray[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class DecisionState:
-    """What a seat knows when it has to act, and its legal actions."""
+    """Knowledge of a seat that has to act, and its legal actions."""
 
     seat: int
     observation: str

@@ -35,7 +35,7 @@ class AnswerBatch:
     """Prompt of each answer."""
     answer_KA: Tensor
     is_token_KA: Tensor
-    """Whether a token belongs to the answer, and is no padding."""
+    """Whether a token belongs to the answer, and is not padding."""
     answers: tuple[tuple[int, int], ...]
     """Prompt and answer, as numbered by the caller, of each row of `answer_KA`."""
 

@@ -19,7 +19,7 @@ BOARD_GAMES = ("nim", "tic_tac_toe")
 """Games whose position is the board and the seat to move, whichever moves led there."""
 ENDLESS = {
     "connect_four": "it has about 4.5 × 10^12 positions",
-    "pig": "a turn may end where it began, so its positions repeat without end",
+    "pig": "a turn may end in the position in which it began, so that positions repeat without end",
 }
 
 Moves = tuple[tuple[int, int], ...]
@@ -28,7 +28,7 @@ Moves = tuple[tuple[int, int], ...]
 
 @cache
 def flatten(env_id: str, is_forced: bool = False) -> GameTree:
-    """Return the positions of a two-player zero-sum game. `is_forced`: whatever its size.
+    """Return the positions of a two-player zero-sum game. `is_forced`: whether to accept any size.
 
     Raises ConfigError for another kind of game, and for one that is too large, with its number of decision states.
     """
