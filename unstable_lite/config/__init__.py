@@ -26,8 +26,8 @@ from unstable_lite.config.training import (
 
 class Config(Section):
     model_name: str = "builtin:tiny"
-    """`builtin:tiny`, a model hub's name, a local directory with weights in safetensors, or a GGUF file (`*.gguf`),
-    which is converted once."""
+    """`builtin:tiny`, `builtin:tiny-games` (for games of OpenSpiel), a model hub's name, a local directory with weights
+    in safetensors, or a GGUF file (`*.gguf`), which is converted once."""
     trust_remote_code: bool = False
     """Whether to run Python code that comes with the model, in engines and learner. Read it first: it has all your
     permissions."""

@@ -112,8 +112,8 @@ def evaluate_exactly(
 ) -> list[ExactResult]:
     """Compute exact results of `scripted:random`, the base and the adapters of `cells` in each env.
 
-    `is_forced`: whether to accept a game of any size. Raises ConfigError for a game that cannot be evaluated exactly, and the
-    errors of `action_distribution`.
+    `is_forced`: whether to accept a game of any size. Raises ConfigError for a game that cannot be evaluated exactly,
+    and the errors of `action_distribution`.
     """
     asked = dict.fromkeys(
         (cell.env.model_copy(update={"fixed_opponent": ""}), cell.model) for cell in cells if not cell.model.is_fixed
@@ -143,7 +143,8 @@ class AnswerScorer:
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         # Rounding to bfloat16 changes a token's log-probability by about 0.05, and saves no time on a CPU here.
-        learner = {"kernels": "torch", **({"dtype": "float32"} if device == "cpu" else {})}
+        learner = {"kernels": "torch", "activation_checkpointing": False}
+        learner |= {"dtype": "float32"} if device == "cpu" else {}
         config = config.model_copy(
             update={
                 "eval_envs": tuple(envs),

@@ -1,8 +1,8 @@
 """A two-player zero-sum game as a flat list of positions: values, outcomes and best responses of known policies.
 
 Pure: knows no rules, models or files; games/openspiel/flatten.py makes the list. A policy is a list of arrays, one for
-each decision state, with the probability of each legal action there; what is missing to 1 is an answer that is not
-legal, which forfeits the game as in play: its seat gets the lowest utility of the game, the other seat its negative.
+each decision state, with the probability of each legal action there. The rest is the probability of other answers,
+which forfeit the game as in play: the seat gets the lowest utility of the game, the other seat its negative.
 """
 
 from __future__ import annotations

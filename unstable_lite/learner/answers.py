@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 
 from unstable_lite.config import Config
@@ -77,14 +78,15 @@ class AnswerScores:
 
 def answer_hidden(decoder: Any, batch: AnswerBatch) -> Tensor:
     """Return the decoder's output at the token before each token of an answer, K × A × D."""
-    read = decoder(input_ids=batch.prompt_BP, use_cache=True)
+    cache = transformers.DynamicCache(config=decoder.config)
+    # transformers renames this argument.
+    name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
+    read = decoder(input_ids=batch.prompt_BP, use_cache=True, **{name: cache})
     hidden_KAD: Tensor = read.last_hidden_state[batch.row_K, -1:]
     if batch.answer_KA.shape[1] == 1:
         return hidden_KAD
-    read.past_key_values.batch_select_indices(batch.row_K)
-    # transformers renames this argument.
-    name = "cache" if "cache" in inspect.signature(decoder.forward).parameters else "past_key_values"
-    written = decoder(input_ids=batch.answer_KA[:, :-1], use_cache=True, **{name: read.past_key_values})
+    cache.batch_select_indices(batch.row_K)
+    written = decoder(input_ids=batch.answer_KA[:, :-1], use_cache=True, **{name: cache})
     return torch.cat([hidden_KAD, written.last_hidden_state], 1)
 
 

@@ -9,7 +9,10 @@ from typing import Any
 from unstable_lite.errors import ModelError
 from unstable_lite.models.gguf_cache import SUFFIX, converted
 
-BUILTIN = {"builtin:tiny": Path(__file__).parent / "tiny" / "weights"}
+BUILTIN = {
+    "builtin:tiny": Path(__file__).parent / "tiny" / "weights",
+    "builtin:tiny-games": Path(__file__).parent / "tiny_games" / "weights",
+}
 
 
 def resolve_model(model_name: str, may_convert: bool = True) -> str:

@@ -19,6 +19,7 @@ from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.evaluation.probing import probe, random_positions
 from unstable_lite.evaluation.scoring import action_distribution
 from unstable_lite.games.environments import Environment
+from unstable_lite.games.openspiel.positions import LISTED, random_observations
 from unstable_lite.games.players.greedy import greedy_actions
 from unstable_lite.games.players.optimal import optimal_actions
 from unstable_lite.games.players.scripted import legal_actions
@@ -158,6 +159,27 @@ def test_base_plays_slightly_better_than_random(env_id: str, least: float) -> No
     optimal = probe("base", env, random_positions(env, games=30), at).optimal
     assert optimal is not None
     assert least < optimal.value < least + 0.2
+
+
+@pytest.mark.parametrize("env_id", LISTED)
+def test_second_model_gives_legal_answers_in_every_listed_game(env_id: str) -> None:
+    """Mean probability of a legal answer, as `probe` computes it; and few tokens, so that an update takes a second."""
+    train = TrainEnvSpec(env_id=env_id, num_players=2, num_actors=2, prompt_template="tiny")
+    config = Config(model_name="builtin:tiny-games", train_envs=(train,))
+    observations = list(dict.fromkeys(random_observations(env_id, games=12, seed=7)))[:80]
+    found = action_distribution("base", env_id, observations, config=config, device="cpu")
+    assert sum(1 - distribution.rest for distribution in found) / len(found) >= 0.95
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("builtin:tiny-games"))
+    lengths = [len(tokenizer.encode(make.tiny_prompt(observation))) for observation in observations]
+    assert sum(lengths) / len(lengths) <= 120
+
+
+def test_second_model_is_small_and_survives_any_text() -> None:
+    path = Path(resolve_model("builtin:tiny-games"))
+    assert sum(file.stat().st_size for file in path.iterdir()) <= 8 * 2**20
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    text = "Zoë said: “42”\n\t[bet] \\boxed{[Bid: 1, 2]}"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 @pytest.mark.nightly

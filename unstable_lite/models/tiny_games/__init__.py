@@ -1,0 +1,1 @@
+"""The embedded model for games of OpenSpiel, `builtin:tiny-games`."""
