@@ -42,7 +42,12 @@ def rows_of(run: Path, *arguments: str) -> list[dict[str, str]]:
 def test_shares_and_entropy_are_those_of_the_answers(
     run: Path, replies: list[str], entropy: tuple[float, float], rest: tuple[float, float]
 ) -> None:
-    settings = ("engine.kind=scripted", f"engine.replies={json.dumps(replies)}", "engine.max_model_len=2048")
+    settings = (
+        "engine.kind=scripted",
+        f"engine.replies={json.dumps(replies)}",
+        "engine.max_model_len=2048",
+        "engine.max_generation_len=32",
+    )
     sets = [word for setting in settings for word in ("--set", setting)]
     rows = rows_of(run, "--games", "4", "--samples", "50", *sets)
     assert [row["model"] for row in rows] == ["base", "ckpt-1", "ckpt-2"]

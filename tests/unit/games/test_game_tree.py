@@ -127,7 +127,7 @@ def test_best_response_to_a_best_response_in_tic_tac_toe_never_loses() -> None:
         ("Nim-v0-train", "only games of OpenSpiel"),
         ("openspiel:pig", "repeat without end"),
         ("openspiel:connect_four", "10\\^12"),
-        ("openspiel:breakthrough", "not a choice by prompt"),
+        ("openspiel:breakthrough", "no choice by prompt"),
         ("openspiel:leduc_poker(players=3)", "two players"),
         ("openspiel:liars_dice", r"more than \d+,\d+ decision states"),
     ],
