@@ -67,10 +67,11 @@ def exact_tables(results: Sequence[ExactResult]) -> list[Table]:
     for of in results:
         if of.env_id not in tables:
             title = f"{of.env_id}: exact, against a best response in {of.states:,} decision states"
-            tables[of.env_id] = Table("model", title=title, title_justify="left")
-            for name in ("exploitability", "of legal answers", "other answers", "points first", "points second"):
-                tables[of.env_id].add_column(name, justify="right")
-        points = f"{of.win_0 + of.draw_0 / 2:.1%}", f"{of.win_1 + of.draw_1 / 2:.1%}"
+            tables[of.env_id] = Table(title=title, title_justify="left")
+            tables[of.env_id].add_column("model", overflow="fold")
+            for name in ("exploitability", "legal only", "other answers", "points at seat 0, 1"):
+                tables[of.env_id].add_column(name, justify="right", min_width=min(14, len(name)))
+        points = f"{of.win_0 + of.draw_0 / 2:.1%}, {of.win_1 + of.draw_1 / 2:.1%}"
         metrics = f"{of.exploitability:.4f}", f"{of.exploitability_legal:.4f}", f"{of.rest:.2%}"
-        tables[of.env_id].add_row(of.model, *metrics, *points)
+        tables[of.env_id].add_row(of.model, *metrics, points)
     return list(tables.values())

@@ -34,7 +34,7 @@ def rows_of(run: Path, *arguments: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("replies", "entropy", "rest"),
     [
-        (["\\boxed{[0 1]}"], (0.0, 0.0), (0.2, 0.8)),  # legal as long as pile 0 is not empty
+        (["\\boxed{[0 1]}"], (0.0, 2.0), (0.2, 0.8)),  # legal as long as pile 0 is not empty
         (["\\boxed{[0 1]}", "\\boxed{[1 1]}"], (0.3, math.log(2)), (0.1, 0.8)),
         (["\\boxed{resign}"], (0.5, 3.0), (1.0, 1.0)),
     ],
