@@ -20,6 +20,7 @@ from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.evaluation.results import write_csv
 from unstable_lite.games.env_catalogue import env_family
 from unstable_lite.games.env_start import start_environment
+from unstable_lite.games.openspiel.flatten import solved_moves
 from unstable_lite.games.players.greedy import GREEDY_GAMES, greedy_actions
 from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS, optimal_actions
 from unstable_lite.games.players.scripted import legal_actions
@@ -132,13 +133,16 @@ def probe(
         shares = [_share(good[position.observation], of) for position, of in zip(positions, at, strict=True)]
         return mean_estimate(shares, games)
 
-    family = env_family(env.env_id.rpartition(":")[2])
+    family, solved = env_family(env.env_id.rpartition(":")[2]), solved_moves(env.env_id)
+    optimal = share_of(optimal_actions) if family in OPTIMAL_ACTIONS else None
+    if solved is not None:
+        optimal = share_of(lambda _, observation: solved[observation])
     return Probe(
         model=model,
         env_id=env.env_id,
         positions=len(distributions),
         games=len(set(games)),
-        optimal=share_of(optimal_actions) if family in OPTIMAL_ACTIONS else None,
+        optimal=optimal,
         greedy=share_of(greedy_actions) if family in GREEDY_GAMES else None,
         rest=mean_estimate([of.rest for of in at], games),
         action_entropy=mean_estimate([_entropy(_normalised(of)) for of in at], games),

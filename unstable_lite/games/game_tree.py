@@ -151,6 +151,25 @@ class GameTree:
             response.append(chosen)
         return response
 
+    def optimal_actions(self) -> dict[str, list[str]]:
+        """Return every action that keeps the value of a position, by its observation; for perfect information only."""
+        values: list[float] = []
+        """Values of the positions for seat 0."""
+        optimal: dict[str, list[str]] = {}
+        for position in self.positions:
+            if isinstance(position, End):
+                values.append(position.utility)
+            elif isinstance(position, Chance):
+                chances = zip(position.probabilities, position.successors, strict=True)
+                values.append(sum(p * values[number] for p, number in chances))
+            else:
+                state = self.states[position.state]
+                after = [values[number] for number in position.successors]
+                values.append(best := max(after) if state.seat == 0 else min(after))
+                pairs = zip(state.actions, after, strict=True)
+                optimal[state.observation] = [action for action, value in pairs if value == best]
+        return optimal
+
     def _reach(self, policy: Policy, seat: int, own: Policy | None) -> list[float]:
         """Return the probability that chance and both seats lead to each position.
 

@@ -9,7 +9,7 @@ import pytest
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.game_tree import GameTree, Policy, renormalised, uniform
-from unstable_lite.games.openspiel.flatten import flatten
+from unstable_lite.games.openspiel.flatten import flatten, solved_moves
 from unstable_lite.games.openspiel.game import OpenSpielGame
 from unstable_lite.games.openspiel.prompts import action_names, prompt
 
@@ -119,6 +119,18 @@ def test_best_response_to_a_best_response_in_tic_tac_toe_never_loses() -> None:
     played = tree.outcomes(careful, 0, tree.best_response(careful, 0))
     assert played.win + played.draw + played.loss == pytest.approx(1.0)
     assert tree.outcomes(careful, 1, careful).utility == -tree.outcomes(careful, 0, careful).utility
+
+
+def test_solved_moves_are_those_of_theory() -> None:
+    nim = solved_moves(NIM)
+    assert nim is not None
+    start = OpenSpielGame(NIM, 2, 0).observe()[1]
+    assert nim[start] == ["[0 2]"]  # Bouton: 3, 4, 5 has the winning move to 1, 4, 5
+    board = solved_moves("openspiel:tic_tac_toe")
+    assert board is not None and len(board) == 4520
+    assert len(board[OpenSpielGame("openspiel:tic_tac_toe", 2, 0).observe()[1]]) == 9  # every opening draws
+    for other in ("openspiel:kuhn_poker", "Nim-v0-train", "openspiel:nim(pile_sizes=20;20;20;20)"):
+        assert solved_moves(other) is None
 
 
 @pytest.mark.parametrize(

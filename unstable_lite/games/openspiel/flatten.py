@@ -51,6 +51,18 @@ def flatten(env_id: str, is_forced: bool = False) -> GameTree:
     return GameTree(tuple(builder.positions), tuple(builder.states), float(game.min_utility()))
 
 
+@cache
+def solved_moves(env_id: str) -> dict[str, list[str]] | None:
+    """Return the optimal actions by observation, as a player writes them; None for a game that is not solved so."""
+    if not env_id.startswith(PREFIX) or load_game(env_id).get_type().short_name not in BOARD_GAMES:
+        return None
+    try:
+        found = flatten(env_id).optimal_actions()
+    except ConfigError:  # too large
+        return None
+    return {observation: [f"[{action}]" for action in actions] for observation, actions in found.items()}
+
+
 class _Builder:
     def __init__(self, env_id: str, is_board_game: bool, is_forced: bool) -> None:
         self.positions: list[End | Chance | Decision] = []
