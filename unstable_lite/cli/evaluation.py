@@ -84,13 +84,13 @@ def evaluate_models(
         else:
             out.print(*results_tables(evaluated.evaluations), sep="\n")
         if probe_games:
-            from unstable_lite.evaluation.probing import probe_table, write_probes
+            from unstable_lite.evaluation.probing import probe_tables, write_probes
             from unstable_lite.evaluation.scoring import probe_models
 
             probes = probe_models(evaluation.cells, evaluation.plan.config, probe_games, out.print)
             if probes:
                 write_probes(output / "probe.csv", probes)
-                out.print(probe_table(probes))
+                out.print(*probe_tables(probes), sep="\n")
         out.print(f"{evaluated.played} games played; tables and games in {evaluated.output}", soft_wrap=True)
 
 
@@ -187,7 +187,7 @@ def probe(
     """Compute each model's choices at the same positions: legal and optimal share, entropy, state dependence."""
     with errors_as_messages(debug):
         from unstable_lite.dashboards.terminal import TerminalInterface
-        from unstable_lite.evaluation.probing import probe_table, write_probes
+        from unstable_lite.evaluation.probing import probe_tables, write_probes
         from unstable_lite.evaluation.sampled import probe_by_samples
         from unstable_lite.evaluation.scoring import probe_models
         from unstable_lite.orchestrator.event_loop import run_in_loop
@@ -201,5 +201,5 @@ def probe(
             (logs := run_directory / "logs" / "probe").mkdir(parents=True, exist_ok=True)
             probes = run_in_loop(probe_by_samples(evaluation, games, samples, logs, say))
         write_probes(target, probes)
-        console().print(probe_table(probes))
+        console().print(*probe_tables(probes), sep="\n")
         console().print(f"table in {target}", soft_wrap=True)

@@ -280,19 +280,34 @@ def write_probes(path: Path, probes: Sequence[Probe]) -> None:
     write_csv(path, list(rows[0]), rows)
 
 
-def probe_table(probes: Sequence[Probe]) -> Table:
-    """Return the table for a terminal, with 95 % intervals."""
-    table = Table("env", "model", title="Choices at random positions", title_justify="left")
-    for name in ("positions", "optimal", "win or block", "not a legal answer", "entropy", "state dependence"):
-        table.add_column(name, justify="right")
-    for of in probes:
-        shares = [f"{_percent(e)}" if e is not None else "–" for e in (of.optimal, of.greedy, of.rest)]
-        nats = [
-            f"{e.value:.3f} ± {e.high - e.value:.3f}" if e is not None else "–"
-            for e in (of.action_entropy, of.state_dependence)
+def probe_tables(probes: Sequence[Probe]) -> list[Table]:
+    """Return a table for each env, for a terminal, with 95 % intervals; without metrics that the env does not have."""
+    tables = []
+    for env_id in dict.fromkeys(of.env_id for of in probes):
+        rows = [of for of in probes if of.env_id == env_id]
+        title = f"{env_id}: choices at {rows[0].positions} random positions"
+        table = Table(title=title, title_justify="left")
+        table.add_column("model", overflow="fold")
+        columns: list[tuple[str, Callable[[Estimate], str], list[Estimate | None]]] = [
+            ("optimal", _percent, [of.optimal for of in rows]),
+            ("win or block", _percent, [of.greedy for of in rows]),
+            ("not a legal answer", _percent, [of.rest for of in rows]),
+            ("entropy", _nats, [of.action_entropy for of in rows]),
+            ("state dependence", _nats, [of.state_dependence for of in rows]),
         ]
-        table.add_row(of.env_id, of.model, str(of.positions), *shares, *nats)
-    return table
+        cells = []
+        for name, shown, estimates in columns:
+            if any(estimate is not None for estimate in estimates):
+                table.add_column(name, justify="right")
+                cells.append([shown(estimate) if estimate is not None else "–" for estimate in estimates])
+        for of, row in zip(rows, zip(*cells, strict=True), strict=True):
+            table.add_row(of.model, *row)
+        tables.append(table)
+    return tables
+
+
+def _nats(estimate: Estimate) -> str:
+    return f"{estimate.value:.3f} ± {estimate.high - estimate.value:.3f}"
 
 
 def _percent(estimate: Estimate) -> str:

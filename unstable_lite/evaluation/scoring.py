@@ -8,6 +8,7 @@ box, other brackets) is the rest of the probability.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -152,7 +153,9 @@ class AnswerScorer:
                 "lora": config.lora.model_copy(update={"initial_lora_path": None}),
             }
         )
-        self._policy = Policy(config, device)
+        with warnings.catch_warnings():  # PEFT uses names that transformers will drop, which a user cannot change
+            warnings.simplefilter("ignore", FutureWarning)
+            self._policy = Policy(config, device)
         self._answers = AnswerScores(self._policy, config)
         tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)
         self._templates = templates_for(config, tokenizer.prompts(chats_in_use(config)))
