@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from fakes.random_models import make_tokenizer
 from unstable_lite.config import Config
 from unstable_lite.learner import load_learner, worker
 from unstable_lite.transport.messages import Done, Message, SaveLearner, Update, Updated
@@ -46,6 +47,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_word_embeddings=True,
     )
     Qwen3ForCausalLM(config).save_pretrained(path)
+    make_tokenizer(path)
     return path
 
 

@@ -29,9 +29,11 @@ from unstable_lite.learner import UpdateResult, distributed, load_learner, worke
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 from unstable_lite.transport.codec import decode, encode
 from unstable_lite.transport.messages import (
+    AnswersScored,
     LoadLearner,
     Message,
     Score,
+    ScoreAnswers,
     Scored,
     Stop,
     Update,
@@ -76,6 +78,10 @@ class Outcome:
     @property
     def updates(self) -> list[Updated]:
         return [reply for reply in self.replies if isinstance(reply, Updated)]
+
+    @property
+    def answers(self) -> list[AnswersScored]:
+        return [reply for reply in self.replies if isinstance(reply, AnswersScored)]
 
     @property
     def scores(self) -> list[Scored]:
@@ -150,8 +156,8 @@ def perform(directory: Path, name: str, rank: int = 0) -> None:
 
 def _placed(message: Message) -> Message:
     """Give each number of ranks separate files."""
-    assert isinstance(message, (Update, LoadLearner, Score))
-    if isinstance(message, Score):
+    assert isinstance(message, (Update, LoadLearner, Score, ScoreAnswers))
+    if isinstance(message, (Score, ScoreAnswers)):
         return message
     return structs.replace(message, path=message.path.replace("RANKS", str(distributed.num_ranks())))
 

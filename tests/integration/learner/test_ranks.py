@@ -21,7 +21,7 @@ from unstable_lite.config import Config
 from unstable_lite.learner.batching import Share, cut, length, make_micro_batches, make_prompt_batches
 from unstable_lite.learner.model import Policy
 from unstable_lite.planning.memory import learner_memory, shape_of
-from unstable_lite.transport.messages import LoadLearner, Score, Update, Updated
+from unstable_lite.transport.messages import LoadLearner, Score, ScoreAnswers, Update, Updated
 from unstable_lite.types import TrainItem
 
 MakeItems = Callable[..., list[TrainItem]]
@@ -97,7 +97,10 @@ def outcome(
             score = Score(request_id=8, items=tuple(first))
             one = Score(request_id=8, items=tuple(first[:1]))  # one rank has no work
             frozen = Score(request_id=8, items=tuple(first), adapter=str(start))
-            add(f"{name} {algorithm}", algorithm, [score, *several, score, one, frozen], settings, is_double=False)
+            questions = (("Your move:", ("[0]", "[1 2]")), ("It is your turn, player 1:", ("fold",)))
+            answers = ScoreAnswers(request_id=8, questions=questions, stop=())
+            messages = [score, *several, score, one, frozen, answers]
+            add(f"{name} {algorithm}", algorithm, messages, settings, is_double=False)
     initial = {"learner": LEARNER, "lora": {"initial_lora_path": str(start)}}
     add("initial", "reinforce", [update(1, first), update(2, second)], initial)
     for name, is_sharded in (("whole", False), ("sharded", True)):
@@ -169,6 +172,15 @@ def test_sharded_ranks_score_as_whole_ones(outcome: Callable[..., Outcome], algo
             assert logprobs.adapter == pytest.approx(expected.adapter, abs=1e-5)
             assert logprobs.base == pytest.approx(expected.base, abs=1e-5)
             assert logprobs.adapter != pytest.approx(logprobs.base, abs=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", ["a2c", "grpo"])
+def test_sharded_ranks_score_answers_as_whole_ones(outcome: Callable[..., Outcome], algorithm: str) -> None:
+    (whole,), (sharded,) = (outcome(f"{name} {algorithm}", 2).answers for name in ("whole", "sharded"))
+    assert [len(of_question) for of_question in sharded.logprobs] == [2, 1]
+    for ours, theirs in zip(sharded.logprobs, whole.logprobs, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+        assert (ours < 0).all()
 
 
 def test_memory_lent_to_a_sharded_rank_matches_the_computation(
