@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from unstable_lite.errors import ConfigError
@@ -132,17 +133,18 @@ class Results:
 
 
 def _evaluation(of: CellKey, rows: Sequence[Mapping[str, Any]], model: str, opponent: str) -> CellEvaluation:
-    tally, played = Tally(), dict[int, float]()
+    tally, played = Tally(), dict[int, tuple[float, float]]()
     for row in rows:
         if row["end"] == "void":
             tally.void += 1
         else:
             tally.add(row["outcome"], row["reward"], row["own_invalid"])
-            played[row["game"]] = score(row["outcome"], row["reward"])
+            played[row["game"]] = score(row["outcome"], row["reward"]), row["reward"]
     firsts = range(0, max(played, default=-1) + 1, of.num_players)
-    scores = tuple(tuple(played.get(first + seat) for seat in range(of.num_players)) for first in firsts)
+    deals = [[played.get(first + seat, (None, None)) for seat in range(of.num_players)] for first in firsts]
+    scores, rewards = (tuple(tuple(of_game[i] for of_game in of_deal) for of_deal in deals) for i in (0, 1))
     return CellEvaluation(
-        **asdict(replace(tally.evaluation(model, model, 0, of.env_id, opponent), scores=scores)),
+        **asdict(replace(tally.evaluation(model, model, 0, of.env_id, opponent), scores=scores, rewards=rewards)),
         num_players=of.num_players,
         prompt_template=of.prompt_template,
         other_settings=of.other_settings,
@@ -231,12 +233,17 @@ def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
     for env_id, opponent in dict.fromkeys((e.env_id, e.opponent) for e in evaluations):
         shown = [e for e in evaluations if (e.env_id, e.opponent) == (env_id, opponent)]
         differing = {name: of for name, of in PLAYED_HOW.items() if len({getattr(e, of) for e in shown}) > 1}
-        table = Table("model", *differing, title=f"{env_id} against {opponent}", title_justify="left")
-        for name in ("games", "points", "95 % interval", "won", "drawn", "reward", "own invalid"):
+        table = Table("model", *differing, title=f"{env_id} against {opponent}", title_justify="left", box=SIMPLE_HEAD)
+        table.pad_edge, table.collapse_padding = False, True  # at most 80 columns
+        has_deals = any(e.points_over_deals for e in shown)
+        of_points = ("points", "95 %", *["95 % over\ndeals"] * has_deals)
+        for name in ("games", *of_points, "won", "drawn", "reward", "own\ninvalid"):
             table.add_column(name, justify="right")
         for e in shown:
             low, high = e.points_interval
-            points = (f"{e.points:.1%}", f"{low:.1%} – {high:.1%}", str(e.wins), str(e.draws))
+            deals = f"{100 * over.low:.1f}–{100 * over.high:.1f}" if (over := e.points_over_deals) else "–"
+            interval = f"{100 * low:.1f}–{100 * high:.1f}"
+            points = (f"{e.points:.1%}", interval, *[deals] * has_deals, str(e.wins), str(e.draws))
             table.add_row(
                 e.model,
                 *(str(getattr(e, of)) for of in differing.values()),
@@ -277,7 +284,13 @@ def _row(e: CellEvaluation, first: CellEvaluation) -> dict[str, Any]:
         ("mean_reward", "reward_", e.reward_interval),
     ):
         row |= {name: getattr(e, name), f"{prefix}low": low, f"{prefix}high": high}
+    points, reward = e.points_over_deals, e.reward_over_deals
     return row | {
+        "deals": points.seeds if points else None,
+        "points_over_deals_low": points.low if points else None,
+        "points_over_deals_high": points.high if points else None,
+        "reward_over_deals_low": reward.low if reward else None,
+        "reward_over_deals_high": reward.high if reward else None,
         "own_invalid": e.invalid,
         "own_invalid_rate": e.invalid / e.n if e.n else math.nan,
         "void": e.void,

@@ -9,8 +9,17 @@ from dataclasses import asdict, dataclass, fields, replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
+from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.games.players.optimal import is_optimal
-from unstable_lite.tracking.intervals import Z_95, mean_interval, paired_difference, points_interval, wilson_interval
+from unstable_lite.tracking.intervals import (
+    Z_95,
+    Gain,
+    deals_interval,
+    mean_interval,
+    paired_difference,
+    points_interval,
+    wilson_interval,
+)
 from unstable_lite.types import GameRecord, ModelRef, Outcome
 
 POINTS: dict[Outcome, float] = {"win": 1.0, "draw": 0.5, "loss": 0.0}
@@ -47,6 +56,8 @@ class Evaluation:
     scores: tuple[tuple[float | None, ...], ...] = ()
     """Score of the model by seed and seat, in points, or in reward in single-player envs; None for a void game.
     Only in an evaluation with a quota."""
+    rewards: tuple[tuple[float | None, ...], ...] = ()
+    """Reward of the model by seed and seat, like `scores`: in OpenSpiel's games their utility."""
 
     @property
     def win_rate(self) -> float:
@@ -78,6 +89,25 @@ class Evaluation:
         return mean_interval(self.mean_reward, self.reward_std, self.n)
 
     @property
+    def points_over_deals(self) -> Gain | None:
+        """Points with their 95 % interval over deals, each played from every seat; None for fewer than two deals."""
+        if not math.isfinite(self.points):
+            return None
+        # Within [-1, 1], as the interval of equal results assumes.
+        over = deals_interval([[None if s is None else 2 * s - 1 for s in of_deal] for of_deal in self.scores])
+        if over is None:
+            return None
+        mean, low, high = ((1 + edge) / 2 for edge in (over.mean, over.low, over.high))
+        return replace(over, mean=mean, low=max(low, 0.0), high=min(high, 1.0))
+
+    @property
+    def reward_over_deals(self) -> Gain | None:
+        """Mean reward with its 95 % interval over deals; None for fewer than two deals, and if all deals are equal."""
+        whole = [of_deal for of_deal in self.rewards if None not in of_deal]
+        is_alike = len({sum(reward for reward in of_deal if reward is not None) for of_deal in whole}) < 2
+        return None if is_alike else deals_interval(whole)
+
+    @property
     def optimal_share(self) -> float:
         """Share of optimal moves; NaN without a choice."""
         return self.optimal / self.choices if self.choices else math.nan
@@ -102,7 +132,18 @@ class Evaluation:
         return (
             f"{self.model} scored {self.points:.1%} of the points in {self.n} games of {self.env_id} against "
             f"{self.opponent} (95 %: {low:.1%} – {high:.1%}): {self.wins} won, {self.draws} drawn; {invalid}"
+            f"{self._describe_deals()}"
         )
+
+    def _describe_deals(self) -> str:
+        """Describe the intervals over deals; of the reward in OpenSpiel's games only, whose points say less than it."""
+        points, reward = self.points_over_deals, self.reward_over_deals if is_openspiel(self.env_id) else None
+        if points is None:
+            return ""
+        shown = (
+            f"; over {points.seeds} deals played from every seat (95 %): points {points.low:.1%} – {points.high:.1%}"
+        )
+        return shown + (f", utility {reward.low:+.3f} – {reward.high:+.3f}" if reward else "")
 
     def describe_change(self, before: Evaluation) -> str | None:
         """Describe the change since an earlier evaluation of the same env and opponent; None without common seeds."""
@@ -123,13 +164,17 @@ class Evaluation:
             "interval": self.interval,
             "points_interval": self.points_interval,
             "reward_interval": self.reward_interval,
+            "points_over_deals": asdict(points) if (points := self.points_over_deals) else None,
+            "reward_over_deals": asdict(reward) if (reward := self.reward_over_deals) else None,
         }
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> Evaluation:
         """Return the evaluation of a line of eval.jsonl."""
-        values = {one.name: math.nan if line[one.name] is None else line[one.name] for one in fields(cls)}
-        return cls(**values | {"scores": tuple(map(tuple, line["scores"]))})
+        known = [one.name for one in fields(cls) if one.name in line]  # an older run's lines have no rewards by seat
+        values: dict[str, Any] = {name: math.nan if line[name] is None else line[name] for name in known}
+        by_seat = {name: tuple(map(tuple, line[name])) for name in ("scores", "rewards") if name in line}
+        return cls(**values | by_seat)
 
     def metrics(self) -> dict[str, float]:
         """Return the finite numbers as metrics."""
@@ -233,16 +278,21 @@ def summarise_evaluation(
     label: str, step: int, model: ModelRef, env_id: str, opponent: str, records: Sequence[GameRecord]
 ) -> Evaluation:
     """Return the result of one model in `records`, over all seats that it played."""
-    tally, scores = Tally(), list[float | None]()
+    tally, scores, rewards = Tally(), list[float | None](), list[float | None]()
     for record in sorted(records, key=lambda record: record.spec.game_idx):  # as drawn: seed by seed
         for agent in record.spec.agent_specs:
             if agent.model == model:
                 tally.add_record(record, agent.pid)
-                is_void = record.end == "void"
-                scores.append(None if is_void else score(record.outcomes[agent.pid], record.reward_shown(agent.pid)))
+                reward = None if record.end == "void" else record.reward_shown(agent.pid)
+                rewards.append(reward)
+                scores.append(None if reward is None else score(record.outcomes[agent.pid], reward))
     seats = records[0].spec.num_players if records else 1
-    by_seed = tuple(tuple(scores[i : i + seats]) for i in range(0, len(scores), seats))
-    return replace(tally.evaluation(label, model.uid, step, env_id, opponent), scores=by_seed)
+
+    def by_seed(values: Sequence[float | None]) -> tuple[tuple[float | None, ...], ...]:
+        return tuple(tuple(values[i : i + seats]) for i in range(0, len(values), seats))
+
+    of_model = tally.evaluation(label, model.uid, step, env_id, opponent)
+    return replace(of_model, scores=by_seed(scores), rewards=by_seed(rewards))
 
 
 def score(outcome: Outcome, reward: float) -> float:

@@ -14,7 +14,7 @@ T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """A mean difference with its 95 % interval."""
+    """A mean over seeds, of scores or of differences, with its 95 % interval."""
 
     mean: float
     low: float
@@ -84,10 +84,26 @@ def paired_difference(before: Sequence[Sequence[float | None]], after: Sequence[
         pairs = [y - x for x, y in zip(old, new, strict=False) if x is not None and y is not None]
         if pairs:
             gained.append(fmean(pairs))
-    if len(gained) < 2:
+    return _over_seeds(gained)
+
+
+def _over_seeds(means: Sequence[float]) -> Gain | None:
+    if len(means) < 2:
         return None
-    low, high = mean_interval(fmean(gained), stdev(gained), len(gained), t_95(len(gained) - 1))
-    return Gain(mean=fmean(gained), low=low, high=high, seeds=len(gained))
+    low, high = mean_interval(fmean(means), stdev(means), len(means), t_95(len(means) - 1))
+    return Gain(mean=fmean(means), low=low, high=high, seeds=len(means))
+
+
+def deals_interval(scores: Sequence[Sequence[float | None]]) -> Gain | None:
+    """Return the mean, with its t-interval, over deals of the mean over the seats of one deal.
+
+    scores: by deal (env seed) and seat. Only deals count whose games all ended. In a zero-sum game the luck of a deal
+    that was played from every seat cancels within its mean. None for fewer than two such deals, and for one seat.
+    """
+    seats = max(map(len, scores), default=0)
+    whole = [[score for score in of_deal if score is not None] for of_deal in scores]
+    means = [fmean(of_deal) for of_deal in whole if len(of_deal) == seats]
+    return _over_seeds(means) if seats > 1 else None
 
 
 def t_95(freedom: int) -> float:
