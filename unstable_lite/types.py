@@ -74,7 +74,8 @@ class GameSpec(msgspec.Struct, frozen=True, kw_only=True):
     eval_label: str | None = None
     """Evaluation with a quota to which this game belongs."""
     group_idx: int | None = None
-    """Games of one group share env, seed, seats and models; their players' rewards are compared seat by seat."""
+    """Games of one group share env, seed and models, and their players' rewards are compared. They share seats too,
+    unless the group is one deal that the policy plays from each seat in turn."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -61,6 +61,11 @@ class Config(Section):
         return self.buffer.buffer_size or 2 * self.learner.batch_size
 
     @property
-    def group_baseline(self) -> Literal["grpo", "rloo"] | None:
+    def group_baseline(self) -> Literal["grpo", "rloo", "duplicate"] | None:
         of_algorithm: dict[str, Literal["grpo", "rloo"]] = {"grpo": "grpo", "rloo": "rloo"}
         return self.rewards.group_baseline or of_algorithm.get(self.algorithm)
+
+    @property
+    def plays_duplicates(self) -> bool:
+        """Whether the games of a group are one deal with the policy at each seat in turn."""
+        return self.group_baseline == "duplicate"

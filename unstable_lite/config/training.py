@@ -54,8 +54,8 @@ class RunConfig(Section):
     """Longest wall-clock time of one game, without the learner's turns while engines sleep (`engine.when_shared`); a
     longer game is void."""
     group_size: int = Field(1, ge=1)
-    """Number of times that each training game is played, with the same env, seed, seats and opponents: see
-    `rewards.group_baseline`."""
+    """Number of times that each training game is played, with the same env, seed, opponents and (except for
+    "duplicate") seats: see `rewards.group_baseline`."""
     max_action_chars: int = Field(2000, ge=1)
     """Longest action, in characters; longer ones are truncated before they reach the env."""
     env_timeout_s: float = Field(5.0, gt=0)
@@ -302,10 +302,12 @@ class RewardConfig(Section):
     sampling_reward_transformation: tuple[Transformation | str, ...] | None = None
     """Transforms of `(steps)` to steps, applied once per batch."""
 
-    group_baseline: Literal["grpo", "rloo"] | None = None
+    group_baseline: Literal["grpo", "rloo", "duplicate"] | None = None
     """Baseline of a player's reward among the games of its group (`run.group_size`): `grpo` subtracts the group's mean
-    and divides by its standard deviation, `rloo` subtracts the mean of the other games. Default: `algorithm`, if it is
-    one of the two. Role advantages and batch normalisation, which are baselines too, cannot be added to it."""
+    and divides by its standard deviation, `rloo` subtracts the mean of the other games. `duplicate`, for two-player
+    games against an opponent: the policy plays the group's deal from each seat in turn, and the mean reward at the
+    other seat is added (docs/rewards.md). Default: `algorithm`, if it is `grpo` or `rloo`. Role advantages and batch
+    normalisation, which are baselines too, cannot be added to it."""
 
 
 class SftConfig(Section):

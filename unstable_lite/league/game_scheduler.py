@@ -47,8 +47,13 @@ class GameScheduler:
         run_seed: int = 0,
         group_size: int = 1,
         shares_by: Literal["games", "steps"] = "games",
+        rotates_groups: bool = False,
     ) -> None:
-        """Start with no games. `shares_by`: whether samplers' shares count games or the steps that games bring."""
+        """Start with no games.
+
+        shares_by: whether samplers' shares count games or the steps that games bring.
+        rotates_groups: whether the models of a group change seats from game to game.
+        """
         self.registry = model_sampler.registry
         self._model_sampler = model_sampler
         self._env_sampler = env_sampler
@@ -56,6 +61,7 @@ class GameScheduler:
         self._group_size = group_size
         self._rng = random.Random(derive_seed(run_seed, "seats"))
         self._shares_by = shares_by
+        self._rotates_groups = rotates_groups
         self._shares_rng = random.Random(derive_seed(run_seed, "shares"))
         self._steps_of: dict[str, tuple[int, float]] = {}
         """Number of games, at most `GAMES`, and running mean of the steps that they brought, by kind of game."""
@@ -103,13 +109,17 @@ class GameScheduler:
         return self._shares_rng.random() * self._steps_of[kind][1] <= fewest
 
     def next_train_group(self, can_play: Callable[[ModelRef], bool] = _any_model) -> list[GameSpec]:
-        """Return `group_size` games that differ only in their number, and so in the actions that models sample."""
+        """Return `group_size` games that differ only in their number, and so in the actions that models sample.
+
+        If groups rotate, they are one deal, and the models sit one seat further in each game.
+        """
         first = self.next_train_job(can_play)
         if self._group_size == 1:
             return [first]
         group = [replace(first, group_idx=first.game_idx)]
-        for _ in range(self._group_size - 1):
-            group.append(replace(group[0], game_idx=self._next_idx("train")))
+        for number in range(1, self._group_size):
+            agents = _moved(first.agent_specs, number) if self._rotates_groups else first.agent_specs
+            group.append(replace(group[0], game_idx=self._next_idx("train"), agent_specs=agents))
         return group
 
     def next_eval_job(
@@ -255,6 +265,11 @@ def new_game(
         reward_scale=env.reward_scale,
         eval_label=label,
     )
+
+
+def _moved(agents: Sequence[AgentSpec], seats: int) -> tuple[AgentSpec, ...]:
+    """Return the players of a game, each `seats` seats further."""
+    return tuple(replace(agents[(pid - seats) % len(agents)], pid=pid) for pid in range(len(agents)))
 
 
 def _kind_of(env_id: str, opponents: Iterable[ModelRef]) -> str:

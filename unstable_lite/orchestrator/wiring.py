@@ -209,7 +209,8 @@ def make_buffer(config: Config) -> StepBuffer | EpisodeBuffer:
         config.buffer_size,
         **common,
         group_size=config.run.group_size,
-        group_baseline=GROUP_BASELINES[config.group_baseline] if config.group_baseline else None,
+        group_baseline=GROUP_BASELINES.get(config.group_baseline or ""),
+        is_duplicate=config.plays_duplicates,
     )
 
 
@@ -217,7 +218,9 @@ def _scheduler(config: Config) -> GameScheduler:
     registry = ModelRegistry(beta=config.league.trueskill_beta)
     model_sampler = build_model_sampler(config, registry, _stream(config, "opponents"))
     run, shares_by = config.run, config.league.shares_by
-    return GameScheduler(model_sampler, build_env_sampler(config), run.seed, run.group_size, shares_by)
+    return GameScheduler(
+        model_sampler, build_env_sampler(config), run.seed, run.group_size, shares_by, config.plays_duplicates
+    )
 
 
 def _stream(config: Config, purpose: str) -> random.Random:

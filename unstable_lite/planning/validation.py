@@ -26,7 +26,7 @@ from unstable_lite.games.env_catalogue import probe
 from unstable_lite.games.env_start import start_environment
 from unstable_lite.games.players.factory import opponent_problem
 from unstable_lite.games.templates import chats_in_use, extraction_problems, known_templates, template_problems
-from unstable_lite.league.opponents import frozen_adapters, training_opponents, uses_checkpoints
+from unstable_lite.league.opponents import frozen_adapters, strategies, training_opponents, uses_checkpoints
 from unstable_lite.league.samplers import check_league
 from unstable_lite.learner import LEARNERS
 from unstable_lite.models import has_chat_template, resolve_model
@@ -250,8 +250,10 @@ def _group_problems(config: Config) -> Iterable[str]:
     if group_size > 1 and baseline is None:
         yield (
             f"run.group_size = {group_size}: no baseline compares the games of a group; "
-            "set rewards.group_baseline to 'grpo' or 'rloo'"
+            "set rewards.group_baseline to 'grpo', 'rloo' or 'duplicate'"
         )
+    if config.plays_duplicates:
+        yield from _duplicate_problems(config)
     if config.algorithm in ("grpo", "rloo") and baseline != config.algorithm:
         yield f"rewards.group_baseline = {baseline!r} contradicts algorithm = {config.algorithm!r}; leave it out"
     if group_size > config.buffer_size:
@@ -263,6 +265,22 @@ def _group_problems(config: Config) -> Iterable[str]:
     for key in ("final_reward_transformation", "sampling_reward_transformation"):
         for name in _baselines(config, key):
             yield f"rewards.{key}: {name} is a baseline, but the group already is one; remove it (or set [])"
+
+
+def _duplicate_problems(config: Config) -> Iterable[str]:
+    key, group_size = "rewards.group_baseline = 'duplicate'", config.run.group_size
+    if group_size % 2:
+        yield f"{key} plays each deal equally often from both seats, so run.group_size = {group_size} must be even"
+    for index, env in enumerate(config.train_envs):
+        if env.num_players != 2:
+            yield f"{key} is for games of two players; train_envs.{index}: {env.env_id} has {env.num_players}"
+        elif env.num_actors != 1:
+            yield (
+                f"{key} compares the policy's games at both seats against one opponent; train_envs.{index}: "
+                f"num_actors = {env.num_actors} gives it both seats of {env.env_id}; set num_actors = 1, or use 'rloo'"
+            )
+    if set(strategies(config.league)) == {"mirror"}:
+        yield f"{key} needs an opponent, but league.opponent_sampling_strategy = 'mirror' gives the policy both seats"
 
 
 def _baselines(config: Config, key: str) -> list[str]:

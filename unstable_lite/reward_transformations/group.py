@@ -1,12 +1,14 @@
 """Baselines that turn one group's rewards into advantages: `(rewards) -> advantages`, once per group and player.
 
 A group is one start (env, seed, seats, opponents) played several times. The comparison within a group cancels the
-effects that all its games share, which are not the policy's merit.
+effects that all its games share, which are not the policy's merit. `across_seats` is for groups that change seats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +37,28 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
         return [0.0] * len(rewards)
     total, others = sum(rewards), len(rewards) - 1
     return [reward - (total - reward) / others for reward in rewards]
+
+
+class SeatReward(NamedTuple):
+    """Reward of one player in a game of a group whose games are one deal, played from both seats."""
+
+    game_idx: int
+    pid: int
+    reward: float
+
+
+def across_seats(rewards: Sequence[SeatReward]) -> list[float | None]:
+    """Return each reward plus the mean reward at the other seat in the group's other games (`duplicate`).
+
+    The luck of a deal has opposite signs at both seats of a zero-sum game, so it cancels in the sum. The other games do
+    not depend on this game's actions, so adding their rewards does not bias the policy gradient. None for a reward
+    without such a game. The mean is not 0: it is the sum of the policy's values at both seats.
+    """
+    advantages: list[float | None] = []
+    for own in rewards:
+        others = [other.reward for other in rewards if other.pid != own.pid and other.game_idx != own.game_idx]
+        advantages.append(own.reward + fmean(others) if others else None)
+    return advantages
 
 
 GROUP_BASELINES: dict[str, GroupBaseline] = {"grpo": standardized, "rloo": leave_one_out}

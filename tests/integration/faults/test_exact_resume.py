@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -64,6 +65,44 @@ def test_sleeping_engines_change_nothing_in_a_sync_run(whole: Path, tmp_path: Pa
     for file in ("adapter_model.safetensors", "learner.safetensors"):
         assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file
     assert (sleeper / "eval.jsonl").read_text() == (whole / "eval.jsonl").read_text()
+
+
+DUPLICATES = (
+    *SYNC,
+    "run.learning_steps=4",
+    "run.checkpoint_every=2",
+    "run.eval_games=4",
+    "run.group_size=4",
+    "rewards.group_baseline=duplicate",
+    "league.opponent_sampling_strategy={ lagged = 0.3, fixed = 0.7 }",
+)
+
+
+@pytest.mark.nightly
+def test_resumed_sync_run_plays_the_same_groups_of_duplicates(tmp_path: Path) -> None:
+    directories = []
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+        process = runs.start("run", runs.write_small(tmp_path / name), *DUPLICATES)
+        if name == "broken":
+            runs.wait_for(lambda: runs.num_updates(tmp_path / "broken") >= 3)
+            process.send_signal(signal.SIGKILL)
+        code, out, err = runs.finish(process)
+        assert name == "broken" or code == 0, out + err
+        directories.append(runs.run_directory(tmp_path / name))
+    whole, broken = directories
+    code, out, err = runs.run("run", "--resume", broken)
+    assert code == 0, out + err
+    assert re.search(r"\bafter update 2\b", out)
+    assert_equal(broken, whole, {"ckpt-2", "ckpt-4"})
+    seats: dict[tuple[int, str], list[int]] = {}
+    for line in (broken / "games.jsonl").read_text().splitlines():
+        game = json.loads(line)
+        trained = [agent["pid"] for agent in game["agents"] if agent["collect_data"]]
+        if len(trained) == 1:  # neither an evaluation nor a game against itself, as before there is an older checkpoint
+            seats.setdefault((game["seed"], game["env_id"]), []).append(trained[0])
+    assert len(seats) > 5
+    assert all(sorted(of_group) == [0, 0, 1, 1] for of_group in seats.values())
 
 
 def test_finished_run_is_not_resumed(whole: Path) -> None:

@@ -30,6 +30,13 @@ EVAL_ENV = {
 }
 
 
+AGAINST = {**ENV, "num_actors": 1}
+DUPLICATE: dict[str, Any] = {
+    "run": {"group_size": 4},
+    "rewards": {"group_baseline": "duplicate"},
+    "league": {"opponent_sampling_strategy": "fixed", "fixed_opponents": ["scripted:random"]},
+    "train_envs": [AGAINST],
+}
 NO_BASELINE = {"final_reward_transformation": [], "sampling_reward_transformation": []}
 
 
@@ -269,6 +276,26 @@ def test_former_key_is_refused_with_the_new_one(section: str, key: str, value: o
             {"algorithm": "a2c", "run": {"group_size": 4}, "rewards": {"group_baseline": "grpo"}},
             "critic",
         ),
+        ({**DUPLICATE, "run": {"group_size": 3}}, "run.group_size = 3 must be even"),
+        ({**DUPLICATE, "run": {}}, "run.group_size = 1"),
+        ({**DUPLICATE, "train_envs": [ENV]}, "num_actors = 2 gives it both seats of TicTacToe-v0-train"),
+        (
+            {**DUPLICATE, "train_envs": [AGAINST, {**AGAINST, "env_id": "LiarsDice-v0-train", "num_players": 3}]},
+            "train_envs.1: LiarsDice-v0-train has 3",
+        ),
+        ({**DUPLICATE, "league": {"opponent_sampling_strategy": "mirror"}}, "'mirror' gives the policy both seats"),
+        ({**DUPLICATE, "algorithm": "a2c"}, "a2c uses the critic as baseline"),
+        ({**DUPLICATE, "algorithm": "grpo"}, "'duplicate' contradicts algorithm = 'grpo'"),
+        (
+            {
+                **DUPLICATE,
+                "rewards": {
+                    "group_baseline": "duplicate",
+                    "final_reward_transformation": ["RoleAdvantageByEnvFormatter"],
+                },
+            },
+            "RoleAdvantageByEnvFormatter is a baseline",
+        ),
         ({"algorithm": "a2c", "buffer": {"kind": "steps"}}, "a2c learns from episodes"),
         ({"buffer": {"kind": "episodes"}}, "reinforce learns from steps"),
         ({"lora": {"initial_critic_path": "/nowhere"}}, "reinforce has no critic"),
@@ -393,6 +420,15 @@ def test_valid_group_has_no_problems() -> None:
     assert problems_of(**sections) == []
     plan = make_plan(Config.model_validate({"train_envs": [ENV], **sections}))
     assert re.search(r"^4 games\b.*\brloo\b", dict(plan.describe())["groups"])
+
+
+@pytest.mark.parametrize("strategy", ["fixed", {"fixed": 0.5, "mirror": 0.5}])
+def test_duplicate_group_has_no_problems_and_no_other_baseline(strategy: object) -> None:
+    sections = DUPLICATE | {"league": {**DUPLICATE["league"], "opponent_sampling_strategy": strategy}}
+    assert problems_of(**sections) == []
+    plan = make_plan(Config.model_validate(sections))
+    assert re.search(r"^4 games\b.*\bduplicate\b", dict(plan.describe())["groups"])
+    assert "final: none" in dict(plan.describe())["rewards"] and "sampling: none" in dict(plan.describe())["rewards"]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
