@@ -37,6 +37,9 @@ def evaluate_models(
         typer.Option(help="As for MODELS, repeated for more; default: the opponent of each eval env."),
     ] = None,
     tournament: Annotated[bool, typer.Option("--tournament", help="All pairs of models; a ladder.")] = False,
+    ladder: Annotated[
+        bool, typer.Option("--ladder", help="Rate the models and base against random and MCTS: an absolute scale.")
+    ] = False,
     config: Annotated[Path | None, typer.Option(help="A TOML file; default: the first run's own config.")] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Games in flight; default: the run's.")] = None,
     override: SetKeys = None,
@@ -52,7 +55,7 @@ def evaluate_models(
     quiet: Annotated[bool, typer.Option("--quiet", help="Only errors and the tables.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Evaluate checkpoints on disk: models × opponents × envs, or a tournament. Starts engines but no learner."""
+    """Evaluate checkpoints on disk: models × opponents × envs, a tournament or a ladder. Starts engines, no learner."""
     with errors_as_messages(debug):
         if exact:
             _evaluate_exactly(models, output, env, config, override, trust_config, force)
@@ -60,6 +63,7 @@ def evaluate_models(
         if output is None:
             raise typer.BadParameter("--output is needed, the directory of games and tables")
         from unstable_lite.dashboards.terminal import TerminalInterface
+        from unstable_lite.evaluation.absolute_ladder import places_tables
         from unstable_lite.evaluation.evaluator import evaluate
         from unstable_lite.evaluation.plan import plan_evaluation
         from unstable_lite.evaluation.results import ladder_table, results_tables
@@ -74,6 +78,7 @@ def evaluate_models(
             games=games,
             concurrency=concurrency,
             tournament=tournament,
+            ladder=ladder,
             overrides=override or (),
             trusts_config=trust_config,
         )
@@ -81,6 +86,8 @@ def evaluate_models(
         out = console()
         if evaluated.ladder:
             out.print(ladder_table(evaluated.ladder))
+        elif evaluated.places:
+            out.print(*places_tables(evaluated.places), sep="\n")
         else:
             out.print(*results_tables(evaluated.evaluations), sep="\n")
         if probe_games:

@@ -1,4 +1,4 @@
-"""Evaluation of checkpoints on disk without a learner: models × opponents × envs, and tournaments."""
+"""Evaluation of checkpoints on disk without a learner: models × opponents × envs, tournaments and ladders."""
 
 from __future__ import annotations
 

@@ -114,6 +114,15 @@ def make_tournament(models: Sequence[EvaluatedModel], envs: Sequence[EvalEnvSpec
     ]
 
 
+def make_ladder_cells(
+    models: Sequence[EvaluatedModel], rungs: Sequence[EvaluatedModel], envs: Sequence[EvalEnvSpec]
+) -> list[Cell]:
+    """Pair all rungs with each other, and every model that is none of them with every rung."""
+    keys = {rung.key for rung in rungs}
+    others = [model for model in models if model.key not in keys]
+    return [*make_tournament(rungs, envs), *make_cells(others, lambda _env: rungs, envs)]
+
+
 def in_rounds(cells: Iterable[Cell], slots: int) -> list[list[Cell]]:
     """Split cells, in order, into rounds that each need at most `slots` adapters.
 

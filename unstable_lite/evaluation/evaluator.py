@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from unstable_lite.errors import UnstableError
+from unstable_lite.evaluation.absolute_ladder import Place, rate, write_places
 from unstable_lite.evaluation.cells import Cell, game_spec
 from unstable_lite.evaluation.ladder import LadderEntry, RatedGame, make_ladder
 from unstable_lite.evaluation.loaded_adapters import AdapterSlots
@@ -34,6 +35,8 @@ class Evaluated:
     """Results of the cells of this call."""
     ladder: tuple[LadderEntry, ...]
     """Ranking of a tournament."""
+    places: tuple[Place, ...]
+    """Ratings of `--ladder`."""
     played: int
     """Number of games that this call played; the others existed already."""
     output: Path
@@ -61,13 +64,22 @@ async def evaluate(evaluation: EvaluationPlan, say: Callable[[str], None]) -> Ev
         if evaluation.is_tournament:
             ladder = make_ladder(_rated_games(evaluation, results), evaluation.plan.config.league.trueskill_beta)
             write_ladder(output, ladder, evaluations)
+        places = rate(_rated_games(evaluation, results)) if evaluation.is_ladder else []
+        if places:
+            write_places(output, places)
     except BaseExceptionGroup as group:
         raise first_reason(group) from group
     except OSError as error:
         raise UnstableError(f"{output}: {error.strerror}; finished games are in results.jsonl") from error
     finally:
         results.close()
-    return Evaluated(evaluations=tuple(evaluations), ladder=tuple(ladder), played=num_missing, output=output)
+    return Evaluated(
+        evaluations=tuple(evaluations),
+        ladder=tuple(ladder),
+        places=tuple(places),
+        played=num_missing,
+        output=output,
+    )
 
 
 async def with_engines(

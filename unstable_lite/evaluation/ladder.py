@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from unstable_lite.league.model_registry import ModelMeta, ModelRegistry
+from unstable_lite.types import Outcome
 
 MOST_ORDERS = 20
 LEAST_ORDERS = 4
@@ -28,7 +29,7 @@ class RatedGame:
     env_id: str
     model: str
     opponent: str
-    outcome: str
+    outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from unstable_lite.config.env_ids import canonical_env_id, is_openspiel
 from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.cells import Cell, in_rounds, make_cells, make_tournament
+from unstable_lite.evaluation.absolute_ladder import ANCHOR, RUNGS
+from unstable_lite.evaluation.cells import Cell, in_rounds, make_cells, make_ladder_cells, make_tournament
 from unstable_lite.evaluation.models import EvaluatedModel, check_base, find_run, find_sides, opponent
 from unstable_lite.planning.plan import Plan, checked_config, make_engine_plan
 from unstable_lite.planning.trust import run_config
+from unstable_lite.planning.validation import why_not_seated
 from unstable_lite.types import BASE
 
 _ENV_WORD = re.compile(r"((?:[A-Za-z_][\w.]*:(?=[A-Za-z_]))?[^:]+)(?::(\d+)(?::([^:]+))?)?")
@@ -35,6 +38,8 @@ class EvaluationPlan:
     concurrency: int
     output: Path
     is_tournament: bool
+    is_ladder: bool = False
+    """Whether the opponents are the rungs of `absolute_ladder`."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -64,6 +69,7 @@ def plan_evaluation(
     games: int = 200,
     concurrency: int | None = None,
     tournament: bool = False,
+    ladder: bool = False,
     overrides: Sequence[str] = (),
     trusts_config: bool = False,
 ) -> EvaluationPlan:
@@ -73,9 +79,15 @@ def plan_evaluation(
     envs: `env_id`, `env_id:players` or `env_id:players:template`; default: the config's eval envs, else its training
     envs.
     opponents: default: each eval env's own `fixed_opponent`.
+    ladder: rate the models and the base against the rungs of `absolute_ladder`.
     trusts_config: use a run's config although another user wrote it; see `trust.run_config`.
     """
-    found, others = find_sides(models, opponents)
+    if (tournament or ladder) and opponents:
+        who = "the rungs of a ladder are its opponents" if ladder else "the models of a tournament play each other"
+        raise ConfigError(f"{who}: leave out --opponent")
+    if tournament and ladder:
+        raise ConfigError("--tournament and --ladder are two evaluations: name one of them")
+    found, others = find_sides([*models, BASE] if ladder else models, RUNGS if ladder else opponents)
     run = find_run(models)
     if config is None:
         if run is None:
@@ -85,8 +97,8 @@ def plan_evaluation(
     specs = _env_specs(given, envs)
     if tournament or others:
         specs = _distinct_envs(specs)
-    if tournament and opponents:
-        raise ConfigError("the models of a tournament are each other's opponents: leave out --opponent")
+    if ladder and (problems := [*_ladder_problems(specs, given)]):
+        raise ConfigError(*problems)
 
     copies = copies_of(config)
 
@@ -95,6 +107,8 @@ def plan_evaluation(
 
     if tournament:
         cells = make_tournament(found, specs)
+    elif ladder:
+        cells = make_ladder_cells(found, others, specs)
     else:
         cells = list({cell.key: cell for cell in make_cells(found, opponents_of, specs)}.values())
     seated = {model.key: model for cell in cells for model in cell.models}
@@ -107,7 +121,20 @@ def plan_evaluation(
         concurrency=concurrency or given.run.num_collection_workers,
         output=output,
         is_tournament=tournament,
+        is_ladder=ladder,
     )
+
+
+def _ladder_problems(specs: Sequence[EvalEnvSpec], config: Config) -> Iterator[str]:
+    """Yield the reason for each env that has no ladder."""
+    for spec in specs:
+        if spec.num_players != 2:
+            yield f"--ladder rates players of two-player games, and {spec.env_id} has {spec.num_players}; leave it out"
+        elif (reason := why_not_seated(ANCHOR, spec, config.opponents)) is not None:
+            yield f"--ladder: {reason}; name a game that it can play with --env openspiel:NAME"
+    for env_id, times in Counter(spec.env_id for spec in specs).items():
+        if times > 1:
+            yield f"--ladder: {env_id} is given with {times} templates or settings; name one: --env env_id:2:template"
 
 
 def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:

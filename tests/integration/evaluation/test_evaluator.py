@@ -239,6 +239,55 @@ async def test_equally_numbered_checkpoints_of_two_runs_are_distinguished(run: P
     assert [(e.model, e.opponent) for e in done.evaluations] == [("run/ckpt-1", "other/ckpt-1")]
 
 
+TIC_TAC_TOE, NIM_1_2 = "openspiel:tic_tac_toe", "openspiel:nim(is_misere=False,pile_sizes=1;2)"
+
+
+async def test_ladder_rates_models_the_base_and_random_against_playouts(run: Path, tmp_path: Path) -> None:
+    ones = [run / "checkpoints" / "ckpt-1", "scripted:mcts:100"]
+    done = await evaluated(ones, tmp_path / "out", games=2, ladder=True, envs=[TIC_TAC_TOE, NIM_1_2])
+    rungs = ["scripted:random", "scripted:mcts:10", "scripted:mcts:100", "scripted:mcts:1000"]
+    assert done.played == 2 * 2 * (6 + 2 * 4)
+    rows = read_csv(tmp_path / "out" / "ladder.csv")
+    for env_id in (TIC_TAC_TOE, NIM_1_2):
+        own = [row for row in rows if row["env_id"] == env_id]
+        assert {row["model"] for row in own} == {"base", "ckpt-1", *rungs}
+        assert [float(row["rating"]) for row in own] == sorted((float(row["rating"]) for row in own), reverse=True)
+        (anchor,) = (row for row in own if row["model"] == "scripted:mcts:10")
+        assert float(anchor["rating"]) == 0
+        base = next(row for row in own if row["model"] == "base")
+        assert base["games"] == "8"
+        games = [game for game in lines(tmp_path / "out") if (game["env_id"], game["model"]) == (env_id, "base")]
+        for rung in rungs:
+            points = [POINTS[game["outcome"]] for game in games if game["opponent"] == rung]
+            assert float(base[f"points against {rung}"]) == fmean(points)
+    assert [place.model for place in done.places] == [row["model"] for row in rows]
+    again = await evaluated(ones, tmp_path / "out", games=2, ladder=True, envs=[TIC_TAC_TOE, NIM_1_2])
+    assert (again.played, again.places) == (0, done.places)
+    elsewhere = await evaluated(
+        [], tmp_path / "other", games=2, ladder=True, envs=[TIC_TAC_TOE], config=run / "config.toml"
+    )
+    ratings = {place.model: place for place in done.places if place.env_id == TIC_TAC_TOE and place.model in rungs}
+    assert {place.model: place for place in elsewhere.places if place.model in rungs} == ratings
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"envs": ["openspiel:kuhn_poker"]}, "openspiel:kuhn_poker hides information"),
+        ({"envs": [TIC_TAC_TOE, "openspiel:matrix_rps"]}, "openspiel:matrix_rps"),
+        ({}, "plays games of OpenSpiel only; not Nim-v0-train"),
+        ({"envs": ["GuessTheNumber-v0-train:1"]}, "GuessTheNumber-v0-train has 1"),
+        ({"envs": ["openspiel:no_such_game"]}, "no_such_game"),
+        ({"envs": [TIC_TAC_TOE, f"{TIC_TAC_TOE}:2:default"]}, "2 templates or settings"),
+        ({"envs": [TIC_TAC_TOE], "opponents": ["base"]}, "--opponent"),
+        ({"envs": [TIC_TAC_TOE], "tournament": True}, "--tournament and --ladder"),
+    ],
+)
+def test_ladder_is_refused_with_the_reason(run: Path, tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        plan_evaluation([str(run)], output=tmp_path, ladder=True, overrides=SCRIPTED, **options)
+
+
 async def test_env_without_winners_shows_the_reward(run: Path, tmp_path: Path) -> None:
     ones = [run / "checkpoints" / "ckpt-1"]
     done = await evaluated(ones, tmp_path / "out", games=3, envs=["GuessTheNumber-v0-train:1"])
@@ -258,6 +307,7 @@ async def test_training_settings_do_not_affect_an_evaluation(run: Path, tmp_path
         ("algorithm=grpo", "run.group_size=4"),
         ("algorithm=rloo", "run.group_size=2"),
         ("rewards.group_baseline=grpo", "run.group_size=4", "rewards.final_reward_transformation=[]"),
+        ("rewards.group_baseline=duplicate", "run.group_size=3"),
         ("algorithm=ppo", "lora.initial_lora_path=/nowhere", "lora.initial_critic_path=/nowhere/critic"),
         ("engine.when_shared=sleep", "run.output_dir=/dev/null/of/another/machine", "learner.shard_base=true"),
         ("run.eval_games=9", "run.max_eval_games_per_ckpt=5", "run.num_eval_workers=0", "buffer.buffer_size=24"),

@@ -1,0 +1,173 @@
+"""Elo ratings against scripted players, on a scale that is the same on every machine and day.
+
+The rungs are scripted players. They are rated from the games among themselves alone, which the seed determines, and a
+model only from its games against the rungs. So a model's rating does not depend on the other models of a ladder.
+TrueSkill's would: it moves all players, and its prior shrinks the distances of few games.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from unstable_lite.evaluation.ladder import RatedGame
+from unstable_lite.evaluation.results import write_csv
+from unstable_lite.tracking.evaluations import POINTS
+from unstable_lite.tracking.intervals import Z_95
+
+ANCHOR = "scripted:mcts:10"
+"""Player whose rating is 0."""
+RUNGS = ("scripted:random", ANCHOR, "scripted:mcts:100", "scripted:mcts:1000")
+LIMIT = 10_000.0
+"""Largest distance between two ratings that is searched."""
+SWEEPS = 500
+"""Most passes over the rungs until no rating moves."""
+MOVED = 0.001
+"""Smallest change of a rating that counts."""
+
+Met = Sequence[tuple[float, float, int]]
+"""Rating of each opponent, points of the player against it, and games."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Place of one model on the ladder of one env."""
+
+    env_id: str
+    model: str
+    rating: float
+    """Elo rating: 400 more are odds of 10 to 1, in points."""
+    low: float
+    high: float
+    """95 % interval by the likelihood ratio, given the ratings of the opponents; NaN for the anchor."""
+    games: int
+    points: Mapping[str, float]
+    """Share of the points against each rung that it met."""
+
+
+def rate(games: Sequence[RatedGame]) -> list[Place]:
+    """Return the places by env and descending rating, by maximum likelihood (Bradley and Terry 1952).
+
+    A draw is half a win. One drawn game is added against each opponent, so that a rating is finite even if all games
+    were won or lost.
+    """
+    places: list[Place] = []
+    for env_id in dict.fromkeys(game.env_id for game in games):
+        scores: dict[str, dict[str, list[float]]] = {}
+        for game in games:
+            if game.env_id == env_id:
+                points = POINTS[game.outcome]
+                scores.setdefault(game.model, {}).setdefault(game.opponent, []).append(points)
+                scores.setdefault(game.opponent, {}).setdefault(game.model, []).append(1 - points)
+        ratings = _rate_rungs(scores)
+        placed = [_place(env_id, model, scores[model], ratings) for model in scores]
+        places += sorted(placed, key=lambda place: -place.rating)
+    return places
+
+
+def _rate_rungs(scores: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    ratings = dict.fromkeys(RUNGS, 0.0)
+    for _ in range(SWEEPS):
+        before = dict(ratings)
+        for rung in RUNGS:
+            if rung != ANCHOR:
+                ratings[rung] = _rating(_met(scores.get(rung, {}), ratings))
+        if all(abs(ratings[rung] - before[rung]) < MOVED for rung in RUNGS):
+            break
+    return ratings
+
+
+def _place(env_id: str, model: str, by_opponent: Mapping[str, Sequence[float]], ratings: Mapping[str, float]) -> Place:
+    against = {rung: by_opponent[rung] for rung in RUNGS if rung in by_opponent}
+    met = _met(against, ratings)
+    low, high = (math.nan, math.nan) if model == ANCHOR else _interval(met)
+    return Place(
+        env_id=env_id,
+        model=model,
+        rating=ratings[model] if model in ratings else _rating(met),
+        low=low,
+        high=high,
+        games=sum(map(len, against.values())),
+        points={rung: fmean(points) for rung, points in against.items()},
+    )
+
+
+def _met(by_opponent: Mapping[str, Sequence[float]], ratings: Mapping[str, float]) -> Met:
+    """Return the results against the rungs, with one drawn game added against each."""
+    return [
+        (ratings[opponent], sum(points) + 0.5, len(points) + 1)
+        for opponent, points in by_opponent.items()
+        if opponent in ratings
+    ]
+
+
+def _rating(met: Met) -> float:
+    """Return the rating at which the expected points are those that were won."""
+    low, high = -LIMIT, LIMIT
+    while high - low > MOVED / 10:
+        middle = (low + high) / 2
+        expected = sum(n * _expected(middle - other) for other, _, n in met)
+        low, high = (middle, high) if expected < sum(points for _, points, _ in met) else (low, middle)
+    return (low + high) / 2
+
+
+def _interval(met: Met) -> tuple[float, float]:
+    """Return the ratings at which the log-likelihood is Z_95² / 2 below its maximum."""
+    best = _rating(met)
+    least = _log_likelihood(met, best) - Z_95**2 / 2
+
+    def edge(outside: float) -> float:
+        inside = best
+        while abs(outside - inside) > MOVED:
+            middle = (inside + outside) / 2
+            inside, outside = (middle, outside) if _log_likelihood(met, middle) >= least else (inside, middle)
+        return inside
+
+    return edge(best - LIMIT), edge(best + LIMIT)
+
+
+def _log_likelihood(met: Met, rating: float) -> float:
+    return sum(
+        points * math.log(_expected(rating - other)) + (n - points) * math.log(_expected(other - rating))
+        for other, points, n in met
+    )
+
+
+def _expected(difference: float) -> float:
+    """Return the expected share of points of a player that is rated `difference` higher."""
+    return float(1 / (1 + 10 ** (-difference / 400)))
+
+
+def write_places(directory: Path, places: Sequence[Place]) -> None:
+    """Write ladder.csv: a row for each env and model, with its share of points against each rung."""
+    given = ("env_id", "model", "rating", "low", "high", "games")
+    against = {rung: f"points against {rung}" for rung in RUNGS}
+    rows = [
+        {name: getattr(place, name) for name in given} | {against[rung]: place.points.get(rung) for rung in RUNGS}
+        for place in places
+    ]
+    write_csv(directory / "ladder.csv", (*given, *against.values()), rows)
+
+
+def places_tables(places: Sequence[Place]) -> list[Table]:
+    """Return the ladder as tables for a terminal, one for each env."""
+    tables = []
+    for env_id in dict.fromkeys(place.env_id for place in places):
+        title = f"{env_id}: Elo, {ANCHOR} = 0; points against each scripted player"
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+        table.pad_edge, table.collapse_padding = False, True  # at most 80 columns
+        table.add_column("model", no_wrap=True)
+        for name in ("rating", "95 %", "games", *(rung.removeprefix("scripted:").replace(":", "\n") for rung in RUNGS)):
+            table.add_column(name, justify="right")
+        for place in (place for place in places if place.env_id == env_id):
+            interval = f"{place.low:+.0f} – {place.high:+.0f}" if math.isfinite(place.low) else "–"
+            points = (f"{place.points[rung]:.0%}" if rung in place.points else "–" for rung in RUNGS)
+            table.add_row(place.model, f"{place.rating:+.0f}", interval, str(place.games), *points)
+        tables.append(table)
+    return tables
