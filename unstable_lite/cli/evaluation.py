@@ -12,6 +12,9 @@ from unstable_lite.cli.options import Debug, ModelsOfRun, SetKeys, TrustConfig, 
 if TYPE_CHECKING:
     from unstable_lite.evaluation.plan import EvaluationPlan
 
+GAMES = 200
+"""Default number of games of each model, opponent and env."""
+
 
 def evaluate_models(
     models: Annotated[
@@ -25,7 +28,9 @@ def evaluate_models(
         Path | None,
         typer.Option(help="Games and tables; the same one again continues it. Optional with --exact."),
     ] = None,
-    games: Annotated[int, typer.Option(min=1, help="Games of each model, opponent and env; seats are balanced.")] = 200,
+    games: Annotated[
+        int, typer.Option(min=1, help="Games of each model, opponent and env; seats are balanced.")
+    ] = GAMES,
     env: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,10 +63,12 @@ def evaluate_models(
     """Evaluate checkpoints on disk: models × opponents × envs, a tournament or a ladder. Starts engines, no learner."""
     with errors_as_messages(debug):
         if exact:
-            _evaluate_exactly(models, output, env, config, override, trust_config, force)
+            if opponent or tournament or probe_games or concurrency or games != GAMES:
+                raise typer.BadParameter("--exact plays no games: leave out the options about games and opponents")
+            _evaluate_exactly(models, output, env, config, override, trust_config, force, quiet)
             return
-        if output is None:
-            raise typer.BadParameter("--output is needed, the directory of games and tables")
+        if output is None or force:
+            raise typer.BadParameter("--force is for --exact" if force else "--output is needed, for games and tables")
         from unstable_lite.dashboards.terminal import TerminalInterface
         from unstable_lite.evaluation.absolute_ladder import places_tables
         from unstable_lite.evaluation.evaluator import evaluate
@@ -109,6 +116,7 @@ def _evaluate_exactly(
     overrides: list[str] | None,
     trust_config: bool,
     is_forced: bool,
+    is_quiet: bool,
 ) -> None:
     from unstable_lite.dashboards.terminal import TerminalInterface
     from unstable_lite.evaluation.exact import exact_tables, write_exact
@@ -124,7 +132,9 @@ def _evaluate_exactly(
         overrides=overrides or (),
         trusts_config=trust_config,
     )
-    results = evaluate_exactly(evaluation.cells, evaluation.plan.config, is_forced, TerminalInterface().say)
+    results = evaluate_exactly(
+        evaluation.cells, evaluation.plan.config, is_forced, TerminalInterface(quiet=is_quiet).say
+    )
     console().print(*exact_tables(results), sep="\n")
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)

@@ -145,7 +145,9 @@ def probe(
         optimal=optimal,
         greedy=share_of(greedy_actions) if family in GREEDY_GAMES else None,
         rest=mean_estimate([of.rest for of in at], games),
-        action_entropy=mean_estimate([_entropy(_normalised(of)) for of in at], games),
+        action_entropy=mean_estimate(
+            [_entropy(_normalised(of)) if of.probabilities.sum() > 0 else math.nan for of in at], games
+        ),
         state_dependence=None if is_sampled else state_dependence(at, [p.turn for p in positions], games),
     )
 
@@ -307,6 +309,8 @@ def probe_tables(probes: Sequence[Probe]) -> list[Table]:
 
 
 def _nats(estimate: Estimate) -> str:
+    if not estimate.n:
+        return "–"
     return f"{estimate.value:.3f} ± {estimate.high - estimate.value:.3f}"
 
 

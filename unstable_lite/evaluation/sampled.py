@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell, game_spec, seat_of
@@ -20,6 +21,7 @@ from unstable_lite.evaluation.evaluator import for_each, with_engines
 from unstable_lite.evaluation.loaded_adapters import AdapterSlots
 from unstable_lite.evaluation.plan import EvaluationPlan
 from unstable_lite.evaluation.probing import ActionDistribution, Position, Probe, probe, random_positions
+from unstable_lite.games.openspiel.prompts import read_action
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.player import Player
 from unstable_lite.games.players.scripted import legal_actions
@@ -63,18 +65,30 @@ async def _probe_all(
 async def _distributions(
     cell: Cell, player: Player, observations: Sequence[str], samples: int, concurrency: int
 ) -> dict[str, ActionDistribution]:
-    chosen: dict[str, Counter[str]] = {observation: Counter() for observation in observations}
+    chosen: dict[str, Counter[str | None]] = {observation: Counter() for observation in observations}
+    legal = {observation: legal_actions(cell.env.env_id, observation) for observation in observations}
 
     async def ask(observation: str) -> None:
-        chosen[observation][_spelled((await player.act(observation)).action)] += 1
+        reply = await player.act(observation)
+        chosen[observation][_meant(cell.env.env_id, reply.action, legal[observation])] += 1
 
     await for_each((observation for observation in observations for _ in range(samples)), ask, concurrency)
-    distributions = {}
-    for observation, counts in chosen.items():
-        actions = tuple(legal_actions(cell.env.env_id, observation))
-        shares = np.array([counts[_spelled(action)] / samples for action in actions])
-        distributions[observation] = ActionDistribution(actions=actions, probabilities=shares)
-    return distributions
+    return {
+        observation: ActionDistribution(
+            actions=tuple(actions),
+            probabilities=np.array([chosen[observation][action] / samples for action in actions]),
+        )
+        for observation, actions in legal.items()
+    }
+
+
+def _meant(env_id: str, action: str, legal: Sequence[str]) -> str | None:
+    """Return the legal action that an answer means, or None. Envs of TextArena differ in their notations."""
+    if is_openspiel(env_id):
+        names = {name[1:-1]: name for name in legal}
+        found = read_action(action, names)
+        return None if found is None else names[found]
+    return next((name for name in legal if _spelled(name) == _spelled(action)), None)
 
 
 def _spelled(action: str) -> str:

@@ -116,11 +116,20 @@ def evaluate_exactly(
     `is_forced`: whether to accept a game of any size. Raises ConfigError for a game that cannot be evaluated exactly,
     and the errors of `action_distribution`.
     """
-    asked = dict.fromkeys(
-        (cell.env.model_copy(update={"fixed_opponent": ""}), cell.model) for cell in cells if not cell.model.is_fixed
-    )
-    envs = list(dict.fromkeys(env for env, _ in asked))
-    trees = {env: flatten(env.env_id, is_forced) for env in envs}
+    if fixed := sorted({cell.model.name for cell in cells if cell.model.is_fixed}):
+        raise ConfigError(f"{', '.join(fixed)}: only the base and adapters can be evaluated exactly")
+    asked = dict.fromkeys((cell.env.model_copy(update={"fixed_opponent": ""}), cell.model) for cell in cells)
+    trees, reasons = {}, []
+    for env in dict.fromkeys(env for env, _ in asked):
+        try:
+            trees[env] = flatten(env.env_id, is_forced)
+        except ConfigError as error:
+            reasons.append(str(error))
+    if not trees:
+        raise ConfigError(*reasons)
+    for reason in reasons:
+        say(f"left out: {reason}")
+    envs = list(trees)
     scorer, results = AnswerScorer(config, envs, device), []
     for env, tree in trees.items():
         results.append(exact_result("random legal", env.env_id, tree, uniform(tree)))

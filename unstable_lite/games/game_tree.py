@@ -2,7 +2,7 @@
 
 Pure: knows no rules, models or files; games/openspiel/flatten.py makes the list. A policy is a list of arrays, one for
 each decision state, with the probability of each legal action there. The rest is the probability of other answers,
-which forfeit the game as in play: the seat gets the lowest utility of the game, the other seat its negative.
+which forfeit the game, as illegal ones do in play: the seat gets the lowest utility, the other seat its negative.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def answer_hidden(decoder: Any, batch: AnswerBatch) -> Tensor:
     hidden_KAD: Tensor = read.last_hidden_state[batch.row_K, -1:]
     if batch.answer_KA.shape[1] == 1:
         return hidden_KAD
-    cache.batch_select_indices(batch.row_K)
+    cache.reorder_cache(batch.row_K)  # type: ignore[arg-type]
     written = decoder(input_ids=batch.answer_KA[:, :-1], use_cache=True, **{name: cache})
     return torch.cat([hidden_KAD, written.last_hidden_state], 1)
 
@@ -93,24 +93,27 @@ def answer_hidden(decoder: Any, batch: AnswerBatch) -> Tensor:
 def make_answer_batches(
     prompts: Sequence[TokenIds], answers: Sequence[Sequence[TokenIds]], max_tokens: int
 ) -> Iterator[AnswerBatch]:
-    """Yield batches of at most `max_tokens` tokens, in which an answer counts with its prompt, or of one prompt."""
+    """Yield batches of at most `max_tokens` tokens, in which an answer counts with its prompt, or of one answer."""
     lengths = [len(prompt) for prompt in prompts]
     longest = [max(map(len, options), default=0) for options in answers]
-    rows: list[int] = []
+    numbers: list[tuple[int, int]] = []
     num_tokens = 0
-    for row in sorted((row for row in range(len(prompts)) if answers[row]), key=lambda row: (lengths[row], row)):
-        needed = len(answers[row]) * (lengths[row] + longest[row])
-        if rows and (lengths[row] != lengths[rows[0]] or num_tokens + needed > max_tokens):
-            yield _batch(prompts, answers, rows)
-            rows, num_tokens = [], 0
-        rows.append(row)
-        num_tokens += needed
-    if rows:
-        yield _batch(prompts, answers, rows)
+    for row in sorted(range(len(prompts)), key=lambda row: (lengths[row], row)):
+        for option in range(len(answers[row])):
+            needed = lengths[row] + longest[row]
+            if numbers and (lengths[row] != lengths[numbers[0][0]] or num_tokens + needed > max_tokens):
+                yield _batch(prompts, answers, numbers)
+                numbers, num_tokens = [], 0
+            numbers.append((row, option))
+            num_tokens += needed
+    if numbers:
+        yield _batch(prompts, answers, numbers)
 
 
-def _batch(prompts: Sequence[TokenIds], answers: Sequence[Sequence[TokenIds]], rows: Sequence[int]) -> AnswerBatch:
-    numbers = [(row, option) for row in rows for option in range(len(answers[row]))]
+def _batch(
+    prompts: Sequence[TokenIds], answers: Sequence[Sequence[TokenIds]], numbers: Sequence[tuple[int, int]]
+) -> AnswerBatch:
+    rows = list(dict.fromkeys(row for row, _ in numbers))
     size_K = np.array([len(answers[row][option]) for row, option in numbers])
     answer_KA = np.zeros((len(numbers), size_K.max()), np.int64)
     for ids_A, (row, option) in zip(answer_KA, numbers, strict=True):

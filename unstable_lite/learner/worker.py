@@ -179,13 +179,13 @@ class _Worker:
         return self._within_memory(map(length, message.items), partial(policy.score, message.items, parameters))
 
     def _score_answers(self, message: ScoreAnswers) -> tuple[Logprobs, ...]:
-        # Characters, because tokens are not known yet, and are no more.
         sizes = (len(prompt) + max(map(len, texts), default=0) for prompt, texts in message.questions)
         scored = self._within_memory(sizes, partial(self._answers.score, message.questions, message.stop))
+        _free_memory()  # engines that sleep on this device wake now
         return tuple(logp.numpy().astype(np.float32) for logp in scored)
 
     def _within_memory(self, lengths: Iterable[int], score: Callable[[], T]) -> T:
-        """Return `score()`, a pass over sequences of `lengths`; if memory runs out, repeat it in smaller micro-batches.
+        """Return `score()`, a pass over sequences of at most `lengths`; if memory runs out, in smaller micro-batches.
 
         Memory may run out, because no update has determined the fitting size yet. Later passes begin with the old size.
         """

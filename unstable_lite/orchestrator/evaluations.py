@@ -29,7 +29,9 @@ class Evaluations:
         """Evaluate the newest policy on every env on which it was not evaluated before the run resumed."""
         config = self._parts.plan.config
         if label == "before":
-            self._parts.tracker.log(0, await self._parts.exact.metrics(0))
+            exact = await self._parts.exact.metrics(0)
+            self._parts.tracker.log(0, exact)
+            self._parts.health.check_exploitability(exact)
         if not config.run.eval_games or self._parts.stop.is_set():
             return
         model, update = self._parts.registry.current, self._progress.updates

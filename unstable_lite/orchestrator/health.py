@@ -158,6 +158,10 @@ class TrainingHealth:
         )
         return {f"alarms/{name}": count for name, count in self._alarms.counts().items()}
 
+    def check_exploitability(self, metrics: Mapping[str, float]) -> None:
+        """Judge exact evaluations before the first update, with which later ones are compared."""
+        self._judge(self._exploitability_rises(metrics))
+
     def check_skipped(self, in_a_row: int, reason: str = "") -> None:
         """Judge the number of batches that were skipped since the last update."""
         detail = f"{in_a_row} batches in a row were skipped, the last because of {reason}" if in_a_row else "an update"

@@ -75,7 +75,7 @@ class Progress:
         parts = self._parts
         self._skipped_in_a_row = 0
         metrics |= {f"learner/{name}": value for name, value in updated.metrics.items()}
-        metrics |= await parts.health.measure(batch) | await parts.exact.metrics(self.updates)
+        metrics |= await parts.health.measure(batch)
         await parts.tracker.add_train_data(self.updates, self.version - 1, batch, updated.logprobs)
         metrics |= self._engine_metrics() | self._buffer_metrics() | self._league_metrics() | self._run_metrics()
         latest, size = parts.tracker.latest, metrics["learner/max_tokens_per_micro_batch"]
@@ -87,6 +87,7 @@ class Progress:
                 "the learner ran out of memory and did the update again; a micro-batch now has at most "
                 f"{size:.0f} tokens"
             )
+        metrics |= await parts.exact.metrics(self.updates)  # after the metrics of the update's own sleep
         metrics |= parts.health.check_update(self.updates, metrics)
         parts.tracker.log_update(self.updates, metrics, updated.histograms)
         still_playing = {parts.registry.get_current_ckpt(), *+parts.collector.evaluating}

@@ -179,7 +179,7 @@ async def wired_parts(
             collector=collector,
             adapter_sync=adapter_sync,
             colocation=colocation,
-            exact=ExactEvaluations(config, templates, workers.learner, colocation),
+            exact=ExactEvaluations(config, templates, workers.learner, colocation, alarm),
             pool=pool,
             tracker=tracker,
             health=health,

@@ -11,7 +11,9 @@ from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.game_tree import GameTree, uniform
+from unstable_lite.games.openspiel import trial
 from unstable_lite.games.openspiel.flatten import flatten
+from unstable_lite.games.templates import find_extraction, written_answer
 from unstable_lite.planning.memory import shape_of
 
 OPERATIONS_PER_S = {True: 3e13, False: 1e10}
@@ -19,40 +21,60 @@ OPERATIONS_PER_S = {True: 3e13, False: 1e10}
 CHARS_PER_TOKEN = 3
 
 
-def exact_envs(config: Config) -> list[EnvSpec]:
-    """Return the OpenSpiel envs of a run, each once."""
+def exact_envs(config: Config) -> tuple[list[EnvSpec], list[str]]:
+    """Return the envs that `run.exact_every` computes, each id once, and the reasons why it computes no others."""
+    if config.run.exact_every is None:
+        return [], []
     specs: list[EnvSpec] = [*config.train_envs, *config.eval_envs]
-    return list({spec.env_id: spec for spec in reversed(specs) if is_openspiel(spec.env_id)}.values())[::-1]
+    envs, reasons = [], []
+    for spec in {spec.env_id: spec for spec in reversed(specs)}.values():
+        try:
+            # A trial first, because OpenSpiel may crash the process.
+            if is_openspiel(spec.env_id) and (reason := trial.problem(spec.env_id, spec.num_players)) is not None:
+                raise ConfigError(f"{spec.env_id}: {reason}")
+            flatten(spec.env_id)
+            _check_extraction(spec)
+            envs.append(spec)
+        except ConfigError as error:
+            reasons.append(str(error))
+    return envs[::-1], reasons[::-1]
 
 
 def exact_problems(config: Config) -> Iterator[str]:
-    """Yield each reason why `run.exact_every` cannot be computed."""
+    """Yield each reason why `run.exact_every` cannot compute anything, or not the policy that plays."""
     if config.run.exact_every is None:
         return
-    envs = exact_envs(config)
+    envs, reasons = exact_envs(config)
     if not envs:
-        yield "run.exact_every: no env is a game of OpenSpiel (env_id = 'openspiel:…'), so nothing is computed exactly"
-    for env in envs:
-        try:
-            flatten(env.env_id)
-        except ConfigError as error:
-            yield f"run.exact_every: {error}"
+        yield f"run.exact_every: no env can be computed exactly: {'; '.join(reasons)}"
+    if config.engine.top_p < 1:
+        yield (
+            f"run.exact_every: probabilities are computed from the whole distribution, not with engine.top_p = "
+            f"{config.engine.top_p:g}; set it to 1"
+        )
 
 
 def describe_exact(config: Config, is_on_gpu: bool) -> Iterator[tuple[str, str]]:
-    """Yield a row with size, time and number of the exact evaluations of each env."""
+    """Yield a row with size, time and number of the exact evaluations of each env, and a row for each one without."""
     run, shape = config.run, shape_of(config.model_name)
-    if run.exact_every is None:
-        return
-    count = 1 + run.learning_steps // run.exact_every
-    for env in exact_envs(config):
-        tree = flatten(env.env_id)
+    envs, reasons = exact_envs(config)
+    for env in envs:
+        tree, count = flatten(env.env_id), 1 + run.learning_steps // (run.exact_every or 1)
         seconds = solver_seconds(env.env_id)
         if shape is not None:
             tokens = sum(len(state.observation) for state in tree.states) / CHARS_PER_TOKEN
             seconds += 2 * shape.base_parameters * tokens / OPERATIONS_PER_S[is_on_gpu]
         size = f"{len(tree.states):,} decision states, {tree.num_answers:,} answers"
         yield "exact evaluation", f"{env.env_id}: {size}; about {seconds:.2g} s × {count} (estimated)"
+    for reason in reasons:
+        yield "not exact", reason
+
+
+def _check_extraction(env: EnvSpec) -> None:
+    """Raise ConfigError if the env's extraction does not read an answer as it is listed."""
+    answer = written_answer("", "[x]")
+    if find_extraction(env.action_extraction_fn)(answer) != ("[x]", True):
+        raise ConfigError(f"{env.env_id}: action_extraction_fn {env.action_extraction_fn!r} does not read {answer!r}")
 
 
 @cache

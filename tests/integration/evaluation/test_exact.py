@@ -94,7 +94,8 @@ def test_check_says_what_exact_evaluations_cost(run: Path) -> None:
     [
         ('env_id = "openspiel:pig"', "repeat without end"),
         ('env_id = "openspiel:liars_dice"', "decision states"),
-        ('env_id = "Nim-v0-train"', "no env is a game of OpenSpiel"),
+        ('env_id = "Nim-v0-train"', "only games of OpenSpiel"),
+        ('env_id = "openspiel:liars_dice(numdice=0)"', "OpenSpiel"),
     ],
 )
 def test_impossible_exact_evaluations_are_refused_before_the_start(tmp_path: Path, change: str, said: str) -> None:
@@ -108,6 +109,31 @@ def test_exact_evaluation_of_a_large_game_names_its_size(run: Path, tmp_path: Pa
     code, _, err = runs.run(*arguments, "--output", tmp_path)
     assert code == 1 and "decision states" in err and "--force" in err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["scripted:random", "--exact", "--env", KUHN], 1, "scripted:random: only the base and adapters"),
+        (["base", "--exact", "--tournament"], 2, "--exact plays no games"),
+        (["base", "--force", "--output", "x"], 2, "--force is for --exact"),
+    ],
+)
+def test_options_that_exact_evaluation_does_not_have_are_refused(
+    run: Path, arguments: list[str], code: int, said: str
+) -> None:
+    found, out, err = runs.run("eval", *arguments, "--config", run / "config.toml")
+    assert found == code and said in " ".join((out + err).replace("│", " ").split())
+
+
+def test_envs_that_cannot_be_computed_are_left_out_with_the_reason(run: Path, tmp_path: Path) -> None:
+    envs = ("--env", KUHN, "--env", "Nim-v0-train")
+    code, out, err = runs.run("eval", "base", "--exact", "--config", run / "config.toml", *envs)
+    assert code == 0 and "left out: Nim-v0-train: only games of OpenSpiel" in " ".join((out + err).split())
+    more = '\n[[eval_envs]]\nenv_id = "openspiel:connect_four"\nnum_players = 2\nfixed_opponent = "scripted:random"\n'
+    (tmp_path / "run.toml").write_text(CONFIG + more)
+    code, out, err = runs.run("check", tmp_path / "run.toml")
+    assert code == 0 and "not exact" in out and "10^12" in out
 
 
 def test_output_is_needed_for_games_but_not_for_exact_results(run: Path) -> None:

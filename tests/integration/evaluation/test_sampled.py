@@ -35,7 +35,7 @@ def rows_of(run: Path, *arguments: str) -> list[dict[str, str]]:
     [
         (["\\boxed{[0 1]}"], (0.0, 2.0), (0.05, 0.9)),  # legal as long as pile 0 is not empty
         (["\\boxed{[0 1]}", "\\boxed{[1 1]}"], (0.0, 2.0), (0.02, 0.9)),
-        (["\\boxed{resign}"], (0.5, 3.0), (1.0, 1.0)),
+        (["\\boxed{resign}"], (0.0, 0.0), (1.0, 1.0)),  # no entropy of nothing
     ],
 )
 def test_shares_and_entropy_are_those_of_the_answers(
@@ -53,7 +53,9 @@ def test_shares_and_entropy_are_those_of_the_answers(
     for row in rows:
         assert rest[0] <= float(row["rest"]) <= rest[1]
         assert float(row["rest_low"]) <= float(row["rest"]) <= float(row["rest_high"])
-        if rest != (1.0, 1.0):
+        if rest == (1.0, 1.0):
+            assert row["action_entropy_n"] == "0"
+        else:
             assert entropy[0] <= float(row["action_entropy"]) <= entropy[1] + 1e-6
         assert row["state_dependence"] == ""
 

@@ -8,7 +8,7 @@ from typing import Any
 from unstable_lite.config.env_ids import PREFIX
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.game_tree import Chance, Decision, DecisionState, End, GameTree
-from unstable_lite.games.openspiel.names import load_game, pyspiel
+from unstable_lite.games.openspiel.names import last_line, load_game, pyspiel
 from unstable_lite.games.openspiel.prompts import action_names, prompt
 
 MOST_STATES, MOST_ANSWERS = 5_000, 50_000
@@ -34,7 +34,7 @@ def flatten(env_id: str, is_forced: bool = False) -> GameTree:
     """
     if not env_id.startswith(PREFIX):
         raise ConfigError(f"{env_id}: only games of OpenSpiel ({PREFIX}NAME) can be evaluated exactly")
-    game = load_game(env_id)
+    library, game = pyspiel(), load_game(env_id)
     kind = game.get_type()
     if game.num_players() != 2 or kind.utility.name != "ZERO_SUM":
         raise ConfigError(f"{env_id}: exact evaluation needs a zero-sum game of two players")
@@ -42,11 +42,13 @@ def flatten(env_id: str, is_forced: bool = False) -> GameTree:
         raise ConfigError(f"{env_id}: it cannot be evaluated exactly: {reason}")
     builder = _Builder(env_id, kind.short_name in BOARD_GAMES, is_forced)
     if kind.dynamics.name == "SIMULTANEOUS":
-        game = pyspiel().convert_to_turn_based(game)
+        game = library.convert_to_turn_based(game)
     try:
         builder.add(game.new_initial_state(), ((), ()))
     except RecursionError:
         raise ConfigError(f"{env_id}: its games are too long to be evaluated exactly") from None
+    except (library.SpielError, ValueError) as error:
+        raise ConfigError(f"{env_id}: OpenSpiel cannot play it: {last_line(str(error))}") from None
     builder.check_size()
     return GameTree(tuple(builder.positions), tuple(builder.states), float(game.min_utility()))
 
@@ -101,10 +103,11 @@ class _Builder:
         num_states, num_answers = len(self.states), sum(len(state.actions) for state in self.states)
         is_whole = len(self.positions) <= MOST_COUNTED
         if not self._is_forced and not (is_whole and num_states <= MOST_STATES and num_answers <= MOST_ANSWERS):
-            more = "" if is_whole else "more than "
+            reached = "" if is_whole else f" in the first {MOST_COUNTED:,} positions"
             raise ConfigError(
-                f"{self._env_id}: it has {more}{num_states:,} decision states with {num_answers:,} legal answers, and "
-                f"exact evaluation stops at {MOST_STATES:,} and {MOST_ANSWERS:,}; choose smaller parameters, or --force"
+                f"{self._env_id}: it has {num_states:,} decision states with {num_answers:,} legal answers{reached}; at "
+                f"most {MOST_STATES:,}, {MOST_ANSWERS:,} and {MOST_COUNTED:,} positions are computed; choose smaller "
+                "parameters, or --force"
             )
 
     def _decision(self, state: Any, seat: int, moves: tuple[Moves, Moves]) -> Decision:
