@@ -123,7 +123,7 @@ def test_solved_play_of_tic_tac_toe_never_loses_and_wins_against_random_play() -
     assert tree.exploitability(perfect) == pytest.approx(0, abs=1e-12)
     for seat in (0, 1):
         against_best = tree.outcomes(tree.best_response(perfect, 1 - seat), seat, perfect)
-        assert (against_best.loss, against_best.draw) == (0, pytest.approx(1))
+        assert (against_best.loss, against_best.draw) == pytest.approx((0, 1), abs=1e-12)
         assert tree.outcomes(uniform(tree), seat, perfect).win > 0.8
 
 

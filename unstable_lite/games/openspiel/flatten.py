@@ -105,9 +105,9 @@ class _Builder:
         if not self._is_forced and not (is_whole and num_states <= MOST_STATES and num_answers <= MOST_ANSWERS):
             reached = "" if is_whole else f" in the first {MOST_COUNTED:,} positions"
             raise ConfigError(
-                f"{self._env_id}: it has {num_states:,} decision states with {num_answers:,} legal answers{reached}; at "
-                f"most {MOST_STATES:,}, {MOST_ANSWERS:,} and {MOST_COUNTED:,} positions are computed; choose smaller "
-                "parameters, or --force"
+                f"{self._env_id}: it has {num_states:,} decision states with {num_answers:,} legal answers{reached}; "
+                f"at most {MOST_STATES:,}, {MOST_ANSWERS:,} and {MOST_COUNTED:,} positions are computed; choose "
+                "smaller parameters, or --force"
             )
 
     def _decision(self, state: Any, seat: int, moves: tuple[Moves, Moves]) -> Decision:
