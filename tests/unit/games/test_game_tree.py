@@ -124,7 +124,7 @@ def test_solved_play_of_tic_tac_toe_never_loses_and_wins_against_random_play() -
     for seat in (0, 1):
         against_best = tree.outcomes(tree.best_response(perfect, 1 - seat), seat, perfect)
         assert (against_best.loss, against_best.draw) == pytest.approx((0, 1), abs=1e-12)
-        assert tree.outcomes(uniform(tree), seat, perfect).win > 0.8
+        assert tree.outcomes(uniform(tree), seat, perfect).win > 0.7
 
 
 def test_solved_moves_are_those_of_theory() -> None:
@@ -135,7 +135,7 @@ def test_solved_moves_are_those_of_theory() -> None:
     board = solved_moves("openspiel:tic_tac_toe")
     assert board is not None and len(board) == 4520
     assert len(board[OpenSpielGame("openspiel:tic_tac_toe", 2, 0).observe()[1]]) == 9  # every opening draws
-    for other in ("openspiel:kuhn_poker", "Nim-v0-train", "openspiel:nim(pile_sizes=20;20;20;20)"):
+    for other in ("openspiel:kuhn_poker", "Nim-v0-train", "openspiel:nim(pile_sizes=9;9;9;9)"):
         assert solved_moves(other) is None
 
 

@@ -1,4 +1,4 @@
-"""Answers after a shared prompt have the log-probabilities of whole sequences, whatever the layers of the base."""
+"""Answers after a shared prompt are computed as whole sequences, with any kind of layer."""
 
 from __future__ import annotations
 
