@@ -31,6 +31,8 @@ GameEnd = Literal["natural", "invalid", "truncated", "void"]
 
 BASE = "base"
 """Uid of the model without an adapter, and its name as an opponent."""
+INITIAL = "initial"
+"""Uid of the policy before the first update, if training starts from an adapter."""
 
 
 class ModelRef(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,9 +18,10 @@ from typing import Any, Literal
 import trueskill
 
 from unstable_lite.adapters.frozen import ADAPTER, FIRST_FROZEN_VERSION, is_frozen
+from unstable_lite.adapters.run_adapters import update_of
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.ratings import Rating, mean_ranks, rate_two
-from unstable_lite.types import BASE, ModelRef
+from unstable_lite.types import BASE, INITIAL, ModelRef
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,10 +134,12 @@ class ModelRegistry:
 
         It is the frozen player `adapter:PATH` under another uid, and never the current policy, which is always the
         learner's. iteration: number of updates after which it was made, for display. inherit: start with the current
-        policy's μ and twice its σ. Raises ConfigError if the uid is taken.
+        policy's μ and twice its σ. Raises ConfigError if the uid is taken, or is one that the run gives its own models.
         """
         if uid in self._models:
             raise ConfigError(f"add_checkpoint: there is a model {uid!r} already; choose another uid")
+        if uid == INITIAL or uid.startswith("fixed-") or update_of(Path(uid)) is not None:
+            raise ConfigError(f"add_checkpoint: {uid!r} is a uid of the run's own models; choose another uid")
         name = f"{ADAPTER}{path}"
         ratings = self._inherited() if inherit else {}
         version = self._frozen_version(name)

@@ -10,7 +10,7 @@ from unstable_lite.orchestrator.frozen_players import load_frozen
 from unstable_lite.orchestrator.progress import Progress, timed
 from unstable_lite.orchestrator.saving import CheckpointSaver, sync_unchanged
 from unstable_lite.orchestrator.wiring import RunParts
-from unstable_lite.types import Batch
+from unstable_lite.types import INITIAL, Batch
 
 
 class TrainLoop:
@@ -113,7 +113,7 @@ class TrainLoop:
             canary = await self.saver.resume(parts.resume_from)
         elif parts.plan.config.lora.initial_lora_path is not None:
             canary = await sync_unchanged(parts, version=1)
-            self.progress.promote("initial", version=1)
+            self.progress.promote(INITIAL, version=1)
         parts.terminal.say(
             f"engine and learner agree about {parts.registry.current.uid}: mean |Δ log p| "
             f"{canary['canary/mismatch']:.5f} over {canary['canary/n']:.0f} tokens"

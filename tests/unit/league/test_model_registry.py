@@ -337,6 +337,15 @@ def test_checkpoint_added_by_hand_is_a_player_that_inherits_and_is_not_the_polic
         registry.add_checkpoint("rival", "some/adapter", iteration=41)
 
 
+@pytest.mark.parametrize("uid", ["base", "initial", "ckpt-3", "fixed-x"])
+def test_checkpoint_added_by_hand_cannot_have_a_uid_of_the_runs_own_models(uid):
+    registry = ModelRegistry()
+    with pytest.raises(ConfigError, match=f"'{uid}'.* choose another uid"):
+        registry.add_checkpoint(uid, "some/adapter", iteration=3)
+    assert list(registry.get_all_models()) == ["base"]
+    assert registry.frozen_adapters() == []
+
+
 def test_each_model_and_pair_adds_few_bytes_to_a_checkpoint():
     """A run has thousands of models: one checkpoint per update, and each meets a few others."""
     registry, sizes = make_registry("x"), []
