@@ -44,7 +44,7 @@ def keep_frozen(
     names = {meta.adapter_version or 0: meta.name or "" for meta in metas}
     added = set(names.values()) - set(frozen_adapters(config))  # the others are checked with the config
     problems = [*frozen_problems(added, config, copies)]
-    needed = adapter_slots_needed(config) - len(frozen_adapters(config)) + len(names)
+    needed = adapter_slots_needed(config, len(names))
     if needed > config.engine.max_loras:
         problems.append(
             f"engine.max_loras = {config.engine.max_loras}: with {len(names)} frozen players this league needs at "

@@ -106,9 +106,9 @@ async def wired_parts(
     config, say, log_path = plan.config, terminal.say, directory / "logs" / "orchestrator.log"
     scheduler, buffer = scheduler or _scheduler(config), buffer or make_buffer(config)
     registry = scheduler.registry
-    buffer.in_flight = in_flight(config, plan.game_lengths)
     add_other_opponents(config, registry)
     frozen = await asyncio.to_thread(keep_frozen, config, registry, directory, say)
+    buffer.in_flight = in_flight(config, plan.game_lengths, len(frozen))
     async with contextlib.AsyncExitStack() as stack:
         tracker = stack.enter_context(contextlib.closing(_tracker(config, directory, checkpoint, say)))
         tracker.registry = registry
@@ -124,7 +124,7 @@ async def wired_parts(
             workers = await stack.enter_async_context(
                 started_workers(plan, log_path.parent, say, is_restart=checkpoint is not None)
             )
-        needed = workers.adapter_bytes * adapters_in_memory(config)
+        needed = workers.adapter_bytes * adapters_in_memory(config, len(frozen))
         store = AdapterStore(directory.name, fallback=directory, bytes_needed=needed, alarm=alarm)
         stores.callback(store.close)
         if store.remark is not None:
@@ -156,7 +156,7 @@ async def wired_parts(
         colocation = _colocation(plan, workers, adapter_sync, collector)
         pool = CheckpointPool(
             config.league,
-            active_checkpoints(config),
+            active_checkpoints(config, len(frozen)),
             registry,
             table,
             store,

@@ -49,10 +49,13 @@ def steps_per_seat(config: Config, lengths: Mapping[str, Sequence[int]]) -> dict
     }
 
 
-def in_flight(config: Config, lengths: Mapping[str, Sequence[int]]) -> InFlight:
-    """Return the limit on games in flight for a run's buffer. `lengths`: turns of some games, by env id."""
+def in_flight(config: Config, lengths: Mapping[str, Sequence[int]], num_frozen: int | None = None) -> InFlight:
+    """Return the limit on games in flight for a run's buffer. `lengths`: turns of some games, by env id.
+
+    num_frozen: number of frozen players with an adapter; default: those of the config.
+    """
     least = config.buffer.batch_delay_buffer * config.learner.batch_size
-    oldest = max_age(config.buffer.max_staleness, changing_slots(config))
+    oldest = max_age(config.buffer.max_staleness, changing_slots(config, num_frozen))
     if config.run.schedule == "sync":
         least *= SYNC_SPARE if config.buffer.max_staleness else 1.0
         oldest = 0
