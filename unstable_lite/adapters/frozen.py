@@ -58,14 +58,15 @@ def is_adapter(name: str) -> bool:
     return name.startswith((ADAPTER, RUN))
 
 
-def find_adapter(name: str, copies: Path | None = None) -> FrozenAdapter:
-    """Return the adapter that `name` stands for: its copy in the directory `copies` if there is one.
+def find_adapter(name: str, *copies: Path | None) -> FrozenAdapter:
+    """Return the adapter that `name` stands for: its copy in the first of the directories `copies` that has one.
 
     Raises ConfigError if there is no such directory, run or checkpoint; AdapterError if its files are not an adapter,
     or if the copy is damaged.
     """
-    if copies is not None and (copy := copies / slug(name)).is_dir():
-        return _read_copy(copy)
+    for directory in copies:
+        if directory is not None and (copy := directory / slug(name)).is_dir():
+            return _read_copy(copy)
     if name.startswith(RUN):
         try:
             return read_facts(find_saved(name.removeprefix(RUN)))
@@ -100,12 +101,13 @@ def read_facts(path: Path) -> FrozenAdapter:
     )
 
 
-def keep_copy(name: str, copies: Path) -> FrozenAdapter:
+def keep_copy(name: str, copies: Path, others: Path | None = None) -> FrozenAdapter:
     """Return the copy of an adapter in the directory `copies`, made now unless there is one.
 
+    others: directory of another run's copies, from which it is made if they include it.
     Raises ConfigError and AdapterError as `find_adapter` does, and OSError if it cannot be written.
     """
-    found = find_adapter(name, copies)
+    found = find_adapter(name, copies, others)
     copy = copies / slug(name)
     if found.path == copy.resolve():
         return found

@@ -12,13 +12,12 @@ from pathlib import Path
 
 from unstable_lite.adapters.frozen import COPIES, keep_copy, slug, source_of
 from unstable_lite.adapters.peft_files import adapter_digest
-from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError, UnstableError
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.league.opponents import frozen_adapters
 from unstable_lite.orchestrator.adapter_sync import AdapterSync
 from unstable_lite.planning.adapter_slots import adapter_slots_needed
 from unstable_lite.planning.frozen_players import frozen_problems
+from unstable_lite.planning.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +31,19 @@ class FrozenPlayer:
 
 
 def keep_frozen(
-    config: Config, registry: ModelRegistry, directory: Path, say: Callable[[str], None]
+    plan: Plan, registry: ModelRegistry, directory: Path, say: Callable[[str], None]
 ) -> tuple[FrozenPlayer, ...]:
     """Copy the adapter of each frozen player in the registry into the run directory, unless there is a copy.
 
+    They are those of `plan.copies`, if the config is that of another run.
+
     Report with `say` which adapter each name stands for.
-    Raises ConfigError for players of a registry made by hand that do not fit the run or its adapter slots,
+    Raises ConfigError for players that do not fit the run or its adapter slots, as those added by hand may do,
     UnstableError if a copy cannot be written.
     """
-    copies, metas = directory / COPIES, registry.frozen_adapters()
+    config, copies, metas = plan.config, directory / COPIES, registry.frozen_adapters()
     names = {meta.adapter_version or 0: meta.name or "" for meta in metas}
-    added = set(names.values()) - set(frozen_adapters(config))  # the others are checked with the config
-    problems = [*frozen_problems(added, config, copies)]
+    problems = [*frozen_problems(dict.fromkeys(names.values()), config, copies, plan.copies)]
     needed = adapter_slots_needed(config, len(names))
     if needed > config.engine.max_loras:
         problems.append(
@@ -53,7 +53,7 @@ def keep_frozen(
     if problems:
         raise ConfigError(*problems)
     try:
-        kept = {id: keep_copy(name, copies).path for id, name in names.items()}
+        kept = {id: keep_copy(name, copies, plan.copies).path for id, name in names.items()}
     except OSError as error:
         raise UnstableError(f"cannot copy frozen players into {copies}: {error.strerror}; free some space") from error
     for name in dict.fromkeys(names.values()):

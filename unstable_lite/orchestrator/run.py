@@ -17,7 +17,6 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-from unstable_lite.adapters.frozen import COPIES
 from unstable_lite.adapters.store import reap_stale_arenas, try_lock
 from unstable_lite.config.reading import parse_config
 from unstable_lite.dashboards.terminal import TerminalInterface
@@ -116,7 +115,7 @@ class Run:
         config, problems = parse_config({**raw, "run": {**raw["run"], **changes}})
         if problems or config is None:
             raise ConfigError(*problems)
-        self.plan = make_plan(config, self._resume and self._resume / COPIES)
+        self.plan = make_plan(config, self.plan.copies)
 
     def wait(self) -> Summary:
         """Wait for a run that was started with `block=False`, and raise the error that ended it, if one did.

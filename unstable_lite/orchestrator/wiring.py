@@ -107,7 +107,7 @@ async def wired_parts(
     scheduler, buffer = scheduler or _scheduler(config), buffer or make_buffer(config)
     registry = scheduler.registry
     add_other_opponents(config, registry)
-    frozen = await asyncio.to_thread(keep_frozen, config, registry, directory, say)
+    frozen = await asyncio.to_thread(keep_frozen, plan, registry, directory, say)
     buffer.in_flight = in_flight(config, plan.game_lengths, len(frozen))
     async with contextlib.AsyncExitStack() as stack:
         tracker = stack.enter_context(contextlib.closing(_tracker(config, directory, checkpoint, say)))

@@ -12,11 +12,11 @@ from unstable_lite.models import resolve_model
 from unstable_lite.planning.memory import shape_of
 
 
-def frozen_problems(names: Iterable[str], config: Config, copies: Path | None = None) -> Iterator[str]:
-    """Yield each reason why the adapters of these names cannot play. `copies`: directory of a run's copies of them."""
+def frozen_problems(names: Iterable[str], config: Config, *copies: Path | None) -> Iterator[str]:
+    """Yield each reason why the adapters of these names cannot play. `copies`: as in `find_adapter`."""
     for name in names:
         try:
-            found = find_adapter(name, copies)
+            found = find_adapter(name, *copies)
         except ConfigError as error:
             yield from error.problems
         except AdapterError as error:

@@ -60,6 +60,8 @@ class Plan:
     learner_threads: int
     game_lengths: dict[str, list[int]] = field(default_factory=dict)
     """Turns of some games of random moves, by training env; empty if no random player knows the moves."""
+    copies: Path | None = None
+    """Directory of the copies of frozen players that the config stands for, if it is the config of a run."""
 
     @property
     def devices_by_engine(self) -> list[tuple[int | str, ...]]:
@@ -184,7 +186,8 @@ def load_plan(path: Path, overrides: tuple[str, ...] = ()) -> Plan:
 
     Raises ConfigError with every problem at once, of form and of meaning.
     """
-    return _plan_run(checked_config(path, overrides, partial(find_problems, copies=copies_of(path))))
+    copies = copies_of(path)
+    return _plan_run(checked_config(path, overrides, partial(find_problems, copies=copies)), copies)
 
 
 def checked_config(
@@ -200,13 +203,13 @@ def checked_config(
 
 
 def make_plan(config: Config, copies: Path | None = None) -> Plan:
-    """Plan a run. `copies`: directory of its copies of frozen players, if it resumes.
+    """Plan a run. `copies`: directory of the copies of frozen players that the config stands for, see `Plan.copies`.
 
     Raises ConfigError with every problem of meaning.
     """
     if problems := find_problems(config, copies):
         raise ConfigError(*problems)
-    return _plan_run(config)
+    return _plan_run(config, copies)
 
 
 def make_engine_plan(config: Config) -> Plan:
@@ -219,9 +222,9 @@ def make_engine_plan(config: Config) -> Plan:
     return plan_workers(config, devices, ())
 
 
-def _plan_run(config: Config) -> Plan:
+def _plan_run(config: Config, copies: Path | None) -> Plan:
     plan = plan_workers(config, *devices_of(config))
-    return replace(plan, game_lengths={spec.env_id: trial_lengths(spec) for spec in config.train_envs})
+    return replace(plan, copies=copies, game_lengths={spec.env_id: trial_lengths(spec) for spec in config.train_envs})
 
 
 def plan_workers(config: Config, engine_devices: tuple[int | str, ...], learner_devices: tuple[int | str, ...]) -> Plan:

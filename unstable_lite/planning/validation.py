@@ -54,7 +54,7 @@ most probable token and report its log-probability at temperature 1; the learner
 def find_problems(config: Config, copies: Path | None = None) -> list[str]:
     """Return every reason why a run with this config cannot start.
 
-    copies: directory of its copies of frozen players, if it resumes.
+    copies: directory of the run's copies of frozen players, if it is the config of a run.
     """
     problems = [
         *find_worker_problems(config),

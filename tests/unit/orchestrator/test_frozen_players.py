@@ -1,16 +1,19 @@
-"""Copies of frozen players at a run's start: the ones of a registry made by hand count and are checked like the config's."""
+"""Copies of frozen players at a run's start: those added by hand are counted and checked like those of the config."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fakes.handmade_adapters import fitting, write_adapter
+from fakes.handmade_adapters import fitting, small, write_adapter
+from unstable_lite.adapters.frozen import COPIES, keep_copy, read_facts
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry
+from unstable_lite.league.opponents import add_training_opponents
 from unstable_lite.orchestrator.frozen_players import keep_frozen
 from unstable_lite.planning.adapter_slots import (
     active_checkpoints,
@@ -18,14 +21,16 @@ from unstable_lite.planning.adapter_slots import (
     adapters_in_memory,
     changing_slots,
 )
+from unstable_lite.planning.plan import load_plan, make_plan
 from unstable_lite.planning.staleness import in_flight
+from unstable_lite.tracking.run_directory import to_toml
 
 NIM = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 1, "prompt_template": "tiny"}
 TINY = "builtin:tiny"
 
 
 def config_of(strategy: str, max_loras: int = 8, **league: Any) -> Config:
-    league = {"opponent_sampling_strategy": strategy, **league}
+    league = {"opponent_sampling_strategy": strategy, "fixed_opponents": ["scripted:random"], **league}
     return Config.model_validate({"train_envs": [NIM], "league": league, "engine": {"max_loras": max_loras}})
 
 
@@ -43,7 +48,7 @@ def adapters(directory: Path, count: int) -> list[Path]:
 def test_active_checkpoints_leave_slots_to_players_that_were_added_by_hand(tmp_path: Path) -> None:
     config, registry = config_of("random"), registry_with(*adapters(tmp_path, 3))
     assert adapter_slots_needed(config) == 8
-    frozen = keep_frozen(config, registry, tmp_path / "run", print)
+    frozen = keep_frozen(make_plan(config), registry, tmp_path / "run", print)
     assert [player.name for player in frozen] == [f"adapter:{tmp_path}/rival-{n}" for n in range(3)]
     assert adapter_slots_needed(config, len(frozen)) == 8
     assert active_checkpoints(config, len(frozen)) == active_checkpoints(config) - 3
@@ -55,4 +60,31 @@ def test_active_checkpoints_leave_slots_to_players_that_were_added_by_hand(tmp_p
 def test_players_added_by_hand_are_refused_if_the_checkpoints_leave_no_slot_are_refused(tmp_path: Path) -> None:
     config = config_of("random", max_active_checkpoints=5)
     with pytest.raises(ConfigError, match="with 2 frozen players this league needs at least 9 adapter slots"):
-        keep_frozen(config, registry_with(*adapters(tmp_path, 2)), tmp_path / "run", print)
+        keep_frozen(make_plan(config), registry_with(*adapters(tmp_path, 2)), tmp_path / "run", print)
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_new_run_of_a_runs_config_copies_the_copies_of_that_run(tmp_path: Path, is_gone: bool) -> None:
+    other, run = tmp_path / "other", tmp_path / "run"
+    first = write_adapter(other / "checkpoints" / "ckpt-1", fitting(TINY), base=TINY)
+    key, name = read_facts(first).key, f"run:{other}/newest"
+    keep_copy(name, run / COPIES)
+    (run / "config.toml").write_text(to_toml(config_of("fixed", fixed_opponents=[name]).model_dump(mode="json")))
+    write_adapter(other / "checkpoints" / "ckpt-2", fitting(TINY, 1), base=TINY)
+    if is_gone:
+        shutil.rmtree(other)
+    plan, registry = load_plan(run / "config.toml"), ModelRegistry()
+    add_training_opponents(plan.config, registry)
+    (player,) = keep_frozen(plan, registry, tmp_path / "another", print)
+    assert player.directory.parent == tmp_path / "another" / COPIES
+    assert read_facts(player.directory).key == key
+
+
+def test_adapter_of_the_config_that_changed_since_the_check_is_refused(tmp_path: Path) -> None:
+    (path,) = adapters(tmp_path, 1)
+    plan, registry = make_plan(config_of("fixed", fixed_opponents=[f"adapter:{path}"])), ModelRegistry()
+    add_training_opponents(plan.config, registry)
+    shutil.rmtree(path)
+    write_adapter(path, small(), base=TINY)
+    with pytest.raises(ConfigError, match="of another base"):
+        keep_frozen(plan, registry, tmp_path / "run", print)
