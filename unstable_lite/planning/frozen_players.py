@@ -60,8 +60,8 @@ def _misfits(found: FrozenAdapter, config: Config) -> Iterator[str]:
             f"{found.path} has rank {found.rank}, but this run serves and checks adapters up to lora.lora_rank = "
             f"{lora.lora_rank}; raise it"
         )
-    others = {layer.rpartition(".")[2] for layer in found.sizes} - {*lora.target_modules}
-    if others:
+    targets = tuple(f".{target}" for target in lora.target_modules)
+    if others := {layer.rpartition(".")[2] for layer in found.sizes if not f".{layer}".endswith(targets)}:
         yield f"{found.path} adapts {', '.join(sorted(others))}; add that to lora.target_modules"
 
 

@@ -78,6 +78,13 @@ def test_adapter_of_other_modules_is_refused_and_of_fewer_or_lower_rank_is_not(t
     assert "down_proj" in problem and "lora.target_modules" in problem
 
 
+def test_targets_may_be_paths_of_modules(tmp_path: Path) -> None:
+    name = fitting_adapter(tmp_path / "a")
+    assert find_problems(config_with([name], lora={"target_modules": ["self_attn.q_proj", "down_proj"]})) == []
+    (problem,) = find_problems(config_with([name], lora={"target_modules": ["attn.q_proj", "mlp.down_proj"]}))
+    assert "adapts q_proj; add that" in problem
+
+
 def test_adapter_of_another_hub_model_is_refused(tmp_path: Path) -> None:
     name = f"adapter:{write_adapter(tmp_path / 'a', small(), base='org/other')}"
     (problem,) = [p for p in find_problems(config_with([name], model_name="org/mine")) if "org/other" in p]
