@@ -11,6 +11,11 @@ from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.models import resolve_model
 from unstable_lite.planning.memory import shape_of
 
+READS_HIDDEN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Layers whose inputs are a decoder layer's hidden states."""
+WRITES_HIDDEN = ("o_proj", "down_proj")
+"""Layers whose outputs are added to the hidden states."""
+
 
 def frozen_problems(names: Iterable[str], config: Config, *copies: Path | None) -> Iterator[str]:
     """Yield each reason why the adapters of these names cannot play. `copies`: as in `find_adapter`."""
@@ -38,14 +43,20 @@ def base_problem(found: FrozenAdapter, config: Config) -> str | None:
 
 
 def _size_problem(found: FrozenAdapter, config: Config) -> str | None:
-    """Return the reason why an adapter does not fit the base's layers; None if it does, or if they are not known."""
-    shape = shape_of(config.model_name)
-    sizes = shape.linear_layers if shape is not None else {}
-    for layer, theirs in found.sizes.items():
-        if theirs != (own := sizes.get(layer.rpartition(".")[2], theirs)):
+    """Return the reason why an adapter is of another hidden size than the base; None if it is not, or if none is known.
+
+    The other sizes of a layer depend on the architecture (a gated `q_proj` has twice the outputs): engines and learner
+    compare them with the base's weights.
+    """
+    if (shape := shape_of(config.model_name)) is None:
+        return None
+    for layer, (inputs, outputs) in found.sizes.items():
+        module = layer.rpartition(".")[2]
+        hidden = inputs if module in READS_HIDDEN else outputs if module in WRITES_HIDDEN else shape.hidden
+        if hidden != shape.hidden:
             return (
-                f"{found.path} is an adapter of another base: {layer} has {theirs[0]} inputs and {theirs[1]} outputs "
-                f"there, {own[0]} and {own[1]} in {config.model_name}"
+                f"{found.path} is an adapter of another base: by its {layer} the hidden size is {hidden}, that of "
+                f"{config.model_name} is {shape.hidden}"
             )
     return None
 

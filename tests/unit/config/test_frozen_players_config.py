@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fakes.handmade_adapters import fitting, small, write_adapter
+from fakes.handmade_adapters import Arrays, fitting, small, write_adapter
 from unstable_lite.adapters.frozen import COPIES, keep_copy
 from unstable_lite.adapters.peft_files import WEIGHTS
 from unstable_lite.config import Config
@@ -33,6 +34,12 @@ def fitting_adapter(directory: Path, seed: int = 0, **how: Any) -> str:
     return f"adapter:{write_adapter(directory, fitting(TINY, seed, **how), base=TINY, r=how.get('rank', 4))}"
 
 
+def widened(module: str) -> Arrays:
+    """Return matrices that fit, except that this layer has twice the outputs."""
+    arrays = fitting(TINY, modules=[module])
+    return {name: np.concatenate([array, array]) if ".lora_B." in name else array for name, array in arrays.items()}
+
+
 def test_frozen_players_in_training_and_evaluation_have_no_problem(tmp_path: Path) -> None:
     name = fitting_adapter(tmp_path / "a")
     evaluated = {key: NIM[key] for key in ("env_id", "num_players")} | {"fixed_opponent": "base"}
@@ -50,8 +57,13 @@ def test_frozen_players_in_training_and_evaluation_have_no_problem(tmp_path: Pat
         pytest.param(lambda path: f"run:{path}/nowhere/best", "not a run directory", id="absent run"),
         pytest.param(
             lambda path: f"adapter:{write_adapter(path / 'a', small(), base='Qwen/Qwen3-4B')}",
-            "of another base: .* 6 inputs",
-            id="other sizes",
+            "of another base: .*q_proj the hidden size is 6",
+            id="other inputs",
+        ),
+        pytest.param(
+            lambda path: f"adapter:{write_adapter(path / 'a', widened('down_proj'), base=TINY)}",
+            "of another base: .*down_proj the hidden size is",
+            id="other outputs",
         ),
         pytest.param(lambda path: fitting_adapter(path / "a", rank=64), "rank 64.*lora_rank = 32", id="higher rank"),
         pytest.param(
@@ -76,6 +88,12 @@ def test_adapter_of_other_modules_is_refused_and_of_fewer_or_lower_rank_is_not(t
     assert find_problems(config_with([name])) == []
     (problem,) = find_problems(config_with([name], lora={"target_modules": ["q_proj"]}))
     assert "down_proj" in problem and "lora.target_modules" in problem
+
+
+@pytest.mark.parametrize("module", ["q_proj", "v_proj", "gate_proj"])
+def test_sizes_that_depend_on_the_architecture_are_left_to_engines_and_learner(tmp_path: Path, module: str) -> None:
+    name = f"adapter:{write_adapter(tmp_path / 'a', widened(module), base=TINY)}"
+    assert find_problems(config_with([name])) == []
 
 
 def test_targets_may_be_paths_of_modules(tmp_path: Path) -> None:
