@@ -10,14 +10,23 @@ import hashlib
 import json
 import math
 import re
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from safetensors import deserialize
 
-from unstable_lite.adapters.peft_files import CONFIG, WEIGHTS, adapter_digest, check_adapter, read_json, write_file
+from unstable_lite.adapters.peft_files import (
+    CONFIG,
+    WEIGHTS,
+    adapter_digest,
+    check_adapter,
+    new_directory,
+    read_content,
+    read_json,
+    sync,
+    write_file,
+)
 from unstable_lite.adapters.run_adapters import find_saved
 from unstable_lite.errors import AdapterError, ConfigError
 from unstable_lite.types import BASE
@@ -105,20 +114,21 @@ def keep_copy(name: str, copies: Path, others: Path | None = None) -> FrozenAdap
     """Return the copy of an adapter in the directory `copies`, made now unless there is one.
 
     others: directory of another run's copies, from which it is made if they include it.
-    Raises ConfigError and AdapterError as `find_adapter` does, and OSError if it cannot be written.
+    Raises ConfigError and AdapterError as `find_adapter` does, NoRoomError and AdapterError as `new_directory` does,
+    and OSError if the directory `copies` cannot be made.
     """
     found = find_adapter(name, copies, others)
     copy = copies / slug(name)
     if found.path == copy.resolve():
         return found
-    partial = copy.with_name(f".{copy.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left behind by a process that died
-    partial.mkdir(parents=True)
-    for file in (CONFIG, WEIGHTS):
-        shutil.copyfile(found.path / file, partial / file)
-    record = {"name": name, "source": str(found.path), "digest": adapter_digest(partial)}
-    write_file(partial / RECORD, json.dumps(record, indent=2).encode())
-    partial.rename(copy)
+    contents = {file: read_content(found.path / file) for file in (CONFIG, WEIGHTS)}
+    copies.mkdir(parents=True, exist_ok=True)
+    sync(copies.parent)
+    with new_directory(copy, sum(map(len, contents.values()))) as unfinished:
+        for file, content in contents.items():
+            write_file(unfinished / file, content)
+        record = {"name": name, "source": str(found.path), "digest": adapter_digest(unfinished)}
+        write_file(unfinished / RECORD, json.dumps(record, indent=2).encode())
     return read_facts(copy)
 
 

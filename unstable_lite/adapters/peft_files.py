@@ -130,6 +130,14 @@ def read_header(path: Path, dtypes: Collection[str] = ANY_DTYPES) -> dict[str, E
     return header
 
 
+def read_content(path: Path) -> bytes:
+    """Return the content of a file. Raises AdapterError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise AdapterError(f"{path} cannot be read: {error}") from error
+
+
 def digest_of(config: Mapping[str, Any], content: bytes) -> str:
     """Return the digest of a LoRA adapter, given its PEFT config and the bytes of its safetensors file.
 
@@ -150,7 +158,7 @@ def digest_of(config: Mapping[str, Any], content: bytes) -> str:
 def adapter_digest(directory: Path) -> str:
     """Return the digest of the adapter in a PEFT directory. Raises AdapterError if there is none."""
     config, _ = check_adapter(directory)
-    return digest_of(config, _content(directory / WEIGHTS))
+    return digest_of(config, read_content(directory / WEIGHTS))
 
 
 def lora_scale(config: Mapping[str, Any]) -> float:
@@ -166,14 +174,14 @@ def read_adapter(directory: Path, max_rank: int = MAX_RANK) -> tuple[dict[str, T
     Raises AdapterError unless it is plain LoRA of finite numbers.
     """
     config, _ = check_adapter(directory, max_rank)
-    content = _content(directory / WEIGHTS)
+    content = read_content(directory / WEIGHTS)
     return _tensors(content, directory / WEIGHTS), config, digest_of(config, content)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file. Raises AdapterError if it is damaged or holds a non-finite number."""
     read_header(path)
-    return _tensors(_content(path), path)
+    return _tensors(read_content(path), path)
 
 
 def serialized(tensors: Mapping[str, Tensor]) -> bytes:
@@ -251,13 +259,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise AdapterError(f"{path} cannot be read: {error}") from error
 
 
 def _tensors(content: bytes, path: Path) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ def keep_frozen(
 
     Report with `say` which adapter each name stands for.
     Raises ConfigError for players that do not fit the run or its adapter slots, as those added by hand may do,
-    UnstableError if a copy cannot be written.
+    AdapterError, NoRoomError or UnstableError if a copy cannot be written.
     """
     config, copies, metas = plan.config, directory / COPIES, registry.frozen_adapters()
     names = {meta.adapter_version or 0: meta.name or "" for meta in metas}
@@ -55,7 +55,7 @@ def keep_frozen(
     try:
         kept = {id: keep_copy(name, copies, plan.copies).path for id, name in names.items()}
     except OSError as error:
-        raise UnstableError(f"cannot copy frozen players into {copies}: {error.strerror}; free some space") from error
+        raise UnstableError(f"cannot make {copies} for the copies of frozen players: {error.strerror}") from error
     for name in dict.fromkeys(names.values()):
         say(f"frozen player {name} is {source_of(name, copies)}, as copied into {COPIES}/{slug(name)}")
     return tuple(

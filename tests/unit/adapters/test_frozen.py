@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ from typing import Any
 import pytest
 
 from fakes.handmade_adapters import small, write_adapter
+from unstable_lite.adapters import frozen
 from unstable_lite.adapters.frozen import find_adapter, is_frozen, keep_copy, read_facts, slug
-from unstable_lite.adapters.peft_files import WEIGHTS
-from unstable_lite.errors import AdapterError, ConfigError
+from unstable_lite.adapters.peft_files import CONFIG, WEIGHTS
+from unstable_lite.errors import AdapterError, ConfigError, NoRoomError
 
 ENVS = (("Nim-v0-train", "scripted:random"), ("TicTacToe-v0-train", "base"))
 
@@ -142,8 +145,55 @@ def test_damaged_copy_is_an_error(tmp_path: Path) -> None:
 def test_unfinished_copy_is_made_again(tmp_path: Path) -> None:
     adapter, copies = write_adapter(tmp_path / "a", small()), tmp_path / "opponents"
     name = f"adapter:{adapter}"
-    (copies / f".{slug(name)}.partial").mkdir(parents=True)
+    (copies / f".{slug(name)}.unfinished").mkdir(parents=True)
     assert keep_copy(name, copies).key == read_facts(adapter).key
+
+
+def test_copy_is_synced_to_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, copies = f"adapter:{write_adapter(tmp_path / 'a', small())}", tmp_path / "run" / "opponents"
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    keep_copy(name, copies)
+    unfinished = copies / f".{slug(name)}.unfinished"
+    files = {str(unfinished / file) for file in (CONFIG, WEIGHTS, "opponent.json")}
+    assert files | {str(unfinished)} <= set(synced[:-1])
+    assert (synced[0], synced[-1]) == (str(tmp_path / "run"), str(copies))
+
+
+def test_copy_for_which_the_disk_has_no_room_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, copies = f"adapter:{write_adapter(tmp_path / 'a', small())}", tmp_path / "opponents"
+    copies.mkdir()
+    fsync = os.fsync
+
+    def fail_in_copies(descriptor: int) -> None:
+        if slug(name) in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_in_copies)
+    with pytest.raises(NoRoomError, match=f"cannot write {copies}.*Free some space"):
+        keep_copy(name, copies)
+    assert list(copies.iterdir()) == []
+
+
+def test_adapter_that_vanishes_while_it_is_copied_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, copies = write_adapter(tmp_path / "a", small()), tmp_path / "opponents"
+
+    def find_and_remove(*names: Any) -> Any:
+        found = find_adapter(*names)
+        shutil.rmtree(adapter)
+        return found
+
+    monkeypatch.setattr(frozen, "find_adapter", find_and_remove)
+    with pytest.raises(AdapterError, match=rf"^{adapter}/\S+ cannot be read: .*No such file"):
+        keep_copy(f"adapter:{adapter}", copies)
+    assert not copies.exists()
 
 
 def test_different_names_have_different_copies() -> None:
