@@ -100,10 +100,10 @@ def plan_evaluation(
     if ladder and (problems := [*_ladder_problems(specs, given)]):
         raise ConfigError(*problems)
 
-    copies = copies_of(config)
+    own = {} if tournament or others else _own_opponents(specs, copies_of(config))
 
     def opponents_of(env: EvalEnvSpec) -> list[EvaluatedModel]:
-        return others or [opponent(env.fixed_opponent, copies)]
+        return others or [own[env.fixed_opponent]]
 
     if tournament:
         cells = make_tournament(found, specs)
@@ -175,6 +175,20 @@ def _as_eval(train: TrainEnvSpec, league: LeagueConfig) -> EvalEnvSpec:
 def _distinct_envs(specs: Sequence[EvalEnvSpec]) -> list[EvalEnvSpec]:
     """Return each env once, regardless of its opponents."""
     return list({spec.model_copy(update={"fixed_opponent": ""}): spec for spec in specs}.values())
+
+
+def _own_opponents(specs: Sequence[EvalEnvSpec], copies: Path | None) -> dict[str, EvaluatedModel]:
+    """Return the model of each `fixed_opponent` by its name, read once. Raises ConfigError with every problem."""
+    found: dict[str, EvaluatedModel] = {}
+    problems: list[str] = []
+    for name in dict.fromkeys(spec.fixed_opponent for spec in specs if spec.num_players > 1):
+        try:
+            found[name] = opponent(name, copies)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return found
 
 
 def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
