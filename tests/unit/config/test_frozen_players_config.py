@@ -15,6 +15,7 @@ from unstable_lite.adapters.peft_files import WEIGHTS
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.opponents import frozen_adapters
+from unstable_lite.league.samplers import check_league
 from unstable_lite.planning.adapter_slots import adapter_slots_needed
 from unstable_lite.planning.plan import load_plan, make_plan
 from unstable_lite.planning.validation import find_problems
@@ -125,6 +126,24 @@ def test_each_env_has_its_own_fixed_opponents() -> None:
     assert "fixed_opponents" in problem
     alone = own | {"num_actors": 2}
     assert any("never met" in p for p in find_problems(config_with(["base"], train_envs=[NIM, alone])))
+
+
+@pytest.mark.parametrize("strategy", ["mirror", "lagged", "uniform", {"mirror": 0.5, "uniform": 0.5}])
+def test_fixed_opponents_of_an_env_that_the_strategy_never_draws_are_refused(strategy: Any) -> None:
+    own = NIM | {"fixed_opponents": ["scripted:random"]}
+    config = config_with([], train_envs=[own, TICTACTOE])
+    (problem,) = check_league(of_strategy(config, strategy))
+    assert "'Nim-v0-train'" in problem and "never met" in problem and str(strategy) in problem
+    assert check_league(of_strategy(config, {"fixed": 0.5, "mirror": 0.5})) == [
+        "opponent_sampling_strategy uses 'fixed', but fixed_opponents of train env 'TicTacToe-v0-train' is empty"
+    ]
+    assert check_league(of_strategy(config_with(["base"]), strategy)) == [], "those of the league may stay"
+
+
+def of_strategy(config: Config, strategy: Any) -> Config:
+    return config.model_copy(
+        update={"league": config.league.model_copy(update={"opponent_sampling_strategy": strategy})}
+    )
 
 
 def test_config_of_a_run_stands_for_its_copies(tmp_path: Path) -> None:

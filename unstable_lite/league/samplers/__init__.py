@@ -12,7 +12,7 @@ from unstable_lite import plugins
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
 from unstable_lite.league.model_registry import ModelRegistry
-from unstable_lite.league.opponents import add_training_opponents, strategies, training_opponents
+from unstable_lite.league.opponents import add_training_opponents, strategies, training_opponents, uses_fixed
 from unstable_lite.league.samplers.env_samplers import (
     BaseEnvSampler,
     LearningProgressEnvSampler,
@@ -190,6 +190,11 @@ def _env_problems(config: Config) -> Iterator[str]:
             yield (
                 f"train env {spec.env_id!r}: num_actors = {spec.num_actors} of {spec.num_players} players, "
                 "but opponent_sampling_strategy is 'none'; choose another, or set num_actors = num_players"
+            )
+        elif spec.fixed_opponents is not None and not uses_fixed(config.league):
+            yield (
+                f"train env {spec.env_id!r}: fixed_opponents are never met, because opponent_sampling_strategy = "
+                f"{config.league.opponent_sampling_strategy!r} draws none of them; leave them out, or use 'fixed', too"
             )
     for eval_spec in config.eval_envs:
         if eval_spec.num_players < 1:
