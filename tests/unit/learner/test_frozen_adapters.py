@@ -61,6 +61,53 @@ def test_scores_equal_those_of_peft_at_any_lower_rank_and_scale(
     assert all(np.array_equal(a.adapter, b.adapter) for a, b in zip(learner.policy.score(items), own, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("failures", "error"),
+    [
+        pytest.param(1, torch.OutOfMemoryError("out of memory"), id="memory once"),
+        pytest.param(99, torch.OutOfMemoryError("out of memory"), id="memory always"),
+        pytest.param(1, RuntimeError("shapes differ"), id="another error"),
+    ],
+)
+def test_failed_score_leaves_the_learner_as_it_was(
+    make_learner: Any,
+    make_items: Any,
+    model_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failures: int,
+    error: RuntimeError,
+) -> None:
+    frozen = write_frozen(tmp_path / "frozen", model_path, 4, 8, ["q_proj", "down_proj"])
+    learner, items = make_learner(), tuple(make_items())
+    message = Score(request_id=1, items=items, adapter=str(frozen))
+    policy, before, limit = learner.policy, snapshot(learner), learner.policy.max_tokens_per_micro_batch
+    expected = worker._Worker(learner, learner.config).answer(message)
+    assert isinstance(expected, Scored)
+    item_logprobs, calls = policy.item_logprobs, []
+
+    def fail_first(*args: Any) -> Any:
+        calls.append(any(not torch.equal(before[name], value) for name, value in policy.parameters.items()))
+        if len(calls) <= failures:
+            raise error
+        return item_logprobs(*args)
+
+    monkeypatch.setattr(policy, "item_logprobs", fail_first)
+    if isinstance(error, torch.OutOfMemoryError):
+        reply = worker._Worker(learner, learner.config).answer(message)
+        assert isinstance(reply, Failed if failures > 1 else Scored)
+        if isinstance(reply, Scored):
+            for ours, theirs in zip(reply.logprobs, expected.logprobs, strict=True):
+                assert ours.adapter == pytest.approx(theirs.adapter, abs=1e-5)
+    else:
+        with pytest.raises(RuntimeError, match="shapes differ"):
+            worker._Worker(learner, learner.config).answer(message)
+    assert calls[0], "it failed while the policy had the other adapter's parameters"
+    after = snapshot(learner)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert policy.max_tokens_per_micro_batch == limit
+
+
 def test_scores_of_an_own_adapter_are_equal_to_the_last_bit(make_learner: Any, make_items: Any, tmp_path: Path) -> None:
     learner, items = make_learner(), make_items()
     peft_files.write_adapter(tmp_path / "own", *learner.policy.adapter_state())
