@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,18 @@ def write_other_run(directory: Path) -> Path:
     return directory
 
 
+def versions_of(games: Iterable[dict[str, Any]], uids: set[str] | None = None) -> dict[str, set[int]]:
+    """Return the adapters with which each opponent answered. `uids`: count only games of these models."""
+    versions: dict[str, set[int]] = {}
+    for game in games:
+        opponents = {agent["pid"]: agent["opponent"] for agent in game["agents"] if "opponent" in agent}
+        if uids is None or any(agent["model"] in uids for agent in game["agents"]):
+            for pid, *_, sampled in game["turns"]:
+                if pid in opponents:
+                    versions.setdefault(opponents[pid], set()).add(sampled["adapter_version"])
+    return versions
+
+
 def write_config(directory: Path, evaluated: str, *names: str) -> Path:
     """Write a config that trains against these opponents alone and evaluates against another."""
     path = runs.write_small(directory)
@@ -57,12 +70,7 @@ def test_every_kind_of_frozen_player_answers_with_its_own_adapter(tmp_path: Path
     assert code == 0, out + err
     assert re.search(r"frozen player \S+/best is \S+/ckpt-10, as copied into opponents/", out)
     directory = runs.run_directory(tmp_path)
-    versions: dict[str, set[int]] = {}
-    for game in read_records(directory / "games.jsonl"):
-        opponents = {agent["pid"]: agent["opponent"] for agent in game["agents"] if "opponent" in agent}
-        for pid, *_, sampled in game["turns"]:
-            if pid in opponents:
-                versions.setdefault(opponents[pid], set()).add(sampled["adapter_version"])
+    versions = versions_of(read_records(directory / "games.jsonl"))
     assert versions == {name: {FIRST_FROZEN_VERSION + n} for n, name in enumerate(names[:-1])} | {"base": {0}}
     rated = {uid for line in read_records(directory / "league.jsonl") for uid, row in line["models"].items() if row[2]}
     assert {f"fixed-{name}" for name in names} <= rated
@@ -121,14 +129,21 @@ def test_resumed_run_plays_its_copies_and_equals_an_uninterrupted_one_bit_for_bi
 @pytest.mark.nightly
 def test_restarted_engine_gets_the_frozen_players_back(tmp_path: Path) -> None:
     other = write_other_run(tmp_path / "other")
-    config = write_config(tmp_path, "base", f"run:{other}/best", "base")
-    process = runs.start("run", config, "run.learning_steps=6")
+    best = f"run:{other}/best"
+    config = write_config(tmp_path, best, best, "base")
+    process = runs.start("run", config, "run.learning_steps=6", "tracker.keep_tokens=true")
     runs.wait_for(lambda: runs.num_updates(tmp_path) >= 2)
     (engine,) = (child for child in runs.children_of(process) if "unstable_lite.engines.worker" in child.cmdline())
     engine.kill()
+    first = runs.num_updates(tmp_path) + 2  # the next update's adapter may have been loaded before
     code, out, err = runs.finish(process)
     assert code == 0, out + err
     assert re.search(r"alarm after update \d+: engine-0 .*restart", out), out
+    assert first <= 6
+    games = list(read_records(runs.run_directory(tmp_path) / "games.jsonl"))
+    assert "void" not in {game["end"] for game in games}
+    versions = versions_of(games, {f"ckpt-{update}" for update in range(first, 7)})
+    assert versions[best] == {FIRST_FROZEN_VERSION}, "games of later checkpoints started after the restart"
 
 
 def hand_made(tmp_path: Path, *adapters: Path, max_loras: int = 8) -> unstable.Run:
