@@ -48,6 +48,8 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(st.text()).map(tuple)
     if hint == tuple[float, ...]:
         return st.lists(st.floats(allow_nan=False)).map(tuple)
+    if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
+        return st.tuples(*map(_values, get_args(hint)))
     if get_origin(hint) is tuple:
         return st.lists(_values(get_args(hint)[0]), max_size=3).map(tuple)
     if hint == dict[str, float]:
