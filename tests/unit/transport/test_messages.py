@@ -163,8 +163,13 @@ def _assert_well_typed(value: Any, hint: Any) -> None:
             assert len(value.logprobs) == len(value.completion_ids)
     elif get_origin(hint) in (tuple, dict):
         assert type(value) is get_origin(hint)
-        for item in value.values() if isinstance(value, dict) else value:
-            _assert_well_typed(item, get_args(hint)[-1 if isinstance(value, dict) else 0])
+        hints = get_args(hint)
+        if isinstance(value, tuple) and Ellipsis not in hints:
+            assert len(value) == len(hints)
+        elif hints:
+            hints = (hints[-1 if isinstance(value, dict) else 0],) * len(value)
+        for item, inner in zip(value.values() if isinstance(value, dict) else value, hints, strict=True):
+            _assert_well_typed(item, inner)
     elif get_origin(hint) is Literal:
         assert value in get_args(hint)
     elif hint is not Any:
