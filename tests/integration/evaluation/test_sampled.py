@@ -22,9 +22,9 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", runs.write_small(tmp_path), checkpoints=2)
 
 
-def rows_of(run: Path, *arguments: str) -> list[dict[str, str]]:
+def rows_of(run: Path, *arguments: str | int) -> list[dict[str, str]]:
     output = run / "probe.csv"
-    code, out, err = runs.run("probe", run, *arguments, "--env", NIM, "--output", output)
+    code, out, err = runs.run("probe", run, *map(str, arguments), "--env", NIM, "--output", output)
     assert code == 0, out + err
     with output.open(newline="") as file:
         return list(csv.DictReader(file))
@@ -61,13 +61,18 @@ def test_shares_and_entropy_are_those_of_the_answers(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_sampled_shares_agree_with_the_computed_ones(run: Path, kind: str) -> None:
-    hot = ("base", "--games", "6", "--set", "engine.temperature=0.7", "--set", f"engine.kind={kind}")
-    (computed,), (sampled,) = rows_of(run, *hot), rows_of(run, *hot, "--samples", "200")
+@pytest.mark.parametrize(
+    ("kind", "games", "samples", "tolerance"),
+    [("transformers", 6, 200, 0.02), pytest.param("vllm", 2, 30, 0.1, marks=pytest.mark.vllm)],
+)
+def test_sampled_shares_agree_with_the_computed_ones(
+    run: Path, kind: str, games: int, samples: int, tolerance: float
+) -> None:
+    hot = ("base", "--games", games, "--set", "engine.temperature=0.7", "--set", f"engine.kind={kind}")
+    (*_, computed), (sampled,) = rows_of(run, *hot), rows_of(run, *hot, "--samples", samples)
     for metric in ("optimal", "rest"):
-        assert float(sampled[metric]) == pytest.approx(float(computed[metric]), abs=0.02), metric
-    assert float(sampled["action_entropy"]) <= float(computed["action_entropy"]) + 0.02
+        assert float(sampled[metric]) == pytest.approx(float(computed[metric]), abs=tolerance), metric
+    assert float(sampled["action_entropy"]) <= float(computed["action_entropy"]) + tolerance
 
 
 async def test_model_that_no_engine_serves_is_refused(run: Path) -> None:
