@@ -237,7 +237,7 @@ async def started_engines(
 def unlimit_games_in_flight() -> None:
     """Let training games of this process start, however many steps are in flight and however slow the learner is."""
 
-    def unlimited(config: Config, _lengths: Mapping[str, Sequence[int]]) -> InFlight:
+    def unlimited(config: Config, *_: Any) -> InFlight:
         return InFlight(config.learner.batch_size, config.learner.batch_size, None, {})
 
     vars(wiring)["in_flight"] = unlimited

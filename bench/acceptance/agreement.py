@@ -49,6 +49,11 @@ def agree(options: Options, _out: Path) -> Report:
         directory = Path(name)
         make({"directory": name, "seed": options.seed, "device": device})
         config = config_of(directory, kind, device)
+        if device == "cpu":  # a CPU may have bfloat16, which "auto" would choose
+            parts = {
+                part: getattr(config, part).model_copy(update={"dtype": "float32"}) for part in ("engine", "learner")
+            }
+            config = config.model_copy(update=parts)
         generations = asyncio.run(_generations(config, directory, options, **sampled))
         errors, distances = _compare(config, directory, generations, device)
     mean_limit, high_limit = LIMITS[device]
