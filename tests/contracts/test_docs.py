@@ -227,7 +227,8 @@ def _unstable(arguments: list[str], needs_gpu: bool, where: str) -> None:
             assert done.returncode == 0, where + done.stdout + done.stderr
         case _:
             few = {"eval": ["--games", "2"]}
-            extra = [*few.get(arguments[0], []), *(on_cpu if arguments[0] == "check" else ())]
+            plays = arguments[0] if "--exact" not in arguments else ""
+            extra = [*few.get(plays, []), *(on_cpu if arguments[0] == "check" else ())]
             done = CliRunner().invoke(app, [*arguments, *extra], catch_exceptions=False)
             assert done.exit_code == 0, where + done.output
 
