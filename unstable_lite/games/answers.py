@@ -25,14 +25,18 @@ def questions(env: EnvSpec, template: Template, observations: Sequence[str]) -> 
     Raises UnsupportedEnvError for an env family whose legal actions cannot be listed, EnvError for an observation of
     another env, ConfigError if the env's extraction does not read an answer as its action.
     """
-    extract = find_extraction(env.action_extraction_fn)
     for observation in observations:
         prompt, actions = template.prompt(observation, env.num_players), legal_actions(env.env_id, observation)
         answers = tuple(written_answer(prompt, action) for action in actions)
         for action, answer in zip(actions, answers, strict=True):
-            if extract(answer) != (action, True):
-                raise ConfigError(
-                    f"action_extraction_fn {env.action_extraction_fn!r} does not read {answer!r} as {action!r}, so the "
-                    "probability of an action is not that of one answer"
-                )
+            check_read(env, action, answer)
         yield Question(prompt=prompt, actions=tuple(actions), answers=answers)
+
+
+def check_read(env: EnvSpec, action: str, answer: str) -> None:
+    """Raise ConfigError if the env's extraction does not read an answer as this action."""
+    if find_extraction(env.action_extraction_fn)(answer) != (action, True):
+        raise ConfigError(
+            f"action_extraction_fn {env.action_extraction_fn!r} does not read {answer!r} as {action!r}, so the "
+            "probability of an action is not that of one answer"
+        )

@@ -10,10 +10,11 @@ from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.errors import ConfigError
+from unstable_lite.games.answers import check_read
 from unstable_lite.games.game_tree import GameTree, uniform
 from unstable_lite.games.openspiel import trial
 from unstable_lite.games.openspiel.flatten import flatten
-from unstable_lite.games.templates import find_extraction, written_answer
+from unstable_lite.games.templates import written_answer
 from unstable_lite.planning.memory import shape_of
 
 OPERATIONS_PER_S = {True: 3e13, False: 1e10}
@@ -28,15 +29,16 @@ def exact_envs(config: Config) -> tuple[list[EnvSpec], list[str]]:
     specs: list[EnvSpec] = [*config.train_envs, *config.eval_envs]
     envs, reasons = [], []
     for spec in {spec.env_id: spec for spec in reversed(specs)}.values():
-        try:
-            # A trial first, because OpenSpiel may crash the process.
-            if is_openspiel(spec.env_id) and (reason := trial.problem(spec.env_id, spec.num_players)) is not None:
-                raise ConfigError(f"{spec.env_id}: {reason}")
-            flatten(spec.env_id)
-            _check_extraction(spec)
+        reason = _game_problem(spec.env_id, spec.num_players)
+        if reason is None:
+            try:
+                check_read(spec, "[x]", written_answer("", "[x]"))
+            except ConfigError as error:
+                reason = f"{spec.env_id}: {error}"
+        if reason is None:
             envs.append(spec)
-        except ConfigError as error:
-            reasons.append(str(error))
+        else:
+            reasons.append(reason)
     return envs[::-1], reasons[::-1]
 
 
@@ -70,11 +72,17 @@ def describe_exact(config: Config, is_on_gpu: bool) -> Iterator[tuple[str, str]]
         yield "not exact", reason
 
 
-def _check_extraction(env: EnvSpec) -> None:
-    """Raise ConfigError if the env's extraction does not read an answer as it is listed."""
-    answer = written_answer("", "[x]")
-    if find_extraction(env.action_extraction_fn)(answer) != ("[x]", True):
-        raise ConfigError(f"{env.env_id}: action_extraction_fn {env.action_extraction_fn!r} does not read {answer!r}")
+@cache
+def _game_problem(env_id: str, num_players: int) -> str | None:
+    """Return the reason why a game cannot be computed; None if it can. It may take seconds to count a large game."""
+    # A trial first, because OpenSpiel may crash the process.
+    if is_openspiel(env_id) and (reason := trial.problem(env_id, num_players)) is not None:
+        return f"{env_id}: {reason}"
+    try:
+        flatten(env_id)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from unstable_lite.config.env_ids import PREFIX
+from unstable_lite.config.env_ids import PREFIX, is_openspiel
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.game_tree import Chance, Decision, DecisionState, End, GameTree
 from unstable_lite.games.openspiel.names import last_line, load_game, pyspiel
@@ -32,7 +32,7 @@ def flatten(env_id: str, is_forced: bool = False) -> GameTree:
 
     Raises ConfigError for another kind of game, and for one that is too large, with its number of decision states.
     """
-    if not env_id.startswith(PREFIX):
+    if not is_openspiel(env_id):
         raise ConfigError(f"{env_id}: only games of OpenSpiel ({PREFIX}NAME) can be evaluated exactly")
     library, game = pyspiel(), load_game(env_id)
     kind = game.get_type()
@@ -56,7 +56,7 @@ def flatten(env_id: str, is_forced: bool = False) -> GameTree:
 @cache
 def solved_moves(env_id: str) -> dict[str, list[str]] | None:
     """Return the optimal actions by observation, as a player writes them; None for a game that is not solved so."""
-    if not env_id.startswith(PREFIX) or load_game(env_id).get_type().short_name not in BOARD_GAMES:
+    if not is_openspiel(env_id) or load_game(env_id).get_type().short_name not in BOARD_GAMES:
         return None
     try:
         found = flatten(env_id).optimal_actions()
@@ -72,8 +72,8 @@ class _Builder:
         self._env_id = env_id
         self._is_board_game = is_board_game
         self._is_forced = is_forced
-        self._boards: dict[tuple[str, int], int] = {}
-        """Numbers of positions by board and seat to move."""
+        self._boards: dict[tuple[str, int] | None, int] = {}
+        """Numbers of positions by board and seat to move; empty for a game whose positions are histories."""
         self._numbers: dict[tuple[int, str], int] = {}
         """Numbers of decision states by seat and prompt."""
         self._moves: list[Moves] = []
@@ -81,8 +81,8 @@ class _Builder:
 
     def add(self, state: Any, moves: tuple[Moves, Moves]) -> int:
         """Add a position after all of its successors and return its number. `moves`: of each seat so far."""
-        board = (str(state), int(state.current_player()))
-        if self._is_board_game and board in self._boards:
+        board = (str(state), int(state.current_player())) if self._is_board_game else None
+        if board in self._boards:
             return self._boards[board]
         if len(self.positions) > MOST_COUNTED:
             self.check_size()
@@ -95,14 +95,18 @@ class _Builder:
         else:
             position = self._decision(state, int(state.current_player()), moves)
         self.positions.append(position)
-        number = self._boards[board] = len(self.positions) - 1
+        number = len(self.positions) - 1
+        if board is not None:
+            self._boards[board] = number
         return number
 
     def check_size(self) -> None:
         """Raise ConfigError for a game that is too large, unless it is forced."""
+        if self._is_forced:
+            return
         num_states, num_answers = len(self.states), sum(len(state.actions) for state in self.states)
         is_whole = len(self.positions) <= MOST_COUNTED
-        if not self._is_forced and not (is_whole and num_states <= MOST_STATES and num_answers <= MOST_ANSWERS):
+        if not (is_whole and num_states <= MOST_STATES and num_answers <= MOST_ANSWERS):
             reached = "" if is_whole else f" in the first {MOST_COUNTED:,} positions"
             raise ConfigError(
                 f"{self._env_id}: it has {num_states:,} decision states with {num_answers:,} legal answers{reached}; "
