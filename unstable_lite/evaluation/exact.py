@@ -62,7 +62,7 @@ def write_exact(path: Path, results: Sequence[ExactResult]) -> None:
 
 
 def exact_tables(results: Sequence[ExactResult]) -> list[Table]:
-    """Return a table for each env, for a terminal."""
+    """Return one table for each env."""
     tables: dict[str, Table] = {}
     for of in results:
         if of.env_id not in tables:

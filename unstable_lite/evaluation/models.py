@@ -26,14 +26,21 @@ class EvaluatedModel:
     """Name in tables."""
     key: str
     """Key of results: `base`, a fixed opponent's name, or the digest of an adapter's files."""
-    path: Path | None = None
-    """PEFT directory of an adapter."""
+    adapter: FrozenAdapter | None = None
     is_fixed: bool = False
-    is_zero: bool = False
-    """Whether it answers like the base: the base itself, or an adapter whose B matrices are all zero."""
+
+    @property
+    def path(self) -> Path | None:
+        """PEFT directory of an adapter."""
+        return None if self.adapter is None else self.adapter.path
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it answers like the base: the base itself, or an adapter whose B matrices are all zero."""
+        return self.key == BASE if self.adapter is None else self.adapter.is_zero
 
 
-BASE_MODEL = EvaluatedModel(name=BASE, key=BASE, is_zero=True)
+BASE_MODEL = EvaluatedModel(name=BASE, key=BASE)
 NO_OPPONENT = EvaluatedModel(name="none", key="none")
 """Placeholder for the opponent in an env of one seat."""
 
@@ -83,7 +90,7 @@ def find_run(words: Iterable[str]) -> Path | None:
 
 def check_base(models: Sequence[EvaluatedModel], config: Config) -> int:
     """Return the largest rank of the adapters. Raises ConfigError for one of another base."""
-    adapters = [read_facts(model.path) for model in models if model.path is not None]
+    adapters = [model.adapter for model in models if model.adapter is not None]
     if problems := [problem for found in adapters if (problem := base_problem(found, config)) is not None]:
         raise ConfigError(*problems)
     return max((found.rank for found in adapters), default=1)
@@ -128,7 +135,7 @@ def opponent(name: str, copies: Path | None = None) -> EvaluatedModel:
 
 
 def _model_of(found: FrozenAdapter, name: str) -> EvaluatedModel:
-    return EvaluatedModel(name=name, key=found.key, path=found.path, is_zero=found.is_zero)
+    return EvaluatedModel(name=name, key=found.key, adapter=found)
 
 
 def _adapter(path: Path) -> EvaluatedModel:
@@ -146,6 +153,12 @@ def _with_distinct_names(models: list[EvaluatedModel]) -> list[EvaluatedModel]:
             for model in models
         ]
     return models
+
+
+def check_served(models: Iterable[EvaluatedModel]) -> None:
+    """Raise ConfigError if one of the models is not the base or an adapter, whose answers have probabilities."""
+    if fixed := sorted({model.name for model in models if model.is_fixed}):
+        raise ConfigError(f"{', '.join(fixed)}: only the base and adapters have probabilities of answers")
 
 
 def _with_run(path: Path) -> str:

@@ -283,7 +283,7 @@ def write_probes(path: Path, probes: Sequence[Probe]) -> None:
 
 
 def probe_tables(probes: Sequence[Probe]) -> list[Table]:
-    """Return a table for each env, for a terminal, with 95 % intervals; without metrics that the env does not have."""
+    """Return one table for each env, with 95 % intervals and the metrics that the env has."""
     tables = []
     for env_id in dict.fromkeys(of.env_id for of in probes):
         rows = [of for of in probes if of.env_id == env_id]

@@ -15,10 +15,10 @@ import numpy as np
 
 from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.config.games import EvalEnvSpec
-from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell, game_spec, seat_of
 from unstable_lite.evaluation.evaluator import for_each, with_engines
 from unstable_lite.evaluation.loaded_adapters import AdapterSlots
+from unstable_lite.evaluation.models import check_served
 from unstable_lite.evaluation.plan import EvaluationPlan
 from unstable_lite.evaluation.probing import ActionDistribution, Position, Probe, probe, random_positions
 from unstable_lite.games.openspiel.prompts import read_action
@@ -36,8 +36,7 @@ async def probe_by_samples(
     Raises ConfigError for a model that no engine serves, UnsupportedEnvError for an env family whose legal moves cannot
     be read, RequestError for a position that cannot be answered, and the errors of `evaluate`.
     """
-    if fixed := sorted({cell.model.name for cell in evaluation.cells if cell.model.is_fixed}):
-        raise ConfigError(f"{', '.join(fixed)}: only the base and adapters can be probed")
+    check_served(cell.model for cell in evaluation.cells)
     positions = {cell.env: random_positions(cell.env, games) for cell in evaluation.cells}
     try:
         return await with_engines(evaluation, logs, say, partial(_probe_all, evaluation, positions, samples))

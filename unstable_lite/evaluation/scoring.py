@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from unstable_lite.config.training import EngineConfig, LoraConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell
 from unstable_lite.evaluation.exact import ExactResult, exact_result
-from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel, find_models, find_run
+from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel, check_served, find_models, find_run
 from unstable_lite.evaluation.probing import ActionDistribution, Probe, probe, random_positions, uniform_distribution
 from unstable_lite.games.answers import questions
 from unstable_lite.games.game_tree import uniform
@@ -81,18 +81,15 @@ def probe_models(
 
     Raises the errors of `action_distribution`.
     """
-    asked = dict.fromkeys(
-        (cell.env.model_copy(update={"fixed_opponent": ""}), cell.model) for cell in cells if not cell.model.is_fixed
-    )
-    envs = list(dict.fromkeys(env for env, _ in asked))
-    positions = {env: random_positions(env, games) for env in envs}
-    scorer = AnswerScorer(config, envs, device)
+    asked = _models_by_env(cell for cell in cells if not cell.model.is_fixed)
+    positions = {env: random_positions(env, games) for env in asked}
+    scorer = AnswerScorer(config, list(asked), device)
     probes = []
-    for env in envs:
+    for env, models in asked.items():
         observations = list(dict.fromkeys(position.observation for position in positions[env]))
         uniform = {observation: uniform_distribution(env.env_id, observation) for observation in observations}
         probes.append(probe("random legal", env, positions[env], uniform))
-        for model in (model for of, model in asked if of == env):
+        for model in models:
             scorer.use(model)
             distributions = scorer.distributions(env, observations)
             probes.append(probe(model.name, env, positions[env], dict(zip(observations, distributions, strict=True))))
@@ -116,11 +113,10 @@ def evaluate_exactly(
     `is_forced`: whether to accept a game of any size. Raises ConfigError for a game that cannot be evaluated exactly,
     and the errors of `action_distribution`.
     """
-    if fixed := sorted({cell.model.name for cell in cells if cell.model.is_fixed}):
-        raise ConfigError(f"{', '.join(fixed)}: only the base and adapters can be evaluated exactly")
-    asked = dict.fromkeys((cell.env.model_copy(update={"fixed_opponent": ""}), cell.model) for cell in cells)
+    check_served(cell.model for cell in cells)
+    asked = _models_by_env(cells)
     trees, reasons = {}, []
-    for env in dict.fromkeys(env for env, _ in asked):
+    for env in asked:
         try:
             trees[env] = flatten(env.env_id, is_forced)
         except ConfigError as error:
@@ -129,16 +125,23 @@ def evaluate_exactly(
         raise ConfigError(*reasons)
     for reason in reasons:
         say(f"left out: {reason}")
-    envs = list(trees)
-    scorer, results = AnswerScorer(config, envs, device), []
+    scorer, results = AnswerScorer(config, list(trees), device), []
     for env, tree in trees.items():
         results.append(exact_result("random legal", env.env_id, tree, uniform(tree)))
-        for model in (model for of, model in asked if of == env):
+        for model in asked[env]:
             scorer.use(model)
             found = scorer.distributions(env, [state.observation for state in tree.states])
             results.append(exact_result(model.name, env.env_id, tree, [of.probabilities for of in found]))
             say(f"{model.name} in {env.env_id}: exploitability {results[-1].exploitability:.4f}")
     return results
+
+
+def _models_by_env(cells: Iterable[Cell]) -> dict[EvalEnvSpec, list[EvaluatedModel]]:
+    """Return the models that are asked in each env, each once, with any opponents."""
+    asked: dict[EvalEnvSpec, dict[EvaluatedModel, None]] = {}
+    for cell in cells:
+        asked.setdefault(cell.env.model_copy(update={"fixed_opponent": ""}), {})[cell.model] = None
+    return {env: list(models) for env, models in asked.items()}
 
 
 class AnswerScorer:
@@ -172,8 +175,7 @@ class AnswerScorer:
 
     def use(self, model: EvaluatedModel) -> None:
         """Score with `model` from now on. Raises ModelError for an adapter of another shape than the config's."""
-        if model.is_fixed:
-            raise ConfigError(f"{model.name} cannot be scored; only the base and adapters can")
+        check_served([model])
         if model.path is not None:
             self._policy.load_adapter(model.path)
         self._model = model

@@ -40,8 +40,8 @@ def adapters_in_memory(config: Config, num_frozen: int | None = None) -> int:
     """Return the shared memory that a run may need, as a multiple of one adapter's size.
 
     It holds the loaded adapters except frozen players, which are read from the run directory, the next one, and one
-    that is loaded again. The learner adds three versions (this one,
-    the next one, and the one that is being saved), each with two moments, and the same again for a critic.
+    that is loaded again. The learner adds three versions (this one, the next one, and the one that is being saved),
+    each with two moments, and the same again for a critic.
     """
     return changing_slots(config, num_frozen) + 2 + 3 * 3 * (2 if algorithm_of(config).has_critic else 1)
 

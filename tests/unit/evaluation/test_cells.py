@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from unstable_lite.adapters.frozen import FrozenAdapter
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell, CellKey, game_spec, in_rounds, make_cells, make_tournament, read_key
@@ -18,7 +19,12 @@ RANDOM = EvaluatedModel(name="scripted:random", key="scripted:random", is_fixed=
 
 
 def adapter(number: int) -> EvaluatedModel:
-    return EvaluatedModel(name=f"ckpt-{number}", key=f"digest {number}", path=Path(f"/somewhere/ckpt-{number}"))
+    name, key = f"ckpt-{number}", f"digest {number}"
+    return EvaluatedModel(name=name, key=key, adapter=facts(key, Path(f"/somewhere/{name}")))
+
+
+def facts(key: str, path: Path) -> FrozenAdapter:
+    return FrozenAdapter(path=path, key=key, rank=4, base="", sizes={}, is_zero=False)
 
 
 def ref(model: EvaluatedModel) -> ModelRef:
@@ -80,7 +86,7 @@ def test_pair_that_does_not_fit_the_slots_is_an_error() -> None:
 
 
 def test_cell_is_identified_by_contents_not_by_names() -> None:
-    renamed = EvaluatedModel(name="the best", key="digest 1", path=Path("/elsewhere"))
+    renamed = EvaluatedModel(name="the best", key="digest 1", adapter=facts("digest 1", Path("/elsewhere")))
     assert Cell(model=adapter(1), opponent=RANDOM, env=NIM).key == Cell(model=renamed, opponent=RANDOM, env=NIM).key
     changes = ({"prompt_template": "tiny"}, {"observation": "first-last"})
     envs = [NIM, *(NIM.model_copy(update=change) for change in changes), DICE]
