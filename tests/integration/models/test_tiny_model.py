@@ -14,12 +14,12 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import make_tiny_model as make
+from fakes.openspiel_games import LISTED, random_observations
 from unstable_lite.config import Config
 from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.evaluation.probing import probe, random_positions
 from unstable_lite.evaluation.scoring import action_distribution
 from unstable_lite.games.environments import Environment
-from unstable_lite.games.openspiel.positions import LISTED, random_observations
 from unstable_lite.games.players.greedy import greedy_actions
 from unstable_lite.games.players.optimal import optimal_actions
 from unstable_lite.games.players.scripted import legal_actions

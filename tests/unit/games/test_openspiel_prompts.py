@@ -1,4 +1,4 @@
-"""Prompts of OpenSpiel's games hold what a seat may know, all of it, and nothing else."""
+"""A prompt of an OpenSpiel game holds everything that its seat may know, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pyspiel
 import pytest
 
+from fakes.openspiel_games import LISTED, random_observations
 from unstable_lite.games.openspiel.names import load_game, why_unplayable
-from unstable_lite.games.openspiel.positions import LISTED, random_observations
 from unstable_lite.games.openspiel.prompts import LEGAL_ACTIONS, action_names, prompt, read_action
 from unstable_lite.games.players.scripted import legal_actions
 
