@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -16,7 +17,7 @@ import numpy as np
 from unstable_lite.errors import ProtocolError
 from unstable_lite.transport.codec import decode, encode, pack_all, unpack_all
 from unstable_lite.transport.messages import MESSAGES
-from unstable_lite.types import Logprobs, Step, StepContext, TokenIds
+from unstable_lite.types import Logprobs, Step, TokenIds
 
 DICTIONARY = [
     *(bytes([0xA0 + len(kind.__name__)]) + kind.__name__.encode() for kind in MESSAGES if len(kind.__name__) < 32),
@@ -59,9 +60,6 @@ def _example(hint: Any) -> Any:
         str: "text",
         bytes: b"bytes",
         bool: True,
-        str | None: None,
-        int | None: 3,
-        StepContext | None: None,
     }
     if hint == TokenIds:
         return np.array([1, 2], np.int32)
@@ -71,8 +69,11 @@ def _example(hint: Any) -> Any:
         hints = get_type_hints(hint)
         names = [field.name for field in fields(hint)] if is_dataclass(hint) else hint.__struct_fields__
         return hint(**{name: _example(hints[name]) for name in names})  # type: ignore[operator]
+    if get_origin(hint) is UnionType:
+        return _example(get_args(hint)[0])
     if get_origin(hint) is tuple:
-        return (_example(get_args(hint)[0]),)
+        items = [item for item in get_args(hint) if item is not Ellipsis]
+        return tuple(_example(item) for item in items)
     if get_origin(hint) is dict:
         inner = get_args(hint)[1]
         return {"key": [1, {"inner": None}] if inner is Any else _example(inner)}
