@@ -242,7 +242,9 @@ def open_page(browser: Browser) -> Iterator[OpenReport]:
     contexts, problems = [], []
 
     def open_report(path: Path, **options: Any) -> Page:
-        context = browser.new_context(offline=True, **{"viewport": {"width": 1280, "height": 900}, **options})
+        # A click while the page still scrolls smoothly lands beside its button.
+        shape: dict[str, Any] = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
+        context = browser.new_context(offline=True, **(shape | options))
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(20_000)
