@@ -126,7 +126,8 @@ class CanaryChecks:
         """
         canaries = await self._check_everywhere(id, directory)
         for canary in canaries:
-            self._judge(canary.name, id, canary.check, "does not compute like the learner with")
+            claim = f"does not compute like the learner with {self._table.describe(id)}"
+            self._judge(canary.name, claim, canary.check)
         num_tokens = min(canary.check.num_tokens for canary in canaries)
         if num_tokens < FEWEST_TOKENS:
             self._report_few(self._table.describe(id), num_tokens, SCORED_TOKENS)
@@ -139,6 +140,8 @@ class CanaryChecks:
         AdapterError if they do not.
         """
         weights = self._table.weights_of(id)
+        # Described now, because the adapter may be retired and gone before the last answer.
+        claim = f"does not answer as it did before with {self._table.describe(id)}"
         known = weights.answers.get(engine.channel.name) or next(iter(weights.answers.values()))
         evidence = weights.evidence.setdefault(engine.channel.name, Evidence())
         check = Check(evidence, self._noise, self._tolerance, self._num_scored, len(known))
@@ -153,7 +156,7 @@ class CanaryChecks:
                     base_logprobs = scored[_tokens(now)].base if then.base_logprobs is None else then.base_logprobs
                 logprobs = (now.logprobs, then.logprobs, base_logprobs)
                 check.add_again(now.prompt_ids, now.completion_ids, then.completion_ids, *logprobs)
-        self._judge(engine.channel.name, id, check, "does not answer as it did before with")
+        self._judge(engine.channel.name, claim, check)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the evidence, and the answers of weights that can return, JSON-able."""
@@ -247,26 +250,26 @@ class CanaryChecks:
         canary.answers[canary.check.num_completions].base_logprobs = scored.base
         canary.check.add(generation.prompt_ids, generation.completion_ids, generation.logprobs, expected, scored.base)
 
-    def _judge(self, name: str, id: int, check: Check, claim: str) -> None:
-        """Raise AdapterError if an engine is wrong; raise an alarm if that stays open."""
-        adapter, evidence = self._table.describe(id), check.evidence
+    def _judge(self, name: str, claim: str, check: Check) -> None:
+        """Raise AdapterError if an engine is wrong; raise an alarm if that stays open. `claim`: about the engine."""
+        evidence = check.evidence
         found = (
             f"10^{evidence.strength:.1f} to 1 against rounding, now over {check.num_tokens} tokens whose log p differ "
             f"by {check.mismatch:.4f} on average: {evidence.suspicion}"
         )
         if evidence.is_wrong:
             raise AdapterError(
-                f"canary: {name} {claim} {adapter} ({found}). It does not hold these weights, or computes them wrongly"
+                f"canary: {name} {claim} ({found}). It does not hold these weights, or computes them wrongly"
             )
         if check.num_tokens == 0:
             self.num_doubts += 1
             self._alarm(
-                f"canary: {name} gave other tokens than before to every prompt and seed of {adapter}, so nothing could "
-                "be compared; its weights are those that were written (digest). The run continues"
+                f"canary: {name} gave other tokens than before to every prompt and seed, so it stays open whether it "
+                f"{claim}; its weights are those that were written (digest). The run continues"
             )
         elif evidence.is_open:
             self.num_doubts += 1
-            self._alarm(f"canary: it stays open whether {name} {claim} {adapter} ({found}). The run continues")
+            self._alarm(f"canary: it stays open whether {name} {claim} ({found}). The run continues")
 
     def _report_few(self, subject: str, num_tokens: int, wanted: int) -> None:
         """Raise an alarm, once a run."""
