@@ -20,7 +20,8 @@ from unstable_lite.learner.model import Policy
 from unstable_lite.planning import memory
 from unstable_lite.types import TrainItem
 
-GPUS = Path(__file__).parents[3] / "docs" / "gpus.md"
+DOCS = Path(__file__).parents[3] / "docs"
+GPUS = DOCS / "gpus.md"
 WIDE = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 DEEP = {"hidden_size": 96, "intermediate_size": 384, "num_attention_heads": 6, "num_key_value_heads": 3}
 
@@ -237,3 +238,24 @@ def test_soft_capped_attention_has_no_computed_shape(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"attn_logit_softcapping": 50.0}))
     assert memory.shape_of(str(tmp_path)) is None
+
+
+def test_costs_of_ranks_in_the_docs_are_the_computed_ones() -> None:
+    rows = re.findall(r"^\| (Qwen/\S+) \| (\d+|all weights) \| (.*) \|$", (DOCS / "lora.md").read_text(), re.M)
+    assert {(name, rank) for name, rank, _ in rows} == {
+        (f"Qwen/Qwen3-{size}", rank) for size in ("1.7B", "8B") for rank in ("1", "8", "32", "128", "all weights")
+    }
+    for name, rank, cells in rows:
+        shape = memory.KNOWN_SHAPES[name]
+        if rank == "all weights":
+            trained, handoff_bytes = shape.base_parameters, 2
+            learner, slots = 16 * trained, 8 * 2 * trained
+        else:
+            lora = LoraConfig(lora_rank=int(rank))
+            trained, handoff_bytes = shape.lora_parameters(lora), 4
+            learner = memory.learner_memory(shape, LearnerConfig(), lora).adapter
+            slots = memory.engine_memory(shape, EngineConfig(max_loras=8), lora).adapters
+        share = trained / shape.base_parameters
+        gib = [f"{size / memory.GIB:.2f} GiB" for size in (learner, slots)]
+        handoff = f"{handoff_bytes * trained / 1e6:,.0f} MB"
+        assert cells == f"{trained / 1e6:,.1f} M ({share:.2%}) | {gib[0]} | {handoff} | {gib[1]}", (name, rank)
