@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -134,10 +134,11 @@ async def wired_parts(
         generate = lock_step.generate if lock_step is not None else workers.engines.generate
         sampling_seed = derive_seed(config.run.seed, "sampling") if is_in_turns else None
         templates = templates_for(config, workers.prompts)
-        seats = await stack.enter_async_context(
-            PlayerFactory(generate, templates, config.opponents, say, sampling_seed)
-        )
         table = AdapterTable(config.engine.max_loras)
+        newest = partial(_leased_newest, registry, table) if config.league.adapter_policy == "turn" else None
+        seats = await stack.enter_async_context(
+            PlayerFactory(generate, templates, config.opponents, say, sampling_seed, newest)
+        )
         prompts, tolerance = _canary_prompts(config, templates), config.learner.canary_tolerance
         canaries = CanaryChecks(workers.engines, workers.learner, table, prompts, tolerance, alarm)
         adapter_sync = AdapterSync(workers.engines, store, table, canaries)
@@ -189,6 +190,14 @@ async def wired_parts(
             alarm=alarm,
             stop=stop,
         )
+
+
+@contextlib.contextmanager
+def _leased_newest(registry: ModelRegistry, table: AdapterTable) -> Iterator[int]:
+    """Lease the adapter of the current policy and yield its version, 0 if it is the base."""
+    version = registry.current.adapter_version or 0
+    with table.leased(version):
+        yield version
 
 
 def make_buffer(config: Config) -> StepBuffer | EpisodeBuffer:
