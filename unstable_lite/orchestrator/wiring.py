@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from unstable_lite.rng import derive_seed
 from unstable_lite.rollout.collector import Collector
 from unstable_lite.rollout.episode_buffer import EpisodeBuffer
 from unstable_lite.rollout.lockstep import LockStep
+from unstable_lite.rollout.newest_adapter import leased_newest
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.tracking.jsonl import JsonlSink
 from unstable_lite.tracking.run_directory import to_toml, versions
@@ -135,7 +136,7 @@ async def wired_parts(
         sampling_seed = derive_seed(config.run.seed, "sampling") if is_in_turns else None
         templates = templates_for(config, workers.prompts)
         table = AdapterTable(config.engine.max_loras)
-        newest = partial(_leased_newest, registry, table) if config.league.adapter_policy == "turn" else None
+        newest = partial(leased_newest, registry, table) if config.league.adapter_policy == "turn" else None
         seats = await stack.enter_async_context(
             PlayerFactory(generate, templates, config.opponents, say, sampling_seed, newest)
         )
@@ -190,14 +191,6 @@ async def wired_parts(
             alarm=alarm,
             stop=stop,
         )
-
-
-@contextlib.contextmanager
-def _leased_newest(registry: ModelRegistry, table: AdapterTable) -> Iterator[int]:
-    """Lease the adapter of the current policy and yield its version, 0 if it is the base."""
-    version = registry.current.adapter_version or 0
-    with table.leased(version):
-        yield version
 
 
 def make_buffer(config: Config) -> StepBuffer | EpisodeBuffer:

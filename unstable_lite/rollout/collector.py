@@ -239,7 +239,7 @@ class Collector:
         self._new_checkpoint = asyncio.Event()
 
     def _lease(self, spec: GameSpec) -> None:
-        """Lease the adapter of every seat that keeps one until the game is over; other seats lease one for each turn."""
+        """Lease until the game is over the adapter of every seat that keeps one; others lease one for each turn."""
         for version in self._kept_versions(spec):
             self._table.lease(version)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 from unstable_lite.games.templates import Template, find_extraction
 from unstable_lite.rng import derive_seed
@@ -34,8 +33,8 @@ class PolicyPlayer:
         """
         assert agent.model.adapter_version is not None
         self._generate = generate
-        own: LeasesNewest = partial(nullcontext[int], agent.model.adapter_version)
-        self._lease = newest or own
+        self._version = agent.model.adapter_version
+        self._newest = newest
         self._template = template
         self._extract = find_extraction(agent.action_extraction_fn)
         self._num_players = num_players
@@ -47,7 +46,7 @@ class PolicyPlayer:
         seed = None if self._sampling_seed is None else derive_seed(self._sampling_seed, self._num_turns)
         self._num_turns += 1
         # Leased before the request waits for an engine: the adapter must be there when an engine is.
-        with self._lease() as version:
+        with self._newest() if self._newest else nullcontext(self._version) as version:
             generation = await self._generate(prompt, version, self._template.stop, seed)
         action, format_ok = self._extract(generation.text)
         return Reply(
