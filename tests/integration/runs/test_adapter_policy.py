@@ -58,7 +58,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 class Training:
-    """A run that goes on until it is stopped."""
+    """A run that trains until it is stopped."""
 
     def __init__(self, config: Config) -> None:
         self._run = Run(make_plan(config), terminal=TerminalInterface(quiet=True))

@@ -28,7 +28,7 @@ from unstable_lite.types import GameRecord, Generation, ModelRef
 
 
 class Engine:
-    """Engine that answers one request at a time, when it is told to."""
+    """Engine that answers a request for each call of `answer_one`."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
