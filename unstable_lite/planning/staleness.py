@@ -133,8 +133,11 @@ def _warnings(config: Config, pace: Pace) -> Iterable[str]:
         )
     if pace.adapters > slots:
         users = "games" if holds_games(config) else "turns"
+        whose = (
+            "" if config.league.adapter_policy == "game" or users == "turns" else " evaluated or against checkpoints"
+        )
         yield (
-            f"{users} in flight and opponents will need {pace.adapters} adapter slots, but engine.max_loras = {slots}: "
+            f"{users} in flight{whose} and opponents will need {pace.adapters} adapter slots, but engine.max_loras = {slots}: "
             f"updates will wait until {users} end. Raise engine.max_loras to {pace.adapters}, or lower "
             "buffer.max_staleness"
         )

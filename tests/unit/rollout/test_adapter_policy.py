@@ -14,6 +14,8 @@ from test_collector import EVAL, MIRROR, TICTACTOE, League, answer
 from fakes import tables
 from unstable_lite.adapters.table import AdapterState
 from unstable_lite.config.games import TrainEnvSpec
+from unstable_lite.dashboards.report.games import read_games
+from unstable_lite.files import to_line
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
@@ -235,9 +237,12 @@ async def test_sync_round_plays_every_turn_with_the_policy_of_its_start(tmp_path
     assert {version for record in league.records for version in record.adapter_versions} == {1}
 
 
-async def test_changed_adapters_are_in_games_jsonl_and_in_the_transcript(league: Turns) -> None:
+async def test_changed_adapters_are_in_games_jsonl_the_report_and_the_transcript(league: Turns, tmp_path: Path) -> None:
     record = await league.play_a_game()
     line = record_to_json(record, keep_tokens=False)
     assert line["adapter_versions"] == record.adapter_versions
     assert [agent["model"] for agent in line["agents"]] == ["ckpt-1", "ckpt-1"]
     assert "started as ckpt-1, now adapter 2" in transcript(record)
+    (tmp_path / "games.jsonl").write_bytes(to_line(line))
+    (game,) = read_games(tmp_path, None, 10).kept
+    assert [turn["adapter"] for turn in game["turns"]] == record.adapter_versions
