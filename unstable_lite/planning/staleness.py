@@ -132,14 +132,9 @@ def _warnings(config: Config, pace: Pace) -> Iterable[str]:
             "run.num_collection_workers"
         )
     if pace.adapters > slots:
-        users = "games" if holds_games(config) else "turns"
-        whose = (
-            "" if config.league.adapter_policy == "game" or users == "turns" else " evaluated or against checkpoints"
-        )
         yield (
-            f"{users} in flight{whose} and opponents will need {pace.adapters} adapter slots, but engine.max_loras = {slots}: "
-            f"updates will wait until {users} end. Raise engine.max_loras to {pace.adapters}, or lower "
-            "buffer.max_staleness"
+            f"{_slot_holders(config)} will need {pace.adapters} adapter slots, but engine.max_loras = {slots}: updates "
+            f"will wait until they end. Raise engine.max_loras to {pace.adapters}, or lower buffer.max_staleness"
         )
     is_held_back = pace.games < config.run.num_collection_workers
     if is_held_back and holds_games(config) and changing_slots(config) - 1 < staleness - 1:
@@ -153,6 +148,13 @@ def _warnings(config: Config, pace: Pace) -> Iterable[str]:
             f"a group of run.group_size = {config.run.group_size} games brings about {of_group:.0f} steps at once, "
             f"{of_group / batch_size:.1f} batches of learner.batch_size = {batch_size}: raise learner.batch_size"
         )
+
+
+def _slot_holders(config: Config) -> str:
+    if not holds_games(config):
+        return "turns in flight"
+    is_by_game = config.league.adapter_policy == "game"
+    return "games in flight and opponents" if is_by_game else "evaluation games and games against checkpoints"
 
 
 def _collected_share(spec: TrainEnvSpec, league: LeagueConfig) -> float:

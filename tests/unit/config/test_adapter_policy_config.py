@@ -93,10 +93,12 @@ def test_slots_limit_games_if_opponents_or_evaluations_hold_them(sections: dict[
     sections = {**FEW_SLOTS, **sections}
     by_game, by_turn = (in_flight(config_of(policy, **sections), LENGTHS) for policy in ("game", "turn"))
     assert by_turn.limit == by_game.limit
+    warnings = [text for name, text in describe(config_of(**sections), LENGTHS) if name == "warning"]
+    assert any("evaluation games and games against checkpoints will need" in text for text in warnings)
 
 
 def test_one_turn_games_are_limited_by_slots_in_either_way() -> None:
     lengths = {ENV["env_id"]: [1] * 64}
     pace = predict(config_of("turn", **FEW_SLOTS), lengths)
     assert pace.games == 100, "as many as the learner waits for"
-    assert any("until turns end" in text for _, text in describe(config_of("turn", **FEW_SLOTS), lengths))
+    assert any("turns in flight will need" in text for _, text in describe(config_of("turn", **FEW_SLOTS), lengths))
