@@ -242,6 +242,17 @@ class GameRecord:
     error: str | None = None
     seconds: float = 0.0
 
+    @property
+    def adapter_versions(self) -> list[int | None]:
+        """Adapter version of each turn; None if no engine answered."""
+        return [turn.generation.adapter_version if turn.generation is not None else None for turn in self.turns]
+
+    @property
+    def changes_adapter(self) -> bool:
+        """Whether a player had several adapter versions during the game."""
+        versions = {(turn.pid, version) for turn, version in zip(self.turns, self.adapter_versions, strict=True)}
+        return len(versions) > len({pid for pid, _ in versions})
+
     def reward_shown(self, pid: int) -> float:
         """Return a player's reward in the units of its game: OpenSpiel's utility, before `reward_scale`."""
         return float(self.game_info.get(pid, {}).get(UTILITY, self.rewards[pid]))

@@ -93,7 +93,7 @@ class Adapter:
     pins: int = 0
     """Number of long-lived users: the current policy, the checkpoint pool, a copy to disk."""
     leases: int = 0
-    """Number of games and evaluations that use the adapter."""
+    """Number of games, turns and evaluations that use the adapter."""
 
     @property
     def is_used(self) -> bool:

@@ -100,6 +100,10 @@ class LeagueConfig(Section):
     age. Others stay while they may be opponents."""
     keep_every: int | None = Field(None, ge=1)
     """Interval k: the adapter of every k-th update is kept in the same way."""
+    adapter_policy: Literal["game", "turn"] = "game"
+    """Adapter that plays the seats of the current policy in a training game: `game`, the one that was current when the
+    game began; `turn`, for each turn the newest, so that long games hold no adapter slots (docs/league.md). Not with
+    `run.group_size` above 1, nor with an algorithm that learns from episodes."""
     trueskill_beta: float = Field(4.0, gt=0)
     """Amount of chance in a game: the difference in skill that wins 76 % of the games."""
 

@@ -45,6 +45,7 @@ from unstable_lite.rng import derive_seed
 from unstable_lite.rollout.collector import Collector
 from unstable_lite.rollout.episode_buffer import EpisodeBuffer
 from unstable_lite.rollout.lockstep import LockStep
+from unstable_lite.rollout.newest_adapter import leased_newest
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.tracking.jsonl import JsonlSink
 from unstable_lite.tracking.run_directory import to_toml, versions
@@ -134,10 +135,11 @@ async def wired_parts(
         generate = lock_step.generate if lock_step is not None else workers.engines.generate
         sampling_seed = derive_seed(config.run.seed, "sampling") if is_in_turns else None
         templates = templates_for(config, workers.prompts)
-        seats = await stack.enter_async_context(
-            PlayerFactory(generate, templates, config.opponents, say, sampling_seed)
-        )
         table = AdapterTable(config.engine.max_loras)
+        newest = partial(leased_newest, registry, table) if config.league.adapter_policy == "turn" else None
+        seats = await stack.enter_async_context(
+            PlayerFactory(generate, templates, config.opponents, say, sampling_seed, newest)
+        )
         prompts, tolerance = _canary_prompts(config, templates), config.learner.canary_tolerance
         canaries = CanaryChecks(workers.engines, workers.learner, table, prompts, tolerance, alarm)
         adapter_sync = AdapterSync(workers.engines, store, table, canaries)

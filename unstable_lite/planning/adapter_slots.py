@@ -36,6 +36,18 @@ def changing_slots(config: Config, num_frozen: int | None = None) -> int:
     return config.engine.max_loras - _num_frozen(config, num_frozen)
 
 
+def holds_games(config: Config) -> bool:
+    """Return whether some games hold an adapter of the run in a slot until they end.
+
+    With `adapter_policy` "turn" they are those against checkpoints and evaluation games beside training.
+    """
+    if config.league.adapter_policy == "game":
+        return True
+    has_opponents = any(spec.num_actors < spec.num_players for spec in config.train_envs)
+    is_evaluated = config.run.schedule == "async" and bool(config.eval_envs) and config.run.num_eval_workers > 0
+    return is_evaluated or (has_opponents and uses_checkpoints(config.league))
+
+
 def adapters_in_memory(config: Config, num_frozen: int | None = None) -> int:
     """Return the shared memory that a run may need, as a multiple of one adapter's size.
 

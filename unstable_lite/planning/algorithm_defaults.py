@@ -91,8 +91,26 @@ def algorithm_problems(config: Config) -> Iterable[str]:
             f"learner.ppo_minibatches = {learner.ppo_minibatches} is more than learner.batch_size = "
             f"{learner.batch_size}: some minibatches would be empty"
         )
+    yield from _adapter_policy_problems(config)
     if learner.optimizer == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield "learner.optimizer = 'adamw8bit': bitsandbytes is not installed; pip install 'unstable-lite[adamw8bit]'"
+
+
+def _adapter_policy_problems(config: Config) -> Iterable[str]:
+    """Yield each reason why the turns of one game cannot have different adapters."""
+    key, algorithm = "league.adapter_policy = 'turn'", algorithm_of(config)
+    if config.league.adapter_policy == "game":
+        return
+    if config.run.group_size > 1:
+        yield (
+            f"{key}: games of a group are compared as games of one policy, but with run.group_size = "
+            f"{config.run.group_size} later games and turns would have newer ones; set it to 'game'"
+        )
+    if algorithm.has_critic or "episodes" in (config.buffer.kind, algorithm.batches):
+        yield (
+            f"{key}: {config.algorithm} learns from episodes, whose later turns are taken as the play of the same "
+            "policy; set it to 'game'"
+        )
 
 
 def dropout_problems(config: Config) -> Iterable[str]:

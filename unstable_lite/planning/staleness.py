@@ -15,8 +15,8 @@ from statistics import fmean
 from unstable_lite.config import Config
 from unstable_lite.config.games import LeagueConfig, TrainEnvSpec
 from unstable_lite.league.opponents import frozen_adapters, strategies
-from unstable_lite.planning.adapter_slots import active_checkpoints, changing_slots
-from unstable_lite.rollout.back_pressure import InFlight, max_age, spread_of
+from unstable_lite.planning.adapter_slots import active_checkpoints, changing_slots, holds_games
+from unstable_lite.rollout.back_pressure import InFlight, ages_by_turn, max_age, spread_of
 
 SYNC_SPARE = 1.1
 """Expected steps of a sync round, as a multiple of a batch; with 1, every second round would lack a few."""
@@ -34,9 +34,10 @@ class Pace:
     spread: float
     """Lifetime of a long game as a multiple of the mean lifetime."""
     mean_age: float
-    """Updates from the start of a game to the training on its steps, on average over steps."""
+    """Updates from the sampling of a step to the training on it, on average; if all turns of a game have the version of
+    its start, from that start."""
     most_age: float
-    """Updates from start to training for the longest games."""
+    """The same for the oldest steps of the longest games."""
     adapters: int
     """Number of adapter versions that are loaded at once."""
 
@@ -55,12 +56,14 @@ def in_flight(config: Config, lengths: Mapping[str, Sequence[int]], num_frozen: 
     num_frozen: number of frozen players with an adapter; default: those of the config.
     """
     least = config.buffer.batch_delay_buffer * config.learner.batch_size
-    oldest = max_age(config.buffer.max_staleness, changing_slots(config, num_frozen))
+    slots, staleness = changing_slots(config, num_frozen), config.buffer.max_staleness
+    oldest = max_age(staleness, slots) if holds_games(config) else staleness
     if config.run.schedule == "sync":
-        least *= SYNC_SPARE if config.buffer.max_staleness else 1.0
+        least *= SYNC_SPARE if staleness else 1.0
         oldest = 0
     least = min(math.ceil(least), config.buffer_size)
-    return InFlight(config.learner.batch_size, least, oldest, steps_per_seat(config, lengths))
+    max_turn_age = None if holds_games(config) else slots - 1
+    return InFlight(config.learner.batch_size, least, oldest, steps_per_seat(config, lengths), max_turn_age)
 
 
 def predict(config: Config, lengths: Mapping[str, Sequence[int]]) -> Pace:
@@ -72,20 +75,23 @@ def predict(config: Config, lengths: Mapping[str, Sequence[int]]) -> Pace:
         lifetimes += _lifetimes(turns, collected, run.group_size)
         steps_per_game.append(collected * fmean(turns))
     steps, limit = max(fmean(steps_per_game), 1e-9), in_flight(config, lengths)
-    limit.spread = spread_of(lifetimes)
+    limit.set_spreads(lifetimes)
     games = min(run.num_collection_workers, max(max(limit.limit, limit.least) / steps, run.group_size))
     updates = games * steps / batch_size
     """Updates during a mean lifetime."""
     mean = fmean(lifetime for lifetime, _ in lifetimes)
-    mean_of_steps = sum(lifetime * n for lifetime, n in lifetimes) / sum(n for _, n in lifetimes)
-    most_age = 1 + limit.spread * updates
+    ages = lifetimes if config.league.adapter_policy == "game" else list(ages_by_turn(lifetimes))
+    mean_of_steps = sum(age * n for age, n in ages) / sum(n for _, n in ages)
+    spread, most_age = spread_of(lifetimes), 1 + limit.spread * updates
+    held = most_age if holds_games(config) else limit.turn_spread * updates
+    """Updates during which an adapter is held by a long game, or by a long turn."""
     return Pace(
         games=games,
         steps_per_game=steps,
-        spread=limit.spread,
+        spread=spread,
         mean_age=updates * mean_of_steps / mean,
         most_age=most_age,
-        adapters=math.floor(most_age) + 1 + active_checkpoints(config) + len(frozen_adapters(config)),
+        adapters=math.floor(held) + 1 + active_checkpoints(config) + len(frozen_adapters(config)),
     )
 
 
@@ -127,12 +133,11 @@ def _warnings(config: Config, pace: Pace) -> Iterable[str]:
         )
     if pace.adapters > slots:
         yield (
-            f"games in flight and opponents will need {pace.adapters} adapter slots, but engine.max_loras = {slots}: "
-            f"updates will wait until games end. Raise engine.max_loras to {pace.adapters}, or lower "
-            "buffer.max_staleness"
+            f"{_slot_holders(config)} will need {pace.adapters} adapter slots, but engine.max_loras = {slots}: updates "
+            f"will wait until they end. Raise engine.max_loras to {pace.adapters}, or lower buffer.max_staleness"
         )
     is_held_back = pace.games < config.run.num_collection_workers
-    if is_held_back and changing_slots(config) - 1 < staleness - 1:
+    if is_held_back and holds_games(config) and changing_slots(config) - 1 < staleness - 1:
         yield (
             f"engine.max_loras = {slots} keeps games younger than buffer.max_staleness = {staleness} allows: with "
             f"engine.max_loras = {staleness + 1 + len(frozen_adapters(config))} more games could be in flight"
@@ -143,6 +148,13 @@ def _warnings(config: Config, pace: Pace) -> Iterable[str]:
             f"a group of run.group_size = {config.run.group_size} games brings about {of_group:.0f} steps at once, "
             f"{of_group / batch_size:.1f} batches of learner.batch_size = {batch_size}: raise learner.batch_size"
         )
+
+
+def _slot_holders(config: Config) -> str:
+    if not holds_games(config):
+        return "turns in flight"
+    is_by_game = config.league.adapter_policy == "game"
+    return "games in flight and opponents" if is_by_game else "evaluation games and games against checkpoints"
 
 
 def _collected_share(spec: TrainEnvSpec, league: LeagueConfig) -> float:

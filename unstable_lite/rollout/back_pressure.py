@@ -2,13 +2,17 @@
 
 Owns the estimates of how many steps a game brings and how long games last. Knows nothing of engines or learners.
 
-All steps of a game have the adapter version of its start, so a game ages while it is played. Its lifetime is measured
+The steps of a game are ready when it ends, and have the adapter version of its start or (`league.adapter_policy`
+"turn") of their turn's start, so they age while the game is played. A game's lifetime is measured
 in steps, as the number that all games brought during it, because each batch of steps is an update. By Little's law the
 mean lifetime is the number of steps in flight, and a long game's lifetime is `spread` times as much. The buffer gives
 out the oldest steps first, so a long game's steps are in the next batch after its end. Less than a batch waits when the
 game starts, so its steps are trained on in time, at an age of at most `max_age` updates, if
 
     1 + spread * steps in flight / batch_size <= max_age.
+
+If turns have different versions, `spread` is the ratio of a long age of a step to the mean lifetime. A further limit
+then keeps turns so short that no adapter waits for their slots.
 
 Steps that wait beyond a batch count as in flight, too. Games may always start while the learner would lack steps
 without them: games that grow too old are better than a learner that waits for ever.
@@ -17,7 +21,7 @@ without them: games that grow too old are better than a learner that waits for e
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
@@ -36,7 +40,9 @@ FEW = 64
 """Number of lifetimes below which `spread` is at least `USUAL_SPREAD`: the first games to end are the short ones."""
 USUAL_SPREAD = 2.0
 IN_TIME = 0.99
-"""Share of the steps whose lifetime `spread` covers."""
+"""Share of the steps whose age `spread` covers."""
+AGES = 16
+"""Most ages that represent the steps of one game whose turns have different versions."""
 
 
 def max_age(max_staleness: int, max_loras: int) -> int:
@@ -47,19 +53,43 @@ def max_age(max_staleness: int, max_loras: int) -> int:
     return min(max_staleness, max_loras - 1)
 
 
-def spread_of(lifetimes: Iterable[tuple[float, float]]) -> float:
-    """Return the ratio of a long lifetime to the mean. Each lifetime comes with its number of steps.
+def spread_of(lifetimes: Sequence[tuple[float, float]], ages: Iterable[tuple[float, float]] | None = None) -> float:
+    """Return the ratio of a long age of a step to the mean lifetime, at least 1.
 
-    The long lifetime is the shortest one that a share of `IN_TIME` of all steps does not exceed.
+    Each lifetime or age comes with its number of steps. ages: of the steps at the end of their game; default: the
+    lifetimes.
     """
-    longest_first = sorted(lifetimes, reverse=True)
-    mean = fmean(lifetime for lifetime, _ in longest_first)
+    mean = fmean(lifetime for lifetime, _ in lifetimes)
+    return max(1.0, _long(lifetimes if ages is None else ages) / mean) if mean else 1.0
+
+
+def ages_by_turn(lifetimes: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Yield ages of steps at the end of their game, and their numbers, if each step's age starts at its own turn.
+
+    Assumes that a game's turns take equally long.
+    """
+    for lifetime, steps in lifetimes:
+        n = max(1, min(AGES, round(steps)))
+        yield from ((lifetime * (n - k) / n, steps / n) for k in range(n))
+
+
+def turn_spread_of(lifetimes: Sequence[tuple[float, float]]) -> float:
+    """Return the ratio of a long turn to the mean lifetime.
+
+    A long turn takes `USUAL_SPREAD` times as long as the turns of the slowest games take on average, not counting the
+    turns of others.
+    """
+    mean = fmean(lifetime for lifetime, _ in lifetimes)
+    turns = ((lifetime / steps, steps) for lifetime, steps in lifetimes if steps)
+    return USUAL_SPREAD * _long(turns) / mean if mean else USUAL_SPREAD
+
+
+def _long(ages: Iterable[tuple[float, float]]) -> float:
+    """Return the lowest age that a share of `IN_TIME` of all steps does not exceed; 0 without a step."""
+    longest_first = sorted(ages, reverse=True)
     beyond = (1 - IN_TIME) * sum(steps for _, steps in longest_first)
-    if not mean or not beyond:
-        return 1.0
     so_far = accumulate(steps for _, steps in longest_first)
-    longest = next(life for (life, _), steps in zip(longest_first, so_far, strict=True) if steps > beyond)
-    return max(1.0, longest / mean)
+    return next((age for (age, _), steps in zip(longest_first, so_far, strict=True) if steps > beyond), 0.0)
 
 
 @dataclass(slots=True)
@@ -83,11 +113,14 @@ class InFlight:
         least: int,
         max_age: int | None,
         steps_per_seat: Mapping[str, float],
+        max_turn_age: int | None = None,
     ) -> None:
         """Start without a game.
 
-        least: number of steps that the learner waits for. max_age: largest number of updates from the start of a game
-        to the training on its steps; None: unlimited. steps_per_seat: initial estimate of a seat's steps, by env id.
+        least: number of steps that the learner waits for. max_age: largest number of updates from the sampling of a
+        step to the training on it; None: unlimited. steps_per_seat: initial estimate of a seat's steps, by env id.
+        max_turn_age: largest number of updates during a turn, if each turn has the version of its own start; None: all
+        turns have the version of their game's start.
         """
         self._batch_size = batch_size
         self.least = least
@@ -104,7 +137,10 @@ class InFlight:
         self._produced = 0
         self._lifetimes: deque[tuple[int, int]] = deque(maxlen=WINDOW)
         self.spread = USUAL_SPREAD
-        """Ratio of a long game's lifetime to the mean."""
+        """Ratio of a long age of a step, at the end of its game, to the mean lifetime of games."""
+        self.turn_spread = USUAL_SPREAD
+        """Ratio of a long turn to the mean lifetime of games; used with `max_turn_age`."""
+        self._max_turn_age = max_turn_age
 
     def __len__(self) -> int:
         """Return the number of games."""
@@ -120,7 +156,10 @@ class InFlight:
         """Number of steps, waiting and in flight, at which no further game starts."""
         if self._max_age is None:
             return float("inf")
-        return self._batch_size * max(0, self._max_age - 1) / self.spread
+        limit = self._batch_size * max(0, self._max_age - 1) / self.spread
+        if self._max_turn_age is None or not self.turn_spread:
+            return limit
+        return min(limit, self._batch_size * self._max_turn_age / self.turn_spread)
 
     def has_room(self, held: int) -> bool:
         """Return whether a game may start while `held` steps wait."""
@@ -151,10 +190,18 @@ class InFlight:
         self._lifetimes.append((self._produced - born, steps))
 
     def measure(self) -> None:
-        """Compute `spread` from the newest lifetimes."""
+        """Compute the spreads from the newest lifetimes."""
         if self._lifetimes:
-            spread = spread_of(self._lifetimes)
-            self.spread = spread if len(self._lifetimes) >= FEW else max(spread, USUAL_SPREAD)
+            self.set_spreads(self._lifetimes)
+            if len(self._lifetimes) < FEW:
+                self.spread = max(self.spread, USUAL_SPREAD)
+
+    def set_spreads(self, lifetimes: Sequence[tuple[float, float]]) -> None:
+        """Compute the spreads from lifetimes of games, which come with their numbers of steps."""
+        if self._max_turn_age is None:
+            self.spread = spread_of(lifetimes)
+        else:
+            self.spread, self.turn_spread = spread_of(lifetimes, ages_by_turn(lifetimes)), turn_spread_of(lifetimes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the estimates; games in flight are lost when the process ends."""

@@ -239,13 +239,16 @@ class Collector:
         self._new_checkpoint = asyncio.Event()
 
     def _lease(self, spec: GameSpec) -> None:
-        """Lease the adapter of every seat until the game is over."""
-        for version in _versions(spec):
+        """Lease until the game is over the adapter of every seat that keeps one; others lease one for each turn."""
+        for version in self._kept_versions(spec):
             self._table.lease(version)
 
     def _end_leases(self, spec: GameSpec) -> None:
-        for version in _versions(spec):
+        for version in self._kept_versions(spec):
             self._table.end_lease(version)
+
+    def _kept_versions(self, spec: GameSpec) -> set[int]:
+        return {_version(agent.model) for agent in spec.agent_specs if self.seats.keeps_adapter(agent)}
 
     async def _to_its_end(self, spec: GameSpec, waits_for_opponents: bool = False) -> GameRecord:
         """Play one game with leased adapters to its one record, and end the leases in any case."""
@@ -280,10 +283,6 @@ class Collector:
         for record in records:
             if record.spec.kind == "train":
                 self._buffer.add_game(record)
-
-
-def _versions(spec: GameSpec) -> set[int]:
-    return {_version(agent.model) for agent in spec.agent_specs}
 
 
 def _version(model: ModelRef) -> int:

@@ -11,7 +11,8 @@ def record_to_json(record: GameRecord, keep_tokens: bool) -> dict[str, Any]:
     """Return a GameRecord as one line of games.jsonl, which a person can read and which replays the game.
 
     A turn is `[pid, observation, text, action, format_ok, seconds]`. With `keep_tokens` it has a seventh entry: the
-    sampled tokens for players that the engines serve, null for others.
+    sampled tokens for players that the engines serve, null for others. If a player changed its adapter during the game
+    (`league.adapter_policy` "turn"), `model` is its first one, and `adapter_versions` has that of each turn.
     """
     spec = record.spec
     return {
@@ -30,6 +31,7 @@ def record_to_json(record: GameRecord, keep_tokens: bool) -> dict[str, Any]:
             + ([_sampled(turn)] if keep_tokens else [])
             for turn in record.turns
         ],
+        **({"adapter_versions": record.adapter_versions} if record.changes_adapter else {}),
         "rewards": record.rewards,
         "outcomes": record.outcomes,
         "end": record.end,

@@ -18,10 +18,11 @@ def transcript(record: GameRecord) -> str:
         for pid, outcome in record.outcomes.items()
     )
     lines = [f"{spec.env_id}, game {spec.game_idx}, seed {spec.seed}: {seats}", f"{record.end}: {results}"]
-    for number, turn in enumerate(record.turns[:MAX_TURNS]):
+    versions = record.adapter_versions if record.changes_adapter else [None] * len(record.turns)
+    for number, (turn, version) in enumerate(zip(record.turns[:MAX_TURNS], versions, strict=False)):
         lines += [
             "",
-            f"==== turn {number}: player {turn.pid}, {models[turn.pid]}, sees",
+            f"==== turn {number}: player {turn.pid}, {_model(models[turn.pid], version)}, sees",
             _cut(turn.observation, MAX_OBSERVATION),
             f"---- and answers{'' if turn.format_ok else ', not in the requested format'}",
             _cut(turn.text, MAX_TEXT),
@@ -31,6 +32,11 @@ def transcript(record: GameRecord) -> str:
         lines += ["", f"(and {left_out} more turns)"]
     # A lone surrogate, which an API's JSON may contain, cannot be encoded in UTF-8.
     return "\n".join(lines).encode("utf-8", "replace").decode()
+
+
+def _model(uid: str, version: int | None) -> str:
+    """Return the model's name. `version`: of its adapter in this turn, if it changes during the game."""
+    return uid if version is None else f"started as {uid}, now adapter {version}"
 
 
 def _cut(text: str, length: int) -> str:

@@ -88,7 +88,11 @@ def collect(record: GameRecord, trajectory: PlayerTrajectory) -> Collected:
         for name in steps[0].format_feedback:
             entries["n (turns)", f"Format Success Rate - {name}"] = [step.format_feedback[name] for step in steps]
     if num_tokens := sum(tokens):
-        entries["n (answered)", "Time per Token (s)"] = [sum(seconds) / num_tokens]
+        versions = {step.generation.adapter_version for step in steps}
+        entries |= {
+            ("n (answered)", "Time per Token (s)"): [sum(seconds) / num_tokens],
+            ("n (answered)", "Adapter Versions"): [len(versions)],
+        }
     states, actions = (digests(getattr(turn, name) for turn in turns) for name in ("observation", "action"))
     return Collected(record.spec.env_id, entries, states, actions)
 

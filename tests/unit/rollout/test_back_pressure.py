@@ -12,7 +12,7 @@ import pytest
 from test_collector import MIRROR, League, any_cell_of_many
 
 from fakes.game_records import Observer
-from unstable_lite.rollout.back_pressure import FEW, InFlight, spread_of
+from unstable_lite.rollout.back_pressure import FEW, InFlight, ages_by_turn, spread_of, turn_spread_of
 from unstable_lite.rollout.lockstep import LockStep
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.rollout.step_counts import length_class
@@ -79,6 +79,32 @@ def test_limit_grows_with_allowed_age_and_shrinks_with_spread() -> None:
         in_flight = InFlight(100, 100, max_age, {})
         in_flight.spread = spread
         assert in_flight.limit == limit
+
+
+def test_step_ages_from_its_own_turn_if_turns_have_different_versions() -> None:
+    assert list(ages_by_turn([(8.0, 4)])) == [(8.0, 1), (6.0, 1), (4.0, 1), (2.0, 1)]
+    (*_, (youngest, steps)) = ages_by_turn([(100.0, 1000)])
+    assert (youngest, steps) == (100 / 16, 1000 / 16), "sixteen ages represent a long game"
+    mixed = [(6.0, 6)] * 50 + [(30.0, 30)] * 50
+    assert spread_of(mixed, ages_by_turn(mixed)) == spread_of(mixed), "a first turn is as old as its game"
+    rare = [(10.0, 10)] * 950 + [(200.0, 200)]
+    assert spread_of(rare, ages_by_turn(rare)) < 0.6 * spread_of(rare), "only its first turns are old"
+
+
+def test_long_turn_is_twice_the_mean_turn_of_the_slowest_games() -> None:
+    assert turn_spread_of([(20.0, 10)] * 100) == pytest.approx(2 * (20 / 10) / 20)
+    assert turn_spread_of([(20.0, 1)] * 100) == 2.0, "the only turn of a game is as long as the game"
+    assert turn_spread_of([(0.0, 1)]) == turn_spread_of([(0.0, 0)]) == 2.0
+
+
+def test_slots_limit_the_length_of_turns_instead_of_games() -> None:
+    by_game, by_turn = InFlight(100, 100, 1, {}), InFlight(100, 100, 8, {}, max_turn_age=1)
+    for in_flight in (by_game, by_turn):
+        in_flight.set_spreads([(20.0, 10)] * 100)
+    assert by_game.limit == 0
+    assert by_turn.limit == pytest.approx(100 / 0.2), "a turn takes up to a fifth of a game's lifetime"
+    by_turn.set_spreads([(20.0, 1)] * 100)
+    assert by_turn.limit == pytest.approx(100 / 2), "as short as slots require, although steps may be older"
 
 
 @pytest.mark.parametrize("max_age", [0, 1, 8])

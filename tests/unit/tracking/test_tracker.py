@@ -171,6 +171,7 @@ def test_every_mean_covers_as_many_entries_as_its_n_says(tmp_path: Path) -> None
         "Time per Turn (s)": 0.5,
         "n (turns)": 4,
         "Time per Token (s)": 0.125,
+        "Adapter Versions": 1,
         "n (answered)": 4,
         "step": 4,
     }

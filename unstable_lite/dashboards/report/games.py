@@ -92,6 +92,7 @@ def read_games(
         game["turns"] = [
             _turn(turn, trained.get((game["game_idx"], turn[0], index)), tokenizer)
             | _prompt(turn, template if turn[0] in served else None, len(game["agents"]))
+            | ({"adapter": game["adapter_versions"][index]} if "adapter_versions" in game else {})
             for index, turn in enumerate(game["turns"])
         ]
     return RunGames(

@@ -602,7 +602,7 @@ class Browser {
       ...said.filter(Boolean),
       el("h4", {}, "Action"), el("div", { class: "action" }, ...shown(turn.action)),
       " ", this.isInvalid(this.turn) && tag("invalid", "invalid move"), !turn.format_ok && tag("invalid", "answer not where it should be"),
-      el("span", { class: "note" }, ` ${turn.seconds.toFixed(2)} s`),
+      el("span", { class: "note" }, ` ${turn.seconds.toFixed(2)} s${Number.isInteger(turn.adapter) ? ` · adapter ${turn.adapter}` : ""}`),
       el("h4", {}, "Rewards"), this.rewards(turn, player));
   }
 

@@ -24,7 +24,7 @@ from unstable_lite.games.players.blind import BlindPlayer
 from unstable_lite.games.players.greedy import GreedyPlayer
 from unstable_lite.games.players.optimal import OptimalPlayer
 from unstable_lite.games.players.player import Player
-from unstable_lite.games.players.policy import Generates, PolicyPlayer
+from unstable_lite.games.players.policy import Generates, LeasesNewest, PolicyPlayer
 from unstable_lite.games.players.scripted import RandomLegalPlayer, ScriptedPlayer
 from unstable_lite.games.templates import TEMPLATES, Template
 from unstable_lite.rng import derive_seed
@@ -61,17 +61,20 @@ class PlayerFactory:
         opponents: OpponentsConfig | None = None,
         say: Callable[[str], None] = lambda _text: None,
         sampling_seed: int | None = None,
+        newest: LeasesNewest | None = None,
     ) -> None:
         """Create a factory without an endpoint.
 
         sampling_seed: seed from which each sample's seed is derived, with the game, seat and turn; None: the engines'
-        own random streams.
+        own random streams. newest: lease of the current policy's adapter, for each turn of a trained seat; None: every
+        seat keeps its adapter for the game.
         """
         self._generate = generate
         self._templates = templates
         self._opponents = opponents or OpponentsConfig()
         self._say = say
         self._sampling_seed = sampling_seed
+        self._newest = newest
         self._endpoint: Endpoint | None = None
         self._spent_before: dict[str, Any] | None = None
         """Budget state of a resumed run."""
@@ -86,6 +89,10 @@ class PlayerFactory:
     def players(self, spec: GameSpec) -> dict[int, Player]:
         """Return the players of one game, by seat."""
         return {agent.pid: self._player(spec, agent) for agent in spec.agent_specs}
+
+    def keeps_adapter(self, agent: AgentSpec) -> bool:
+        """Return whether the seat has one adapter for the whole game. Trained seats are those of the current policy."""
+        return self._newest is None or not agent.collect_data
 
     def can_play(self, model: ModelRef) -> bool:
         """Return False if a remote model is paused or the budget is spent."""
@@ -120,7 +127,8 @@ class PlayerFactory:
             template = plugins.find("prompt_template", agent.prompt_template, self._templates)
             seed = self._sampling_seed
             own_seed = None if seed is None else derive_seed(seed, spec.game_idx, agent.pid)
-            return PolicyPlayer(self._generate, template, agent, spec.num_players, own_seed)
+            newest = None if self.keeps_adapter(agent) else self._newest
+            return PolicyPlayer(self._generate, template, agent, spec.num_players, own_seed, newest)
         if not is_remote(agent.model):
             # Not the game's seed: with equal streams, moves would correlate with the cards that were dealt.
             seed_of_player = derive_seed(spec.seed, "player", agent.pid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from unstable_lite.games.templates import Template, find_extraction
 from unstable_lite.rng import derive_seed
@@ -10,6 +11,9 @@ from unstable_lite.types import AgentSpec, Generation, Reply
 
 Generates = Callable[[str, int, tuple[str, ...], int | None], Awaitable[Generation]]
 """Function from (prompt, adapter version, stop strings, seed) to one completion: `EnginePool.generate`."""
+
+LeasesNewest = Callable[[], AbstractContextManager[int]]
+"""Function that leases the adapter of the current policy for the time of the context, which is its version."""
 
 
 class PolicyPlayer:
@@ -20,11 +24,17 @@ class PolicyPlayer:
         agent: AgentSpec,
         num_players: int,
         sampling_seed: int | None = None,
+        newest: LeasesNewest | None = None,
     ) -> None:
-        """Create the player. `sampling_seed`: seed for a separate stream per turn; None: the engine's own stream."""
+        """Create the player.
+
+        sampling_seed: seed for a separate stream per turn; None: the engine's own stream. newest: lease of the adapter
+        that answers a turn; None: all turns have the adapter of the agent, which the caller keeps loaded.
+        """
         assert agent.model.adapter_version is not None
         self._generate = generate
         self._version = agent.model.adapter_version
+        self._newest = newest
         self._template = template
         self._extract = find_extraction(agent.action_extraction_fn)
         self._num_players = num_players
@@ -35,7 +45,9 @@ class PolicyPlayer:
         prompt = self._template.prompt(observation, self._num_players)
         seed = None if self._sampling_seed is None else derive_seed(self._sampling_seed, self._num_turns)
         self._num_turns += 1
-        generation = await self._generate(prompt, self._version, self._template.stop, seed)
+        # Leased before the request waits for an engine: the adapter must be there when an engine is.
+        with self._newest() if self._newest else nullcontext(self._version) as version:
+            generation = await self._generate(prompt, version, self._template.stop, seed)
         action, format_ok = self._extract(generation.text)
         return Reply(
             action=action,

@@ -1,0 +1,130 @@
+"""Games that are longer than many updates, with few adapter slots: real processes, a scripted engine that is slow."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.long_games import LONG
+from unstable_lite.config import Config
+from unstable_lite.config.tracking import AlarmsConfig
+from unstable_lite.dashboards.terminal import TerminalInterface
+from unstable_lite.files import read_part, read_records
+from unstable_lite.orchestrator.run import Run
+from unstable_lite.orchestrator.train_loop import TrainLoop
+from unstable_lite.planning.plan import make_plan
+from unstable_lite.tracking.train_data import train_files
+
+ENV_ID = "fakes.long_games:LongGames-v0"
+VERSIONS = f"collection-{ENV_ID}/Adapter Versions"
+
+
+def config_for(directory: Path, policy: str, max_loras: int, **sections: Any) -> Config:
+    engine = {"kind": "fakes.long_games:SlowEngine", "replies": ["\\boxed{word}"], "max_loras": max_loras}
+    # A scripted engine's log-probabilities are invented: no learner would agree with them.
+    learner = {"batch_size": 16, "canary_tolerance": 1e9, "threads": 1}
+    env = {"env_id": ENV_ID, "num_players": 2, "num_actors": 2, "prompt_template": "tiny", "observation": "first-last"}
+    return Config.model_validate(
+        {
+            "run": {
+                "learning_steps": 10**6,
+                "num_collection_workers": 32,
+                "num_eval_workers": 0,
+                "checkpoint_every": 1000,
+                "restart_backoff_s": 0.0,
+                "output_dir": directory,
+            },
+            "engine": engine | sections.get("engine", {}),
+            "learner": learner | sections.get("learner", {}),
+            "alarms": {name: {"action": "off"} for name in AlarmsConfig.model_fields},
+            "lora": {"lora_rank": 1},
+            "league": {"adapter_policy": policy},
+            "tracker": {"keep_train_data": True},
+            "train_envs": [env],
+        }
+    )
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(100):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+class Training:
+    """A run that trains until it is stopped."""
+
+    def __init__(self, config: Config) -> None:
+        self._run = Run(make_plan(config), terminal=TerminalInterface(quiet=True))
+        self._task = asyncio.create_task(self._run.execute())
+
+    async def begin(self, limits_games: bool) -> TrainLoop:
+        """Start. limits_games: whether back-pressure limits the games in flight."""
+        await until(lambda: self._run.training is not None or self._task.done())
+        if self._task.done():
+            await self._task
+        loop = self._run.training
+        assert loop is not None
+        if not limits_games:
+            loop.parts.buffer.in_flight = None
+        return loop
+
+    async def end(self) -> Path:
+        """Stop it and return its directory."""
+        self._run.stop()
+        summary = await self._task
+        loop = self._run.training
+        assert loop is not None
+        assert not any(adapter.leases for adapter in loop.parts.table.adapters.values())
+        return summary.directory
+
+
+async def test_games_that_keep_their_adapter_make_the_learner_wait_for_a_slot(tmp_path: Path) -> None:
+    training = Training(config_for(tmp_path, "game", max_loras=3))
+    loop = await training.begin(limits_games=False)
+    await until(lambda: loop.parts.adapter_sync.num_waits and loop.parts.tracker.latest.get(VERSIONS))
+    assert loop.parts.tracker.latest[VERSIONS] == 1
+    directory = await training.end()
+    assert not any("adapter_versions" in game for game in read_records(directory / "games.jsonl"))
+
+
+async def test_turns_that_use_the_newest_adapter_need_only_two_slots(tmp_path: Path) -> None:
+    training = Training(config_for(tmp_path, "turn", max_loras=2))
+    loop = await training.begin(limits_games=False)
+    await until(lambda: loop.parts.tracker.latest.get(VERSIONS, 1) > 1)
+    assert loop.parts.adapter_sync.num_waits == 0
+
+    engine = next(one for one in loop.parts.workers.processes if one.channel.name == "engine-0")
+    updates, version = loop.progress.updates, loop.progress.version
+    os.kill(engine.pid, signal.SIGKILL)  # turns now wait for its replacement
+    await until(lambda: loop.progress.updates >= updates + 3)
+    directory = await training.end()
+
+    games = [game for game in read_records(directory / "games.jsonl") if "adapter_versions" in game]
+    assert all(game["adapter_versions"] == sorted(game["adapter_versions"]) for game in games)
+    spans = [game["adapter_versions"][-1] - game["adapter_versions"][0] for game in games if len(game["turns"]) == LONG]
+    assert max(spans) > 2, "a game that kept its adapter would have taken a third slot"
+    rows = [row for path in train_files(directory).values() for row in read_part(path)]
+    assert max(row["staleness"] for row in rows) <= 8 < version
+    by_game: dict[int, set[int]] = {}
+    for row in rows:
+        by_game.setdefault(row["step_info"]["game_idx"], set()).add(row["adapter_version"])
+    assert max(map(len, by_game.values())) > 2, "steps of one game were trained on with their own versions"
+
+
+@pytest.mark.nightly
+async def test_engine_that_slept_wakes_with_the_adapters_of_waiting_turns(tmp_path: Path) -> None:
+    shared = {"when_shared": "sleep", "devices": ["cpu"]}
+    training = Training(config_for(tmp_path, "turn", max_loras=2, engine=shared, learner={"devices": ["cpu"]}))
+    loop = await training.begin(limits_games=True)
+    await until(lambda: loop.progress.updates >= 4 and loop.parts.tracker.latest.get(VERSIONS, 1) > 1)
+    assert loop.parts.tracker.latest["inference/asleep_s"] > 0
+    assert loop.parts.adapter_sync.num_waits == 0
+    assert loop.parts.tracker.void_games == 0
+    await training.end()
