@@ -12,6 +12,7 @@ import unstable_lite as unstable
 from unstable_lite.config import Config
 from unstable_lite.learner import losses
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
+from unstable_lite.learner.regularisation import regularised
 from unstable_lite.learner.training_stats import Trained
 from unstable_lite.types import TrainItem
 
@@ -33,9 +34,9 @@ class TaperedREINFORCE(REINFORCELearner):
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
             tapered_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, cap=self._taper_cap)
-            weight_N = torch.where(batch.advantage_N > 0, torch.ones_like(tapered_N), tapered_N)
+            weight_N = batch.weight_N * torch.where(batch.advantage_N > 0, torch.ones_like(tapered_N), tapered_N)
             loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
-            loss = loss - self.training.config.entropy_coefficient * entropy_N.sum() / divisor
+            loss = regularised(loss, batch, logp_N, entropy_N, None, self.training, divisor)
             loss.backward()
             trained.add(batch, logp_N, entropy_N, reference_logp_N=None, loss=loss)
         return trained

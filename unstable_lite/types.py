@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
+Weights = npt.NDArray[np.float32]
 
 FinishReason = Literal["stop", "length"]
 UTILITY = "openspiel_utility"
@@ -189,6 +190,10 @@ class Step:
     `action`."""
     context: StepContext | None = None
     """Facts about the turn, set by `run_game` when the game is over; None for a step made by hand."""
+    weight: float = 1.0
+    """Factor of the policy's whole loss on this step, at least 0; a reward transform may set it."""
+    token_weights: Weights | None = None
+    """A further factor for each of the completion's tokens, at least 0; None: 1 each."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -286,6 +291,10 @@ class TrainItem:
     """Number shared by the steps of one player's game, which are adjacent and in turn order."""
     context: StepContext | None = None
     """Facts about the turn and its game; None for an item that is only scored or imitated."""
+    weight: float = 1.0
+    """Factor of the policy's loss on each of its tokens, at least 0."""
+    token_weights: Weights | None = None
+    """A further factor for each completion token, at least 0; None: 1 each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unstable_lite.errors import RequestError
 from unstable_lite.learner.advantages import ROUNDING
+from unstable_lite.reward_transformations.weights import weight_problem
 from unstable_lite.types import Logprobs, TokenIds, TrainItem
 
 BATCH_COST = {"cpu": 128, "mps": 128, "cuda": 512}
@@ -38,6 +39,8 @@ class MicroBatch:
     """Log-probabilities of these tokens when they were sampled (μ)."""
     advantage_N: Tensor
     """Reward of each token's item; exactly 0 if it differs from 0 only by rounding."""
+    weight_N: Tensor
+    """Factor of the policy's loss on each token."""
     version_N: Tensor
     """Version of the adapter that sampled each token."""
     num_padding: int
@@ -111,6 +114,8 @@ def check(items: Sequence[TrainItem], vocab_size: int) -> None:
             raise RequestError(
                 f"item {i}: {len(item.logprobs)} logprobs for {len(item.completion_ids)} completion tokens"
             )
+        if reason := weight_problem(item.weight, item.token_weights, item.completion_ids):
+            raise RequestError(f"item {i} has {reason}")
         if not len(item.prompt_ids):
             raise RequestError(f"item {i}: an empty prompt predicts no token; begin the template with one")
         outside = ids[(ids < 0) | (ids >= vocab_size)]
@@ -233,6 +238,8 @@ def pad(rows: Sequence[TrainItem]) -> MicroBatch:
     repeats = [len(row.completion_ids) for row in rows]
     advantages = np.array([row.reward for row in rows], np.float64)
     advantages[np.abs(advantages) <= ROUNDING] = 0.0
+    of_tokens = [1.0 if row.token_weights is None else row.token_weights for row in rows]
+    weights = [row.weight * np.ones(n) * each for row, n, each in zip(rows, repeats, of_tokens, strict=True)]
     versions = np.array([row.adapter_version for row in rows], np.int64)
     return MicroBatch(
         tokens_BT=torch.from_numpy(tokens_BT),
@@ -240,6 +247,7 @@ def pad(rows: Sequence[TrainItem]) -> MicroBatch:
         target_N=torch.from_numpy(np.concatenate([row.completion_ids for row in rows]).astype(np.int64)),
         behaviour_logp_N=torch.from_numpy(np.concatenate([row.logprobs for row in rows]).astype(np.float32)),
         advantage_N=torch.from_numpy(np.repeat(advantages, repeats).astype(np.float32)),
+        weight_N=torch.from_numpy(np.concatenate(weights).astype(np.float32)),
         version_N=torch.from_numpy(np.repeat(versions, repeats)),
         num_padding=tokens_BT.size - sum(map(length, rows)),
         rows=tuple(range(len(rows))),
@@ -252,6 +260,7 @@ _NOTHING = MicroBatch(
     target_N=torch.zeros(0, dtype=torch.int64),
     behaviour_logp_N=torch.zeros(0),
     advantage_N=torch.zeros(0),
+    weight_N=torch.zeros(0),
     version_N=torch.zeros(0, dtype=torch.int64),
     num_padding=1,
     rows=(),

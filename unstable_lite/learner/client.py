@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import NoRoomError, WorkerDied
@@ -28,7 +30,7 @@ from unstable_lite.transport.messages import (
     WriteAdapter,
 )
 from unstable_lite.transport.rpc import Router, WorkerChannel
-from unstable_lite.types import Batch, Generation, LearnerLogprobs, Logprobs, StepContext, TrainItem
+from unstable_lite.types import Batch, Generation, LearnerLogprobs, Logprobs, Step, TrainItem
 
 SAVE_TIMEOUT_S = 600.0
 DEADLINE_FACTOR = 2
@@ -172,15 +174,18 @@ def train_items(batch: Batch) -> tuple[TrainItem, ...]:
     """Return the learner's view of each step; a single step is its own trajectory."""
     trajectories = [entry if isinstance(entry, list) else [entry] for entry in batch]
     return tuple(
-        _train_item(step.generation, step.reward, trajectory=index, context=step.context)
+        _train_item(step.generation, step.reward, trajectory=index, step=step)
         for index, steps in enumerate(trajectories)
         for step in steps
     )
 
 
-def _train_item(
-    generation: Generation, reward: float, trajectory: int, context: StepContext | None = None
-) -> TrainItem:
+def _train_item(generation: Generation, reward: float, trajectory: int, step: Step | None = None) -> TrainItem:
+    of_step: dict[str, Any] = {}
+    if step is not None:
+        # A message holds neither NumPy's numbers nor arrays of other types.
+        tokens = None if step.token_weights is None else np.asarray(step.token_weights, np.float32)
+        of_step = {"context": step.context, "weight": float(step.weight), "token_weights": tokens}
     return TrainItem(
         prompt_ids=generation.prompt_ids,
         completion_ids=generation.completion_ids,
@@ -188,5 +193,5 @@ def _train_item(
         reward=reward,
         adapter_version=generation.adapter_version,
         trajectory=trajectory,
-        context=context,
+        **of_step,
     )

@@ -24,9 +24,9 @@ class Trained:
     rows: list[int] = field(default_factory=list)
     """Items that the tokens belong to, in the order of the tokens."""
     _loss: Tensor | float = 0.0
-    _tokens: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
-    """Columns of each micro-batch: log-probability, that when it was sampled, entropy, version, and that under the
-    reference (NaN if it was not computed)."""
+    _tokens: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    """Columns of each micro-batch: log-probability, that when it was sampled, entropy, version, weight, and the
+    log-probability under the reference (NaN if it was not computed)."""
     _num_padding: int = 0
     _num_positions: int = 0
 
@@ -39,9 +39,8 @@ class Trained:
         """
         if reference_logp_N is None:
             reference_logp_N = torch.full_like(logp_N, torch.nan)
-        self._tokens.append(
-            (logp_N.detach(), batch.behaviour_logp_N, entropy_N.detach(), batch.version_N, reference_logp_N.detach())
-        )
+        of_batch = batch.behaviour_logp_N, entropy_N.detach(), batch.version_N, batch.weight_N
+        self._tokens.append((logp_N.detach(), *of_batch, reference_logp_N.detach()))
         self._loss = self._loss + loss.detach()
         self.rows += batch.rows
         self._num_padding += batch.num_padding
@@ -51,12 +50,12 @@ class Trained:
         """Replace this rank's data with the data of all ranks."""
         if distributed.num_ranks() == 1:
             return
-        columns = [torch.cat(parts).double() for parts in zip(*self._tokens, strict=True)] or [torch.zeros(0)] * 5
-        logp_N, behaviour_logp_N, entropy_N, version_N, reference_logp_N = distributed.concat(torch.stack(columns))
+        columns = [torch.cat(parts).double() for parts in zip(*self._tokens, strict=True)] or [torch.zeros(0)] * 6
+        logp_N, *of_batch, reference_logp_N = distributed.concat(torch.stack(columns))
         rows_1I = distributed.concat(torch.tensor([self.rows], dtype=torch.float64))
         sums = np.array([self.loss, self._num_padding, self._num_positions], np.float64)
         loss, num_padding, num_positions = distributed.sum_metrics(sums).tolist()
-        self._tokens = [(logp_N, behaviour_logp_N, entropy_N, version_N, reference_logp_N)]
+        self._tokens = [(logp_N, *of_batch, reference_logp_N)]
         self.rows = rows_1I[0].int().tolist()
         self._loss, self._num_padding, self._num_positions = loss, int(num_padding), int(num_positions)
 
@@ -93,7 +92,7 @@ class Trained:
 
         version: version of the adapter with these log-probabilities. kl_metric: name of the KL to the reference.
         """
-        logp_N, behaviour_logp_N, entropy_N, version_N, reference_logp_N = map(
+        logp_N, behaviour_logp_N, entropy_N, version_N, weight_N, reference_logp_N = map(
             torch.cat, zip(*self._tokens, strict=True)
         )
         staleness_N = (version - version_N).float()
@@ -107,6 +106,8 @@ class Trained:
             "staleness_mean": staleness_N.mean().item(),
             "staleness_max": staleness_N.max().item(),
             "num_tokens": float(len(logp_N)),
+            "weight_mean": weight_N.mean().item(),
+            "weight_zero": (weight_N == 0).float().mean().item(),
             "avg_train_len": (self._num_positions - self._num_padding) / len(self.rows),
             "padding_share": self._num_padding / self._num_positions,
             **kl,

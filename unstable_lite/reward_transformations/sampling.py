@@ -1,5 +1,7 @@
 """Transforms of a batch's rewards into advantages: `(steps) -> steps`, once per batch. Each step has its `context`.
 
+A transform may also set a step's `weight`, or the `token_weights` of its completion.
+
 A transform returns new Step objects in the same order and leaves the given ones unchanged, because a transcript or a
 second sample may still need the rewards that the game gave.
 """
@@ -18,6 +20,7 @@ import numpy as np
 from unstable_lite.errors import ConfigError
 from unstable_lite.reward_transformations.compose import Compose
 from unstable_lite.reward_transformations.spread import Spread, cell_of
+from unstable_lite.reward_transformations.weights import weight_problem
 from unstable_lite.types import Step
 
 SamplingRewardTransform = Callable[[Sequence[Step]], list[Step]]
@@ -29,7 +32,7 @@ class ComposeSamplingRewardTransforms(Compose[SamplingRewardTransform]):
     ARGUMENTS = ("steps",)
 
     def __call__(self, steps: Sequence[Step]) -> list[Step]:
-        """Apply the transforms. Raises ConfigError if one does not return steps with finite rewards."""
+        """Apply the transforms. Raises ConfigError if one does not return steps with finite rewards and weights."""
         for transform in self.transforms:
             given, who = transform(steps), f"{transform!r} of the sampling reward transformations"
             is_empty = bool(steps) and isinstance(given, Sequence) and not given
@@ -38,6 +41,8 @@ class ComposeSamplingRewardTransforms(Compose[SamplingRewardTransform]):
             for step in given:
                 if not isinstance(step.reward, Real) or not math.isfinite(step.reward):
                     raise ConfigError(f"{who} returned the reward {step.reward!r}; it must be a finite number")
+                if reason := weight_problem(step.weight, step.token_weights, step.generation.completion_ids):
+                    raise ConfigError(f"{who} returned {reason}")
             steps = given
         # A message to the learner cannot hold every type of number, such as NumPy's.
         return [step if type(step.reward) is float else replace(step, reward=float(step.reward)) for step in steps]

@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from unstable_lite.files import write_whole
 from unstable_lite.types import Logprobs, Step
 
@@ -88,6 +90,10 @@ def step_to_json(step: Step, version: int, logprobs: Logprobs | None = None) -> 
         "adapter_version": generation.adapter_version,
         "staleness": version - generation.adapter_version,
     }
+    if step.weight != 1:
+        row["weight"] = step.weight
+    if step.token_weights is not None:
+        row["token_weights"] = np.asarray(step.token_weights).tolist()
     if logprobs is not None:
         row["learner_logprobs"] = [round(logprob, 4) for logprob in logprobs.tolist()]
     return row

@@ -26,7 +26,7 @@ MakeItems = Callable[..., list[TrainItem]]
 METRICS = {
     *("loss", "logp_mean", "avg_train_len", "pct_truncated", "step", "samples_seen", "lr", "policy_grad_norm"),
     *("entropy", "importance_weight_mean", "importance_weight_clipped", "num_items", "num_tokens", "padding_share"),
-    *("staleness_mean", "staleness_max", "dropped_too_long"),
+    *("staleness_mean", "staleness_max", "dropped_too_long", "weight_mean", "weight_zero"),
     *("tokens_per_s", "seconds", "zero_advantage", "grad_clipped"),
 }
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from unstable_lite.config import Config
 from unstable_lite.learner import UpdateResult, losses
 from unstable_lite.learner.old_policy import OldPolicy, proximal_policy, shuffled_minibatches
+from unstable_lite.learner.regularisation import regularised
 from unstable_lite.learner.training import Training, Update
 from unstable_lite.learner.training_stats import Trained
 from unstable_lite.types import TrainItem
@@ -53,15 +54,11 @@ class PPOLearner:
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
             old_logp_N = batch.gather(proximal.logp)
-            weight_N = losses.importance_weights(old_logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
+            reference_logp_N = None if proximal.reference_logp is None else batch.gather(proximal.reference_logp)
+            importance_N = losses.importance_weights(old_logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
+            weight_N = batch.weight_N * importance_N
             loss = losses.clipped_loss(logp_N, old_logp_N, weight_N, batch.advantage_N, config.clip_range, divisor)
-            if config.entropy_coefficient:
-                loss = loss - config.entropy_coefficient * entropy_N.sum() / divisor
-            if proximal.reference_logp is not None:
-                reference_logp_N = batch.gather(proximal.reference_logp)
-                # This term is of the present policy.
-                weight_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
-                loss = loss + config.kl_coefficient * losses.kl_penalty(logp_N, reference_logp_N, weight_N, divisor)
+            loss = regularised(loss, batch, logp_N, entropy_N, reference_logp_N, self.training, divisor)
             loss.backward()  # type: ignore[no-untyped-call]
             clipped.add(batch, logp_N, entropy_N, old_logp_N, loss)
         return clipped
