@@ -1,0 +1,194 @@
+"""Weights that transforms set: their way to the learner and through a checkpoint, and the shipped examples."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unstable_lite.errors import ConfigError
+from unstable_lite.learner.client import train_items
+from unstable_lite.orchestrator.checkpoint import read_checkpoint, save_checkpoint
+from unstable_lite.reward_transformations import ComposeSamplingRewardTransforms
+from unstable_lite.rollout.episode_buffer import EpisodeBuffer
+from unstable_lite.rollout.step_buffer import StepBuffer
+from unstable_lite.transport.codec import decode, encode
+from unstable_lite.transport.messages import Update
+from unstable_lite.types import Generation, ModelRef, Opponent, PlayerTrajectory, Step, StepContext
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+CONTEXT = StepContext(
+    env_id="E",
+    game_idx=0,
+    group_idx=None,
+    pid=0,
+    opponents=(Opponent(pid=1, uid="base", kind="checkpoint"),),
+    turn=0,
+    player_turn=0,
+    num_turns=6,
+    num_player_turns=3,
+    final_reward=1.0,
+    outcome="win",
+    end="natural",
+    is_invalid=False,
+    is_cut_off=False,
+    format_ok=True,
+)
+
+
+def make_step(context: StepContext = CONTEXT, completion: Sequence[int] = (5, 6, 7), reward: float = 0.0) -> Step:
+    return Step(
+        pid=context.pid,
+        obs="o",
+        act="a",
+        reward=reward,
+        env_id="E",
+        generation=Generation(
+            prompt_ids=np.array([1], np.int32),
+            completion_ids=np.array(completion, np.int32),
+            logprobs=np.full(len(completion), -0.5, np.float32),
+            text="x",
+            finish_reason="stop",
+            adapter_version=0,
+        ),
+        step_info={"raw_reward": reward},
+        context=context,
+    )
+
+
+def make_trajectory(**changes: Any) -> PlayerTrajectory:
+    """Return a game of six turns, of which this player had 1, 3 and 5; `changes` are those of every context."""
+    contexts = [{"turn": 1 + 2 * turn, "player_turn": turn} | changes for turn in range(3)]
+    steps = [make_step(StepContext(**{name: getattr(CONTEXT, name) for name in CONTEXT.__struct_fields__} | given))
+             for given in contexts]  # fmt: skip
+    model = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+    return PlayerTrajectory(pid=0, env_id="E", game_idx=0, model=model, steps=steps, final_reward=1.0, num_turns=6)
+
+
+def example(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> Any:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("buffer_class", [StepBuffer, EpisodeBuffer])
+async def test_weights_of_a_step_transform_reach_the_learner(buffer_class: Any) -> None:
+    def weigh(player_traj: PlayerTrajectory, step_index: int, reward: float) -> float:
+        player_traj.steps[step_index].weight = np.float64(0.5 * step_index)
+        player_traj.steps[step_index].token_weights = [0, 1, step_index]  # type: ignore[assignment]
+        return reward
+
+    buffer = buffer_class(10, step_reward_transformation=weigh)
+    buffer.add_player_trajectory(make_trajectory())
+    (update,) = decode(
+        encode([Update(request_id=1, items=train_items(await buffer.get_batch(3, 0)), version=1, path="x")])
+    )
+    assert isinstance(update, Update)
+    items = sorted(update.items, key=lambda item: item.weight)
+    assert [item.weight for item in items] == [0.0, 0.5, 1.0]
+    for index, item in enumerate(items):
+        assert item.token_weights is not None and item.token_weights.dtype == np.float32
+        assert item.token_weights.tolist() == [0.0, 1.0, float(index)]
+
+
+async def test_weights_of_a_sampling_transform_reach_the_learner() -> None:
+    sampling = ComposeSamplingRewardTransforms([lambda steps: [replace(s, weight=np.float32(0.25)) for s in steps]])
+    buffer = StepBuffer(10, sampling_reward_transformation=sampling)
+    buffer.add_player_trajectory(make_trajectory())
+    items = train_items(await buffer.get_batch(3, 0))
+    assert [(item.weight, type(item.weight), item.token_weights) for item in items] == [(0.25, float, None)] * 3
+
+
+BAD = [
+    ({"weight": -0.5}, "weight -0.5"),
+    ({"weight": math.nan}, "weight nan"),
+    ({"weight": "heavy"}, "weight 'heavy'"),
+    ({"token_weights": np.ones(2)}, r"shape \(2,\) for a completion of 3 tokens"),
+    ({"token_weights": np.ones((3, 1))}, r"shape \(3, 1\)"),
+    ({"token_weights": [1.0, -1.0, 1.0]}, "at least 0"),
+    ({"token_weights": [1.0, math.inf, 1.0]}, "finite"),
+    ({"token_weights": "abc"}, "not numbers"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), BAD)
+def test_bad_weights_of_a_transform_are_refused_with_its_name(change: dict[str, Any], says: str) -> None:
+    class Heavy:
+        def __repr__(self) -> str:
+            return "Heavy"
+
+        def __call__(self, *given: Any) -> Any:
+            if len(given) == 1:
+                return [replace(step, **change) for step in given[0]]
+            for name, value in change.items():
+                setattr(given[0].steps[given[1]], name, value)
+            return given[2]
+
+    with pytest.raises(ConfigError, match=f"Heavy.*{says}"):
+        ComposeSamplingRewardTransforms([Heavy()])([make_step()])
+    with pytest.raises(ConfigError, match=f"Heavy.*{says}"):
+        StepBuffer(10, step_reward_transformation=Heavy()).add_player_trajectory(make_trajectory())
+
+
+async def test_waiting_step_keeps_its_weights_in_a_checkpoint(tmp_path: Path) -> None:
+    async def save_learner(directory: Path) -> None:
+        (directory / "adapter_model.safetensors").write_bytes(b"weights")
+
+    steps = [make_step(), replace(make_step(), weight=0.3, token_weights=np.array([0.0, 2.0, 0.1], np.float32))]
+    directory = await save_checkpoint(tmp_path, 1, {}, [[step] for step in steps], save_learner)
+    (plain,), (weighted,) = read_checkpoint(directory).waiting
+    assert (plain.weight, plain.token_weights) == (1.0, None)
+    assert weighted.weight == 0.3
+    assert weighted.token_weights is not None
+    assert np.array_equal(weighted.token_weights, np.float32([0.0, 2.0, 0.1]))
+
+
+def test_example_weights_steps_by_the_spread_of_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    weigh = example(monkeypatch, "weight_by_group_spread", "WeightByGroupSpread")()
+    names = CONTEXT.__struct_fields__
+
+    def of_game(group: int, game: int, reward: float) -> Step:
+        facts = {name: getattr(CONTEXT, name) for name in names} | {"group_idx": group, "game_idx": game}
+        return make_step(StepContext(**facts), reward=reward)
+
+    games = [of_game(0, 0, 1.0), of_game(0, 1, -1.0), of_game(1, 2, 1.0), of_game(1, 3, 1.0)]
+    given = [games[0], *games]  # a second turn of game 0 does not count its reward twice
+    assert [step.weight for step in weigh(given)] == pytest.approx([5 / 3, 5 / 3, 5 / 3, 0.0, 0.0])
+    assert [step.weight for step in weigh(games[2:])] == [0.0, 0.0]
+    assert all(step.weight == 1.0 for step in given)
+
+
+def test_example_gives_late_and_decisive_turns_more_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    weigh = example(monkeypatch, "turn_level_credit", "TurnLevelCredit")(decay=0.5, decisive=3.0)
+
+    def weights(trajectory: PlayerTrajectory) -> list[float]:
+        rewards = [weigh(trajectory, index, 1.5, step.context) for index, step in enumerate(trajectory.steps)]
+        assert rewards == [1.5] * 3
+        return [step.weight for step in trajectory.steps]
+
+    assert weights(make_trajectory()) == [0.25, 0.5, 3.0]
+    assert weights(make_trajectory(num_turns=7)) == [0.25, 0.5, 1.0]
+    assert weights(make_trajectory(end="invalid", is_invalid=True)) == [0.0, 0.0, 3.0]
+
+
+def test_example_masks_wins_by_forfeit_and_thinking(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = example(monkeypatch, "eligibility_mask", "EligibilityMask")
+
+    def weights(trajectory: PlayerTrajectory, **options: Any) -> list[float]:
+        for index, step in enumerate(trajectory.steps):
+            assert mask(**options)(trajectory, index, 1.5, step.context) == 1.5
+        return [step.weight for step in trajectory.steps]
+
+    assert weights(make_trajectory()) == [1.0] * 3
+    assert weights(make_trajectory(end="invalid")) == [0.0] * 3
+    assert weights(make_trajectory(end="invalid", is_invalid=True)) == [1.0] * 3
+    for end, of_tokens in ((5, [0.0, 1.0, 1.0]), (6, [0.0, 0.0, 1.0]), (9, [0.0] * 3)):
+        trajectory = make_trajectory()
+        weights(trajectory, end_of_thinking=end)
+        assert trajectory.steps[0].token_weights is not None
+        assert trajectory.steps[0].token_weights.tolist() == of_tokens
