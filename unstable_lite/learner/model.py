@@ -33,6 +33,7 @@ from unstable_lite.learner.base_model import (
     straight,
     use_liger,
 )
+from unstable_lite.learner.head import Head
 from unstable_lite.models import resolve_model
 from unstable_lite.models.positions import longrope_limit, position_limit
 from unstable_lite.rng import derive_seed
@@ -48,9 +49,6 @@ class Policy:
         torch.manual_seed(config.run.seed)
         self.device = torch.device(device)
         self.dtype = choose_dtype(config.learner.dtype, self.device)
-        self._temperature = config.engine.temperature
-        self._chunk_tokens = config.learner.chunk_tokens(is_on_gpu=self.device.type == "cuda")
-        self._has_entropy_bonus = config.learner.entropy_coefficient > 0
         self._seed, self._has_dropout = config.run.seed, config.lora.lora_dropout > 0
         self.max_tokens_per_micro_batch = config.learner.max_tokens_per_micro_batch
         """Limit of a micro-batch; lower than configured once memory has run out."""
@@ -62,6 +60,9 @@ class Policy:
         self._base = load_base(path, self.dtype, place, config.trust_remote_code)
         if config.learner.kernels == "liger":
             use_liger(self._base)
+        chunk_tokens = config.learner.chunk_tokens(is_on_gpu=self.device.type == "cuda")
+        has_bonus = config.learner.entropy_coefficient > 0
+        self._head = Head(self._base, config.engine.temperature, chunk_tokens, has_entropy_gradient=has_bonus)
         self.num_base_parameters = sum(parameter.numel() for parameter in self._base.parameters())
         self.model = add_lora(self._base, config.lora, path)
         self.parameters: dict[str, nn.Parameter] = {
@@ -149,21 +150,14 @@ class Policy:
     def _logprobs(self, batch: batching.MicroBatch) -> tuple[Tensor, Tensor]:
         with self._autocast():
             hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1).index_select(0, batch.source_N)
-            return self._chunked(hidden_ND, batch.target_N)
-
-    def _chunked(self, hidden_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies of the targets; only one chunk of logits is in memory at a time."""
-        chunks = zip(*(torch.split(given, self._chunk_tokens) for given in (hidden_ND, target_N)), strict=True)
-        logps, entropies = zip(*(self._token_logprobs(*chunk) for chunk in chunks), strict=True)
-        return torch.cat(logps), torch.cat(entropies)
+            return self._head.logprobs(hidden_ND, batch.target_N)
 
     @torch.no_grad()
     def is_most_likely(self, batch: batching.MicroBatch) -> Tensor:
         """Return whether each trained token is the one that greedy decoding would choose."""
         with self._autocast():
             hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1).index_select(0, batch.source_N)
-            chunks = [self._logits(hidden_KD).argmax(-1) for hidden_KD in torch.split(hidden_ND, self._chunk_tokens)]
-        return torch.cat(chunks) == batch.target_N
+            return self._head.most_likely(hidden_ND) == batch.target_N
 
     @torch.no_grad()
     def score(
@@ -222,7 +216,7 @@ class Policy:
     def _answer_logprobs(self, batch: AnswerBatch) -> Tensor:
         with self._autocast():
             hidden_KAD = answer_hidden(self._base.get_decoder(), batch)  # type: ignore[no-untyped-call]
-            return self._chunked(hidden_KAD.flatten(0, 1), batch.answer_KA.flatten())[0]
+            return self._head.logprobs(hidden_KAD.flatten(0, 1), batch.answer_KA.flatten())[0]
 
     @property
     def kl_metric(self) -> str:
@@ -324,60 +318,17 @@ class Policy:
         hidden_BTD: Tensor = decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
         return hidden_BTD
 
-    def _logits(self, hidden_KD: Tensor) -> Tensor:
-        """Return the logits of the model's head, with its scale and soft cap, in float32 or more."""
-        logits_KV: Tensor = self._base.get_output_embeddings()(hidden_KD)  # type: ignore[no-untyped-call]
-        logits_KV = logits_KV.to(torch.promote_types(logits_KV.dtype, torch.float32))
-        config = self._base.config.get_text_config()
-        if scale := getattr(config, "logit_scale", None):  # Cohere
-            logits_KV = logits_KV * scale
-        if scale := getattr(config, "logits_scaling", None):  # Granite
-            logits_KV = logits_KV / scale
-        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
-            logits_KV = torch.tanh(logits_KV / cap) * cap
-        return logits_KV
-
-    def _token_logprobs(self, hidden_KD: Tensor, target_K: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute one chunk's logits once, together with the gradient with respect to the hidden state.
-
-        A token's log-probability depends on its own row only, so every loss needs only this gradient, scaled. Autograd
-        covers only the head: through the softmax it would take twice the time and twice the memory.
-        """
-        leaf_KD = hidden_KD.detach().requires_grad_(hidden_KD.requires_grad)
-        logits_KV = self._logits(leaf_KD)
-        with torch.no_grad():
-            shifted_KV = logits_KV.detach().div_(self._temperature)
-            shifted_KV -= shifted_KV.amax(-1, keepdim=True)
-            weight_KV = shifted_KV.exp()
-            total_K = weight_KV.sum(-1)
-            logp_K = shifted_KV.gather(-1, target_K[:, None]).squeeze(-1) - total_K.log()
-            product_KV = shifted_KV.mul_(weight_KV)
-            entropy_K = total_K.log() - product_KV.sum(-1) / total_K
-        if logits_KV.requires_grad:
-            # Adds 0, and connects the gradient to the hidden state.
-            distance_KD = (hidden_KD - leaf_KD.detach()).to(logp_K.dtype)
-            if self._has_entropy_bonus:
-                # −d entropy / d logits = p (log p + entropy) / temperature, with p = weight / total.
-                product_KV.addcmul_(weight_KV, (entropy_K - total_K.log())[:, None])
-                (slope_KD,) = torch.autograd.grad(logits_KV, leaf_KD, product_KV, retain_graph=True)
-                entropy_K = entropy_K - (distance_KD * slope_KD).sum(-1) / (total_K * self._temperature)
-            # −d log p(target) / d logits = (weight / total − one-hot) / temperature; values of a whole row come last.
-            weight_KV.scatter_add_(-1, target_K[:, None], -total_K[:, None])
-            (slope_KD,) = torch.autograd.grad(logits_KV, leaf_KD, weight_KV)
-            logp_K = logp_K - (distance_KD * slope_KD).sum(-1) / (total_K * self._temperature)
-        return logp_K, entropy_K
-
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Multiply the float32 adapter in bfloat16 on a bfloat16 base, as engines do; its gradient is float32."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Refuse an architecture whose head is not that of `_logits`, because it would train on wrong probabilities."""
+        """Refuse an architecture whose head is not that of `Head.logits`, because it would train on wrong probabilities."""
         tokens_BT = torch.arange(8, device=self.device)[None] % self.vocab_size
 
         def both() -> tuple[Tensor, Tensor]:
-            return self._base(input_ids=tokens_BT).logits.float(), self._logits(self._hidden(tokens_BT)).float()
+            return self._base(input_ids=tokens_BT).logits.float(), self._head.logits(self._hidden(tokens_BT)).float()
 
         with self._autocast():
             theirs, ours = self._through(both)

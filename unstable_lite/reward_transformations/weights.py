@@ -1,4 +1,4 @@
-"""Weights of steps and of their tokens, which reward transforms may set: what is allowed, and what is sent."""
+"""Weights of steps and of their tokens, which reward transforms may set: their check, and their plain types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unstable_lite.types import Step
 
 def weight_problem(weight: object, token_weights: object, completion: Sized) -> str | None:
     """Return the reason why these cannot be the weights of a step with this completion; None if they can."""
-    if not isinstance(weight, Real) or not (math.isfinite(weight) and weight >= 0):
+    if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
         return f"the weight {weight!r:.99}; it must be a finite number of at least 0"
     if token_weights is None:
         return None
