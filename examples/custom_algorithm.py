@@ -12,7 +12,7 @@ import unstable_lite as unstable
 from unstable_lite.config import Config
 from unstable_lite.learner import losses
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
-from unstable_lite.learner.regularisation import regularised
+from unstable_lite.learner.objective import regularised
 from unstable_lite.learner.training_stats import Trained
 from unstable_lite.types import TrainItem
 

@@ -61,7 +61,7 @@ class Config(Section):
         return self.buffer.buffer_size or 2 * self.learner.batch_size
 
     @property
-    def group_baseline(self) -> Literal["grpo", "rloo", "duplicate"] | None:
+    def group_baseline(self) -> Literal["grpo", "mean", "rloo", "duplicate"] | None:
         of_algorithm: dict[str, Literal["grpo", "rloo"]] = {"grpo": "grpo", "rloo": "rloo"}
         return self.rewards.group_baseline or of_algorithm.get(self.algorithm)
 

@@ -167,13 +167,18 @@ class LearnerConfig(Section):
     """Most tokens, padding included, of one micro-batch, which is filled with sequences of similar length."""
     learning_rate: float = Field(1e-5, gt=0)
     """Learning rate of the adapter (AdamW)."""
-    learning_rate_schedule: Literal["constant", "linear"] = "constant"
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """`linear`: the learning rates, including the critic's, fall by the same amount after every update and would reach
-    0 after `run.learning_steps`. A resume with more learning steps raises them to the new schedule."""
+    0 after `run.learning_steps`; `cosine`: along half a cosine wave. A resume with more learning steps raises them to
+    the new schedule."""
+    learning_rate_warmup: int = Field(0, ge=0)
+    """Number of initial updates in which the learning rates rise by equal amounts, before the schedule begins."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit` keeps the moments of large matrices in 8 bits; it needs bitsandbytes."""
     weight_decay: float = Field(0.01, ge=0)
     """Weight decay of AdamW."""
+    adam_betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """Decay rates of AdamW's first and second moments."""
     gradient_clipping: float = Field(0.2, gt=0)
     """Largest L2 norm of the gradient; `learner/grad_clipped` is the share of steps that it limits."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
@@ -184,14 +189,24 @@ class LearnerConfig(Section):
     max_train_len: int | None = Field(None, ge=1)
     """Most tokens of prompt and completion together. Longer steps are not trained on: `learner/pct_truncated`."""
     importance_weight_cap: float = Field(2.0, gt=0)
-    """Value at which the importance weight π/μ of a token is truncated."""
+    """Largest importance weight π/μ, of the policy to the one that sampled."""
+    importance_weight_mode: Literal["truncate", "mask"] = "truncate"
+    """Importance weight of a ratio above the cap: the cap, or 0 (`mask`). A low ratio is its own weight in both."""
+    importance_weight_level: Literal["token", "sequence"] = "token"
+    """`token`: each token has its own ratios. `sequence`: all tokens of a completion share the geometric mean of its
+    tokens' ratios, both in the importance weight and in the clipped ratio of `ppo` and `grpo` (GSPO)."""
     kl_coefficient: float = Field(0.0, ge=0)
     """Penalty per nat of KL(policy ‖ reference) per token, in units of the advantage; 0: not computed."""
     entropy_coefficient: float = Field(0.0, ge=0)
     """Bonus per nat of token entropy, in units of the advantage. A value above 0 keeps the policy exploring."""
-    kl_reference: Literal["initial", "base"] = "initial"
+    entropy_target: float | None = Field(None, gt=0)
+    """Mean entropy of a token, in nats (`learner/entropy`), that the coefficient is adapted to: after each update it
+    changes by at most 10 %, from `entropy_coefficient` to at most 100 times more or less. Default: it is constant."""
+    kl_reference: Literal["initial", "base", "average"] = "initial"
     """Reference policy of `kl_coefficient`. `initial`: the adapter at `lora.initial_lora_path`, or the base if there is
-    none; `base`: the base model without an adapter."""
+    none; `base`: the base model without an adapter; `average`: a slow moving average of the adapter (a magnet)."""
+    kl_average_decay: float = Field(0.99, ge=0, lt=1)
+    """Weight of the old average when an update's adapter is added to it, with `kl_reference` "average"."""
     critic_learning_rate: float = Field(5e-5, gt=0)
     """Learning rate of the critic's adapter and head."""
     critic_warmup_updates: int = Field(0, ge=0)
@@ -212,6 +227,8 @@ class LearnerConfig(Section):
     """Number of optimiser steps of one such pass."""
     clip_range: float = Field(0.2, gt=0)
     """`ppo` and `grpo`: distance from 1 beyond which the ratio to the update's first policy gains nothing more."""
+    clip_range_high: float | None = Field(None, gt=0)
+    """The same distance above 1 (clip-higher); default: `clip_range`."""
     options: dict[str, Any] = {}  # noqa: RUF012 (pydantic copies it)
     """Keyword arguments of a custom algorithm's `__init__`."""
     logits_chunk_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
@@ -302,9 +319,10 @@ class RewardConfig(Section):
     sampling_reward_transformation: tuple[Transformation | str, ...] | None = None
     """Transforms of `(steps)` to steps, applied once per batch."""
 
-    group_baseline: Literal["grpo", "rloo", "duplicate"] | None = None
+    group_baseline: Literal["grpo", "mean", "rloo", "duplicate"] | None = None
     """Baseline of a player's reward among the games of its group (`run.group_size`): `grpo` subtracts the group's mean
-    and divides by its standard deviation, `rloo` subtracts the mean of the other games. `duplicate`, for two-player
+    and divides by its standard deviation, `mean` only subtracts it (Dr. GRPO), `rloo` subtracts the mean of the other
+    games. `duplicate`, for two-player
     games against an opponent: the policy plays the group's deal from each seat in turn, and the mean reward at the
     other seat is added (docs/rewards.md). Default: `algorithm`, if it is `grpo` or `rloo`. Role advantages and batch
     normalisation, which are baselines too, cannot be added to it."""

@@ -51,6 +51,13 @@ class MicroBatch:
         """Return `N` values, from one tensor per item over its trained tokens."""
         return torch.cat([self.behaviour_logp_N[:0], *(per_item[row] for row in self.rows)])
 
+    def sequence_mean(self, values_N: Tensor) -> Tensor:
+        """Return, for each token, the mean of `values_N` over its completion."""
+        row_N = self.source_N // self.tokens_BT.shape[1]
+        num_B = torch.bincount(row_N, minlength=len(self.tokens_BT))
+        total_B = values_N.new_zeros(len(num_B)).index_add(0, row_N, values_N)
+        return (total_B / num_B)[row_N]
+
     def scatter(self, figures_N: Tensor, per_item: list[Tensor]) -> None:
         """Store this micro-batch's `N` values at its items in `per_item`."""
         lengths = torch.bincount(self.source_N // self.tokens_BT.shape[1], minlength=len(self.rows)).tolist()

@@ -11,14 +11,12 @@ from transformers import PreTrainedModel
 
 
 class Head:
-    def __init__(
-        self, base: PreTrainedModel, temperature: float, chunk_tokens: int, has_entropy_gradient: bool
-    ) -> None:
-        """chunk_tokens: number of tokens whose logits exist at once."""
+    def __init__(self, base: PreTrainedModel, temperature: float, chunk_tokens: int, has_bonus: bool) -> None:
+        """chunk_tokens: number of tokens whose logits exist at once. has_bonus: whether entropies have a gradient."""
         self._base = base
         self._temperature = temperature
         self._chunk_tokens = chunk_tokens
-        self._has_entropy_gradient = has_entropy_gradient
+        self._has_bonus = has_bonus
 
     def logprobs(self, hidden_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies of the targets; only one chunk of logits is in memory at a time."""
@@ -28,9 +26,8 @@ class Head:
 
     def most_likely(self, hidden_ND: Tensor) -> Tensor:
         """Return the token that greedy decoding would choose at each position."""
-        return torch.cat(
-            [self.logits(hidden_KD).argmax(-1) for hidden_KD in torch.split(hidden_ND, self._chunk_tokens)]
-        )
+        chunks = torch.split(hidden_ND, self._chunk_tokens)
+        return torch.cat([self.logits(hidden_KD).argmax(-1) for hidden_KD in chunks])
 
     def logits(self, hidden_KD: Tensor) -> Tensor:
         """Return the logits of the model's head, with its scale and soft cap, in float32 or more."""
@@ -64,7 +61,7 @@ class Head:
         if logits_KV.requires_grad:
             # Adds 0, and connects the gradient to the hidden state.
             distance_KD = (hidden_KD - leaf_KD.detach()).to(logp_K.dtype)
-            if self._has_entropy_gradient:
+            if self._has_bonus:
                 # −d entropy / d logits = p (log p + entropy) / temperature, with p = weight / total.
                 product_KV.addcmul_(weight_KV, (entropy_K - total_K.log())[:, None])
                 (slope_KD,) = torch.autograd.grad(logits_KV, leaf_KD, product_KV, retain_graph=True)

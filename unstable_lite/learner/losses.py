@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 
-def importance_weights(logp_N: Tensor, behaviour_logp_N: Tensor, cap: float) -> Tensor:
-    """Return min(π/μ, cap), a constant weight without a gradient."""
-    return (logp_N.detach() - behaviour_logp_N).exp().clamp(max=cap)
+def importance_weights(logp_N: Tensor, behaviour_logp_N: Tensor, cap: float, is_masked: bool = False) -> Tensor:
+    """Return min(π/μ, cap), a constant weight without a gradient; if `is_masked`, 0 for a ratio above the cap."""
+    ratio_N = (logp_N.detach() - behaviour_logp_N).exp()
+    # A comparison with NaN is false, so that NaN stays visible.
+    return ratio_N.masked_fill(ratio_N > cap, 0.0) if is_masked else ratio_N.clamp(max=cap)
 
 
 def policy_gradient_loss(logp_N: Tensor, weight_N: Tensor, advantage_N: Tensor, divisor: float) -> Tensor:
@@ -24,16 +26,24 @@ def policy_gradient_loss(logp_N: Tensor, weight_N: Tensor, advantage_N: Tensor, 
 
 
 def clipped_loss(
-    logp_N: Tensor, old_logp_N: Tensor, weight_N: Tensor, advantage_N: Tensor, clip_range: float, divisor: float
+    logp_N: Tensor,
+    old_logp_N: Tensor,
+    weight_N: Tensor,
+    advantage_N: Tensor,
+    clip_range: float,
+    divisor: float,
+    clip_range_high: float | None = None,
 ) -> Tensor:
     """Return PPO's clipped objective per token, with the sign of a loss.
+
+    clip_range_high: distance above 1 if it differs from the one below (Yu et al. 2025, "DAPO", arXiv:2503.14476).
 
     The ratio is relative to the policy at the start of the update. `weight_N`, the ratio of that policy to the sampling
     one, is a constant, so that stale tokens count less but are clipped around the right centre.
     Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; Hilton et al. 2022, arXiv:2110.00641 (decoupled).
     """
     ratio_N = (logp_N - old_logp_N).exp()
-    clipped_N = ratio_N.clamp(1 - clip_range, 1 + clip_range)
+    clipped_N = ratio_N.clamp(1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high))
     return -(weight_N * torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)).sum() / divisor
 
 
@@ -71,9 +81,14 @@ def kl_metrics(
     }
 
 
-def clipping_metrics(logp_N: Tensor, old_logp_N: Tensor, clip_range: float) -> dict[str, float]:
+def clipping_metrics(
+    logp_N: Tensor, old_logp_N: Tensor, clip_range: float, clip_range_high: float | None = None
+) -> dict[str, float]:
     """Return how far the policy has moved since the start of the update."""
-    is_clipped_N = ((logp_N - old_logp_N).exp() - 1).abs() > clip_range
+    distance_N = (logp_N - old_logp_N).exp() - 1
+    is_clipped_N = (distance_N < -clip_range) | (
+        distance_N > (clip_range if clip_range_high is None else clip_range_high)
+    )
     return {
         "clip_fraction": is_clipped_N.float().mean().item(),
         "approx_kl": kl_estimates(old_logp_N, logp_N).mean().item(),

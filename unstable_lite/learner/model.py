@@ -40,6 +40,8 @@ from unstable_lite.rng import derive_seed
 from unstable_lite.types import LearnerLogprobs, TrainItem
 
 _REFERENCE = "reference"
+AVERAGE = "average"
+"""Name of the moving average of the adapter, and of its directory in a saved state."""
 
 
 class Policy:
@@ -62,7 +64,7 @@ class Policy:
             use_liger(self._base)
         chunk_tokens = config.learner.chunk_tokens(is_on_gpu=self.device.type == "cuda")
         has_bonus = config.learner.entropy_coefficient > 0
-        self._head = Head(self._base, config.engine.temperature, chunk_tokens, has_entropy_gradient=has_bonus)
+        self._head = Head(self._base, config.engine.temperature, chunk_tokens, has_bonus)
         self.num_base_parameters = sum(parameter.numel() for parameter in self._base.parameters())
         self.model = add_lora(self._base, config.lora, path)
         self.parameters: dict[str, nn.Parameter] = {
@@ -81,12 +83,29 @@ class Policy:
         self._train()
         distributed.copy_from_first(self.parameters)
         learner, initial = config.learner, config.lora.initial_lora_path
+        self._average: dict[str, nn.Parameter] = {}
         self._has_reference = bool(learner.kl_coefficient) and learner.kl_reference == "initial" and initial is not None
         if self._has_reference and initial is not None:
             # A frozen copy; a resumed run reads it from the same directory.
             for parameter in self.add_adapter(_REFERENCE, config.lora).values():
                 parameter.requires_grad_(False)
             self.load_adapter(initial, _REFERENCE)
+        if learner.kl_coefficient and learner.kl_reference == "average":
+            self._average = self.add_adapter(AVERAGE, config.lora)
+            for parameter in self._average.values():
+                parameter.requires_grad_(False)
+            self.follow(decay=0.0)
+
+    @property
+    def has_average(self) -> bool:
+        """Whether it keeps a moving average of its adapter, the reference of the KL penalty."""
+        return bool(self._average)
+
+    @torch.no_grad()
+    def follow(self, decay: float) -> None:
+        """Move the average adapter to the adapter, matrix by matrix; `decay`: weight of the old average."""
+        for average, parameter in zip(self._average.values(), self.parameters.values(), strict=False):
+            average.lerp_(parameter, 1 - decay)
 
     @property
     def vocab_size(self) -> int:
@@ -221,17 +240,20 @@ class Policy:
     @property
     def kl_metric(self) -> str:
         """Name of the KL metric, which names the reference of `reference_logprobs`."""
+        if self.has_average:
+            return "kl_to_average"
         return "kl_to_initial" if self._has_reference else "kl_to_base"
 
     @torch.no_grad()
     def reference_logprobs(self, batch: batching.MicroBatch) -> Tensor:
         """Return each trained token's log-probability under the reference policy of `kl_coefficient`.
 
-        That is the adapter from which training started, or the base if there was none or `kl_reference` is "base".
+        That is the adapter from which training started, or the base if there was none or `kl_reference` is "base", or
+        the average adapter.
         """
-        if not self._has_reference:
+        if not self._has_reference and not self.has_average:
             return self.base_logprobs(batch)
-        with self.evaluating(), self.using(_REFERENCE):
+        with self.evaluating(), self.using(AVERAGE if self.has_average else _REFERENCE):
             logp_N, _ = self.logprobs(batch)
         return logp_N
 
@@ -324,7 +346,7 @@ class Policy:
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Refuse an architecture whose head is not that of `Head.logits`, because it would train on wrong probabilities."""
+        """Refuse an architecture whose head is not `Head`, because it would train on wrong probabilities."""
         tokens_BT = torch.arange(8, device=self.device)[None] % self.vocab_size
 
         def both() -> tuple[Tensor, Tensor]:

@@ -23,10 +23,10 @@ def make_optimizer(groups: Sequence[tuple[Parameters, float]], config: LearnerCo
     """Return an optimizer of `groups`: parameters, and their learning rate."""
     settings = [{"params": list(parameters.values()), "lr": learning_rate} for parameters, learning_rate in groups]
     if config.optimizer == "adamw":
-        return AdamW(settings, weight_decay=config.weight_decay)
+        return AdamW(settings, betas=config.adam_betas, weight_decay=config.weight_decay)
     from bitsandbytes.optim import AdamW8bit
 
-    optimizer: Optimizer = AdamW8bit(settings, weight_decay=config.weight_decay)
+    optimizer: Optimizer = AdamW8bit(settings, betas=config.adam_betas, weight_decay=config.weight_decay)
     return optimizer
 
 

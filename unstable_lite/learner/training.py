@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 from unstable_lite.adapters import peft_files
 from unstable_lite.config import Config
 from unstable_lite.errors import AdapterError, ModelError
-from unstable_lite.learner import UpdateResult, distributed
+from unstable_lite.learner import UpdateResult, distributed, schedules
 from unstable_lite.learner.advantages import (
     Floats,
     estimate_advantages,
@@ -36,7 +36,7 @@ from unstable_lite.learner.advantages import (
 )
 from unstable_lite.learner.batching import check, fit, length
 from unstable_lite.learner.critic import Critic
-from unstable_lite.learner.model import Policy
+from unstable_lite.learner.model import AVERAGE, Policy
 from unstable_lite.learner.optimizers import Snapshot, load_state_tensors, make_optimizer, state_tensors
 from unstable_lite.learner.training_stats import Trained
 from unstable_lite.reward_transformations.spread import Spread
@@ -44,7 +44,7 @@ from unstable_lite.types import Logprobs, TrainItem
 
 STATE = "learner.safetensors"
 """File beside the adapter with optimiser moments, random states and counters. Reading safetensors can run no code."""
-_COUNTERS = ("step", "version", "samples_seen", "completion_len")
+_COUNTERS = ("step", "version", "samples_seen", "completion_len", "entropy_coefficient")
 
 
 class Training:
@@ -62,6 +62,8 @@ class Training:
         """Number of trained items."""
         self.completion_len = float(config.engine.max_generation_len)
         """Constant divisor of each item's loss: the mean completion length of the first batch, in tokens."""
+        self.entropy_coefficient = self.config.entropy_coefficient
+        """Coefficient of the entropy bonus; constant unless there is an `entropy_target`."""
         self.spread = Spread()
         """Memory of earlier batches' returns and advantages."""
         groups = [(self.policy.parameters, self.config.learning_rate)]
@@ -82,15 +84,29 @@ class Training:
 
     def schedule(self) -> dict[str, float]:
         """Set the learning rates of the next update and return them as metrics."""
-        config, factor = self.config, 1.0
-        if config.learning_rate_schedule == "linear":
-            factor = max(0.0, 1 - self.step / self._learning_steps)
+        config = self.config
+        factor = schedules.factor(
+            config.learning_rate_schedule, self.step, self._learning_steps, config.learning_rate_warmup
+        )
         metrics = {"lr": config.learning_rate * factor}
         if self.critic is not None:
             metrics["critic_lr"] = config.critic_learning_rate * factor
         for group, learning_rate in zip(self.optimizer.param_groups, metrics.values(), strict=True):
             group["lr"] = learning_rate
+        if config.entropy_target is not None:
+            metrics["entropy_coefficient"] = self.entropy_coefficient
         return metrics
+
+    def follow(self, entropy: float) -> None:
+        """Adapt what follows the policy after an update: the entropy's coefficient, and the average adapter.
+
+        entropy: mean entropy of the update's tokens before it.
+        """
+        config = self.config
+        if config.entropy_target is not None:
+            limits = config.entropy_coefficient, config.entropy_target
+            self.entropy_coefficient = schedules.adapted(self.entropy_coefficient, entropy, *limits)
+        self.policy.follow(config.kl_average_decay)
 
     def add_critic_gradient(self, items: Sequence[TrainItem], target_I: Floats) -> float:
         """Add the gradient of the critic's loss on `items`, of this rank's share; return the loss."""
@@ -103,6 +119,9 @@ class Training:
         if self.critic is not None:
             (directory / "critic").mkdir(exist_ok=True)
             self.critic.save(directory / "critic")
+        if self.policy.has_average:
+            (directory / AVERAGE).mkdir(exist_ok=True)
+            peft_files.write_files(directory / AVERAGE, *self.policy.adapter_state(AVERAGE))
         tensors = state_tensors(self.optimizer, self.parameters) | {"rng.cpu": torch.get_rng_state()}
         if self.policy.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.policy.device)
@@ -118,6 +137,8 @@ class Training:
         self.policy.load_adapter(directory)
         if self.critic is not None:
             self.critic.load(directory / "critic")
+        if self.policy.has_average:
+            self.policy.load_adapter(directory / AVERAGE, AVERAGE)
         moments, counters = read_state(directory / STATE, self.policy.device)
         try:
             load_state_tensors(self.optimizer, self.parameters, moments)
@@ -256,6 +277,7 @@ class Update:
             training.step += 1
             training.version = version
             training.samples_seen += len(self.items)
+            training.follow(self.metrics["entropy"])
         seconds = time.perf_counter() - self._started
         self.metrics |= {
             "step": float(training.step),

@@ -114,6 +114,7 @@ class Trained:
             **losses.importance_metrics(logp_N, behaviour_logp_N, importance_weight_cap),
         }
 
-    def clipping_metrics(self, clip_range: float) -> dict[str, float]:
+    def clipping_metrics(self, clip_range: float, clip_range_high: float | None = None) -> dict[str, float]:
         """Return how far the policy had moved in clipped steps, each token at its own; empty without a step."""
-        return losses.clipping_metrics(self.logp_N, self.reference_logp_N, clip_range) if self._tokens else {}
+        limits = clip_range, clip_range_high
+        return losses.clipping_metrics(self.logp_N, self.reference_logp_N, *limits) if self._tokens else {}

@@ -34,7 +34,6 @@ from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slo
 from unstable_lite.planning.algorithm_defaults import (
     algorithm_of,
     algorithm_problems,
-    dropout_problems,
     resolve_defaults,
     transform_names,
 )
@@ -42,6 +41,7 @@ from unstable_lite.planning.exact import exact_problems
 from unstable_lite.planning.frozen_players import frozen_problems
 from unstable_lite.planning.machine import machine_problems
 from unstable_lite.planning.memory import shape_of
+from unstable_lite.planning.objective import objective_problems
 from unstable_lite.planning.placement import devices_of, placement_problems
 from unstable_lite.plugins import suggestion
 from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
@@ -61,7 +61,7 @@ def find_problems(config: Config, copies: Path | None = None) -> list[str]:
         *frozen_problems(frozen_adapters(config), config, copies),
         *_directory_problems(config),
         *learning_problems(config),
-        *dropout_problems(config),
+        *objective_problems(config),
     ]
     return problems or list(placement_problems(config, *devices_of(config)))
 
@@ -250,11 +250,12 @@ def _group_problems(config: Config) -> Iterable[str]:
     if group_size > 1 and baseline is None:
         yield (
             f"run.group_size = {group_size}: no baseline compares the games of a group; "
-            "set rewards.group_baseline to 'grpo', 'rloo' or 'duplicate'"
+            "set rewards.group_baseline to 'grpo', 'mean', 'rloo' or 'duplicate'"
         )
     if config.plays_duplicates:
         yield from _duplicate_problems(config)
-    if config.algorithm in ("grpo", "rloo") and baseline != config.algorithm:
+    fitting = {"grpo": ("grpo", "mean"), "rloo": ("rloo",)}
+    if baseline not in fitting.get(config.algorithm, (baseline,)):
         yield f"rewards.group_baseline = {baseline!r} contradicts algorithm = {config.algorithm!r}; leave it out"
     if group_size > config.buffer_size:
         yield f"run.group_size = {group_size}: a group does not fit buffer.buffer_size = {config.buffer_size}"

@@ -28,6 +28,15 @@ def standardized(rewards: Sequence[float]) -> list[float]:
     return [float(advantage) for advantage in (given - given.mean()) / given.std()]
 
 
+def centred(rewards: Sequence[float]) -> list[float]:
+    """Return the rewards minus their mean (`mean`).
+
+    Source: Liu et al. 2025, "Understanding R1-Zero-Like Training" (Dr. GRPO), arXiv:2503.20783.
+    """
+    mean = fmean(rewards)
+    return [reward - mean for reward in rewards] if differ(rewards) else [0.0] * len(rewards)
+
+
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
     """Return each reward minus the mean of the others (`rloo`).
 
@@ -61,4 +70,4 @@ def across_seats(rewards: Sequence[SeatReward]) -> list[float | None]:
     return advantages
 
 
-GROUP_BASELINES: dict[str, GroupBaseline] = {"grpo": standardized, "rloo": leave_one_out}
+GROUP_BASELINES: dict[str, GroupBaseline] = {"grpo": standardized, "mean": centred, "rloo": leave_one_out}

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unstable_lite.config import Config
-from unstable_lite.learner import UpdateResult, losses
+from unstable_lite.learner import UpdateResult
+from unstable_lite.learner.objective import clipped_loss, regularised
 from unstable_lite.learner.old_policy import OldPolicy, proximal_policy, shuffled_minibatches
-from unstable_lite.learner.regularisation import regularised
 from unstable_lite.learner.training import Training, Update
 from unstable_lite.learner.training_stats import Trained
 from unstable_lite.types import TrainItem
@@ -28,13 +28,13 @@ class PPOLearner:
         If a loss or a gradient of a step is not finite all steps are undone, and nothing changes. The policy is not
         stepped while the critic warms up, nor if its gradient is zero.
         """
-        update = Update(self.training, items)
+        update, config = Update(self.training, items), self.training.config
         weighed, target_I = update.weigh(items)
         if update.items:
             with update.steps(several=True):
-                proximal = proximal_policy(self.policy, update.items, self.training.config)
+                proximal = proximal_policy(self.policy, update.items, config)
                 last_epoch = Trained()
-                for is_last_epoch, rows in shuffled_minibatches(len(update.items), self.training.config):
+                for is_last_epoch, rows in shuffled_minibatches(len(update.items), config):
                     minibatch = [weighed[row] for row in rows]
                     clipped = self.add_gradient(minibatch, proximal.of(rows))
                     if not update.step(clipped, self.training.add_critic_gradient(minibatch, target_I[rows])):
@@ -42,22 +42,19 @@ class PPOLearner:
                     if is_last_epoch:
                         last_epoch.extend(clipped)
             update.report(proximal.trained)
-            update.metrics |= last_epoch.clipping_metrics(self.training.config.clip_range)
+            update.metrics |= last_epoch.clipping_metrics(config.clip_range, config.clip_range_high)
             update.metrics |= {"policy_loss": update.loss, "logp_std": proximal.trained.logp_std}
         return update.end(version)
 
     def add_gradient(self, items: Sequence[TrainItem], proximal: OldPolicy) -> Trained:
         """Add the gradient of the clipped loss on `items`, of this rank's share; rewards are the advantages."""
-        config = self.training.config
         divisor = self.training.completion_len * len(items)
         clipped = Trained()
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
             old_logp_N = batch.gather(proximal.logp)
             reference_logp_N = None if proximal.reference_logp is None else batch.gather(proximal.reference_logp)
-            importance_N = losses.importance_weights(old_logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
-            weight_N = batch.weight_N * importance_N
-            loss = losses.clipped_loss(logp_N, old_logp_N, weight_N, batch.advantage_N, config.clip_range, divisor)
+            loss = clipped_loss(batch, logp_N, old_logp_N, self.training.config, divisor)
             loss = regularised(loss, batch, logp_N, entropy_N, reference_logp_N, self.training, divisor)
             loss.backward()  # type: ignore[no-untyped-call]
             clipped.add(batch, logp_N, entropy_N, old_logp_N, loss)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from unstable_lite.config import Config
 from unstable_lite.learner import UpdateResult, losses
-from unstable_lite.learner.regularisation import regularised
+from unstable_lite.learner.objective import importance_weights, regularised
 from unstable_lite.learner.training import Training, Update
 from unstable_lite.learner.training_stats import Trained
 from unstable_lite.types import TrainItem
@@ -39,8 +39,8 @@ class REINFORCELearner:
         for batch in self.policy.micro_batches(items):
             logp_N, entropy_N = self.policy.logprobs(batch)
             reference_logp_N = self.policy.reference_logprobs(batch) if config.kl_coefficient else None
-            importance_N = losses.importance_weights(logp_N, batch.behaviour_logp_N, config.importance_weight_cap)
-            loss = losses.policy_gradient_loss(logp_N, batch.weight_N * importance_N, batch.advantage_N, divisor)
+            weight_N = importance_weights(batch, logp_N, config)
+            loss = losses.policy_gradient_loss(logp_N, weight_N, batch.advantage_N, divisor)
             loss = regularised(loss, batch, logp_N, entropy_N, reference_logp_N, self.training, divisor)
             loss.backward()  # type: ignore[no-untyped-call]
             trained.add(batch, logp_N, entropy_N, reference_logp_N, loss)
