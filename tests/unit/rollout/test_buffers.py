@@ -452,6 +452,11 @@ async def test_group_reaches_the_batch_only_when_complete():
     assert_balanced(buffer)
 
 
+def test_mean_baseline_keeps_the_scale_of_rewards():
+    assert GROUP_BASELINES["mean"]([1.0, 0.0, -4.0]) == [2.0, 1.0, -3.0]
+    assert GROUP_BASELINES["mean"]([0.1] * 3) == [0.0] * 3
+
+
 async def test_players_are_compared_with_their_own_seat_in_other_games():
     buffer = make_grouped_buffer(2, "rloo")
     buffer.add_game(make_game([1.0, -1.0], game_idx=0))
