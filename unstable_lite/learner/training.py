@@ -44,7 +44,7 @@ from unstable_lite.types import Logprobs, TrainItem
 
 STATE = "learner.safetensors"
 """File beside the adapter with optimiser moments, random states and counters. Reading safetensors can run no code."""
-_COUNTERS = ("step", "version", "samples_seen", "completion_len", "entropy_coefficient")
+_COUNTERS = ("step", "version", "samples_seen", "completion_len")
 
 
 class Training:
@@ -97,13 +97,13 @@ class Training:
             metrics["entropy_coefficient"] = self.entropy_coefficient
         return metrics
 
-    def follow(self, entropy: float) -> None:
-        """Adapt what follows the policy after an update: the entropy's coefficient, and the average adapter.
+    def follow(self, entropy: float | None) -> None:
+        """Adapt the entropy's coefficient and the average adapter after an update.
 
-        entropy: mean entropy of the update's tokens before it.
+        entropy: mean entropy of the update's tokens before it, if the algorithm reported it.
         """
         config = self.config
-        if config.entropy_target is not None:
+        if config.entropy_target is not None and entropy is not None:
             limits = config.entropy_coefficient, config.entropy_target
             self.entropy_coefficient = schedules.adapted(self.entropy_coefficient, entropy, *limits)
         self.policy.follow(config.kl_average_decay)
@@ -126,6 +126,8 @@ class Training:
         if self.policy.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.policy.device)
         counters = {name: getattr(self, name) for name in _COUNTERS} | {"spread": self.spread.state_dict()}
+        if self.config.entropy_target is not None:
+            counters["entropy_coefficient"] = self.entropy_coefficient
         content = safetensors.torch.save(tensors, {"counters": json.dumps(counters)})
         peft_files.write_file(directory / STATE, content)
 
@@ -137,14 +139,18 @@ class Training:
         self.policy.load_adapter(directory)
         if self.critic is not None:
             self.critic.load(directory / "critic")
-        if self.policy.has_average:
+        if (directory / AVERAGE).is_dir() and self.policy.has_average:
             self.policy.load_adapter(directory / AVERAGE, AVERAGE)
+        else:  # the config did not ask for an average when the state was saved
+            self.policy.follow(decay=0.0)
         moments, counters = read_state(directory / STATE, self.policy.device)
         try:
             load_state_tensors(self.optimizer, self.parameters, moments)
             for name in _COUNTERS:
                 setattr(self, name, counters[name])
             self.spread.load_state_dict(counters["spread"])
+            if self.config.entropy_target is not None:
+                self.entropy_coefficient = counters.get("entropy_coefficient", self.config.entropy_coefficient)
         except KeyError as error:
             raise ModelError(f"{directory / STATE} is of another algorithm or version ({error})") from error
 
@@ -277,7 +283,7 @@ class Update:
             training.step += 1
             training.version = version
             training.samples_seen += len(self.items)
-            training.follow(self.metrics["entropy"])
+            training.follow(self.metrics.get("entropy"))
         seconds = time.perf_counter() - self._started
         self.metrics |= {
             "step": float(training.step),

@@ -13,7 +13,7 @@ from unstable_lite.planning.memory import shape_of
 
 
 def objective_problems(config: Config) -> Iterator[str]:
-    """Yield each reason why the learner's loss or schedule cannot be what these keys say."""
+    """Yield each reason why the learner's loss or schedule cannot be as these keys say."""
     yield from dropout_problems(config)
     learner, steps = config.learner, config.run.learning_steps
     if learner.learning_rate_warmup >= steps:

@@ -57,8 +57,8 @@ class FineTuner:
     """Trainer of the adapter at `lora.initial_lora_path`, or of a fresh one."""
 
     def __init__(self, config: Config, device: str) -> None:
-        constant = {"learning_rate": config.sft.learning_rate, "learning_rate_schedule": "constant"}
-        learner = config.learner.model_copy(update=constant)
+        constant = {"learning_rate_schedule": "constant", "learning_rate_warmup": 0}
+        learner = config.learner.model_copy(update={"learning_rate": config.sft.learning_rate, **constant})
         self._training = Training(config.model_copy(update={"learner": learner}), device)
         self.policy = self._training.policy
         self._tokenizer = Tokenizer(resolve_model(config.model_name), config.trust_remote_code)

@@ -300,3 +300,21 @@ def test_adam_uses_the_configured_betas(make_learner: MakeLearner, make_items: M
         state, (mean, square) = learner.training.optimizer.state[parameter], moments[name]
         assert torch.allclose(state["exp_avg"], 0.5 * mean + 0.5 * grads[name], atol=1e-7)
         assert torch.allclose(state["exp_avg_sq"], 0.75 * square + 0.25 * grads[name] ** 2, atol=1e-9)
+
+
+def test_keys_that_a_resume_adds_or_changes_take_effect(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
+) -> None:
+    learner = make_learner(learner={"entropy_coefficient": 0.3})
+    learner.update(make_items(4), 1)
+    learner.training.save(tmp_path)
+    for settings, coefficient in (
+        ({"entropy_coefficient": 0.1}, 0.1),
+        ({"entropy_coefficient": 0.2, "entropy_target": 1.0} | AVERAGE, 0.2),
+    ):
+        resumed = make_learner(learner=settings)
+        resumed.training.load(tmp_path)
+        assert resumed.training.entropy_coefficient == coefficient
+        adapter = {name.replace(".default.", ".average."): p for name, p in resumed.policy.parameters.items()}
+        assert all(torch.equal(average, adapter[name]) for name, average in averages(resumed).items())
+    assert averages(resumed)
