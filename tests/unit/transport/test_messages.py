@@ -42,8 +42,8 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(st.floats(width=32)).map(lambda values: np.array(values, np.float32))
     if is_dataclass(hint) or _is_struct(hint):
         return _instances(hint)
-    if hint == StepContext | None:
-        return st.none() | _instances(StepContext)
+    if hint in (StepContext | None, Logprobs | None):
+        return st.none() | _values(get_args(hint)[0])
     if hint == tuple[str, ...]:
         return st.lists(st.text()).map(tuple)
     if hint == tuple[float, ...]:
@@ -153,9 +153,9 @@ _json_like = st.recursive(
 def _assert_well_typed(value: Any, hint: Any) -> None:
     if hint in (TokenIds, Logprobs):
         assert value.dtype == ("<i4" if hint == TokenIds else "<f4")
-    elif hint == StepContext | None:
+    elif hint in (StepContext | None, Logprobs | None):
         if value is not None:
-            _assert_well_typed(value, StepContext)
+            _assert_well_typed(value, get_args(hint)[0])
     elif is_dataclass(hint) or _is_struct(hint):
         for name, inner in get_type_hints(hint).items():
             _assert_well_typed(getattr(value, name), inner)
