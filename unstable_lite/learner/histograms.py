@@ -21,8 +21,8 @@ def histograms_of(
 ) -> tuple[Histogram, ...]:
     """Return the histograms of the trained items.
 
-    Importance weights, one per token, are those of the loss: truncated at the cap. They are left out if the learner
-    returned no log-probabilities.
+    Importance weights are those of single tokens, truncated at the cap, regardless of the loss's level and mode. They
+    are left out if the learner returned no log-probabilities.
     """
     reported = [(item, logp) for item, logp in zip(items, result.logprobs, strict=False) if len(logp)]
     trained = [item for item, _ in reported] or list(items)

@@ -103,6 +103,10 @@ def outcome(
             add(f"{name} {algorithm}", algorithm, messages, settings, is_double=False)
     initial = {"learner": LEARNER, "lora": {"initial_lora_path": str(start)}}
     add("initial", "reinforce", [update(1, first), update(2, second)], initial)
+    magnet = {"kl_reference": "average", "entropy_coefficient": 0.1, "entropy_target": 1.0}
+    magnet |= {"importance_weight_level": "sequence", "kl_average_decay": 0.5}
+    halved = [replace(item, weight=0.5 * (index % 3)) for index, item in enumerate(first)]
+    add("magnet", "grpo", [update(1, halved), update(2, second)], {"learner": LEARNER | magnet})
     for name, is_sharded in (("whole", False), ("sharded", True)):
         settings = initial | {"learner": LEARNER | {"shard_base": is_sharded}}
         messages = [Score(request_id=8, items=tuple(first)), update(1, first), update(2, second)]
@@ -116,7 +120,7 @@ def outcome(
     add("seeds", "a2c", [update(1, first)], has_seeds=True)
     add("ignorant", "fakes.two_ranks:Alone", [update(1, first)])
     two_ranks.run(directory, list(jobs), num_ranks=2)
-    for name in (*ALGORITHMS, "initial", "starved reinforce", "starved ppo", "starved step"):
+    for name in (*ALGORITHMS, "initial", "magnet", "starved reinforce", "starved ppo", "starved step"):
         two_ranks.perform(directory, name)
     return partial(two_ranks.outcome, directory)
 
@@ -149,6 +153,17 @@ def test_two_ranks_apply_the_same_kl_to_the_initial_adapter(
     ours, theirs = two.updates[1].metrics, one.updates[1].metrics
     assert ours["kl_to_initial"] == pytest.approx(theirs["kl_to_initial"], rel=1e-6)
     assert ours["kl_to_initial"] > 1e-6
+
+
+def test_two_ranks_apply_the_same_weights_magnet_and_entropy_target(outcome: Callable[..., Outcome]) -> None:
+    one, two = outcome("magnet", 1), outcome("magnet", 2)
+    assert two.error == ""
+    assert largest_difference(one.tensors, two.tensors) < 1e-10
+    for ours, theirs in zip(two.updates, one.updates, strict=True):
+        for name in ("weight_mean", "weight_zero", "kl_to_average", "entropy_coefficient"):
+            assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-6), name
+    assert 0 < two.updates[0].metrics["weight_zero"] < 1
+    assert two.updates[1].metrics["kl_to_average"] > 1e-8
 
 
 @pytest.mark.parametrize("algorithm", ["a2c", "grpo", "initial"])

@@ -148,7 +148,7 @@ def test_padded_tokens_keep_their_own_weights(make_items: MakeItems) -> None:
         ({"token_weights": np.float32([-1.0])}, "token_weights"),
     ],
 )
-def test_learner_refuses_weights_that_are_none(
+def test_learner_refuses_bad_weights_by_item(
     make_learner: MakeLearner, make_items: MakeItems, change: dict[str, Any], says: str
 ) -> None:
     items = make_items(3)
