@@ -133,7 +133,8 @@ class WorkerProcess:
 
     def _kill_group(self) -> None:
         if self.is_running:
-            os.killpg(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just died, and asyncio does not know it yet
+                os.killpg(self.pid, signal.SIGKILL)
 
     async def _facts(self) -> dict[str, Any]:
         """Wait for the `Ready` message of each rank; return the first rank's `info`."""

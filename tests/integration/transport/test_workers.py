@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -114,6 +115,17 @@ async def test_killed_worker_fails_all_its_requests_and_is_named_with_its_log(wi
     assert all(isinstance(result, WorkerDied) for result in results)
     with pytest.raises(WorkerDied):
         await wire.engine.generate("p", 0)
+
+
+async def test_worker_whose_death_is_not_known_yet_can_be_killed(wire: Wire) -> None:
+    pid = wire.process.pid
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):  # a thread of asyncio may have reaped it already
+        os.waitpid(pid, 0)
+    assert wire.process.is_running  # as far as the event loop knows, which has not run since
+    wire.process.kill()
+    await wire.process.watch()
+    assert not wire.process.is_running
 
 
 async def test_replacement_of_a_dead_worker_knows_that_it_is_a_restart(wire: Wire) -> None:
