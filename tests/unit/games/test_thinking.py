@@ -44,7 +44,10 @@ def test_only_a_box_outside_thinking_is_the_action(text, action):
     assert extract_boxed(text) == (action, True)
 
 
-@pytest.mark.parametrize("text", [r"<think>\boxed{1}</think> I play 2", r"\bo<think></think>xed{1}"])
+@pytest.mark.parametrize(
+    "text",
+    [r"<think>\boxed{1}</think> I play 2", r"\bo<think></think>xed{1}", r"\boxed{1}<think></think>\boxed{2}</think>3"],
+)
 def test_closed_thinking_without_a_box_after_it_is_badly_formatted(text):
     action, format_ok = extract_boxed(text)
     assert not format_ok
