@@ -16,6 +16,7 @@ from unstable_lite import plugins
 from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec, TemplateConfig
 from unstable_lite.errors import ConfigError
+from unstable_lite.games.thinking import OPEN, leaves_thinking_open, without_thinking
 
 MARKUP = (
     *(f"<|{name}|>" for name in ("im_start", "im_end", "endoftext", "start_header_id", "end_header_id", "eot_id")),
@@ -43,6 +44,14 @@ class Template:
     def prompt(self, observation: str, num_players: int) -> str:
         before, after = _around(self.text, num_players, self.is_zero_sum)
         return before + without_markup(observation, self.markup) + after
+
+    def opened_thinking(self, action_extraction_fn: str) -> str:
+        """Return the text to put before an answer when it is read: `<think>` if the prompt leaves one open.
+
+        Empty for a custom extraction, which receives the answer as it was generated.
+        """
+        after = self.text.partition(_OBSERVATION)[2]
+        return OPEN if action_extraction_fn in EXTRACTIONS and leaves_thinking_open(after) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +203,14 @@ def format_prompt(
 def extract_boxed(text: str) -> tuple[str, bool]:
     r"""Return the last `\boxed{…}` as `[content]`, and True; if there is none or it is empty, the whole text and False.
 
+    Thinking (`games.thinking.without_thinking`) is left out first; an answer that never closed it is empty and False.
     The last is the closed box that opens last; braces inside are balanced. A single `\text{…}` is replaced by its
     content; content with a `[` is returned unchanged.
     """
+    outside = without_thinking(text)
+    if outside is None:
+        return "", False
+    text = outside
     content = _last_boxed(text)
     if content[:1] == "\\" and (wrapped := _TEXT.fullmatch(content)) is not None:
         content = wrapped.group(1).strip()

@@ -37,6 +37,7 @@ class PolicyPlayer:
         self._newest = newest
         self._template = template
         self._extract = find_extraction(agent.action_extraction_fn)
+        self._opened = template.opened_thinking(agent.action_extraction_fn)
         self._num_players = num_players
         self._sampling_seed = sampling_seed
         self._num_turns = 0
@@ -48,7 +49,7 @@ class PolicyPlayer:
         # Leased before the request waits for an engine: the adapter must be there when an engine is.
         with self._newest() if self._newest else nullcontext(self._version) as version:
             generation = await self._generate(prompt, version, self._template.stop, seed)
-        action, format_ok = self._extract(generation.text)
+        action, format_ok = self._extract(self._opened + generation.text)
         return Reply(
             action=action,
             text=generation.text,
