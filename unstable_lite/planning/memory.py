@@ -127,7 +127,7 @@ class LearnerMemory:
     lent: int
     """Most bytes of other ranks' shards that a rank holds in the middle of a pass."""
     adapter: int
-    """Weights, gradient and both of Adam's moments."""
+    """Weights, gradient and both of Adam's moments; the weights of a reference adapter."""
     head: int
     """Logits of one chunk."""
     kept_per_token: int
@@ -160,7 +160,7 @@ def learner_memory(
     """Return the memory of each of `num_ranks` ranks, which divide the base if `learner.shard_base` is set.
 
     With `learner.dtype` "auto" the base counts as bfloat16 on a GPU, as float32 on the CPU; adapter and optimiser are
-    float32. A critic counts as a second adapter.
+    float32. A critic counts as a second adapter, and the reference of a KL penalty as the weights of another.
     """
     is_bfloat16 = learner.dtype == "bfloat16" or (learner.dtype == "auto" and is_on_gpu)
     h, i, q, k, r = shape.hidden, shape.inner, shape.queries, shape.keys, lora.lora_rank
@@ -180,10 +180,12 @@ def learner_memory(
         # Gathered weights exist twice until they are copied into place: first embedding, head and the first layer;
         # later the next layer, beside the layer that computes.
         base, lent = -(-base // num_ranks), max(2 * (ends + one_layer), ends + 3 * one_layer)
+    kept_apart = {"average": True, "initial": lora.initial_lora_path is not None, "base": False}
+    has_reference = learner.kl_coefficient > 0 and kept_apart[learner.kl_reference]
     return LearnerMemory(
         base=base,
         lent=lent,
-        adapter=(2 if has_critic else 1) * 16 * shape.lora_parameters(lora),
+        adapter=((2 if has_critic else 1) * 16 + 4 * has_reference) * shape.lora_parameters(lora),
         head=(LOGIT_BYTES + (2 if is_bfloat16 else 0)) * learner.chunk_tokens(is_on_gpu) * shape.vocab_size,
         kept_per_token=round(kept),
         layer_per_token=round(passing),

@@ -199,6 +199,25 @@ def test_critic_counts_as_a_second_adapter() -> None:
     assert both.total(0) - alone.total(0) == alone.adapter == 16 * shape.lora_parameters(LoraConfig())
 
 
+@pytest.mark.parametrize(
+    ("reference", "coefficient", "initial", "is_kept"),
+    [
+        ("average", 0.1, None, True),
+        ("average", 0.0, None, False),
+        ("initial", 0.1, Path("adapter"), True),
+        ("initial", 0.1, None, False),
+        ("base", 0.1, Path("adapter"), False),
+    ],
+)
+def test_reference_adapter_counts_its_weights(
+    reference: Any, coefficient: float, initial: Path | None, is_kept: bool
+) -> None:
+    shape, lora = memory.KNOWN_SHAPES["Qwen/Qwen3-1.7B"], LoraConfig(initial_lora_path=initial)
+    learner = LearnerConfig(kl_reference=reference, kl_coefficient=coefficient)
+    alone = memory.learner_memory(shape, LearnerConfig(), lora).adapter
+    assert memory.learner_memory(shape, learner, lora).adapter - alone == is_kept * 4 * shape.lora_parameters(lora)
+
+
 def test_check_memory_works_with_and_without_a_config(tmp_path: Path) -> None:
     code, out, err = runs.run("check", "--memory", "Qwen/Qwen3-1.7B-Base", "24")
     assert (code, err) == (0, "")
