@@ -276,6 +276,13 @@ class LoraConfig(Section):
     """`critic/` directory of a checkpoint, for an algorithm with a critic to start from."""
 
 
+def reference_adapter(learner: LearnerConfig, lora: LoraConfig) -> Literal["initial", "average"] | None:
+    """Return which frozen adapter the learner keeps as reference of its KL penalty; None: the base, or no penalty."""
+    if not learner.kl_coefficient or learner.kl_reference == "base":
+        return None
+    return None if learner.kl_reference == "initial" and lora.initial_lora_path is None else learner.kl_reference
+
+
 EMBEDDINGS = ("lm_head", "embed_tokens")
 """Names of the head and the token embedding in nearly every model."""
 

@@ -10,12 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from unstable_lite.adapters.store import AdapterStore
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import NoRoomError, WorkerDied
 from unstable_lite.learner import UPDATED
+from unstable_lite.reward_transformations.weights import plain_weights
 from unstable_lite.transport.messages import (
     AdapterDigest,
     AnswersScored,
@@ -183,9 +182,8 @@ def train_items(batch: Batch) -> tuple[TrainItem, ...]:
 def _train_item(generation: Generation, reward: float, trajectory: int, step: Step | None = None) -> TrainItem:
     of_step: dict[str, Any] = {}
     if step is not None:
-        # A message holds neither NumPy's numbers nor arrays of other types.
-        tokens = None if step.token_weights is None else np.asarray(step.token_weights, np.float32)
-        of_step = {"context": step.context, "weight": float(step.weight), "token_weights": tokens}
+        weight, token_weights = plain_weights(step)
+        of_step = {"context": step.context, "weight": weight, "token_weights": token_weights}
     return TrainItem(
         prompt_ids=generation.prompt_ids,
         completion_ids=generation.completion_ids,

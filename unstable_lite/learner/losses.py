@@ -43,8 +43,12 @@ def clipped_loss(
     Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; Hilton et al. 2022, arXiv:2110.00641 (decoupled).
     """
     ratio_N = (logp_N - old_logp_N).exp()
-    clipped_N = ratio_N.clamp(1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high))
+    clipped_N = ratio_N.clamp(1 - clip_range, 1 + _high(clip_range, clip_range_high))
     return -(weight_N * torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)).sum() / divisor
+
+
+def _high(clip_range: float, clip_range_high: float | None) -> float:
+    return clip_range if clip_range_high is None else clip_range_high
 
 
 def kl_estimates(logp_N: Tensor, reference_logp_N: Tensor) -> Tensor:
@@ -86,9 +90,7 @@ def clipping_metrics(
 ) -> dict[str, float]:
     """Return how far the policy has moved since the start of the update."""
     distance_N = (logp_N - old_logp_N).exp() - 1
-    is_clipped_N = (distance_N < -clip_range) | (
-        distance_N > (clip_range if clip_range_high is None else clip_range_high)
-    )
+    is_clipped_N = (distance_N < -clip_range) | (distance_N > _high(clip_range, clip_range_high))
     return {
         "clip_fraction": is_clipped_N.float().mean().item(),
         "approx_kl": kl_estimates(old_logp_N, logp_N).mean().item(),

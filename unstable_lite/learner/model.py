@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from unstable_lite.adapters.peft_files import read_adapter
 from unstable_lite.config import Config
-from unstable_lite.config.training import LoraConfig
+from unstable_lite.config.training import LoraConfig, reference_adapter
 from unstable_lite.errors import ModelError, RequestError
 from unstable_lite.learner import batching, distributed
 from unstable_lite.learner.answers import AnswerBatch, answer_hidden
@@ -39,7 +39,6 @@ from unstable_lite.models.positions import longrope_limit, position_limit
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import LearnerLogprobs, TrainItem
 
-_REFERENCE = "reference"
 AVERAGE = "average"
 """Name of the moving average of the adapter, and of its directory in a saved state."""
 
@@ -82,30 +81,33 @@ class Policy:
         self._check_head()
         self._train()
         distributed.copy_from_first(self.parameters)
-        learner, initial = config.learner, config.lora.initial_lora_path
-        self._average: dict[str, nn.Parameter] = {}
-        self._has_reference = bool(learner.kl_coefficient) and learner.kl_reference == "initial" and initial is not None
-        if self._has_reference and initial is not None:
-            # A frozen copy; a resumed run reads it from the same directory.
-            for parameter in self.add_adapter(_REFERENCE, config.lora).values():
+        self._reference = reference_adapter(config.learner, config.lora)
+        """Name of the frozen adapter that is the KL penalty's reference; None: the base, or no penalty."""
+        self._reference_parameters: dict[str, nn.Parameter] = {}
+        if self._reference is not None:
+            self._reference_parameters = self.add_adapter(self._reference, config.lora)
+            for parameter in self._reference_parameters.values():
                 parameter.requires_grad_(False)
-            self.load_adapter(initial, _REFERENCE)
-        if learner.kl_coefficient and learner.kl_reference == "average":
-            self._average = self.add_adapter(AVERAGE, config.lora)
-            for parameter in self._average.values():
-                parameter.requires_grad_(False)
-            self.follow(decay=0.0)
+        if self._reference == "initial" and (initial := config.lora.initial_lora_path) is not None:
+            # A resumed run reads it from the same directory.
+            self.load_adapter(initial, self._reference)
+        self.follow(decay=0.0)
 
     @property
     def has_average(self) -> bool:
         """Whether it keeps a moving average of its adapter, the reference of the KL penalty."""
-        return bool(self._average)
+        return self._reference == AVERAGE
 
     @torch.no_grad()
     def follow(self, decay: float) -> None:
-        """Move the average adapter to the adapter, matrix by matrix; `decay`: weight of the old average."""
-        for average, parameter in zip(self._average.values(), self.parameters.values(), strict=False):
-            average.lerp_(parameter, 1 - decay)
+        """Move the average adapter, if there is one, to the adapter, matrix by matrix.
+
+        decay: weight of the old average.
+        """
+        if self.has_average:
+            pairs = zip(self._reference_parameters.values(), self.parameters.values(), strict=True)
+            for average, parameter in pairs:
+                average.lerp_(parameter, 1 - decay)
 
     @property
     def vocab_size(self) -> int:
@@ -240,9 +242,7 @@ class Policy:
     @property
     def kl_metric(self) -> str:
         """Name of the KL metric, which names the reference of `reference_logprobs`."""
-        if self.has_average:
-            return "kl_to_average"
-        return "kl_to_initial" if self._has_reference else "kl_to_base"
+        return f"kl_to_{self._reference or 'base'}"
 
     @torch.no_grad()
     def reference_logprobs(self, batch: batching.MicroBatch) -> Tensor:
@@ -251,9 +251,9 @@ class Policy:
         That is the adapter from which training started, or the base if there was none or `kl_reference` is "base", or
         the average adapter.
         """
-        if not self._has_reference and not self.has_average:
+        if self._reference is None:
             return self.base_logprobs(batch)
-        with self.evaluating(), self.using(AVERAGE if self.has_average else _REFERENCE):
+        with self.evaluating(), self.using(self._reference):
             logp_N, _ = self.logprobs(batch)
         return logp_N
 

@@ -15,8 +15,7 @@ def active_checkpoints(config: Config, num_frozen: int | None = None) -> int:
     league = config.league
     if league.max_active_checkpoints is not None:
         return league.max_active_checkpoints
-    has_opponents = any(spec.num_actors < spec.num_players for spec in config.train_envs)
-    if not uses_checkpoints(league) or not has_opponents:
+    if not _plays_checkpoints(config):
         return 1
     least, most = league.opponent_lag
     wanted = 1 + max(1, most - max(least, 1) + 1)
@@ -43,9 +42,8 @@ def holds_games(config: Config) -> bool:
     """
     if config.league.adapter_policy == "game":
         return True
-    has_opponents = any(spec.num_actors < spec.num_players for spec in config.train_envs)
     is_evaluated = config.run.schedule == "async" and bool(config.eval_envs) and config.run.num_eval_workers > 0
-    return is_evaluated or (has_opponents and uses_checkpoints(config.league))
+    return is_evaluated or _plays_checkpoints(config)
 
 
 def adapters_in_memory(config: Config, num_frozen: int | None = None) -> int:
@@ -56,6 +54,12 @@ def adapters_in_memory(config: Config, num_frozen: int | None = None) -> int:
     each with two moments, and the same again for a critic.
     """
     return changing_slots(config, num_frozen) + 2 + 3 * 3 * (2 if algorithm_of(config).has_critic else 1)
+
+
+def _plays_checkpoints(config: Config) -> bool:
+    """Return whether some training games are against checkpoints."""
+    has_opponents = any(spec.num_actors < spec.num_players for spec in config.train_envs)
+    return has_opponents and uses_checkpoints(config.league)
 
 
 def _slots_besides_active(config: Config, num_frozen: int | None, has_pool: bool) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unstable_lite.config import Config
-from unstable_lite.config.training import EngineConfig, LearnerConfig, LoraConfig
+from unstable_lite.config.training import EngineConfig, LearnerConfig, LoraConfig, reference_adapter
 from unstable_lite.errors import ConfigError
 from unstable_lite.models import read_json, resolve_model
 from unstable_lite.planning.algorithm_defaults import algorithm_of
@@ -180,8 +180,7 @@ def learner_memory(
         # Gathered weights exist twice until they are copied into place: first embedding, head and the first layer;
         # later the next layer, beside the layer that computes.
         base, lent = -(-base // num_ranks), max(2 * (ends + one_layer), ends + 3 * one_layer)
-    kept_apart = {"average": True, "initial": lora.initial_lora_path is not None, "base": False}
-    has_reference = learner.kl_coefficient > 0 and kept_apart[learner.kl_reference]
+    has_reference = reference_adapter(learner, lora) is not None
     return LearnerMemory(
         base=base,
         lent=lent,

@@ -8,7 +8,7 @@ from numbers import Real
 
 import numpy as np
 
-from unstable_lite.types import Step
+from unstable_lite.types import Step, Weights
 
 
 def weight_problem(weight: object, token_weights: object, completion: Sized) -> str | None:
@@ -28,8 +28,7 @@ def weight_problem(weight: object, token_weights: object, completion: Sized) -> 
     return None
 
 
-def make_plain(step: Step) -> None:
-    """Give the step's weights the types that a message and a checkpoint hold."""
-    step.weight = float(step.weight)
-    if step.token_weights is not None:
-        step.token_weights = np.asarray(step.token_weights, np.float32)
+def plain_weights(step: Step) -> tuple[float, Weights | None]:
+    """Return the weights of a step and of its tokens in the types that a message and a checkpoint hold."""
+    of_tokens = step.token_weights
+    return float(step.weight), None if of_tokens is None else np.asarray(of_tokens, np.float32)

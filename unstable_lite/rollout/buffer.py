@@ -26,7 +26,7 @@ from unstable_lite.reward_transformations.compose import Stateful
 from unstable_lite.reward_transformations.final import ComposeFinalRewardTransforms, FinalRewardTransform
 from unstable_lite.reward_transformations.sampling import SamplingRewardTransform
 from unstable_lite.reward_transformations.step import ComposeStepRewardTransforms, StepRewardTransform
-from unstable_lite.reward_transformations.weights import make_plain, weight_problem
+from unstable_lite.reward_transformations.weights import plain_weights, weight_problem
 from unstable_lite.rng import restore, state_of
 from unstable_lite.rollout.back_pressure import InFlight
 from unstable_lite.rollout.step_counts import CountsByLength, length_class
@@ -241,7 +241,7 @@ class Buffer:
         step = trajectory.steps[index]
         if reason := weight_problem(step.weight, step.token_weights, step.generation.completion_ids):
             raise ConfigError(f"{trajectory.env_id}: {self._step!r} of the step reward transformations set {reason}")
-        make_plain(step)
+        step.weight, step.token_weights = plain_weights(step)
         step.reward = reward = float(reward)
         step.step_info.update(
             raw_reward=trajectory.final_reward, env_reward=env_reward, baseline=baseline, step_reward=reward

@@ -1,4 +1,4 @@
-"""A prompt of an OpenSpiel game holds everything that its seat may know, and nothing else."""
+"""Prompts of OpenSpiel games contain all information of the seat to move, and no hidden information."""
 
 from __future__ import annotations
 
