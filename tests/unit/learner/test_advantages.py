@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from fakes.step_contexts import CONTEXT
 from fakes.unrolled import returns, z_scores
 from unstable_lite.errors import RequestError
 from unstable_lite.learner.advantages import (
@@ -36,22 +38,16 @@ def step(reward: float, trajectory: int, context: StepContext | None = None) -> 
 
 
 def make_context(end: GameEnd, opponents: int = 1, is_invalid: bool = False) -> StepContext:
-    return StepContext(
-        env_id="E",
-        game_idx=0,
-        group_idx=None,
-        pid=0,
+    return replace(
+        CONTEXT,
         opponents=(Opponent(pid=1, uid="base", kind="fixed"),) * opponents,
         turn=4,
         player_turn=2,
         num_turns=5,
-        num_player_turns=3,
         final_reward=0.0,
         outcome="draw",
         end=end,
         is_invalid=is_invalid,
-        is_cut_off=False,
-        format_ok=True,
     )
 
 

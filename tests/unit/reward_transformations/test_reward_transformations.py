@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from fakes.step_contexts import CONTEXT
 from unstable_lite.config import Config
 from unstable_lite.config.training import Transformation
 from unstable_lite.errors import ConfigError
@@ -32,7 +33,7 @@ from unstable_lite.reward_transformations import (
     build_reward_transformations,
     build_transforms,
 )
-from unstable_lite.types import Generation, ModelRef, Opponent, PlayerTrajectory, Step, StepContext
+from unstable_lite.types import Generation, ModelRef, Opponent, PlayerTrajectory, Step
 
 STEP_ARGUMENTS = ("player_traj", "step_index", "reward")
 GENERATION = Generation(
@@ -63,23 +64,9 @@ def make_trajectory(*steps):
 
 
 def make_context(opponent_kind):
-    return StepContext(
-        env_id="E",
-        game_idx=3,
-        group_idx=None,
-        pid=0,
-        opponents=(Opponent(pid=1, uid="base", kind=opponent_kind),),
-        turn=4,
-        player_turn=2,
-        num_turns=5,
-        num_player_turns=3,
-        final_reward=1.0,
-        outcome="win",
-        end="natural",
-        is_invalid=False,
-        is_cut_off=True,
-        format_ok=True,
-    )
+    opponents = (Opponent(pid=1, uid="base", kind=opponent_kind),)
+    position = {"turn": 4, "player_turn": 2, "num_turns": 5}
+    return structs.replace(CONTEXT, game_idx=3, opponents=opponents, is_cut_off=True, **position)
 
 
 def rewards_of(steps):

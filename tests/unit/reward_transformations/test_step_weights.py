@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
+from fakes.step_contexts import CONTEXT
 from unstable_lite.errors import ConfigError
 from unstable_lite.learner.client import train_items
 from unstable_lite.orchestrator.checkpoint import read_checkpoint, save_checkpoint
@@ -20,26 +22,9 @@ from unstable_lite.rollout.episode_buffer import EpisodeBuffer
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.transport.codec import decode, encode
 from unstable_lite.transport.messages import Update
-from unstable_lite.types import Generation, ModelRef, Opponent, PlayerTrajectory, Step, StepContext
+from unstable_lite.types import Generation, ModelRef, PlayerTrajectory, Step, StepContext
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-CONTEXT = StepContext(
-    env_id="E",
-    game_idx=0,
-    group_idx=None,
-    pid=0,
-    opponents=(Opponent(pid=1, uid="base", kind="checkpoint"),),
-    turn=0,
-    player_turn=0,
-    num_turns=6,
-    num_player_turns=3,
-    final_reward=1.0,
-    outcome="win",
-    end="natural",
-    is_invalid=False,
-    is_cut_off=False,
-    format_ok=True,
-)
 
 
 def make_step(context: StepContext = CONTEXT, completion: Sequence[int] = (5, 6, 7), reward: float = 0.0) -> Step:
@@ -65,8 +50,7 @@ def make_step(context: StepContext = CONTEXT, completion: Sequence[int] = (5, 6,
 def make_trajectory(**changes: Any) -> PlayerTrajectory:
     """Return a game of six turns, of which this player had 1, 3 and 5; `changes` are those of every context."""
     contexts = [{"turn": 1 + 2 * turn, "player_turn": turn} | changes for turn in range(3)]
-    steps = [make_step(StepContext(**{name: getattr(CONTEXT, name) for name in CONTEXT.__struct_fields__} | given))
-             for given in contexts]  # fmt: skip
+    steps = [make_step(structs.replace(CONTEXT, **given)) for given in contexts]
     model = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
     return PlayerTrajectory(pid=0, env_id="E", game_idx=0, model=model, steps=steps, final_reward=1.0, num_turns=6)
 
@@ -150,11 +134,9 @@ async def test_waiting_step_keeps_its_weights_in_a_checkpoint(tmp_path: Path) ->
 
 def test_example_weights_steps_by_the_spread_of_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
     weigh = example(monkeypatch, "weight_by_group_spread", "WeightByGroupSpread")()
-    names = CONTEXT.__struct_fields__
 
     def of_game(group: int, game: int, reward: float) -> Step:
-        facts = {name: getattr(CONTEXT, name) for name in names} | {"group_idx": group, "game_idx": game}
-        return make_step(StepContext(**facts), reward=reward)
+        return make_step(structs.replace(CONTEXT, group_idx=group, game_idx=game), reward=reward)
 
     games = [of_game(0, 0, 1.0), of_game(0, 1, -1.0), of_game(1, 2, 1.0), of_game(1, 3, 1.0)]
     given = [games[0], *games]  # a second turn of game 0 does not count its reward twice
