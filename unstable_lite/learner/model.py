@@ -242,7 +242,7 @@ class Policy:
     @property
     def kl_metric(self) -> str:
         """Name of the KL metric, which names the reference of `reference_logprobs`."""
-        return f"kl_to_{self._reference or 'base'}"
+        return {None: "kl_to_base", "initial": "kl_to_initial", "average": "kl_to_average"}[self._reference]
 
     @torch.no_grad()
     def reference_logprobs(self, batch: batching.MicroBatch) -> Tensor:
