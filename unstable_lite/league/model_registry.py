@@ -267,7 +267,7 @@ class ModelRegistry:
             "current": self._current_uid,
             "models": {name: [getattr(meta, name) for meta in models] for name in COLUMNS},
             "ratings": {env_id: [meta.ratings[env_id] for meta in models] for env_id in self._envs},
-            "draws": self._draws,
+            "draws": {env_id: list(counts) for env_id, counts in self._draws.items()},
             "match_counts": [[numbers[a], numbers[b], count] for (a, b), count in self.match_counts.items()],
         }
 
