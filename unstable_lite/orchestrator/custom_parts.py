@@ -87,7 +87,7 @@ def _factory_problems(name: str, factory: Any) -> Iterator[str]:
     if not callable(factory):
         yield (
             f"{name}: an object of type {type(factory).__name__} cannot be called; give a class or a function, because "
-            f"the run makes the {name} itself, once it has what a {name} needs"
+            f"the run makes the {name} itself, once it has the arguments"
         )
         return
     arguments = list(inspect.signature(standard).parameters)

@@ -167,7 +167,7 @@ def test_objects_with_the_interface_make_a_run_that_resumes(tmp_path: Path) -> N
     stateful = {"scheduler", "scheduler.registry", "buffer", "collector", "model_sampler", "env_sampler"}
     assert {name for name, part in own.items() if "load_state_dict" in part.used} == stateful
     assert "resume" in own["tracker"].used
-    assert second.games > first.games, "the tracker's count goes on"
+    assert second.games > first.games, "the tracker's count continues"
 
 
 MINE = "from unstable_lite.plugins import name_of\nclass Mine: ...\nprint(name_of('algorithm', Mine))\n"

@@ -12,7 +12,7 @@ import pytest
 import unstable_lite as unstable
 from unstable_lite.config import Config
 from unstable_lite.errors import ConfigError
-from unstable_lite.learner import LEARNERS
+from unstable_lite.learner import LEARNERS, load_learner
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 from unstable_lite.orchestrator.custom_parts import lasting_state, made_part
 from unstable_lite.planning.plan import make_plan
@@ -124,6 +124,16 @@ def test_class_of_the_package_is_the_algorithm_of_its_name() -> None:
     for name, algorithm in LEARNERS.items():
         if name != "rloo":  # the same class as reinforce
             assert config_of(find("algorithm", algorithm.target, {})).algorithm == name
+
+
+class LearnsNothing:
+    def __init__(self, config: Config, device: str) -> None:
+        self.settings = config, device
+
+
+def test_learner_without_the_interface_is_refused() -> None:
+    with pytest.raises(ConfigError, match="algorithm: an object of type LearnsNothing has no training, update"):
+        load_learner(config_of(LearnsNothing), "cpu")
 
 
 def test_class_that_no_worker_can_import_is_refused() -> None:
