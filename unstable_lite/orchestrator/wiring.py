@@ -268,10 +268,11 @@ def _sinks(config: Config, directory: Path, resumed_after: int | None) -> list[S
 
 
 def _colocation(plan: Plan, workers: Workers, adapter_sync: AdapterSync, collector: Collector) -> Colocation:
-    engines = zip(workers.engines.engines, plan.devices_by_engine, strict=True)
+    engines = list(zip(workers.engines.engines, plan.devices_by_engine, strict=True))
     sharing = [engine for engine, devices in engines if not set(devices).isdisjoint(plan.shared_devices)]
     sleepers = sharing if plan.config.engine.when_shared == "sleep" else []
-    return Colocation(sleepers, adapter_sync.restore, learning=collector.runner.clock_stopped)
+    others = [engine for engine, _ in engines if engine not in sleepers]
+    return Colocation(sleepers, adapter_sync.restore, others, learning=collector.runner.clock_stopped)
 
 
 def _supervisors(

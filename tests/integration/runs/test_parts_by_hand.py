@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import unstable_lite as unstable
 from fakes import runs
 from fakes.own_parts import OwnPart
@@ -153,6 +155,7 @@ def run_of_own_parts(path: Path, steps: int, resume: Path | None = None) -> tupl
     return run, own
 
 
+@pytest.mark.nightly
 def test_objects_with_the_interface_make_a_run_that_resumes(tmp_path: Path) -> None:
     path = runs.write_small(tmp_path)
     run, own = run_of_own_parts(path, steps=1)
