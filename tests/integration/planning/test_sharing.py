@@ -111,6 +111,14 @@ def test_engine_apart_from_the_learner_has_its_gpu_to_itself(gpus: Any, when_sha
     assert rows(made)["engine memory"] == f"{share:.0%} of GPU 0, {share:.0%} of GPU 1, 90% of GPU 2, 90% of GPU 3"
 
 
+async def test_each_engine_worker_receives_its_own_share(gpus: Any, tmp_path: Path) -> None:
+    gpus(2)
+    scripted = {"kind": "scripted", "devices": (0, 1)}
+    made = plan("sleep", "builtin:tiny", engine=scripted, learner={"devices": (0,)})
+    async with started_engines(made, tmp_path, lambda text: None) as workers:
+        assert [process.spec.config.engine.gpu_share for process in workers.processes] == [0.7, 0.9]
+
+
 def test_engine_apart_from_the_learner_may_need_more_than_a_shared_one(gpus: Any) -> None:
     gpus(2, 40)
     apart = {"engine": {"devices": (1,)}, "learner": {"devices": (0,)}}
