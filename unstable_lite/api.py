@@ -30,7 +30,7 @@ def build(
     env_sampling_strategy: str | Mapping[str, Mapping[str, Any]] = "random",
     opponent_sampling_strategy: str | Mapping[str, Any] = "none",
     fixed_opponents: Sequence[str] = ("google/gemini-2.0-flash-lite-001",),
-    algorithm: str = "reinforce",
+    algorithm: str | type = "reinforce",
     max_train_len: int | None = None,
     max_generation_len: int = 4096,
     batch_size: int = 384,

@@ -10,7 +10,10 @@ import importlib
 import inspect
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any, TypeVar
 
 from unstable_lite.errors import ConfigError, UnstableError
@@ -49,6 +52,35 @@ def find(what: str, name: str, known: Mapping[str, T]) -> T:
     except AttributeError as error:
         raise ConfigError(f"{what} {name!r}: {module_name!r} has no {attribute!r}") from error
     return found
+
+
+def name_of(what: str, plugin: type) -> str:
+    """Return the `module:Class` by which another process imports a class. Raises ConfigError if none can."""
+    if getattr(sys.modules.get(plugin.__module__), plugin.__name__, None) is not plugin:
+        raise ConfigError(
+            f"{what}: workers import {plugin.__qualname__} by its name; define it under this name at the top level of "
+            "a module"
+        )
+    if plugin.__module__ != "__main__":
+        return f"{plugin.__module__}:{plugin.__name__}"
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None:  # python -m
+        return f"{main.__spec__.name}:{plugin.__name__}"
+    file = Path(getattr(main, "__file__", None) or "no file")
+    found = PathFinder.find_spec(file.stem)  # does not find modules that are loaded, such as an imported namesake
+    if found is None or found.origin is None or Path(found.origin).resolve() != file.resolve():
+        raise ConfigError(
+            f"{what}: workers cannot import {plugin.__name__} from a notebook, a command line, or a script with the "
+            "name of another module; move the class to a file of its own and import it"
+        )
+    return f"{file.stem}:{plugin.__name__}"
+
+
+def interface_problems(what: str, part: object, names: Iterable[str]) -> list[str]:
+    """Return the problem of a custom part that lacks names of its interface."""
+    missing = [name for name in names if not hasattr(part, name)]
+    described = f"the class {part.__name__}" if isinstance(part, type) else f"an object of type {type(part).__name__}"
+    return [f"{what}: {described} has no {', '.join(missing)}"] if missing else []
 
 
 def call(what: str, name: str, function: Callable[..., T], keywords: Mapping[str, Any]) -> T:

@@ -48,6 +48,17 @@ class KeepsADiary(TransformersEngine):
         self.note("wake")
 
 
+class SignsItsDiary(KeepsADiary):
+    """Writes its name before each action."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._name = spec.name
+        super().__init__(spec)
+
+    def note(self, what: str) -> None:
+        super().note(f"{self._name} {what}")
+
+
 class ForgetsInItsSleep(TransformersEngine):
     """Loses its adapters without noticing."""
 

@@ -47,3 +47,7 @@ class NotesItsSaves(REINFORCELearner):
                 print(json.dumps("saved"), file=file)
 
         self.training.save = noted  # type: ignore[method-assign]
+
+
+class TakesASecond(TakesItsTime):
+    seconds = 1.0

@@ -6,7 +6,7 @@ keyword names of `build()` without renaming them.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -22,6 +22,7 @@ from unstable_lite.config.training import (
     RunConfig,
     SftConfig,
 )
+from unstable_lite.plugins import name_of
 
 
 class Config(Section):
@@ -32,7 +33,7 @@ class Config(Section):
     """Whether to run Python code that comes with the model, in engines and learner. Read it first: it has all your
     permissions."""
     algorithm: str = "reinforce"
-    """`reinforce`, `a2c`, `ppo`, `grpo`, `rloo`, or a custom class as `module:Class`."""
+    """`reinforce`, `a2c`, `ppo`, `grpo`, `rloo`, or a custom class as `module:Class`; a script may give the class."""
     run: RunConfig = RunConfig()
     engine: EngineConfig = EngineConfig()
     learner: LearnerConfig = LearnerConfig()
@@ -47,6 +48,15 @@ class Config(Section):
     sft: SftConfig = SftConfig()
     train_envs: tuple[TrainEnvSpec, ...] = Field(min_length=1)
     eval_envs: tuple[EvalEnvSpec, ...] = ()
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _name_class(cls, algorithm: Any) -> Any:
+        if not isinstance(algorithm, type):
+            return algorithm
+        name = name_of("algorithm", algorithm)
+        package, _, own = name.partition(":")[0].rpartition(".")
+        return own if package == "unstable_lite.learner.algorithms" else name
 
     @field_validator("eval_envs")
     @classmethod

@@ -51,8 +51,8 @@ class RunConfig(Section):
     """Number of updates between checkpoints of adapter, optimiser and league on disk; the last update always has
     one."""
     game_timeout_s: float = Field(1800.0, gt=0)
-    """Longest wall-clock time of one game, without the learner's turns while engines sleep (`engine.when_shared`); a
-    longer game is void."""
+    """Longest wall-clock time of one game, without the learner's turns while all engines sleep (`engine.when_shared`);
+    a longer game is void."""
     group_size: int = Field(1, ge=1)
     """Number of times that each training game is played, with the same env, seed, opponents and (except for
     "duplicate") seats: see `rewards.group_baseline`."""
@@ -101,8 +101,9 @@ class EngineConfig(Section):
     model, another "cpu" in `devices` uses a core better than another thread does; see docs/gpus.md."""
     when_shared: Literal["split", "sleep"] = "split"
     """Use of a device that the learner shares. `split`: both compute at the same time, and a GPU's memory is divided by
-    `gpu_memory_utilization` of both sections. `sleep`: in turns; while the learner learns, engines release their memory
-    and games wait, and each engine is checked before it plays again."""
+    `gpu_memory_utilization` of both sections. `sleep`: in turns; while the learner learns, the engines on its devices
+    release their memory, and each is checked before it plays again. Engines on other devices always play; without any,
+    games wait."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """Share of a GPU's memory that a worker takes. Default: 0.9 (on a GPU that the learner shares, 0.5, or 0.7 if
     `when_shared` is "sleep"), divided by the number of engines on the GPU."""

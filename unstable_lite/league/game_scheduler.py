@@ -17,7 +17,7 @@ from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.errors import ConfigError, OpponentError
 from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
 from unstable_lite.league.samplers.model_samplers import BaseModelSampler
-from unstable_lite.plugins import lasting
+from unstable_lite.plugins import interface_problems, lasting
 from unstable_lite.rng import derive_seed, game_seed, restore, state_of
 from unstable_lite.types import (
     AgentSpec,
@@ -31,6 +31,8 @@ DRAWS = 20
 """Most opponents drawn for one seat until one can play, and most games drawn until one is kept by its steps."""
 GAMES = 256
 """Number of games in the running mean of the steps of a kind of game."""
+
+STATE = ("kind", "update", "state_dict", "load_state_dict")
 
 
 def _any_model(_model: ModelRef) -> bool:
@@ -52,8 +54,10 @@ class GameScheduler:
         """Start with no games.
 
         shares_by: whether samplers' shares count games or the steps that games bring.
-        rotates_groups: whether the models of a group change seats from game to game.
+        rotates_groups: whether the models of a group change seats from game to game. Raises ConfigError for a sampler
+        that lacks a part of the interface of `BaseModelSampler` or `BaseEnvSampler`.
         """
+        _check_samplers(model_sampler, env_sampler)
         self.registry = model_sampler.registry
         self._model_sampler = model_sampler
         self._env_sampler = env_sampler
@@ -265,6 +269,13 @@ def new_game(
         reward_scale=env.reward_scale,
         eval_label=label,
     )
+
+
+def _check_samplers(model_sampler: object, env_sampler: object) -> None:
+    problems = interface_problems("model_sampler", model_sampler, ("registry", "sample_opponent", *STATE))
+    problems += interface_problems("env_sampler", env_sampler, ("sample", *STATE))
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _moved(agents: Sequence[AgentSpec], seats: int) -> tuple[AgentSpec, ...]:

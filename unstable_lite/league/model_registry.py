@@ -266,8 +266,8 @@ class ModelRegistry:
         return {
             "current": self._current_uid,
             "models": {name: [getattr(meta, name) for meta in models] for name in COLUMNS},
-            "ratings": {env_id: [meta.ratings[env_id] for meta in models] for env_id in self._envs},
-            "draws": self._draws,
+            "ratings": {env_id: [list(meta.ratings[env_id]) for meta in models] for env_id in self._envs},
+            "draws": {env_id: list(counts) for env_id, counts in self._draws.items()},
             "match_counts": [[numbers[a], numbers[b], count] for (a, b), count in self.match_counts.items()],
         }
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, cast
 
 from unstable_lite import plugins
 from unstable_lite.config import Config
+from unstable_lite.errors import ConfigError
 from unstable_lite.types import Logprobs, TrainItem
 
 CRITIC_HEAD = "value_head.safetensors"
@@ -75,4 +76,7 @@ def load_learner(config: Config, device: str) -> Learner:
     learner_class: Callable[..., Learner] = plugins.find("algorithm", target, cast(Any, LEARNERS))
     made = partial(learner_class, config, device)
     plugins.check_keywords("algorithm", target, made, config.learner.options)
-    return made(**config.learner.options)
+    learner = made(**config.learner.options)
+    if problems := plugins.interface_problems("algorithm", learner, ("training", "update")):
+        raise ConfigError(*problems)
+    return learner

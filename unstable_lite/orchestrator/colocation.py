@@ -1,6 +1,7 @@
-"""Share one device between engines and learner: while the learner learns, the engines sleep.
+"""Share devices between engines and learner: while the learner learns, the engines on its devices sleep.
 
-Owns the device's lock. The caller restores an engine before it plays again.
+Engines on other devices play all the time: new requests go to them while the others sleep. Owns the lock of the shared
+devices. The caller restores an engine before it plays again.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ class Colocation:
     """Engines on the learner's device."""
     load_adapters: Callable[[EngineClient], Awaitable[None]]
     """Loads an engine's adapters, checks them and marks the engine ready."""
+    others: Sequence[EngineClient] = ()
+    """Engines on other devices."""
     learning: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    """Context that is entered while the engines do not play."""
+    """Context that is entered while no engine plays."""
     _device: asyncio.Lock = field(default_factory=asyncio.Lock)
     _asleep_s: float = 0.0
     """Time of the last turn of the learner, from putting the engines to sleep until they are ready again."""
@@ -40,7 +43,8 @@ class Colocation:
             return
         started = time.monotonic()
         async with self._device:
-            with self.learning():
+            is_any_up = any(engine.is_up for engine in self.others)
+            with contextlib.nullcontext() if is_any_up else self.learning():
                 asleep = await asyncio.gather(*(_put_to_sleep(engine) for engine in self.engines))
                 yield  # if it raises the run is over, and no engine needs to wake
                 await asyncio.gather(*(self._wake_up(engine) for engine in asleep if engine is not None))

@@ -22,6 +22,7 @@ from unstable_lite.config.reading import parse_config
 from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.errors import ConfigError, UnstableError
 from unstable_lite.league.game_scheduler import GameScheduler
+from unstable_lite.orchestrator.custom_parts import check_parts
 from unstable_lite.orchestrator.event_loop import first_reason, handled_signals, run_in_loop
 from unstable_lite.orchestrator.logs import log_file
 from unstable_lite.orchestrator.resume import rewind_to_checkpoint
@@ -31,13 +32,15 @@ from unstable_lite.orchestrator.train_loop import TrainLoop
 from unstable_lite.orchestrator.wiring import wired_parts
 from unstable_lite.planning.plan import Plan, make_plan
 from unstable_lite.printable import visible
+from unstable_lite.rollout.collector import Collector
 from unstable_lite.rollout.episode_buffer import EpisodeBuffer
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.tracking.run_directory import create_run_directory
+from unstable_lite.tracking.tracker import Tracker
 
 
 class Run:
-    """One run. Scheduler and buffer are made from the config unless they are given."""
+    """One run. Its parts are made from the config unless they are given."""
 
     def __init__(
         self,
@@ -45,18 +48,27 @@ class Run:
         *,
         scheduler: GameScheduler | None = None,
         buffer: StepBuffer | EpisodeBuffer | None = None,
+        tracker: Callable[..., Tracker] = Tracker,
+        collector: Callable[..., Collector] = Collector,
         terminal: TerminalInterface | None = None,
         resume: Path | None = None,
     ) -> None:
-        """`resume`: directory of a run to resume from its newest intact checkpoint."""
-        config = plan.config
-        if buffer is not None and isinstance(buffer, EpisodeBuffer) != (config.buffer.kind == "episodes"):
-            raise ConfigError(
-                f"{config.algorithm} learns from {config.buffer.kind}, not from a {type(buffer).__name__}"
-            )
+        """Check the parts that are given: objects of these classes, of subclasses, or with the same interface.
+
+        tracker, collector: called with the keyword arguments of `Tracker` and `Collector` once the run has them.
+        resume: directory of a run to resume from its newest intact checkpoint. Raises ConfigError for a part that lacks
+        a part of its interface.
+        """
+        check_parts(
+            plan.config,
+            {"tracker": tracker, "collector": collector},
+            {"scheduler": scheduler, "buffer": buffer, "terminal": terminal},
+        )
         self.plan = plan
         self._scheduler = scheduler
         self._buffer = buffer
+        self._tracker = tracker
+        self._collector = collector
         self._terminal = terminal or TerminalInterface()
         self._resume = resume
         self._outcome: futures.Future[Summary] | None = None
@@ -164,6 +176,8 @@ class Run:
                     checkpoint=checkpoint,
                     scheduler=self._scheduler,
                     buffer=self._buffer,
+                    make_tracker=self._tracker,
+                    make_collector=self._collector,
                 ) as parts:
                     self.training = TrainLoop(parts)
                     async with shown_live(parts):

@@ -10,6 +10,7 @@ from typing import Any
 
 from unstable_lite.errors import UnstableError
 from unstable_lite.orchestrator.checkpoint import Checkpoint, save_checkpoint
+from unstable_lite.orchestrator.custom_parts import lasting_state
 from unstable_lite.orchestrator.evaluations import Evaluations
 from unstable_lite.orchestrator.progress import Progress
 from unstable_lite.orchestrator.wiring import RunParts
@@ -94,13 +95,13 @@ class CheckpointSaver:
             "version": progress.version,
             "skipped_updates": progress.skipped,
             "evaluated": self._evaluations.done(),
-            "registry": parts.registry.state_dict(),
-            "scheduler": parts.scheduler.state_dict(),
-            "buffer": parts.buffer.state_dict(),
+            "registry": lasting_state("registry", parts.registry),
+            "scheduler": lasting_state("scheduler", parts.scheduler),
+            "buffer": lasting_state("buffer", parts.buffer),
             "adapter_sync": parts.adapter_sync.state_dict(),
             "pool": parts.pool.state_dict(),
-            "tracker": parts.tracker.state_dict(),
-            "collector": parts.collector.state_dict(),
+            "tracker": lasting_state("tracker", parts.tracker),
+            "collector": lasting_state("collector", parts.collector),
             "seats": parts.collector.seats.state_dict(),
             "health": parts.health.state_dict(),
         }

@@ -31,6 +31,7 @@ from unstable_lite.orchestrator.canary_checks import CanaryChecks
 from unstable_lite.orchestrator.checkpoint import Checkpoint
 from unstable_lite.orchestrator.checkpoint_pool import CheckpointPool
 from unstable_lite.orchestrator.colocation import Colocation
+from unstable_lite.orchestrator.custom_parts import made_part
 from unstable_lite.orchestrator.exact_evaluations import ExactEvaluations
 from unstable_lite.orchestrator.frozen_players import FrozenPlayer, keep_frozen
 from unstable_lite.orchestrator.health import TrainingHealth
@@ -99,6 +100,8 @@ async def wired_parts(
     checkpoint: Checkpoint | None = None,
     scheduler: GameScheduler | None = None,
     buffer: StepBuffer | EpisodeBuffer | None = None,
+    make_tracker: Callable[..., Tracker] = Tracker,
+    make_collector: Callable[..., Collector] = Collector,
 ) -> AsyncIterator[RunParts]:
     """Yield the parts of a run with its workers up; on exit no process, file or shared memory of it is left open.
 
@@ -111,7 +114,7 @@ async def wired_parts(
     frozen = await asyncio.to_thread(keep_frozen, plan, registry, directory, say)
     buffer.in_flight = in_flight(config, plan.game_lengths, len(frozen))
     async with contextlib.AsyncExitStack() as stack:
-        tracker = stack.enter_context(contextlib.closing(_tracker(config, directory, checkpoint, say)))
+        tracker = stack.enter_context(contextlib.closing(_tracker(make_tracker, config, directory, checkpoint, say)))
         tracker.registry = registry
 
         def alarm(text: str) -> None:
@@ -144,13 +147,15 @@ async def wired_parts(
         canaries = CanaryChecks(workers.engines, workers.learner, table, prompts, tolerance, alarm)
         adapter_sync = AdapterSync(workers.engines, store, table, canaries)
         health = TrainingHealth(config, directory, buffer, tracker, say, stop)
-        collector = Collector(
-            scheduler,
-            buffer,
-            seats,
-            table,
-            config.run,
-            (tracker, health),
+        collector = made_part(
+            "collector",
+            make_collector,
+            scheduler=scheduler,
+            buffer=buffer,
+            seats=seats,
+            table=table,
+            config=config.run,
+            listeners=(tracker, health),
             lock_step=lock_step,
             environments=environments,
             unpaused=health.unpaused,
@@ -230,9 +235,15 @@ def _stream(config: Config, purpose: str) -> random.Random:
     return random.Random(derive_seed(config.run.seed, purpose))
 
 
-def _tracker(config: Config, directory: Path, checkpoint: Checkpoint | None, say: Callable[[str], None]) -> Tracker:
+def _tracker(
+    make: Callable[..., Tracker],
+    config: Config,
+    directory: Path,
+    checkpoint: Checkpoint | None,
+    say: Callable[[str], None],
+) -> Tracker:
     sinks = _sinks(config, directory, checkpoint.state["updates"] if checkpoint is not None else None)
-    tracker = Tracker(directory, sinks, config.tracker, say)
+    tracker = made_part("tracker", make, run_directory=directory, sinks=sinks, config=config.tracker, say=say)
     if checkpoint is not None:
         evaluations = list(read_records(directory / "eval.jsonl"))
         with checkpoint.understood():
@@ -257,10 +268,11 @@ def _sinks(config: Config, directory: Path, resumed_after: int | None) -> list[S
 
 
 def _colocation(plan: Plan, workers: Workers, adapter_sync: AdapterSync, collector: Collector) -> Colocation:
-    engines = zip(workers.engines.engines, plan.devices_by_engine, strict=True)
+    engines = list(zip(workers.engines.engines, plan.devices_by_engine, strict=True))
     sharing = [engine for engine, devices in engines if not set(devices).isdisjoint(plan.shared_devices)]
     sleepers = sharing if plan.config.engine.when_shared == "sleep" else []
-    return Colocation(sleepers, adapter_sync.restore, learning=collector.runner.clock_stopped)
+    others = [engine for engine, _ in engines if engine not in sleepers]
+    return Colocation(sleepers, adapter_sync.restore, others, learning=collector.runner.clock_stopped)
 
 
 def _supervisors(

@@ -202,7 +202,7 @@ class _WorkerFleet:
             endpoint=self.router.endpoint,
             device=devices[0] if isinstance(devices[0], str) else "cuda:0",
             threads=threads,
-            config_json=self._plan.divided.model_dump_json(),
+            config_json=self._plan.divided_for(devices).model_dump_json(),
             is_restart=self._is_restart,
             rank=rank,
             num_ranks=num_ranks,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from unstable_lite.config import Config
@@ -36,6 +37,12 @@ def shared(engine_devices: Devices, learner_devices: Devices) -> list[int | str]
     return [device for device in dict.fromkeys(engine_devices) if device in learner_devices]
 
 
+def by_engine(config: Config, engine_devices: Devices) -> list[tuple[int | str, ...]]:
+    """Return the devices of each engine: one, or `engine.tensor_parallel` GPUs."""
+    size = config.engine.tensor_parallel
+    return [tuple(engine_devices[start : start + size]) for start in range(0, len(engine_devices), size)]
+
+
 def divide(config: Config, engine_devices: Devices, learner_devices: Devices) -> Config:
     """Return the config with `gpu_memory_utilization` set in each section whose workers share a GPU with others.
 
@@ -58,6 +65,12 @@ def divide(config: Config, engine_devices: Devices, learner_devices: Devices) ->
     )
 
 
+def divide_for(config: Config, worker_devices: Devices, engine_devices: Devices, learner_devices: Devices) -> Config:
+    """Return the config of the worker on `worker_devices`: an engine apart from the learner has its GPU to itself."""
+    is_apart = set(worker_devices).isdisjoint(learner_devices)
+    return divide(config, engine_devices, () if is_apart else learner_devices)
+
+
 def placement_problems(config: Config, engine_devices: Devices, learner_devices: Devices) -> Iterable[str]:
     """Yield each reason why the workers on one device cannot share it, or have too little memory there."""
     takes_turns, devices = config.engine.when_shared == "sleep", shared(engine_devices, learner_devices)
@@ -72,9 +85,9 @@ def placement_problems(config: Config, engine_devices: Devices, learner_devices:
             "engine.when_shared = 'sleep': vLLM can sleep only on GPUs; set engine.kind = 'transformers', which can "
             "sleep here, or engine.when_shared = 'split', which needs no sleep"
         )
-    divided = divide(config, engine_devices, learner_devices)
     gpus = [device for device in (*engine_devices, *learner_devices) if isinstance(device, int)]
     for device in dict.fromkeys((*devices, *gpus)):
+        divided = divide_for(config, _of_same_engine(config, device, engine_devices), engine_devices, learner_devices)
         yield from _too_small(divided, device, engine_devices, learner_devices)
 
 
@@ -87,6 +100,20 @@ def describe_sharing(config: Config, engine_devices: Devices, learner_devices: D
         "split": "engine and learner compute at the same time",
         "sleep": "engines sleep and games wait while the learner learns; each engine is checked when it wakes",
     }
+    engines = by_engine(config, engine_devices)
+    alone = [engine for engine in engines if set(engine).isdisjoint(devices)]
+    if devices and alone:
+        sharing = _all_of(engine for engine in engines if engine not in alone)
+        always = "generates" if len(alone) == 1 else "generate"
+        uses = {
+            "split": f"on {sharing} engine and learner compute at the same time; {_all_of(alone)} only {always}",
+            "sleep": (
+                f"{sharing} take turns: the engines there sleep while the learner learns, and each is checked when it "
+                f"wakes; {_all_of(alone)} always {always}"
+            ),
+        }
+        if schedule == "sync" and when == "sleep":
+            uses["sleep"] += " while a round is played, and waits while the learner learns (run.schedule = 'sync')"
     yield "shared devices", f"{when}: {uses[when]}" if devices else "none: engine and learner have their own"
     config = divide(config, engine_devices, learner_devices)
     for device in devices:
@@ -244,6 +271,18 @@ def _least(
 
 def _name(device: int | str) -> str:
     return "the CPU" if device == "cpu" else f"GPU {device}"
+
+
+def _of_same_engine(config: Config, device: int | str, engine_devices: Devices) -> tuple[int | str, ...]:
+    """Return the devices of the engines on a device, and the device."""
+    engines = [engine for engine in by_engine(config, engine_devices) if device in engine]
+    return (device, *chain.from_iterable(engines))
+
+
+def _all_of(engines: Iterable[Devices]) -> str:
+    """Return a readable list of the devices of these engines."""
+    *others, last = map(_name, dict.fromkeys(chain.from_iterable(engines)))
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _listed(devices: Devices) -> str:

@@ -28,10 +28,12 @@ from unstable_lite.planning.exact import describe_exact
 from unstable_lite.planning.machine import machine_problems, machine_warnings
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.placement import (
+    by_engine,
     decide_checkpointing,
     describe_sharing,
     devices_of,
     divide,
+    divide_for,
     engine_devices_alone,
     shared,
 )
@@ -66,8 +68,7 @@ class Plan:
     @property
     def devices_by_engine(self) -> list[tuple[int | str, ...]]:
         """Devices of each engine: one, or `engine.tensor_parallel` GPUs."""
-        size = self.config.engine.tensor_parallel
-        return [self.engine_devices[start : start + size] for start in range(0, len(self.engine_devices), size)]
+        return by_engine(self.config, self.engine_devices)
 
     @property
     def shared_devices(self) -> list[int | str]:
@@ -76,8 +77,12 @@ class Plan:
 
     @property
     def divided(self) -> Config:
-        """Config that workers receive, with their shares of a shared GPU."""
+        """Config with the shares of a GPU that engine and learner share."""
         return divide(self.config, self.engine_devices, self.learner_devices)
+
+    def divided_for(self, devices: Sequence[int | str]) -> Config:
+        """Return the config that the worker on these devices receives, with its share of a shared GPU."""
+        return divide_for(self.config, devices, self.engine_devices, self.learner_devices)
 
     @property
     def num_ranks(self) -> int:
@@ -152,7 +157,13 @@ class Plan:
             yield "adapters to the servers", delivery(config.engine)
             memory = "set by the servers"
         elif set(self.engine_devices) != {"cpu"}:
+            shares = {devices: self.divided_for(devices).engine.gpu_share for devices in self.devices_by_engine}
             memory = f"{self.divided.engine.gpu_share:.0%} of the GPU"
+            if len(set(shares.values())) > 1:
+                memory = ", ".join(
+                    f"{share:.0%} of {' and '.join(_device(device, 1) for device in devices)}"
+                    for devices, share in shares.items()
+                )
         yield "engine memory", memory
 
     def _describe_games(self) -> Iterator[tuple[str, str]]:

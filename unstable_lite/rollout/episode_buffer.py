@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import ClassVar, Literal
 
 from unstable_lite.errors import ConfigError
 from unstable_lite.rollout.buffer import Buffer
@@ -11,6 +12,8 @@ from unstable_lite.types import PlayerTrajectory, Step
 
 class EpisodeBuffer(Buffer):
     """Buffer of whole trajectories; only the last step gets the final reward, so that returns count it once."""
+
+    batches: ClassVar[Literal["episodes"]] = "episodes"
 
     def add_player_trajectory(self, traj: PlayerTrajectory) -> None:
         if not traj.steps:

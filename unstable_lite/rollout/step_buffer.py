@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -37,6 +37,7 @@ class _Group:
 class StepBuffer(Buffer):
     """Buffer of single steps; each carries its player's final reward, or its advantage within its group."""
 
+    batches: ClassVar[Literal["steps"]] = "steps"
     group_size: int = 1
     group_baseline: GroupBaseline | None = None
     """Baseline of a player's rewards at one seat."""

@@ -36,7 +36,7 @@ class Diversity:
             self._num_turns -= len(self._trajectories.popleft()[1])
 
     def state_dict(self) -> list[Any]:
-        return list(self._trajectories)
+        return [[list(states), list(actions)] for states, actions in self._trajectories]
 
     def load_state_dict(self, state: list[Any]) -> None:
         for states, actions in state:

@@ -224,7 +224,7 @@ class Tally:
         self._games.append(PlayedGame(outcome, reward, own_invalid, choices, optimal))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"void": self.void, "games": list(self._games)}
+        return {"void": self.void, "games": list(map(list, self._games))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.void, self._games = state["void"], [PlayedGame(*game) for game in state["games"]]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
-from unstable_lite.errors import RequestError
+from unstable_lite.errors import RequestError, WorkerDied
 from unstable_lite.orchestrator.colocation import Colocation
 from unstable_lite.orchestrator.supervisor import Supervisor
 from unstable_lite.orchestrator.workers import EngineWorkers, started_engines
@@ -114,6 +115,37 @@ async def test_learner_waits_for_a_restarting_engine(shared: Shared) -> None:
             assert not shared.engine.channel.is_dead and shared.workers.processes[0].channel.ready.done()
         assert (await shared.engine.generate("hello", 0)).adapter_version == 0
         supervised.cancel()
+
+
+async def test_other_engines_generate_while_the_first_sleeps(shared: Shared) -> None:
+    playing = [asyncio.create_task(shared.pool.generate(f"game {number}", 0)) for number in range(20)]
+    async with shared.turns.learner():
+        before = shared.pool.generated_tokens
+        await asyncio.gather(*playing)
+        for number in range(20):
+            await asyncio.wait_for(shared.pool.generate(f"game {number}", 0), 10)
+        assert shared.pool.generated_tokens > before
+        assert shared.engine.channel.num_pending == 0
+
+
+@pytest.mark.parametrize("is_other_up", [True, False])
+async def test_clock_stops_only_if_no_engine_is_up(shared: Shared, is_other_up: bool) -> None:
+    stopped: list[bool] = []
+
+    @contextlib.contextmanager
+    def clock_stopped() -> Iterator[None]:
+        stopped.append(True)
+        yield
+
+    other = shared.pool.engines[1]
+    if not is_other_up:
+        os.kill(shared.workers.processes[1].pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            await shared.workers.processes[1].watch()
+    assert other.is_up is is_other_up
+    turns = Colocation(shared.turns.engines, shared.turns.load_adapters, [other], learning=clock_stopped)
+    async with turns.learner():
+        assert bool(stopped) is not is_other_up
 
 
 async def test_nothing_waits_if_no_engine_shares_the_device(shared: Shared) -> None:

@@ -78,6 +78,60 @@ def test_named_device_is_shared_even_if_there_are_more(gpus: Any, when_shared: s
     assert rows(made)["shared devices"].startswith(f"{when_shared}: ")
 
 
+FOUR = {"engine": {"devices": (0, 1, 2, 3)}, "learner": {"devices": (0, 1)}}
+
+
+def test_check_says_which_engines_sleep_and_which_always_generate(gpus: Any) -> None:
+    gpus(4)
+    made = rows(plan("sleep", **FOUR))
+    assert made["shared devices"].startswith("sleep: GPU 0 and GPU 1 take turns: the engines there sleep")
+    assert made["shared devices"].endswith("; GPU 2 and GPU 3 always generate")
+    three = plan("sleep", engine={"devices": (0, 1, 2)}, learner={"devices": (0, 1, 3)})
+    assert rows(three)["shared devices"].endswith("; GPU 2 always generates")
+    split = rows(plan("split", **FOUR))["shared devices"]
+    assert split.startswith("split: on GPU 0 and GPU 1 engine and learner compute at the same time")
+    waits = rows(plan("sleep", run={"schedule": "sync"}, **FOUR))["shared devices"]
+    assert waits.endswith("and waits while the learner learns (run.schedule = 'sync')")
+
+
+def test_engine_across_a_shared_and_another_gpu_sleeps_whole(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(4)
+    monkeypatch.setattr(engines_devices, "vllm_usable", lambda devices: (True, "a GPU build"))
+    parallel = {"kind": "vllm", "devices": (0, 1, 2, 3), "tensor_parallel": 2}
+    made = plan("sleep", engine=parallel, learner={"devices": (0,)})
+    assert "sleep: GPU 0 and GPU 1 take turns" in rows(made)["shared devices"]
+    assert [made.divided_for(devices).engine.gpu_share for devices in made.devices_by_engine] == [0.7, 0.9]
+
+
+@pytest.mark.parametrize(("when_shared", "share"), [("split", 0.5), ("sleep", 0.7)])
+def test_engine_apart_from_the_learner_has_its_gpu_to_itself(gpus: Any, when_shared: str, share: float) -> None:
+    gpus(4)
+    made = plan(when_shared, **FOUR)
+    assert [made.divided_for(devices).engine.gpu_share for devices in made.devices_by_engine] == [share] * 2 + [0.9] * 2
+    assert rows(made)["engine memory"] == f"{share:.0%} of GPU 0, {share:.0%} of GPU 1, 90% of GPU 2, 90% of GPU 3"
+
+
+async def test_each_engine_worker_receives_its_own_share(gpus: Any, tmp_path: Path) -> None:
+    gpus(2)
+    scripted = {"kind": "scripted", "devices": (0, 1)}
+    made = plan("sleep", "builtin:tiny", engine=scripted, learner={"devices": (0,)})
+    async with started_engines(made, tmp_path, lambda text: None) as workers:
+        assert [process.spec.config.engine.gpu_share for process in workers.processes] == [0.7, 0.9]
+
+
+def test_engine_apart_from_the_learner_may_need_more_than_a_shared_one(gpus: Any) -> None:
+    gpus(2, 40)
+    apart = {"engine": {"devices": (1,)}, "learner": {"devices": (0,)}}
+    both = {"engine": {"devices": (0, 1)}, "learner": {"devices": (0,)}}
+    plan("split", "Qwen/Qwen3-8B", **apart)
+    plan("split", "Qwen/Qwen3-8B", **both)
+    gpus(2, 30)
+    plan("split", "Qwen/Qwen3-8B", **apart)
+    with pytest.raises(ConfigError) as raised:
+        plan("split", "Qwen/Qwen3-8B", **both)
+    assert "GPU 0" in str(raised.value) and "GPU 1" not in str(raised.value)
+
+
 def test_sleep_gives_the_engine_more_and_the_learner_no_limit(gpus: Any) -> None:
     gpus(1)
     made = plan("sleep")

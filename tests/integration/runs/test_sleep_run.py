@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fakes import runs
+from unstable_lite.config.reading import read_config
+from unstable_lite.dashboards.terminal import TerminalInterface
+from unstable_lite.orchestrator.run import Run
+from unstable_lite.planning.plan import make_plan
 
 
 def train(directory: Path, engine: str, *overrides: str) -> tuple[int, str, str]:
@@ -41,6 +46,29 @@ def test_learner_saves_its_state_before_the_engines_wake(tmp_path: Path) -> None
     assert code == 0, err
     turns = [what for what in diary(tmp_path) if what in ("sleep", "saved", "wake")]
     assert [turns[index - 1] for index, what in enumerate(turns) if what == "wake"] == ["saved"] * 3
+
+
+async def test_engine_apart_from_the_learner_plays_through_its_turns(tmp_path: Path) -> None:
+    given = ("engine.when_shared=sleep", "engine.kind=fakes.sleeping_engines:SignsItsDiary", "run.eval_games=0")
+    slow = ("algorithm=fakes.slow_learners:TakesASecond", "run.learning_steps=2", 'engine.devices=["cpu","cpu"]')
+    config, problems = read_config(runs.write_small(tmp_path), (*given, *slow))
+    assert config is not None, problems
+    # To torch both are the CPU; to the plan they are two devices, as two GPUs are.
+    plan = replace(make_plan(config), engine_devices=("cpu", "cpu:0"), learner_devices=("cpu",))
+    run = Run(plan, terminal=TerminalInterface(quiet=True))
+    await run.execute()
+    assert run.training is not None
+    assert [engine.channel.name for engine in run.training.parts.colocation.others] == ["engine-1"]
+    did = diary(tmp_path)
+    assert did.count("engine-0 sleep") == did.count("engine-0 wake") == 2
+    assert "engine-1 sleep" not in did and "engine-1 wake" not in did
+    for start in (index for index, what in enumerate(did) if what == "engine-0 sleep"):
+        asleep = did[start + 1 : did.index("engine-0 wake", start)]
+        assert asleep.count("engine-1 answer") > 0
+        assert {what.split()[0] for what in asleep} <= {"engine-1", "learnt"}
+    assert {"engine-0", "engine-1"} <= {what.split()[0] for what in did[did.index("engine-0 wake") :]}
+    for name in ("engine-0", "engine-1"):
+        assert did.count(f"{name} load") == 2, "an engine that stayed awake loads each adapter once, too"
 
 
 @pytest.mark.nightly

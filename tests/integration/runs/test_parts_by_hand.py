@@ -1,0 +1,199 @@
+"""Every part of a run can be a custom one: a subclass in a script, or an object with the same interface."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unstable_lite as unstable
+from fakes import runs
+from fakes.own_parts import OwnPart
+from fakes.sync_runs import SYNC
+from unstable_lite.config.reading import read_config
+from unstable_lite.league.game_scheduler import STATE as SAMPLER_STATE
+from unstable_lite.orchestrator.custom_parts import INTERFACES
+from unstable_lite.planning.plan import make_plan
+
+SCRIPT = """
+import json, random, sys
+from collections import Counter
+from pathlib import Path
+
+import unstable_lite as unstable
+from unstable_lite.config.reading import read_config
+from unstable_lite.planning.plan import make_plan
+
+samplers, calls = unstable.samplers, Counter()
+
+
+class MyTracker(unstable.Tracker):
+    def log_update(self, step, metrics, histograms=()):
+        calls["tracker"] += 1
+        super().log_update(step, {**metrics, "mine/answer": 42.0}, histograms)
+
+
+class MyRegistry(unstable.ModelRegistry):
+    def update_ratings(self, uids, scores, env_id):
+        calls["registry"] += 1
+        super().update_ratings(uids, scores, env_id)
+
+
+class MyEnvSampler(samplers.UniformRandomEnvSampler):
+    def _choose_train(self):
+        calls["env_sampler"] += 1
+        return super()._choose_train()
+
+
+class MyModelSampler(samplers.FixedOpponentModelSampler):
+    def sample_opponent(self, env_id):
+        calls["model_sampler"] += 1
+        return super().sample_opponent(env_id)
+
+
+class MyScheduler(unstable.GameScheduler):
+    def next_train_job(self, *arguments):
+        calls["scheduler"] += 1
+        return super().next_train_job(*arguments)
+
+
+class MyBuffer(unstable.StepBuffer):
+    async def get_batch(self, n, current_version):
+        batch = await super().get_batch(n, current_version)
+        calls["buffer"] += 1
+        return batch
+
+
+class MyCollector(unstable.Collector):
+    async def run(self, num_train_workers, num_eval_workers):
+        calls["collector"] += 1
+        await super().run(num_train_workers, num_eval_workers)
+
+
+class MyTerminal(unstable.TerminalInterface):
+    def say(self, text):
+        calls["terminal"] += 1
+
+
+class MyLearner(unstable.REINFORCELearner):
+    def update(self, items, version):
+        result = super().update(items, version)
+        result.metrics["mine"] = 7.0
+        return result
+
+
+if __name__ == "__main__":
+    config, problems = read_config(Path(sys.argv[1]), ("run.learning_steps=2", "run.eval_games=0"))
+    config = type(config).model_validate({**config.model_dump(), "algorithm": MyLearner})
+    registry = MyRegistry()
+    registry.add_fixed("scripted:random")
+    model_sampler = MyModelSampler(registry, random.Random(0))
+    env_sampler = MyEnvSampler(config.train_envs, config.eval_envs)
+    run = unstable.Run(
+        make_plan(config),
+        scheduler=MyScheduler(model_sampler, env_sampler),
+        buffer=MyBuffer(config.buffer_size),
+        tracker=MyTracker,
+        collector=MyCollector,
+        terminal=MyTerminal(quiet=True),
+    )
+    summary = run.start()
+    print(json.dumps([str(summary.directory), calls]))
+"""
+
+
+def test_script_replaces_every_part_by_its_own_subclass(tmp_path: Path) -> None:
+    script = tmp_path / "my_parts.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, script, runs.write_small(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    directory, calls = json.loads(done.stdout.splitlines()[-1])
+    parts = {"tracker", "registry", "env_sampler", "model_sampler", "scheduler", "buffer", "collector", "terminal"}
+    assert calls.keys() == parts
+    assert calls["tracker"] == 2 and calls["collector"] == 1
+    lines = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in lines if "learner/loss" in line]
+    assert [line["mine/answer"] for line in updates] == [42.0, 42.0]
+    assert [line["learner/mine"] for line in updates] == [7.0, 7.0]
+    assert 'algorithm = "my_parts:MyLearner"' in (Path(directory) / "config.toml").read_text()
+
+
+def run_of_own_parts(path: Path, steps: int, resume: Path | None = None) -> tuple[unstable.Run, dict[str, OwnPart]]:
+    """Return a sync run of which no part is of the package's classes, and the parts by name."""
+    few = ("run.eval_games=2", "run.eval_every=2", "run.checkpoint_every=1", f"run.learning_steps={steps}")
+    config, problems = read_config(path, (*SYNC[:1], "run.num_collection_workers=6", *few))
+    assert config is not None, problems
+    own: dict[str, OwnPart] = {}
+
+    def part(name: str, of: Any, names: tuple[str, ...] = ()) -> Any:
+        own[name] = OwnPart(of, names or INTERFACES[name])
+        return own[name]
+
+    registry = unstable.ModelRegistry()
+    registry.add_fixed("scripted:random")
+    samplers, sampler_names = unstable.samplers, ("sample", *SAMPLER_STATE)
+    env_sampler = samplers.RoundRobinEnvSampler(config.train_envs, config.eval_envs)
+    model_sampler = samplers.FixedOpponentModelSampler(part("scheduler.registry", registry), random.Random(0))
+    scheduler = unstable.GameScheduler(
+        part("model_sampler", model_sampler, ("registry", "sample_opponent", *SAMPLER_STATE)),
+        part("env_sampler", env_sampler, sampler_names),
+    )
+    run = unstable.Run(
+        make_plan(config),
+        scheduler=part("scheduler", scheduler),
+        buffer=part("buffer", unstable.StepBuffer(config.buffer_size)),
+        tracker=lambda **given: part("tracker", unstable.Tracker(**given)),
+        collector=lambda **given: part("collector", unstable.Collector(**given)),
+        terminal=part("terminal", unstable.TerminalInterface(quiet=True)),
+        resume=resume,
+    )
+    return run, own
+
+
+@pytest.mark.nightly
+def test_objects_with_the_interface_make_a_run_that_resumes(tmp_path: Path) -> None:
+    path = runs.write_small(tmp_path)
+    run, own = run_of_own_parts(path, steps=1)
+    first = run.start()
+    assert first is not None and first.updates == 1
+    unused = {name: set(INTERFACES[name]) - part.used for name, part in own.items() if name in INTERFACES}
+    assert not unused["scheduler"] - {"load_state_dict"} and not unused["tracker"] - {"alarm", "log", "resume"}
+
+    run, own = run_of_own_parts(path, steps=2, resume=first.directory)
+    second = run.start()
+    assert second is not None and second.updates == 2
+    stateful = {"scheduler", "scheduler.registry", "buffer", "collector", "model_sampler", "env_sampler"}
+    assert {name for name, part in own.items() if "load_state_dict" in part.used} == stateful
+    assert "resume" in own["tracker"].used
+    assert second.games > first.games, "the tracker's count continues"
+
+
+MINE = "from unstable_lite.plugins import name_of\nclass Mine: ...\nprint(name_of('algorithm', Mine))\n"
+
+
+def test_class_of_a_script_has_the_name_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "my_script.py").write_text(MINE)
+    assert output(tmp_path / "my_script.py") == "my_script:Mine"
+    assert output("-m", "my_script", cwd=tmp_path) == "my_script:Mine"
+
+
+def test_class_of_a_command_line_is_refused() -> None:
+    assert "workers cannot import Mine from a notebook" in output("-c", MINE)
+
+
+def test_script_with_the_name_of_another_module_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "twice.py").touch()
+    (tmp_path / "twice.py").write_text(f"import sys\nsys.path.insert(0, {str(tmp_path / 'first')!r})\n{MINE}")
+    assert "a script with the name of another module" in output(tmp_path / "twice.py")
+
+
+def output(*arguments: str | Path, cwd: Path | None = None) -> str:
+    """Return the last line that a Python process writes."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=cwd)
+    return (done.stdout or done.stderr).splitlines()[-1]

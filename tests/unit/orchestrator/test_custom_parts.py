@@ -1,0 +1,144 @@
+"""A part that a run cannot use is refused before anything starts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unstable_lite as unstable
+from unstable_lite.config import Config
+from unstable_lite.errors import ConfigError
+from unstable_lite.learner import LEARNERS, load_learner
+from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
+from unstable_lite.orchestrator.custom_parts import lasting_state, made_part
+from unstable_lite.planning.plan import make_plan
+from unstable_lite.plugins import find, name_of
+
+ENV = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}
+
+
+def config_of(algorithm: Any = "reinforce") -> Config:
+    return Config.model_validate({"algorithm": algorithm, "train_envs": [ENV], "engine": {"kind": "scripted"}})
+
+
+class Silent:
+    """An object with no part's interface."""
+
+
+class TooFewArguments(unstable.Tracker):
+    def __init__(self, run_directory: Path) -> None:
+        super().__init__(run_directory, (), config_of().tracker)
+
+
+def needs_more(what_is_this: str, **given: Any) -> unstable.Collector:
+    raise AssertionError(what_is_this, given)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"scheduler": Silent()}, "scheduler: an object of type Silent has no registry, next_train_group"),
+        ({"scheduler": unstable.GameScheduler}, "scheduler: GameScheduler is a class; give an object of it"),
+        ({"buffer": []}, "buffer: an object of type list has no batches, begin_game"),
+        ({"buffer": unstable.EpisodeBuffer(8)}, "buffer: reinforce learns from steps, not from a EpisodeBuffer"),
+        ({"terminal": Silent()}, "terminal: an object of type Silent has no start"),
+        ({"tracker": Silent()}, "tracker: an object of type Silent cannot be called; give a class or a function"),
+        ({"tracker": Silent}, "tracker 'Silent': unknown keyword 'run_directory'"),
+        ({"tracker": TooFewArguments}, "tracker 'TooFewArguments': unknown keyword 'sinks'"),
+        ({"collector": needs_more}, "collector 'needs_more': keyword 'what_is_this' is missing"),
+        ({"collector": lambda **given: given}, None),
+        ({"collector": dict}, "collector: the class dict has no run, play_round"),
+    ],
+)
+def test_wrong_part_is_refused_by_name(part: Mapping[str, Any], words: str | None) -> None:
+    if words is None:
+        unstable.Run(make_plan(config_of()), **part)  # only the result of a function can be checked
+        return
+    with pytest.raises(ConfigError) as raised:
+        unstable.Run(make_plan(config_of()), **part)
+    assert words in str(raised.value)
+
+
+def test_every_wrong_part_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        unstable.Run(make_plan(config_of()), scheduler=Silent(), buffer=Silent(), tracker=Silent)  # type: ignore[arg-type]
+    problems = [problem.partition(":")[0] for problem in raised.value.problems]
+    assert {"scheduler", "buffer"} < set(problems) and "tracker 'Silent'" in problems
+
+
+def test_result_of_a_function_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match="collector: an object of type dict has no run, play_round"):
+        made_part("collector", lambda **given: given, scheduler=None)
+
+
+def test_registry_of_a_custom_scheduler_is_checked() -> None:
+    scheduler = unstable.GameScheduler(
+        unstable.samplers.MirrorModelSampler(unstable.ModelRegistry(), random.Random(0)),
+        unstable.samplers.UniformRandomEnvSampler(config_of().train_envs),
+    )
+    scheduler.registry = Silent()  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"scheduler\.registry: an object of type Silent has no current"):
+        unstable.Run(make_plan(config_of()), scheduler=scheduler)
+
+
+def test_samplers_in_the_wrong_order_are_refused() -> None:
+    model_sampler = unstable.samplers.MirrorModelSampler(unstable.ModelRegistry(), random.Random(0))
+    env_sampler = unstable.samplers.UniformRandomEnvSampler(config_of().train_envs)
+    with pytest.raises(ConfigError, match="model_sampler: an object of type UniformRandomEnvSampler has no registry"):
+        unstable.GameScheduler(env_sampler, model_sampler)  # type: ignore[arg-type]
+
+
+def test_state_that_json_would_change_is_refused_by_the_name_of_its_part() -> None:
+    class Tuples(unstable.StepBuffer):
+        def state_dict(self) -> dict[str, Any]:
+            return super().state_dict() | {"mine": (1, 2)}
+
+    with pytest.raises(ConfigError, match="buffer Tuples: JSON would change"):
+        lasting_state("buffer", Tuples(8))
+
+
+def test_state_of_a_subclass_without_its_own_state_is_kept() -> None:
+    class MyRegistry(unstable.ModelRegistry):
+        pass
+
+    registry = MyRegistry()
+    registry.add_fixed("scripted:random")
+    registry.update_ratings({0: "base", 1: "fixed-scripted:random"}, {0: 1.0, 1: -1.0}, "Nim-v0-train")
+    restored = MyRegistry()
+    restored.load_state_dict(lasting_state("registry", registry))
+    assert restored.get("base").rating_in("Nim-v0-train") == registry.get("base").rating_in("Nim-v0-train")
+    assert restored.state_dict()["draws"] == registry.state_dict()["draws"] == {"Nim-v0-train": [0, 1]}
+
+
+def test_algorithm_may_be_a_class_that_workers_can_import() -> None:
+    assert config_of(Silent).algorithm == f"{__name__}:Silent"
+    assert find("algorithm", name_of("algorithm", Silent), {}) is Silent
+
+
+def test_class_of_the_package_is_the_algorithm_of_its_name() -> None:
+    assert config_of(REINFORCELearner).algorithm == "reinforce"
+    for name, algorithm in LEARNERS.items():
+        if name != "rloo":  # the same class as reinforce
+            assert config_of(find("algorithm", algorithm.target, {})).algorithm == name
+
+
+class LearnsNothing:
+    def __init__(self, config: Config, device: str) -> None:
+        self.settings = config, device
+
+
+def test_learner_without_the_interface_is_refused() -> None:
+    with pytest.raises(ConfigError, match="algorithm: an object of type LearnsNothing has no training, update"):
+        load_learner(config_of(LearnsNothing), "cpu")
+
+
+def test_class_that_no_worker_can_import_is_refused() -> None:
+    class Local(REINFORCELearner):
+        pass
+
+    with pytest.raises(ConfigError, match=r"algorithm: workers import .*<locals>\.Local by its name; define it"):
+        config_of(Local)
