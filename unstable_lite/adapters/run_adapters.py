@@ -10,9 +10,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from unstable_lite.config.games import opponent_shown
 from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import ConfigError
 from unstable_lite.files import read_records
+from unstable_lite.types import Sampling
 
 NEWEST, BEST = "newest", "best"
 _RUN_WORD = re.compile(r"(.+)/(ckpt-\d+|newest|best)/*")
@@ -77,12 +79,19 @@ def _best_update(run: Path, saved: dict[int, Path]) -> int:
     return max(means, key=lambda update: (means[update], update))
 
 
+def _opponent(env: dict[str, Any]) -> str:
+    """Return the name of the opponent in results; see `EvalEnvSpec.opponent`."""
+    name = env["fixed_opponent"] if env["num_players"] > 1 else "none"
+    sampling = Sampling(temperature=env.get("temperature"), top_p=env.get("top_p"))
+    return opponent_shown(name, None if sampling == Sampling() else sampling)
+
+
 def _eval_envs(run: Path) -> set[tuple[str, str]]:
     """Return env and opponent of each eval env in a run's config."""
     path = run / "config.toml"
     try:
         envs: list[dict[str, Any]] = parse_toml(path.read_bytes(), str(path)).get("eval_envs", [])
-        return {(env["env_id"], env["fixed_opponent"] if env["num_players"] > 1 else "none") for env in envs}
+        return {(env["env_id"], _opponent(env)) for env in envs}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (LookupError, TypeError, AttributeError) as error:

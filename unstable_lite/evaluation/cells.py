@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from unstable_lite.config.games import EnvSpec, EvalEnvSpec
+from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.models import NO_OPPONENT, EvaluatedModel
 from unstable_lite.league.game_scheduler import new_game
@@ -47,8 +47,8 @@ class Cell:
         """Identity of the cell: independent of the models' names, without env settings left at their defaults."""
         played_how = [
             f"{name}={getattr(self.env, name)}"
-            for name, field in EnvSpec.model_fields.items()
-            if getattr(self.env, name) != field.default
+            for name, field in EvalEnvSpec.model_fields.items()
+            if name != "fixed_opponent" and getattr(self.env, name) != field.default
         ]
         return JOINT.join((self.model.key, self.opponent.key, *played_how))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -70,6 +71,7 @@ def plan_evaluation(
     concurrency: int | None = None,
     tournament: bool = False,
     ladder: bool = False,
+    temperature: float | None = None,
     overrides: Sequence[str] = (),
     trusts_config: bool = False,
 ) -> EvaluationPlan:
@@ -79,6 +81,7 @@ def plan_evaluation(
     envs: `env_id`, `env_id:players` or `env_id:players:template`; default: the config's eval envs, else its training
     envs.
     opponents: default: each eval env's own `fixed_opponent`.
+    temperature: sampling temperature in every env, 0 for greedy; default: each eval env's, else the config's.
     ladder: rate the models and the base against the rungs of `absolute_ladder`.
     trusts_config: use a run's config although another user wrote it; see `trust.run_config`.
     """
@@ -95,6 +98,10 @@ def plan_evaluation(
         config = run_config(run, overrides, trusts_config)
     given = checked_config(config, overrides)
     specs = _env_specs(given, envs)
+    if temperature is not None:
+        if not 0 <= temperature < math.inf:
+            raise ConfigError(f"--temperature {temperature:g}: give a number from 0 (greedy)")
+        specs = [spec.model_copy(update={"temperature": temperature}) for spec in specs]
     if tournament or others:
         specs = _distinct_envs(specs)
     if ladder and (problems := [*_ladder_problems(specs, given)]):
@@ -162,7 +169,7 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
         given |= {"prompt_template": template} if template else {}
         like = known.get(env_id) or [_as_eval(config.train_envs[0], config.league)]
         if env_id not in known:  # another game: keep only the way of asking
-            given |= {"reward_scale": None} | ({"observation": "env"} if is_openspiel(env_id) else {})
+            given |= {"reward_scale": None, "env_kwargs": ()} | ({"observation": "env"} if is_openspiel(env_id) else {})
         specs += [spec.model_copy(update=given) for spec in like]
     return specs
 
@@ -202,7 +209,9 @@ def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
         for name in [model.name for model in cell.models if model.is_fixed] or [BASE]
     )
     first = cells[0].env
-    train_env = TrainEnvSpec(num_actors=first.num_players, **first.model_dump(exclude={"fixed_opponent"}))
+    train_env = TrainEnvSpec(
+        num_actors=first.num_players, **first.model_dump(exclude={"fixed_opponent", "temperature", "top_p"})
+    )
     return make_engine_plan(
         config.model_copy(
             update={

@@ -17,14 +17,14 @@ import transformers
 
 from unstable_lite.adapters.peft_files import CONFIG, read_json
 from unstable_lite.config import Config
-from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
+from unstable_lite.config.games import TRAINED_SAMPLING, EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.training import EngineConfig, LoraConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell
 from unstable_lite.evaluation.exact import ExactResult, exact_result
 from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel, check_served, find_models, find_run
 from unstable_lite.evaluation.probing import ActionDistribution, Probe, probe, random_positions, uniform_distribution
-from unstable_lite.games.answers import questions
+from unstable_lite.games.answers import allowance_problem, questions
 from unstable_lite.games.game_tree import uniform
 from unstable_lite.games.openspiel.flatten import flatten
 from unstable_lite.games.templates import chats_in_use, templates_for
@@ -118,6 +118,8 @@ def evaluate_exactly(
     trees, reasons = {}, []
     for env in asked:
         try:
+            if env.error_allowance:
+                raise ConfigError(allowance_problem(env))
             trees[env] = flatten(env.env_id, is_forced)
         except ConfigError as error:
             reasons.append(str(error))
@@ -140,7 +142,7 @@ def _models_by_env(cells: Iterable[Cell]) -> dict[EvalEnvSpec, list[EvaluatedMod
     """Return the models that are asked in each env, each once, with any opponents."""
     asked: dict[EvalEnvSpec, dict[EvaluatedModel, None]] = {}
     for cell in cells:
-        asked.setdefault(cell.env.model_copy(update={"fixed_opponent": ""}), {})[cell.model] = None
+        asked.setdefault(cell.env.model_copy(update={"fixed_opponent": ""} | TRAINED_SAMPLING), {})[cell.model] = None
     return {env: list(models) for env, models in asked.items()}
 
 

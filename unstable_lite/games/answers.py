@@ -33,6 +33,14 @@ def questions(env: EnvSpec, template: Template, observations: Sequence[str]) -> 
         yield Question(prompt=prompt, actions=tuple(actions), answers=answers)
 
 
+def allowance_problem(env: EnvSpec) -> str:
+    """Return the reason why an env that lets players repeat invalid moves has no exact result."""
+    return (
+        f"{env.env_id}: exact results count an illegal answer as the end of the game, and error_allowance = "
+        f"{env.error_allowance}; set it to 0"
+    )
+
+
 def check_read(env: EnvSpec, action: str, answer: str) -> None:
     """Raise ConfigError if the env's extraction does not read an answer as this action."""
     if find_extraction(env.action_extraction_fn)(answer) != (action, True):

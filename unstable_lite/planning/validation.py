@@ -23,8 +23,8 @@ from unstable_lite.engines.vllm_server.config_checks import server_problems
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
 from unstable_lite.games.api_keys import url_problem
 from unstable_lite.games.env_catalogue import probe
-from unstable_lite.games.env_start import start_environment
-from unstable_lite.games.players.factory import opponent_problem
+from unstable_lite.games.env_start import environment_of
+from unstable_lite.games.players.factory import BLIND, opponent_problem
 from unstable_lite.games.templates import chats_in_use, extraction_problems, known_templates, template_problems
 from unstable_lite.league.opponents import frozen_adapters, strategies, training_opponents, uses_checkpoints
 from unstable_lite.league.samplers import check_league
@@ -122,7 +122,8 @@ def learning_problems(config: Config) -> Iterable[str]:
             yield f"train_envs: {env_id} is listed {n} times, but averages, curves and samplers use env_id; keep one"
     for (env_id, opponent), n in Counter((env.env_id, env.opponent) for env in config.eval_envs).items():
         if n > 1:
-            yield f"eval_envs: {env_id} against {opponent} is listed {n} times, but results use these two; keep one"
+            way_out = "keep one, or give each its own temperature"
+            yield f"eval_envs: {env_id} against {opponent} is listed {n} times, but results use these two; {way_out}"
 
 
 def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterable[str]:
@@ -295,7 +296,7 @@ def _env_problems(config: Config) -> Iterable[str]:
         *((f"eval_envs.{index}", spec) for index, spec in enumerate(config.eval_envs)),
     ]
     for where, spec in entries:
-        info = probe(spec.env_id, spec.num_players, spec.observation)
+        info = probe(spec.env_id, spec.num_players, spec.observation, spec.env_kwargs)
         if info.problem is not None:
             yield f"{where}: env_id = {spec.env_id!r}: {info.problem}"
         if spec.reward_scale is not None and not is_openspiel(spec.env_id):
@@ -312,9 +313,11 @@ def _env_problems(config: Config) -> Iterable[str]:
 
 def why_not_seated(name: str, spec: TrainEnvSpec | EvalEnvSpec, opponents: OpponentsConfig) -> str | None:
     """Return the reason why an opponent cannot play in an env; None if it can."""
+    if spec.env_kwargs and name.startswith(BLIND):
+        return f"opponent {name!r} searches the env with its default arguments, and env_kwargs sets others"
     observation = None
-    if probe(spec.env_id, spec.num_players, spec.observation).problem is None:
-        observation = start_environment(spec.env_id, spec.num_players, 0, spec.observation).observe()[1]
+    if probe(spec.env_id, spec.num_players, spec.observation, spec.env_kwargs).problem is None:
+        observation = environment_of(spec, 0).observe()[1]
     return opponent_problem(name, spec.env_id, observation, opponents)
 
 

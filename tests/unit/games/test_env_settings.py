@@ -1,0 +1,146 @@
+"""Arguments of an env, invalid moves that may be repeated, and the sampling of an evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unstable_lite.config import Config
+from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.config.reading import parse_config
+from unstable_lite.evaluation.cells import read_key
+from unstable_lite.games.env_catalogue import probe
+from unstable_lite.games.env_pool import opened_env_pool
+from unstable_lite.games.env_start import environment_of, start_environment
+from unstable_lite.games.players.factory import PlayerFactory
+from unstable_lite.games.players.player import Player
+from unstable_lite.league.game_scheduler import new_game
+from unstable_lite.planning.validation import find_engine_problems, learning_problems
+from unstable_lite.rollout.lockstep import LockStep
+from unstable_lite.rollout.run_game import new_record, run_game
+from unstable_lite.types import Generation, ModelRef, Reply, Sampling
+
+BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+NIM = {"env_id": "Nim-v0-train", "num_players": 2, "fixed_opponent": "scripted:random"}
+SMALL_BOARD = {"num_rows": 4, "num_cols": 5}
+
+
+def config_of(*eval_envs: dict[str, Any], **train: Any) -> Config:
+    env = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 1} | train
+    return Config.model_validate({"train_envs": [env], "eval_envs": eval_envs})
+
+
+class Says(Player):
+    def __init__(self, *actions: str) -> None:
+        self._actions = iter(actions)
+
+    async def act(self, observation: str) -> Reply:
+        action = next(self._actions)
+        return Reply(action=action, text=action, prompt=observation)
+
+
+@pytest.mark.parametrize(("env_id", "valid"), [("TicTacToe-v0-train", "[4]"), ("openspiel:tic_tac_toe", "x(1,1)")])
+def test_a_player_repeats_as_many_invalid_moves_as_allowed(env_id: str, valid: str) -> None:
+    env = start_environment(env_id, 2, 1, error_allowance=1)
+    env.observe()
+    turn = env.play("nonsense")
+    assert turn is not None and (turn[0], env.was_invalid) == (0, True)
+    turn = env.play(valid)
+    assert turn is not None and (turn[0], env.was_invalid) == (1, False)
+    assert env.play("nonsense") is not None  # a valid move sets the count back
+    assert env.play("nonsense") is None
+    assert env.was_invalid
+    rewards, remarks = env.close()
+    assert rewards == {0: 1.0, 1: -1.0}
+    assert [bool(remarks[pid].get("invalid_move")) for pid in (0, 1)] == [False, True]
+
+
+def test_no_move_is_repeated_by_default() -> None:
+    env = start_environment("TicTacToe-v0-train", 2, 1)
+    env.observe()
+    assert env.play("nonsense") is None
+
+
+async def test_a_repeated_move_is_an_invalid_turn_of_a_game_that_goes_on() -> None:
+    env = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, error_allowance=1, max_turns=3)
+    record = new_record(new_game(env, [BASE, BASE], 0, "eval", 1))
+    players = {0: Says("nonsense", "[4]"), 1: Says("nonsense")}
+    await run_game(record, environment_of(env, 1), players, 100)
+    assert [turn.is_invalid for turn in record.turns] == [True, False, True]
+    assert (record.end, record.invalid_pids) == ("truncated", ())
+
+
+async def test_isolated_env_gets_arguments_and_allowance(tmp_path: Path) -> None:
+    env = EvalEnvSpec(
+        env_id="ConnectFour-v0-train", num_players=2, env_kwargs=SMALL_BOARD, error_allowance=1, isolated=True
+    )
+    async with opened_env_pool(tmp_path, 20) as pool:
+        isolated = await pool.make(new_game(env, [BASE, BASE], 0, "eval", 1))
+        assert "4 rows and 5 columns" in isolated.observe()[1]
+        assert await isolated.advance("nonsense") is not None
+        assert isolated.was_invalid
+        isolated.drop()
+
+
+def test_unknown_arguments_are_refused_with_those_that_the_env_accepts() -> None:
+    def problem(env_id: str, **kwargs: Any) -> str:
+        return str(probe(env_id, 2, "env", tuple(kwargs.items())).problem)
+
+    assert "no argument rows; it accepts is_open, num_rows, num_cols" in problem("ConnectFour-v0-train", rows=5)
+    assert "set error_allowance of the env" in problem("Nim-v0-train", error_allowance=5)
+    assert "write env_id = 'openspiel:nim(a=5)'" in problem("openspiel:nim", a=5)
+    assert "does not start" in problem("ConnectFour-v0-train", num_rows="many")
+    (refused,) = find_engine_problems(config_of(env_kwargs={"rows": 5}))
+    assert "train_envs.0" in refused and "no argument rows" in refused
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"error_allowance": -1},
+     {"env_kwargs": {"table": {}}}, {"env_kwargs": 3}],
+)  # fmt: skip
+def test_bad_values_are_refused_by_name(keys: dict[str, Any]) -> None:
+    train = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 1}
+    _, problems = parse_config({"train_envs": [train], "eval_envs": [NIM | keys]})
+    assert len(problems) >= 1
+    assert all(problem.startswith(f"eval_envs.0.{next(iter(keys))}") for problem in problems), problems
+
+
+def test_eval_env_inherits_arguments_and_allowance() -> None:
+    (env,) = config_of(NIM, env_kwargs={"piles": [1, 2]}, error_allowance=2).eval_envs
+    assert (env.env_kwargs, env.error_allowance) == ((("piles", (1, 2)),), 2)
+    assert EvalEnvSpec.model_validate(env.model_dump(mode="json")) == env
+
+
+def test_same_env_and_opponent_may_be_listed_once_for_each_sampling() -> None:
+    greedy, cool = NIM | {"temperature": 0}, NIM | {"temperature": 0.3}
+    config = config_of(NIM, greedy, cool)
+    assert [env.opponent for env in config.eval_envs] == [
+        "scripted:random", "scripted:random, greedy", "scripted:random, T=0.3"
+    ]  # fmt: skip
+    assert not [problem for problem in learning_problems(config) if "listed" in problem]
+    assert "listed 2 times" in "".join(learning_problems(config_of(greedy, greedy)))
+
+
+@pytest.mark.parametrize("in_lock_step", [False, True])
+async def test_sampling_of_an_eval_env_reaches_the_engine(in_lock_step: bool) -> None:
+    asked: list[Sampling | None] = []
+
+    async def generate(*_: Any, sampling: Sampling | None = None) -> Generation:
+        asked.append(sampling)
+        raise RuntimeError("asked")
+
+    lock_step = LockStep(generate)
+    factory = PlayerFactory(lock_step.generate if in_lock_step else generate, sampling_seed=0)
+    for keys in ({"temperature": 0, "top_p": 0.5}, {}):
+        spec = new_game(EvalEnvSpec.model_validate(NIM | keys), [BASE, BASE], 0, "eval", 1)
+        turn = factory.players(spec)[0].act("observation")
+        with pytest.raises((RuntimeError, ExceptionGroup)):
+            await (lock_step.play([turn]) if in_lock_step else turn)
+    assert asked == [Sampling(temperature=0, top_p=0.5), None]
+
+
+def test_sampling_is_part_of_a_cell() -> None:
+    assert read_key("a | b | env_id=Nim-v0 | num_players=2 | temperature=0.0").other_settings == "temperature=0.0"
