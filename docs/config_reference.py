@@ -123,6 +123,8 @@ def _name(annotation: Any) -> str:
         return " or ".join(f'`"{argument}"`' for argument in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(_name(argument) for argument in arguments if argument is not types.NoneType)
+    if annotation == EvalEnvSpec.model_fields["env_kwargs"].annotation:
+        return "table"
     if origin is tuple:
         items = [_name(argument) for argument in arguments if argument is not Ellipsis]
         items = [f"({item})" if " or " in item else item for item in items]

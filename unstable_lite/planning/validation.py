@@ -122,8 +122,7 @@ def learning_problems(config: Config) -> Iterable[str]:
             yield f"train_envs: {env_id} is listed {n} times, but averages, curves and samplers use env_id; keep one"
     for (env_id, opponent), n in Counter((env.env_id, env.opponent) for env in config.eval_envs).items():
         if n > 1:
-            way_out = "keep one, or give each its own temperature"
-            yield f"eval_envs: {env_id} against {opponent} is listed {n} times, but results use these two; {way_out}"
+            yield f"eval_envs: {env_id} against {opponent} is listed {n} times; keep one, or set other temperatures"
 
 
 def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterable[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.reading import parse_config
 from unstable_lite.evaluation.cells import read_key
 from unstable_lite.games.env_catalogue import probe
-from unstable_lite.games.env_pool import opened_env_pool
 from unstable_lite.games.env_start import environment_of, start_environment
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.player import Player
@@ -24,7 +22,6 @@ from unstable_lite.types import Generation, ModelRef, Reply, Sampling
 
 BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 NIM = {"env_id": "Nim-v0-train", "num_players": 2, "fixed_opponent": "scripted:random"}
-SMALL_BOARD = {"num_rows": 4, "num_cols": 5}
 
 
 def config_of(*eval_envs: dict[str, Any], **train: Any) -> Config:
@@ -41,7 +38,7 @@ class Says(Player):
         return Reply(action=action, text=action, prompt=observation)
 
 
-@pytest.mark.parametrize(("env_id", "valid"), [("TicTacToe-v0-train", "[4]"), ("openspiel:tic_tac_toe", "x(1,1)")])
+@pytest.mark.parametrize(("env_id", "valid"), [("TicTacToe-v0-train", "[4]"), ("openspiel:tic_tac_toe", "[4]")])
 def test_a_player_repeats_as_many_invalid_moves_as_allowed(env_id: str, valid: str) -> None:
     env = start_environment(env_id, 2, 1, error_allowance=1)
     env.observe()
@@ -70,18 +67,6 @@ async def test_a_repeated_move_is_an_invalid_turn_of_a_game_that_goes_on() -> No
     await run_game(record, environment_of(env, 1), players, 100)
     assert [turn.is_invalid for turn in record.turns] == [True, False, True]
     assert (record.end, record.invalid_pids) == ("truncated", ())
-
-
-async def test_isolated_env_gets_arguments_and_allowance(tmp_path: Path) -> None:
-    env = EvalEnvSpec(
-        env_id="ConnectFour-v0-train", num_players=2, env_kwargs=SMALL_BOARD, error_allowance=1, isolated=True
-    )
-    async with opened_env_pool(tmp_path, 20) as pool:
-        isolated = await pool.make(new_game(env, [BASE, BASE], 0, "eval", 1))
-        assert "4 rows and 5 columns" in isolated.observe()[1]
-        assert await isolated.advance("nonsense") is not None
-        assert isolated.was_invalid
-        isolated.drop()
 
 
 def test_unknown_arguments_are_refused_with_those_that_the_env_accepts() -> None:
