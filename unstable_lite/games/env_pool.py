@@ -169,7 +169,7 @@ class IsolatedEnvironment:
                     seed=spec.seed,
                     observation=spec.observation,
                     reward_scale=spec.reward_scale,
-                    env_kwargs=spec.env_kwargs,
+                    env_kwargs=dict(spec.env_kwargs),
                     error_allowance=spec.error_allowance,
                 )
             else:

@@ -43,6 +43,6 @@ def environment_of(spec: EnvSpec | GameSpec | MakeEnv, seed: int) -> LocalEnviro
         seed,
         cast(Observation, spec.observation),
         spec.reward_scale,
-        spec.env_kwargs,
+        tuple(dict(spec.env_kwargs).items()),
         spec.error_allowance,
     )

@@ -131,7 +131,9 @@ class Environment:
         self.was_invalid = False
         """Whether the last action broke the rules."""
         self._offenders: set[int] = set()
-        self._env = self._call(self._start, _prepare(env_id), observation, dict(env_kwargs))
+        self._env = self._call(
+            self._start, _prepare(env_id), observation, {name: _with_lists(value) for name, value in env_kwargs}
+        )
         self._env.state.error_allowance = error_allowance
         self._unwrapped = self._env  # wrappers look up `state` slowly
         while isinstance(self._unwrapped, ta.Wrapper):
@@ -238,6 +240,11 @@ class Environment:
             raise EnvError(f"{self.env_id}: a call did not return within {limit}") from overdue
         finally:
             _thread.game = None
+
+
+def _with_lists(value: Any) -> Any:
+    """Return an argument with its arrays as lists, as an env's author expects them."""
+    return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _make_observed_by(wrapper: Callable[[Any], Any], env_id: str, env_kwargs: dict[str, Any]) -> Any:
