@@ -314,9 +314,8 @@ def why_not_seated(name: str, spec: TrainEnvSpec | EvalEnvSpec, opponents: Oppon
     """Return the reason why an opponent cannot play in an env; None if it can."""
     if spec.env_kwargs and name.startswith(BLIND):
         return f"opponent {name!r} searches the env with its default arguments, and env_kwargs sets others"
-    observation = None
-    if probe(spec.env_id, spec.num_players, spec.observation, spec.env_kwargs).problem is None:
-        observation = environment_of(spec, 0).observe()[1]
+    is_fine = probe(spec.env_id, spec.num_players, spec.observation, spec.env_kwargs).problem is None
+    observation = environment_of(spec, 0).observe()[1] if is_fine else None
     return opponent_problem(name, spec.env_id, observation, opponents)
 
 
