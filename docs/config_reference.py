@@ -80,7 +80,10 @@ def _intro(model: type[Section]) -> list[str]:
 
 
 def _default(field: Any) -> str:
-    return "needed" if field.is_required() else _written(field.default)
+    if field.is_required():
+        return "needed"
+    is_table = isinstance(field.default, tuple) and _name(field.annotation) == "table"  # pairs of name and value
+    return _written(dict(field.default) if is_table else field.default)
 
 
 def _written(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
@@ -10,19 +11,31 @@ from unstable_lite.config.env_ids import canonical_env_id
 from unstable_lite.config.section import Section
 from unstable_lite.types import Observation, Sampling
 
+LEAST_TEMPERATURE = 0.01
+"""Lowest temperature that engines sample at. vLLM raises lower ones to it, and at the very lowest all engines take the
+most probable token and report its log-probability at temperature 1."""
+
 
 def _pairs(table: Any) -> Any:
     """Return a table as sorted pairs, which unlike a dict are hashable. Raises ValueError for other values."""
     if not isinstance(table, dict):
-        return table
+        raise ValueError("write a table: { name = value }")
     return tuple((name, _argument(name, value)) for name, value in sorted(table.items()))
 
 
 def _argument(name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_argument(name, item) for item in value)
-    if not isinstance(value, str | int | float):
-        raise ValueError(f"{name} is a {type(value).__name__}; write a number, a string, a boolean or an array of them")
+    if not isinstance(value, str | int | float) or value in (math.inf, -math.inf) or value != value:
+        shown = value if isinstance(value, float) else f"a {type(value).__name__}"
+        raise ValueError(f"{name} is {shown}; write a finite number, a string, a boolean or an array of them")
+    return value
+
+
+def eval_temperature(value: float) -> float:
+    """Return a temperature at which evaluations can sample. Raises ValueError for any other."""
+    if value != 0 and not LEAST_TEMPERATURE <= value < math.inf:
+        raise ValueError(f"give 0 (greedy) or a number from {LEAST_TEMPERATURE}, the lowest temperature of vLLM")
     return value
 
 
@@ -88,8 +101,8 @@ class EvalEnvSpec(EnvSpec):
 
     fixed_opponent: str = "google/gemini-2.0-flash-lite-001"
     """Opponent, named as in `league.fixed_opponents`."""
-    temperature: float | None = Field(None, ge=0)
-    """Sampling temperature of every seat that engines serve; 0: the most probable token. Default:
+    temperature: Annotated[float, AfterValidator(eval_temperature)] | None = None
+    """Sampling temperature of every seat that engines serve, at least 0.01, or 0: the most probable token. Default:
     `engine.temperature`."""
     top_p: float | None = Field(None, gt=0, le=1)
     """Share of the probability to sample from, for the same seats. Default: `engine.top_p`."""

@@ -45,8 +45,9 @@ class Cell:
     @property
     def key(self) -> str:
         """Identity of the cell: independent of the models' names, without env settings left at their defaults."""
+        shown = self.env.model_dump()
         played_how = [
-            f"{name}={getattr(self.env, name)}"
+            f"{name}={shown[name]}"
             for name, field in EvalEnvSpec.model_fields.items()
             if name != "fixed_opponent" and getattr(self.env, name) != field.default
         ]

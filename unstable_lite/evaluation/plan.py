@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from unstable_lite.adapters.frozen import copies_of
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import canonical_env_id, is_openspiel
-from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec
+from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec, eval_temperature
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.absolute_ladder import ANCHOR, RUNGS
@@ -99,9 +98,10 @@ def plan_evaluation(
     given = checked_config(config, overrides)
     specs = _env_specs(given, envs)
     if temperature is not None:
-        if not 0 <= temperature < math.inf:
-            raise ConfigError(f"--temperature {temperature:g}: give a number from 0 (greedy)")
-        specs = [spec.model_copy(update={"temperature": temperature}) for spec in specs]
+        try:
+            specs = [spec.model_copy(update={"temperature": eval_temperature(temperature)}) for spec in specs]
+        except ValueError as error:
+            raise ConfigError(f"--temperature {temperature:g}: {error}") from None
     if tournament or others:
         specs = _distinct_envs(specs)
     if ladder and (problems := [*_ladder_problems(specs, given)]):
@@ -141,7 +141,10 @@ def _ladder_problems(specs: Sequence[EvalEnvSpec], config: Config) -> Iterator[s
             yield f"--ladder: {reason}; name a game that it can play with --env openspiel:NAME"
     for env_id, times in Counter(spec.env_id for spec in specs).items():
         if times > 1:
-            yield f"--ladder: {env_id} is given with {times} templates or settings; name one: --env env_id:2:template"
+            yield (
+                f"--ladder: {env_id} is given with {times} templates or settings; name one: --env env_id:2:template, "
+                "--temperature"
+            )
 
 
 def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:

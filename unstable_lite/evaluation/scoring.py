@@ -118,8 +118,8 @@ def evaluate_exactly(
     trees, reasons = {}, []
     for env in asked:
         try:
-            if env.error_allowance:
-                raise ConfigError(allowance_problem(env))
+            if (reason := allowance_problem(env)) is not None:
+                raise ConfigError(reason)
             trees[env] = flatten(env.env_id, is_forced)
         except ConfigError as error:
             reasons.append(str(error))

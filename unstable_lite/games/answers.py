@@ -33,8 +33,10 @@ def questions(env: EnvSpec, template: Template, observations: Sequence[str]) -> 
         yield Question(prompt=prompt, actions=tuple(actions), answers=answers)
 
 
-def allowance_problem(env: EnvSpec) -> str:
-    """Return the reason why an env that lets players repeat invalid moves has no exact result."""
+def allowance_problem(env: EnvSpec) -> str | None:
+    """Return the reason why an env has no exact result if it lets players repeat invalid moves, or None."""
+    if not env.error_allowance:
+        return None
     return (
         f"{env.env_id}: exact results count an illegal answer as the end of the game, and error_allowance = "
         f"{env.error_allowance}; set it to 0"

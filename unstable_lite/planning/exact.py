@@ -29,7 +29,7 @@ def exact_envs(config: Config) -> tuple[list[EnvSpec], list[str]]:
     specs: list[EnvSpec] = [*config.train_envs, *config.eval_envs]
     envs, reasons = [], []
     for spec in {spec.env_id: spec for spec in reversed(specs)}.values():
-        reason = allowance_problem(spec) if spec.error_allowance else _game_problem(spec.env_id, spec.num_players)
+        reason = allowance_problem(spec) or _game_problem(spec.env_id, spec.num_players)
         if reason is None:
             try:
                 check_read(spec, "[x]", written_answer("", "[x]"))

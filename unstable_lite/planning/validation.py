@@ -16,7 +16,7 @@ from unstable_lite.adapters.frozen import is_frozen
 from unstable_lite.adapters.peft_files import check_adapter
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_openspiel
-from unstable_lite.config.games import INHERITED, EvalEnvSpec, OpponentsConfig, TrainEnvSpec
+from unstable_lite.config.games import INHERITED, LEAST_TEMPERATURE, EvalEnvSpec, OpponentsConfig, TrainEnvSpec
 from unstable_lite.config.training import EMBEDDINGS, EngineConfig, LoraConfig, no_adapter_at
 from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
 from unstable_lite.engines.vllm_server.config_checks import server_problems
@@ -45,10 +45,6 @@ from unstable_lite.planning.objective import objective_problems
 from unstable_lite.planning.placement import devices_of, placement_problems
 from unstable_lite.plugins import suggestion
 from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
-
-LEAST_TRAINED_TEMPERATURE = 0.01
-"""Lowest temperature that engines sample at. vLLM raises lower ones to it, and at the very lowest all engines take the
-most probable token and report its log-probability at temperature 1; the learner would divide by the configured one."""
 
 
 def find_problems(config: Config, copies: Path | None = None) -> list[str]:
@@ -111,9 +107,9 @@ def _device_problems(config: Config, has_engines: bool) -> list[str]:
 
 def learning_problems(config: Config) -> Iterable[str]:
     """Yield each reason why a run cannot train on its samples or label its results. Not for an evaluation."""
-    if config.engine.temperature < LEAST_TRAINED_TEMPERATURE:
+    if config.engine.temperature < LEAST_TEMPERATURE:
         yield (
-            f"engine.temperature = {config.engine.temperature:g}: below {LEAST_TRAINED_TEMPERATURE} engines do not "
+            f"engine.temperature = {config.engine.temperature:g}: below {LEAST_TEMPERATURE} engines do not "
             "sample at the temperature that the learner divides by; set at least that (only training, not `eval`, "
             "needs it)"
         )
@@ -376,7 +372,8 @@ def played_otherwise(config: Config) -> Iterator[str]:
     for env in config.eval_envs:
         if (other := trained.get(env.env_id)) is None:
             continue
-        pairs = ((key, getattr(env, key), getattr(other, key)) for key in INHERITED)
+        owns, others = env.model_dump(), other.model_dump()
+        pairs = ((key, owns[key], others[key]) for key in INHERITED)
         if differing := [f"{key} = {own!r}, trained with {its!r}" for key, own, its in pairs if own != its]:
             yield f"{env.env_id} against {env.opponent} is evaluated with {'; '.join(differing)}"
 

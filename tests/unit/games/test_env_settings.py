@@ -9,15 +9,19 @@ import pytest
 from unstable_lite.config import Config
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.reading import parse_config
-from unstable_lite.evaluation.cells import read_key
+from unstable_lite.evaluation.cells import make_cells
+from unstable_lite.evaluation.models import BASE_MODEL
+from unstable_lite.evaluation.scoring import _models_by_env
 from unstable_lite.games.env_catalogue import probe
 from unstable_lite.games.env_start import environment_of, start_environment
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.player import Player
+from unstable_lite.games.trial_games import trial_lengths
 from unstable_lite.league.game_scheduler import new_game
-from unstable_lite.planning.validation import find_engine_problems, learning_problems
+from unstable_lite.planning.validation import find_engine_problems, learning_problems, played_otherwise
 from unstable_lite.rollout.lockstep import LockStep
 from unstable_lite.rollout.run_game import new_record, run_game
+from unstable_lite.tracking.evaluations import Tally
 from unstable_lite.types import Generation, ModelRef, Reply, Sampling
 
 BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
@@ -83,14 +87,37 @@ def test_unknown_arguments_are_refused_with_those_that_the_env_accepts() -> None
 
 @pytest.mark.parametrize(
     "keys",
-    [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"error_allowance": -1},
-     {"env_kwargs": {"table": {}}}, {"env_kwargs": 3}],
+    [{"temperature": -1}, {"temperature": float("nan")}, {"temperature": 1e-4}, {"temperature": float("inf")},
+     {"temperature": "greedy"}, {"top_p": 0}, {"top_p": 1.1}, {"error_allowance": -1}, {"error_allowance": 0.5},
+     {"env_kwargs": {"table": {}}}, {"env_kwargs": {"list": [{}]}}, {"env_kwargs": {"number": float("nan")}},
+     {"env_kwargs": {"list": [float("inf")]}}, {"env_kwargs": 3}, {"env_kwargs": [["a", 1]]}],
 )  # fmt: skip
 def test_bad_values_are_refused_by_name(keys: dict[str, Any]) -> None:
     train = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 1}
     _, problems = parse_config({"train_envs": [train], "eval_envs": [NIM | keys]})
     assert len(problems) >= 1
     assert all(problem.startswith(f"eval_envs.0.{next(iter(keys))}") for problem in problems), problems
+
+
+def test_blind_player_is_refused_in_an_env_with_arguments() -> None:
+    blind = NIM | {"fixed_opponent": "scripted:blind-random"}
+    assert not find_engine_problems(config_of(blind))
+    (problem,) = find_engine_problems(config_of(blind, env_kwargs={"piles": [1, 2]}))
+    assert problem.startswith(
+        "eval_envs.0: opponent 'scripted:blind-random' searches the env with its default arguments"
+    )
+
+
+def test_opponents_and_trial_games_see_the_env_with_its_arguments() -> None:
+    def lengths(**keys: Any) -> list[int]:
+        return trial_lengths(config_of(**keys).train_envs[0])
+
+    assert max(lengths(env_kwargs={"piles": [1, 1]})) == 2 < max(lengths())
+
+
+def test_eval_env_played_with_other_arguments_is_named() -> None:
+    (said,) = played_otherwise(config_of(NIM | {"env_kwargs": {"piles": [3]}}, error_allowance=1))
+    assert said.endswith("is evaluated with env_kwargs = {'piles': (3,)}, trained with {}")
 
 
 def test_eval_env_inherits_arguments_and_allowance() -> None:
@@ -127,5 +154,21 @@ async def test_sampling_of_an_eval_env_reaches_the_engine(in_lock_step: bool) ->
     assert asked == [Sampling(temperature=0, top_p=0.5), None]
 
 
-def test_sampling_is_part_of_a_cell() -> None:
-    assert read_key("a | b | env_id=Nim-v0 | num_players=2 | temperature=0.0").other_settings == "temperature=0.0"
+def test_sampling_of_an_env_without_opponents_is_named() -> None:
+    alone = {"env_id": "TowerOfHanoi-v0-train", "num_players": 1}
+    shown = []
+    for keys in ({"temperature": 0}, {}):
+        (env,) = config_of(alone | keys).eval_envs
+        tally = Tally()
+        tally.add("na", 0.5, own_invalid=False)
+        shown.append(tally.evaluation("before", "base", 0, env.env_id, env.opponent).describe())
+    assert "in 1 games of TowerOfHanoi-v0-train, greedy;" in shown[0]
+    assert "in 1 games of TowerOfHanoi-v0-train;" in shown[1]
+
+
+def test_probes_and_exact_results_sample_as_in_training() -> None:
+    envs = config_of(NIM, NIM | {"temperature": 0}, NIM | {"top_p": 0.5}).eval_envs
+    cells = make_cells([BASE_MODEL], lambda _: [BASE_MODEL], envs)
+    assert len({cell.key for cell in cells}) == 3
+    ((env, models),) = _models_by_env(cells).items()
+    assert (env.sampling, models) == (None, [BASE_MODEL])

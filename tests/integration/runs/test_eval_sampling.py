@@ -1,0 +1,60 @@
+"""A run whose eval envs differ only in their sampling, in an env with arguments, and its resumption."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from fakes import runs
+from unstable_lite.adapters.run_adapters import find_saved
+from unstable_lite.files import read_records
+
+SAMPLINGS = {"scripted:random": None, "scripted:random, greedy": "greedy", "scripted:random, T=0.3": "T=0.3"}
+"""Sampling in games.jsonl by opponent in eval.jsonl."""
+
+
+def write_config(directory: Path) -> Path:
+    path = runs.write_small(directory)
+    content = path.read_text()
+    env = content[content.index("[[eval_envs]]") :]
+    content = content.replace(
+        "num_actors = 1\n", "num_actors = 1\nenv_kwargs = { piles = [2, 3] }\nerror_allowance = 1\n"
+    )
+    content = content.replace("learning_steps = 3", "learning_steps = 1")
+    path.write_text(f"{content}temperature = 0\n{env}temperature = 0.3\n{env}")
+    return path
+
+
+def evaluated(games: list[dict[str, Any]], sampling: str | None) -> dict[tuple[str, str], set[str]]:
+    """Return the answers of each model to each observation in evaluations with this sampling."""
+    answers = defaultdict(set)
+    for game in games:
+        if game["kind"] == "eval" and game.get("sampling") == sampling:
+            (own,) = [agent for agent in game["agents"] if "opponent" not in agent]
+            for pid, observation, text, *_ in game["turns"]:
+                if pid == own["pid"]:
+                    answers[own["model"], observation].add(text)
+    return answers
+
+
+def test_labels_of_eval_envs_last_over_a_resumption(tmp_path: Path) -> None:
+    code, _, err = runs.run("run", write_config(tmp_path))
+    assert code == 0, err
+    directory = runs.run_directory(tmp_path)
+    code, out, err = runs.run("run", "--resume", directory, "run.learning_steps=2")
+    assert code == 0, err
+
+    results = [line for line in read_records(directory / "eval.jsonl") if line["label"] != "concurrent"]
+    assert Counter((line["step"], line["opponent"]) for line in results) == {
+        (step, opponent): 1 for step in range(3) for opponent in SAMPLINGS
+    }
+    games = list(read_records(directory / "games.jsonl"))
+    assert {game.get("sampling") for game in games if game["kind"] == "train"} == {None}
+    assert all("pile 1: 3" in game["turns"][0][1] for game in games if game["turns"])
+    greedy, cool, as_trained = (evaluated(games, sampling) for sampling in ("greedy", "T=0.3", None))
+    assert len(greedy) > 3 and {len(texts) for texts in greedy.values()} == {1}
+    assert any(len(texts) > 1 for texts in as_trained.values()) and cool
+    for line in results:
+        assert f"against {line['opponent']}" in out or line["step"] == 0
+    assert find_saved(f"{directory}/best").name in ("ckpt-1", "ckpt-2")
