@@ -50,7 +50,7 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How engines sample in a game; None: as the config's section `engine` says."""
+    """Sampling of the seats that engines serve; None: the value of the config's section `engine`."""
 
     temperature: float | None = None
     """Sampling temperature; 0 takes the most probable token."""

@@ -125,12 +125,8 @@ class EvalEnvSpec(EnvSpec):
         return self.model_copy(update={key: getattr(train, key) for key in left_open})
 
 
-TRAINED_SAMPLING = {"temperature": None, "top_p": None}
-"""Update of an eval env that is probed or computed as the policy is trained."""
-
-
 def opponent_shown(name: str, sampling: Sampling | None) -> str:
-    """Return the opponent's name in results, which tell an env's samplings apart by it."""
+    """Return the opponent's name in results, with the sampling if an env has its own."""
     return name if sampling is None else f"{name}, {sampling}"
 
 

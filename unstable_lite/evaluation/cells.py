@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.errors import ConfigError
@@ -122,6 +122,12 @@ def make_ladder_cells(
     keys = {rung.key for rung in rungs}
     others = [model for model in models if model.key not in keys]
     return [*make_tournament(rungs, envs), *make_cells(others, lambda _env: rungs, envs)]
+
+
+def as_trained(cells: Iterable[Cell]) -> list[Cell]:
+    """Return the cells with the sampling of training, each once."""
+    trained = [replace(cell, env=cell.env.model_copy(update={"temperature": None, "top_p": None})) for cell in cells]
+    return list({cell.key: cell for cell in trained}.values())
 
 
 def in_rounds(cells: Iterable[Cell], slots: int) -> list[list[Cell]]:

@@ -17,10 +17,10 @@ import transformers
 
 from unstable_lite.adapters.peft_files import CONFIG, read_json
 from unstable_lite.config import Config
-from unstable_lite.config.games import TRAINED_SAMPLING, EnvSpec, EvalEnvSpec, TrainEnvSpec
+from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.training import EngineConfig, LoraConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.cells import Cell
+from unstable_lite.evaluation.cells import Cell, as_trained
 from unstable_lite.evaluation.exact import ExactResult, exact_result
 from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel, check_served, find_models, find_run
 from unstable_lite.evaluation.probing import ActionDistribution, Probe, probe, random_positions, uniform_distribution
@@ -141,8 +141,8 @@ def evaluate_exactly(
 def _models_by_env(cells: Iterable[Cell]) -> dict[EvalEnvSpec, list[EvaluatedModel]]:
     """Return the models that are asked in each env, each once, with any opponents."""
     asked: dict[EvalEnvSpec, dict[EvaluatedModel, None]] = {}
-    for cell in cells:
-        asked.setdefault(cell.env.model_copy(update={"fixed_opponent": ""} | TRAINED_SAMPLING), {})[cell.model] = None
+    for cell in as_trained(cells):
+        asked.setdefault(cell.env.model_copy(update={"fixed_opponent": ""}), {})[cell.model] = None
     return {env: list(models) for env, models in asked.items()}
 
 

@@ -10,7 +10,7 @@ from fakes import runs
 from unstable_lite.adapters.run_adapters import find_saved
 from unstable_lite.files import read_records
 
-SAMPLINGS = {"scripted:random": None, "scripted:random, greedy": "greedy", "scripted:random, T=0.3": "T=0.3"}
+SAMPLINGS = {"scripted:random": None, "scripted:random, greedy": "greedy", "scripted:random, top_p=0.01": "top_p=0.01"}
 """Sampling in games.jsonl by opponent in eval.jsonl."""
 
 
@@ -22,7 +22,7 @@ def write_config(directory: Path) -> Path:
         "num_actors = 1\n", "num_actors = 1\nenv_kwargs = { piles = [2, 3] }\nerror_allowance = 1\n"
     )
     content = content.replace("learning_steps = 3", "learning_steps = 1")
-    path.write_text(f"{content}temperature = 0\n{env}temperature = 0.3\n{env}")
+    path.write_text(f"{content}temperature = 0\n{env}top_p = 0.01\n{env}")
     return path
 
 
@@ -52,9 +52,13 @@ def test_labels_of_eval_envs_last_over_a_resumption(tmp_path: Path) -> None:
     games = list(read_records(directory / "games.jsonl"))
     assert {game.get("sampling") for game in games if game["kind"] == "train"} == {None}
     assert all("pile 1: 3" in game["turns"][0][1] for game in games if game["turns"])
-    greedy, cool, as_trained = (evaluated(games, sampling) for sampling in ("greedy", "T=0.3", None))
-    assert len(greedy) > 3 and {len(texts) for texts in greedy.values()} == {1}
-    assert any(len(texts) > 1 for texts in as_trained.values()) and cool
-    for line in results:
-        assert f"against {line['opponent']}" in out or line["step"] == 0
+    greedy, nearly, as_trained = (evaluated(games, sampling) for sampling in ("greedy", "top_p=0.01", None))
+    assert any(len(texts) > 1 for texts in as_trained.values())
+    for of_sampling in (greedy, nearly):  # so small a top_p leaves the most probable token
+        assert len(of_sampling) > 3 and {len(texts) for texts in of_sampling.values()} == {1}
+    logged = {name for line in read_records(directory / "metrics.jsonl") for name in line}
+    (update,) = [line for line in out.splitlines() if "update 2/2" in line]
+    for opponent in SAMPLINGS:
+        assert f" against {opponent} in Nim-v0-train" in update
+        assert f"evaluation-Nim-v0-train ({opponent})/Reward" in logged
     assert find_saved(f"{directory}/best").name in ("ckpt-1", "ckpt-2")

@@ -9,10 +9,8 @@ import pytest
 from unstable_lite.config import Config
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.reading import parse_config
-from unstable_lite.evaluation.cells import make_cells
-from unstable_lite.evaluation.models import BASE_MODEL
-from unstable_lite.evaluation.scoring import _models_by_env
-from unstable_lite.games.env_catalogue import probe
+from unstable_lite.evaluation.probing import random_positions
+from unstable_lite.games.env_catalogue import is_isolated, probe
 from unstable_lite.games.env_start import environment_of, start_environment
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.player import Player
@@ -64,7 +62,7 @@ def test_no_move_is_repeated_by_default() -> None:
     assert env.play("nonsense") is None
 
 
-async def test_a_repeated_move_is_an_invalid_turn_of_a_game_that_goes_on() -> None:
+async def test_a_repeated_move_is_an_invalid_turn_of_a_game_that_continues() -> None:
     env = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, error_allowance=1, max_turns=3)
     record = new_record(new_game(env, [BASE, BASE], 0, "eval", 1))
     players = {0: Says("nonsense", "[4]"), 1: Says("nonsense")}
@@ -81,6 +79,7 @@ def test_unknown_arguments_are_refused_with_those_that_the_env_accepts() -> None
     assert "set error_allowance of the env" in problem("Nim-v0-train", error_allowance=5)
     assert "write env_id = 'openspiel:nim(a=5)'" in problem("openspiel:nim", a=5)
     assert "does not start" in problem("ConnectFour-v0-train", num_rows="many")
+    assert "does not start" in problem("BabyAiText-v0", a=1)  # its module cannot be imported
     (refused,) = find_engine_problems(config_of(env_kwargs={"rows": 5}))
     assert "train_envs.0" in refused and "no argument rows" in refused
 
@@ -113,6 +112,13 @@ def test_opponents_and_trial_games_see_the_env_with_its_arguments() -> None:
         return trial_lengths(config_of(**keys).train_envs[0])
 
     assert max(lengths(env_kwargs={"piles": [1, 1]})) == 2 < max(lengths())
+    (env,) = config_of(NIM, env_kwargs={"piles": [1, 1]}).eval_envs
+    assert all("pile 2" not in position.observation for position in random_positions(env, games=2))
+
+
+def test_env_is_isolated_if_its_arguments_make_its_reset_slow() -> None:
+    small = (("dim_room", (5, 5)), ("num_boxes", 1))
+    assert is_isolated("Sokoban-v0-train", 1) and not is_isolated("Sokoban-v0-train", 1, env_kwargs=small)
 
 
 def test_eval_env_played_with_other_arguments_is_named() -> None:
@@ -164,11 +170,3 @@ def test_sampling_of_an_env_without_opponents_is_named() -> None:
         shown.append(tally.evaluation("before", "base", 0, env.env_id, env.opponent).describe())
     assert "in 1 games of TowerOfHanoi-v0-train, greedy;" in shown[0]
     assert "in 1 games of TowerOfHanoi-v0-train;" in shown[1]
-
-
-def test_probes_and_exact_results_sample_as_in_training() -> None:
-    envs = config_of(NIM, NIM | {"temperature": 0}, NIM | {"top_p": 0.5}).eval_envs
-    cells = make_cells([BASE_MODEL], lambda _: [BASE_MODEL], envs)
-    assert len({cell.key for cell in cells}) == 3
-    ((env, models),) = _models_by_env(cells).items()
-    assert (env.sampling, models) == (None, [BASE_MODEL])
