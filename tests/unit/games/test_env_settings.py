@@ -20,7 +20,7 @@ from unstable_lite.planning.validation import find_engine_problems, learning_pro
 from unstable_lite.rollout.lockstep import LockStep
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.tracking.evaluations import Tally
-from unstable_lite.types import Generation, ModelRef, Reply, Sampling
+from unstable_lite.types import Generation, ModelRef, Observation, Reply, Sampling
 
 BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
 NIM = {"env_id": "Nim-v0-train", "num_players": 2, "fixed_opponent": "scripted:random"}
@@ -46,14 +46,30 @@ def test_a_player_repeats_as_many_invalid_moves_as_allowed(env_id: str, valid: s
     env.observe()
     turn = env.play("nonsense")
     assert turn is not None and (turn[0], env.was_invalid) == (0, True)
+    assert ("not a legal action" in turn[1]) == env_id.startswith("openspiel:")
     turn = env.play(valid)
     assert turn is not None and (turn[0], env.was_invalid) == (1, False)
+    assert "not a legal action" not in turn[1]
     assert env.play("nonsense") is not None  # a valid move sets the count back
     assert env.play("nonsense") is None
     assert env.was_invalid
     rewards, remarks = env.close()
     assert rewards == {0: 1.0, 1: -1.0}
     assert [bool(remarks[pid].get("invalid_move")) for pid in (0, 1)] == [False, True]
+
+
+@pytest.mark.parametrize("observation", ["env", "first-last", "board"])
+def test_arguments_are_those_of_the_env_in_any_observation(observation: Observation) -> None:
+    env = start_environment("Nim-v0-train", 2, 1, observation, env_kwargs=(("piles", (2, 3)),))
+    assert "pile 1: 3" in env.observe()[1]
+
+
+def test_a_move_that_does_not_raise_the_count_of_errors_is_valid() -> None:
+    env = start_environment("Nim-v0-train", 2, 1, error_allowance=2)
+    env.play("nonsense")
+    env._unwrapped.state.made_invalid_move = True  # as if the env returned before `state.step`, which clears it
+    env.play("[0 1]")
+    assert (env._unwrapped.state.error_count, env.was_invalid) == (1, False)
 
 
 def test_no_move_is_repeated_by_default() -> None:
@@ -66,9 +82,18 @@ async def test_a_repeated_move_is_an_invalid_turn_of_a_game_that_continues() -> 
     env = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, error_allowance=1, max_turns=3)
     record = new_record(new_game(env, [BASE, BASE], 0, "eval", 1))
     players = {0: Says("nonsense", "[4]"), 1: Says("nonsense")}
-    await run_game(record, environment_of(env, 1), players, 100)
+    await run_game(record, environment_of(record.spec, 1), players, 100)
     assert [turn.is_invalid for turn in record.turns] == [True, False, True]
     assert (record.end, record.invalid_pids) == ("truncated", ())
+
+
+async def test_player_that_an_invalid_move_removed_counts_in_a_game_without_end() -> None:
+    env = EvalEnvSpec(env_id="LiarsDice-v0-small-train", num_players=3, error_allowance=1, max_turns=4)
+    record = new_record(new_game(env, [BASE] * 3, 0, "eval", 1))
+    bids = {pid: Says(f"[Bid: {pid}, 2]", f"[Bid: {pid}, 3]") for pid in (1, 2)}
+    await run_game(record, environment_of(record.spec, 1), {0: Says("nonsense", "nonsense")} | bids, 100)
+    assert [(turn.pid, turn.is_invalid) for turn in record.turns] == [(0, True), (0, True), (1, False), (2, False)]
+    assert (record.end, record.invalid_pids) == ("truncated", (0,))
 
 
 def test_unknown_arguments_are_refused_with_those_that_the_env_accepts() -> None:
