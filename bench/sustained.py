@@ -50,7 +50,7 @@ from unstable_lite.orchestrator.event_loop import run_in_loop
 from unstable_lite.orchestrator.run import Run
 from unstable_lite.orchestrator.train_loop import TrainLoop
 from unstable_lite.planning.plan import make_plan
-from unstable_lite.types import Generation
+from unstable_lite.types import Generation, Sampling
 
 MODULE = "bench.sustained"
 SLOTS = 32
@@ -138,10 +138,15 @@ class RecordingPool(EnginePool):
         self.prompt_tokens = self.completion_tokens = self.replies = 0
 
     async def generate(
-        self, prompt: str, version: int, stop: tuple[str, ...] = (), seed: int | None = None
+        self,
+        prompt: str,
+        version: int,
+        stop: tuple[str, ...] = (),
+        seed: int | None = None,
+        sampling: Sampling | None = None,
     ) -> Generation:
         self.requests.append((prompt, version))
-        generation = await super().generate(prompt, version, stop, seed)
+        generation = await super().generate(prompt, version, stop, seed, sampling)
         self.count(generation)
         return generation
 

@@ -80,7 +80,10 @@ def _intro(model: type[Section]) -> list[str]:
 
 
 def _default(field: Any) -> str:
-    return "needed" if field.is_required() else _written(field.default)
+    if field.is_required():
+        return "needed"
+    is_table = isinstance(field.default, tuple) and _name(field.annotation) == "table"  # pairs of name and value
+    return _written(dict(field.default) if is_table else field.default)
 
 
 def _written(value: Any) -> str:
@@ -123,6 +126,8 @@ def _name(annotation: Any) -> str:
         return " or ".join(f'`"{argument}"`' for argument in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(_name(argument) for argument in arguments if argument is not types.NoneType)
+    if annotation == EvalEnvSpec.model_fields["env_kwargs"].annotation:
+        return "table"
     if origin is tuple:
         items = [_name(argument) for argument in arguments if argument is not Ellipsis]
         items = [f"({item})" if " or " in item else item for item in items]

@@ -49,6 +49,21 @@ class ModelRef(msgspec.Struct, frozen=True, kw_only=True):
     """Name of an opponent in a config: `scripted:random`, a model at an OpenAI-compatible endpoint, a frozen player."""
 
 
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling of the seats that engines serve; None: the value of the config's section `engine`."""
+
+    temperature: float | None = None
+    """Sampling temperature; 0 takes the most probable token."""
+    top_p: float | None = None
+
+    def __str__(self) -> str:
+        """Return the label in results: "greedy", "T=0.3", "top_p=0.9", "T=0.3 top_p=0.9"."""
+        if self.temperature == 0:
+            return "greedy"
+        parts = (("T", self.temperature), ("top_p", self.top_p))
+        return " ".join(f"{name}={value:g}" for name, value in parts if value is not None)
+
+
 class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The player at seat `pid`, and whether its steps are trained on."""
 
@@ -74,6 +89,10 @@ class GameSpec(msgspec.Struct, frozen=True, kw_only=True):
     observation: Observation = "env"
     isolated: bool | None = None
     reward_scale: float | None = None
+    env_kwargs: tuple[tuple[str, Any], ...] = ()
+    error_allowance: int = 0
+    sampling: Sampling | None = None
+    """Sampling of every seat that engines serve, in an evaluation; None: as in training."""
     eval_label: str | None = None
     """Evaluation with a quota to which this game belongs."""
     group_idx: int | None = None
@@ -89,7 +108,8 @@ class Generation:
     completion_ids: TokenIds
     """Sampled ids; the stop token is the last one if `finish_reason` is "stop"."""
     logprobs: Logprobs
-    """Log-probabilities of `completion_ids` under the processed distribution (temperature applied), same length."""
+    """Log-probabilities of `completion_ids` under the processed distribution (temperature and top_p applied), same
+    length. Of a greedy completion, which only evaluations have: at temperature 1."""
     text: str
     """Detokenised completion without special tokens."""
     finish_reason: FinishReason
@@ -242,7 +262,8 @@ class GameRecord:
     outcomes: dict[int, Outcome]
     end: GameEnd
     invalid_pids: tuple[int, ...] = ()
-    """Players whose last turn was an invalid move. If `end` is "invalid", it ended the game; else only their part."""
+    """Players whose last turn was an invalid move, unless they could still repeat it. If `end` is "invalid", it ended
+    the game; else only their part."""
     game_info: dict[int, Any] = field(default_factory=dict)
     error: str | None = None
     seconds: float = 0.0

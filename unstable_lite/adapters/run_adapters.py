@@ -10,11 +10,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import ConfigError
 from unstable_lite.files import read_records
 
 NEWEST, BEST = "newest", "best"
+_NAMED_BY = ("env_id", "num_players", "fixed_opponent", "temperature", "top_p")
+"""Keys of an eval env that name its results; other keys may differ between versions."""
 _RUN_WORD = re.compile(r"(.+)/(ckpt-\d+|newest|best)/*")
 
 
@@ -82,8 +85,9 @@ def _eval_envs(run: Path) -> set[tuple[str, str]]:
     path = run / "config.toml"
     try:
         envs: list[dict[str, Any]] = parse_toml(path.read_bytes(), str(path)).get("eval_envs", [])
-        return {(env["env_id"], env["fixed_opponent"] if env["num_players"] > 1 else "none") for env in envs}
+        specs = [EvalEnvSpec.model_validate({key: env[key] for key in _NAMED_BY if key in env}) for env in envs]
+        return {(spec.env_id, spec.opponent) for spec in specs}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    except (LookupError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not the config of a run: {type(error).__name__}: {error}") from error

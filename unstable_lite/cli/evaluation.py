@@ -46,6 +46,10 @@ def evaluate_models(
         bool, typer.Option("--ladder", help="Rate the models and base against random and MCTS: an absolute scale.")
     ] = False,
     config: Annotated[Path | None, typer.Option(help="A TOML file; default: the first run's own config.")] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Sampling temperature, 0: greedy; default: the eval env's, else the run's."),
+    ] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Games in flight; default: the run's.")] = None,
     override: SetKeys = None,
     trust_config: TrustConfig = False,
@@ -63,8 +67,8 @@ def evaluate_models(
     """Evaluate checkpoints on disk: models × opponents × envs, a tournament or a ladder. Starts engines, no learner."""
     with errors_as_messages(debug):
         if exact:
-            if opponent or tournament or probe_games or concurrency or games != GAMES:
-                raise typer.BadParameter("--exact plays no games: leave out the options about games and opponents")
+            if opponent or tournament or probe_games or concurrency or games != GAMES or temperature is not None:
+                raise typer.BadParameter("--exact plays no games: leave out options about games, opponents, sampling")
             _evaluate_exactly(models, output, env, config, override, trust_config, force, quiet)
             return
         if output is None or force:
@@ -86,6 +90,7 @@ def evaluate_models(
             concurrency=concurrency,
             tournament=tournament,
             ladder=ladder,
+            temperature=temperature,
             overrides=override or (),
             trusts_config=trust_config,
         )

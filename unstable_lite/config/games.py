@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from unstable_lite.config.env_ids import canonical_env_id
 from unstable_lite.config.section import Section
-from unstable_lite.types import Observation
+from unstable_lite.types import Observation, Sampling
+
+LEAST_TEMPERATURE = 0.01
+"""Lowest temperature that engines sample at. vLLM raises lower ones to it, and at the very lowest all engines take the
+most probable token and report its log-probability at temperature 1."""
+
+
+def _pairs(table: Any) -> Any:
+    """Return a table as sorted pairs, which unlike a dict are hashable. Raises ValueError for other values."""
+    if not isinstance(table, dict):
+        raise ValueError("write a table: { name = value }")
+    return tuple((name, _argument(name, value)) for name, value in sorted(table.items()))
+
+
+def _argument(name: str, value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_argument(name, item) for item in value)
+    if not isinstance(value, str | int | float) or value in (math.inf, -math.inf) or value != value:
+        shown = value if isinstance(value, float) else f"a {type(value).__name__}"
+        raise ValueError(f"{name} is {shown}; write a finite number, a string, a boolean or an array of them")
+    return value
+
+
+def eval_temperature(value: float) -> float:
+    """Return a temperature at which evaluations can sample. Raises ValueError for any other."""
+    if value != 0 and not LEAST_TEMPERATURE <= value < math.inf:
+        raise ValueError(f"give 0 (greedy) or a number from {LEAST_TEMPERATURE}, the lowest temperature of vLLM")
+    return value
+
+
+Keywords = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(_pairs), PlainSerializer(dict)]
+"""Table of keyword arguments, as pairs of name and value."""
 
 
 class EnvSpec(Section):
@@ -32,6 +64,11 @@ class EnvSpec(Section):
     reward_scale: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Factor that makes rewards of the utilities of an OpenSpiel game; default: 1 / the largest size of a utility.
     Metrics show the utilities themselves. Not for other envs."""
+    env_kwargs: Keywords = ()
+    """Keyword arguments of the env's class, as a table: `{ num_rows = 5, num_cols = 6 }`. `check` names those that an
+    env accepts. Not for OpenSpiel's games, whose parameters are part of `env_id`."""
+    error_allowance: int = Field(0, ge=0)
+    """Number of invalid moves in a row that a player may repeat before the env ends the game, or the player's part."""
 
 
 class TrainEnvSpec(EnvSpec):
@@ -43,29 +80,54 @@ class TrainEnvSpec(EnvSpec):
     """Fixed opponents in this env. Default: `league.fixed_opponents`."""
 
 
-INHERITED = ("prompt_template", "action_extraction_fn", "max_turns", "observation", "reward_scale")
+INHERITED = (
+    "prompt_template",
+    "action_extraction_fn",
+    "max_turns",
+    "observation",
+    "reward_scale",
+    "env_kwargs",
+    "error_allowance",
+)
 """Keys that an eval env takes over from the training env of the same id, so that a curve measures the trained game."""
 
 
 class EvalEnvSpec(EnvSpec):
     """An env to evaluate on. One seat is the current policy's, the others are `fixed_opponent`'s.
 
-    The default of `prompt_template`, `action_extraction_fn`, `max_turns`, `observation` and `reward_scale` is the value
-    of the training env of the same id, if there is one.
+    The default of `prompt_template`, `action_extraction_fn`, `max_turns`, `observation`, `reward_scale`, `env_kwargs`
+    and `error_allowance` is the value of the training env of the same id, if there is one.
     """
 
     fixed_opponent: str = "google/gemini-2.0-flash-lite-001"
     """Opponent, named as in `league.fixed_opponents`."""
+    temperature: Annotated[float, AfterValidator(eval_temperature)] | None = None
+    """Sampling temperature of every seat that engines serve, at least 0.01, or 0: the most probable token. Default:
+    `engine.temperature`."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Share of the probability to sample from, for the same seats. Default: `engine.top_p`."""
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """Sampling that differs from training's, if any."""
+        if self.temperature is None and self.top_p is None:
+            return None
+        return Sampling(temperature=self.temperature, top_p=self.top_p)
 
     @property
     def opponent(self) -> str:
-        """Name of the opponent in results."""
-        return self.fixed_opponent if self.num_players > 1 else "none"
+        """Name of the opponent in results, with the sampling if it has its own: `scripted:random, greedy`."""
+        return opponent_shown(self.fixed_opponent if self.num_players > 1 else "none", self.sampling)
 
     def inheriting(self, train: TrainEnvSpec | None) -> EvalEnvSpec:
         """Return a copy with the training env's value of every key in `INHERITED` that was not set."""
         left_open = set(INHERITED) - self.model_fields_set if train is not None else set()
         return self.model_copy(update={key: getattr(train, key) for key in left_open})
+
+
+def opponent_shown(name: str, sampling: Sampling | None) -> str:
+    """Return the opponent's name in results, with the sampling if an env has its own."""
+    return name if sampling is None else f"{name}, {sampling}"
 
 
 class LeagueConfig(Section):

@@ -25,7 +25,7 @@ from unstable_lite.transport.messages import (
     WakeUp,
 )
 from unstable_lite.transport.rpc import Router, WorkerChannel, WorkerState
-from unstable_lite.types import Generation
+from unstable_lite.types import Generation, Sampling
 
 T = TypeVar("T")
 
@@ -74,11 +74,13 @@ class EngineClient:
         stop: tuple[str, ...] = (),
         seed: int | None = None,
         max_tokens: int | None = None,
+        sampling: Sampling | None = None,
     ) -> Generation:
         """Return a completion by adapter `version`. Raises RequestError, AdapterError, WorkerDied."""
         if self.channel.state is WorkerState.ASLEEP:
             await self.channel.until_awake()
         config = self._config
+        temperature, top_p = (sampling.temperature, sampling.top_p) if sampling else (None, None)
         max_tokens = max_tokens or config.max_generation_len
         tokens = len(prompt) // CHARS_PER_TOKEN + max_tokens
         self.outstanding_tokens += tokens
@@ -89,8 +91,8 @@ class EngineClient:
                 prompt=prompt,
                 adapter_version=version,
                 max_tokens=max_tokens,
-                temperature=config.temperature,
-                top_p=config.top_p,
+                temperature=config.temperature if temperature is None else temperature,
+                top_p=config.top_p if top_p is None else top_p,
                 stop=stop,
                 seed=seed,
             )
@@ -156,14 +158,19 @@ class EnginePool:
         return [engine for engine in self.engines if engine.is_up]
 
     async def generate(
-        self, prompt: str, version: int, stop: tuple[str, ...] = (), seed: int | None = None
+        self,
+        prompt: str,
+        version: int,
+        stop: tuple[str, ...] = (),
+        seed: int | None = None,
+        sampling: Sampling | None = None,
     ) -> Generation:
         """Return a completion by the worker with the fewest outstanding tokens; of equals by the first."""
         while True:
             up = self.up or await self.wait_for_one()
             engine = up[0] if len(up) == 1 else self.choose(up)
             try:
-                generation = await engine.generate(prompt, version, stop, seed)
+                generation = await engine.generate(prompt, version, stop, seed, sampling=sampling)
             except WorkerDied:
                 self.resent += 1
             else:

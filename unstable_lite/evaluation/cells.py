@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from unstable_lite.config.games import EnvSpec, EvalEnvSpec
+from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.models import NO_OPPONENT, EvaluatedModel
 from unstable_lite.league.game_scheduler import new_game
@@ -45,10 +45,11 @@ class Cell:
     @property
     def key(self) -> str:
         """Identity of the cell: independent of the models' names, without env settings left at their defaults."""
+        shown = self.env.model_dump()
         played_how = [
-            f"{name}={getattr(self.env, name)}"
-            for name, field in EnvSpec.model_fields.items()
-            if getattr(self.env, name) != field.default
+            f"{name}={shown[name]}"
+            for name, field in EvalEnvSpec.model_fields.items()
+            if name != "fixed_opponent" and getattr(self.env, name) != field.default
         ]
         return JOINT.join((self.model.key, self.opponent.key, *played_how))
 
@@ -121,6 +122,12 @@ def make_ladder_cells(
     keys = {rung.key for rung in rungs}
     others = [model for model in models if model.key not in keys]
     return [*make_tournament(rungs, envs), *make_cells(others, lambda _env: rungs, envs)]
+
+
+def as_trained(cells: Iterable[Cell]) -> list[Cell]:
+    """Return the cells with the sampling of training, each once."""
+    trained = [replace(cell, env=cell.env.model_copy(update={"temperature": None, "top_p": None})) for cell in cells]
+    return list({cell.key: cell for cell in trained}.values())
 
 
 def in_rounds(cells: Iterable[Cell], slots: int) -> list[list[Cell]]:

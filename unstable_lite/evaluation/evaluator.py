@@ -16,7 +16,7 @@ from unstable_lite.evaluation.loaded_adapters import AdapterSlots
 from unstable_lite.evaluation.plan import EvaluationPlan
 from unstable_lite.evaluation.results import CellEvaluation, Results, write_ladder, write_tables
 from unstable_lite.games.env_pool import opened_env_pool
-from unstable_lite.games.env_start import start_environment
+from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import format_prompt, templates_for
 from unstable_lite.orchestrator.event_loop import cancelled_by_signals, first_reason
@@ -98,7 +98,7 @@ async def with_engines(
         templates = templates_for(config, workers.prompts)
         async with PlayerFactory(workers.engines.generate, templates, config.opponents, say) as seats:
             env = evaluation.cells[0].env
-            _, observation = start_environment(env.env_id, env.num_players, seed=0).observe()
+            _, observation = environment_of(env, 0).observe()
             prompt = format_prompt(env.prompt_template, observation, env.num_players, templates)
             slots = AdapterSlots(workers, config.engine.max_loras, prompt)
             return await while_alive(workers.processes, work(seats, slots))

@@ -12,7 +12,7 @@ from typing import Any
 from unstable_lite.adapters.frozen import copies_of
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import canonical_env_id, is_openspiel
-from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec
+from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec, eval_temperature
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.absolute_ladder import ANCHOR, RUNGS
@@ -70,6 +70,7 @@ def plan_evaluation(
     concurrency: int | None = None,
     tournament: bool = False,
     ladder: bool = False,
+    temperature: float | None = None,
     overrides: Sequence[str] = (),
     trusts_config: bool = False,
 ) -> EvaluationPlan:
@@ -79,6 +80,7 @@ def plan_evaluation(
     envs: `env_id`, `env_id:players` or `env_id:players:template`; default: the config's eval envs, else its training
     envs.
     opponents: default: each eval env's own `fixed_opponent`.
+    temperature: sampling temperature in every env, 0 for greedy; default: each eval env's, else the config's.
     ladder: rate the models and the base against the rungs of `absolute_ladder`.
     trusts_config: use a run's config although another user wrote it; see `trust.run_config`.
     """
@@ -95,6 +97,11 @@ def plan_evaluation(
         config = run_config(run, overrides, trusts_config)
     given = checked_config(config, overrides)
     specs = _env_specs(given, envs)
+    if temperature is not None:
+        try:
+            specs = [spec.model_copy(update={"temperature": eval_temperature(temperature)}) for spec in specs]
+        except ValueError as error:
+            raise ConfigError(f"--temperature {temperature:g}: {error}") from None
     if tournament or others:
         specs = _distinct_envs(specs)
     if ladder and (problems := [*_ladder_problems(specs, given)]):
@@ -134,7 +141,10 @@ def _ladder_problems(specs: Sequence[EvalEnvSpec], config: Config) -> Iterator[s
             yield f"--ladder: {reason}; name a game that it can play with --env openspiel:NAME"
     for env_id, times in Counter(spec.env_id for spec in specs).items():
         if times > 1:
-            yield f"--ladder: {env_id} is given with {times} templates or settings; name one: --env env_id:2:template"
+            yield (
+                f"--ladder: {env_id} is given with {times} templates or settings; name one: --env env_id:2:template, "
+                "--temperature"
+            )
 
 
 def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
@@ -162,7 +172,7 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
         given |= {"prompt_template": template} if template else {}
         like = known.get(env_id) or [_as_eval(config.train_envs[0], config.league)]
         if env_id not in known:  # another game: keep only the way of asking
-            given |= {"reward_scale": None} | ({"observation": "env"} if is_openspiel(env_id) else {})
+            given |= {"reward_scale": None, "env_kwargs": ()} | ({"observation": "env"} if is_openspiel(env_id) else {})
         specs += [spec.model_copy(update=given) for spec in like]
     return specs
 
@@ -202,7 +212,9 @@ def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
         for name in [model.name for model in cell.models if model.is_fixed] or [BASE]
     )
     first = cells[0].env
-    train_env = TrainEnvSpec(num_actors=first.num_players, **first.model_dump(exclude={"fixed_opponent"}))
+    train_env = TrainEnvSpec(
+        num_actors=first.num_players, **first.model_dump(exclude={"fixed_opponent", "temperature", "top_p"})
+    )
     return make_engine_plan(
         config.model_copy(
             update={

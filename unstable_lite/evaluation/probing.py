@@ -19,7 +19,7 @@ from rich.table import Table
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.evaluation.results import write_csv
 from unstable_lite.games.env_catalogue import env_family
-from unstable_lite.games.env_start import start_environment
+from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.openspiel.flatten import solved_moves
 from unstable_lite.games.players.greedy import GREEDY_GAMES, greedy_actions
 from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS, optimal_actions
@@ -101,7 +101,7 @@ def random_positions(env: EvalEnvSpec, games: int, seed: int = 0) -> list[Positi
     positions = []
     for game in range(games):
         rng = random.Random(derive_seed(seed, "probe", env.env_id, game))
-        environment = start_environment(env.env_id, env.num_players, rng.getrandbits(31), env.observation)
+        environment = environment_of(env, rng.getrandbits(31))
         is_over, turn = False, 0
         while not is_over and turn < env.max_turns:
             _, observation = environment.observe()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -36,9 +37,9 @@ REFERENCE_COLUMNS = {
     "num_turns": "num_turns",
 }
 """Columns of eval_results.csv, with the key of each in a line."""
-PLAYED_HOW = {"players": "num_players", "template": "prompt_template", "settings": "other_settings"}
+PLAYED_HOW = {"players": "num_players", "template": "prompt_template"}
 """Columns of a terminal's table, shown if its rows differ in them."""
-SAME_GAMES = ("opponent", "env_id", *PLAYED_HOW.values())
+SAME_GAMES = ("opponent", "env_id", *PLAYED_HOW.values(), "other_settings")
 """Fields in which evaluations with the same seeds and seats agree."""
 COUNTS = ("n", "wins", "draws", "losses")
 LADDER_COLUMNS = ("rank", *(field.name for field in fields(LadderEntry)))
@@ -228,12 +229,14 @@ def _write_both(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, 
 
 
 def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
-    """Return tables for a terminal, one for each env and opponent."""
+    """Return tables for a terminal, one for each env, opponent and settings."""
     tables = []
-    for env_id, opponent in dict.fromkeys((e.env_id, e.opponent) for e in evaluations):
-        shown = [e for e in evaluations if (e.env_id, e.opponent) == (env_id, opponent)]
+    for env_id, opponent, settings in dict.fromkeys((e.env_id, e.opponent, e.other_settings) for e in evaluations):
+        alike = [e for e in evaluations if (e.env_id, e.opponent) == (env_id, opponent)]
+        shown = [e for e in alike if e.other_settings == settings]
         differing = {name: of for name, of in PLAYED_HOW.items() if len({getattr(e, of) for e in shown}) > 1}
-        table = Table("model", *differing, title=f"{env_id} against {opponent}", title_justify="left", box=SIMPLE_HEAD)
+        title = ", ".join([f"{env_id} against {opponent}", *_apart(settings, [e.other_settings for e in alike])])
+        table = Table("model", *differing, title=title, title_justify="left", box=SIMPLE_HEAD)
         table.pad_edge, table.collapse_padding = False, True  # at most 80 columns
         has_deals = any(e.points_over_deals for e in shown)
         of_points = ("points", "95 %", *["95 % over\ndeals"] * has_deals)
@@ -257,6 +260,12 @@ def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
         table.caption_justify = "left"
         tables.append(table)
     return tables
+
+
+def _apart(settings: str, alternatives: Sequence[str]) -> list[str]:
+    """Return those of the settings that not all alternatives have."""
+    own, *others = (re.split(r", (?=\w+=)", text) for text in (settings, *alternatives))
+    return [setting for setting in own if setting and not all(setting in other for other in others)]
 
 
 def ladder_table(placed: Sequence[LadderEntry]) -> Table:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.config.games import EvalEnvSpec
-from unstable_lite.evaluation.cells import Cell, game_spec, seat_of
+from unstable_lite.evaluation.cells import Cell, as_trained, game_spec, seat_of
 from unstable_lite.evaluation.evaluator import for_each, with_engines
 from unstable_lite.evaluation.loaded_adapters import AdapterSlots
 from unstable_lite.evaluation.models import check_served
@@ -37,6 +38,7 @@ async def probe_by_samples(
     be read, RequestError for a position that cannot be answered, and the errors of `evaluate`.
     """
     check_served(cell.model for cell in evaluation.cells)
+    evaluation = replace(evaluation, cells=tuple(as_trained(evaluation.cells)))
     positions = {cell.env: random_positions(cell.env, games) for cell in evaluation.cells}
     try:
         return await with_engines(evaluation, logs, say, partial(_probe_all, evaluation, positions, samples))

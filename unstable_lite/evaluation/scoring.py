@@ -20,11 +20,11 @@ from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.training import EngineConfig, LoraConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.cells import Cell
+from unstable_lite.evaluation.cells import Cell, as_trained
 from unstable_lite.evaluation.exact import ExactResult, exact_result
 from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel, check_served, find_models, find_run
 from unstable_lite.evaluation.probing import ActionDistribution, Probe, probe, random_positions, uniform_distribution
-from unstable_lite.games.answers import questions
+from unstable_lite.games.answers import allowance_problem, questions
 from unstable_lite.games.game_tree import uniform
 from unstable_lite.games.openspiel.flatten import flatten
 from unstable_lite.games.templates import chats_in_use, templates_for
@@ -118,6 +118,8 @@ def evaluate_exactly(
     trees, reasons = {}, []
     for env in asked:
         try:
+            if (reason := allowance_problem(env)) is not None:
+                raise ConfigError(reason)
             trees[env] = flatten(env.env_id, is_forced)
         except ConfigError as error:
             reasons.append(str(error))
@@ -139,7 +141,7 @@ def evaluate_exactly(
 def _models_by_env(cells: Iterable[Cell]) -> dict[EvalEnvSpec, list[EvaluatedModel]]:
     """Return the models that are asked in each env, each once, with any opponents."""
     asked: dict[EvalEnvSpec, dict[EvaluatedModel, None]] = {}
-    for cell in cells:
+    for cell in as_trained(cells):
         asked.setdefault(cell.env.model_copy(update={"fixed_opponent": ""}), {})[cell.model] = None
     return {env: list(models) for env, models in asked.items()}
 

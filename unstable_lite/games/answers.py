@@ -33,6 +33,16 @@ def questions(env: EnvSpec, template: Template, observations: Sequence[str]) -> 
         yield Question(prompt=prompt, actions=tuple(actions), answers=answers)
 
 
+def allowance_problem(env: EnvSpec) -> str | None:
+    """Return the reason why an env has no exact result if it lets players repeat invalid moves, or None."""
+    if not env.error_allowance:
+        return None
+    return (
+        f"{env.env_id}: exact results count an illegal answer as the end of the game, and error_allowance = "
+        f"{env.error_allowance}; set it to 0"
+    )
+
+
 def check_read(env: EnvSpec, action: str, answer: str) -> None:
     """Raise ConfigError if the env's extraction does not read an answer as this action."""
     if find_extraction(env.action_extraction_fn)(answer) != (action, True):

@@ -12,9 +12,10 @@ import warnings
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from unstable_lite.config.env_ids import is_openspiel
-from unstable_lite.games.environments import Environment, bare_id, env_ids, source_text
+from unstable_lite.games.environments import Environment, bare_id, env_arguments, env_ids, source_text
 from unstable_lite.games.hang_guard import hang_guard
 from unstable_lite.games.openspiel import trial
 from unstable_lite.games.openspiel.catalogue import describe_games
@@ -66,31 +67,46 @@ class EnvFacts:
     has_slow_reset: bool = False
 
 
-def is_isolated(env_id: str, num_players: int, observation: Observation = "env", wanted: bool | None = None) -> bool:
+def is_isolated(
+    env_id: str,
+    num_players: int,
+    observation: Observation = "env",
+    wanted: bool | None = None,
+    env_kwargs: tuple[tuple[str, Any], ...] = (),
+) -> bool:
     """Return whether the env's games run in separate processes: as `wanted`; if None, whether the env needs it."""
     if wanted is not None:
         return wanted
-    return env_family(env_id) in LOOPS or probe(env_id, num_players, observation).has_slow_reset
+    return env_family(env_id) in LOOPS or probe(env_id, num_players, observation, env_kwargs).has_slow_reset
 
 
 @cache
-def probe(env_id: str, num_players: int, observation: Observation = "env") -> EnvFacts:
+def probe(
+    env_id: str, num_players: int, observation: Observation = "env", env_kwargs: tuple[tuple[str, Any], ...] = ()
+) -> EnvFacts:
     """Make, reset and observe the env once; report whether this number of players and this observation work.
 
     Runs in a thread with a time limit, because an env's start may run any code (downloads, endless loops).
     """
     if is_openspiel(env_id):
+        if env_kwargs:
+            parameters = ",".join(f"{name}={value}" for name, value in env_kwargs)
+            return EnvFacts(
+                f"env_kwargs is for TextArena's envs; write env_id = '{env_id.partition('(')[0]}({parameters})'"
+            )
         return EnvFacts(_openspiel_problem(env_id, num_players, observation))
     if (problem := _problem_by_name(env_id, observation)) is not None:
+        return EnvFacts(problem)
+    if env_kwargs and (problem := _argument_problem(env_id, [name for name, _ in env_kwargs])) is not None:
         return EnvFacts(problem)
     future: Future[float] = Future()
 
     def attempt() -> None:
         try:
             with hang_guard(PROBE_TIMEOUT_S):
-                Environment(env_id, num_players, 0, observation).observe()  # also does the imports
+                Environment(env_id, num_players, 0, observation, env_kwargs).observe()  # also does the imports
                 started = time.thread_time()  # CPU time of this thread, independent of the machine's load
-                Environment(env_id, num_players, 0, observation)
+                Environment(env_id, num_players, 0, observation, env_kwargs)
                 future.set_result(time.thread_time() - started)
         except BaseException as error:  # any exception of foreign code is the result
             future.set_exception(error)
@@ -107,7 +123,23 @@ def probe(env_id: str, num_players: int, observation: Observation = "env") -> En
     if observation == "board" and isinstance(error, IndexError):  # TextArena's wrapper found no board to show
         return EnvFacts("observation = 'board': the env sends no observation of the type GAME_BOARD at its start")
     summary = " ".join(str(error).split())[:300]
-    return EnvFacts(f"does not start with num_players = {num_players}: {type(error).__name__}: {summary}")
+    given = f" and env_kwargs = {dict(env_kwargs)}" * bool(env_kwargs)
+    return EnvFacts(f"does not start with num_players = {num_players}{given}: {type(error).__name__}: {summary}")
+
+
+def _argument_problem(env_id: str, names: list[str]) -> str | None:
+    """Return the reason why the env's class does not accept keyword arguments of these names, or None."""
+    if "error_allowance" in names:
+        return "env_kwargs.error_allowance: set error_allowance of the env instead"
+    try:
+        accepted = env_arguments(env_id)
+    except (SyntaxError, ImportError):
+        return None  # the trial start reports it
+    unknown = [name for name in names if accepted is not None and name not in accepted]
+    if not unknown:
+        return None
+    known = ", ".join(name for name in accepted or () if name != "error_allowance") or "none"
+    return f"env_kwargs: the env has no argument {', '.join(unknown)}; it accepts {known}"
 
 
 def _openspiel_problem(env_id: str, num_players: int, observation: Observation) -> str | None:

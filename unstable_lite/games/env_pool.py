@@ -26,7 +26,7 @@ from typing import Any
 from unstable_lite.errors import EnvError, RequestError, WorkerDied
 from unstable_lite.games.call_file import file_of_call, game_under_way
 from unstable_lite.games.env_catalogue import is_isolated
-from unstable_lite.games.env_start import LocalEnvironment, start_environment
+from unstable_lite.games.env_start import LocalEnvironment, environment_of
 from unstable_lite.games.hang_guard import hang_guard
 from unstable_lite.transport.messages import DropEnv, EnvState, MakeEnv, Message, StepEnv
 from unstable_lite.transport.processes import WorkerProcess
@@ -44,7 +44,7 @@ START_TIMEOUT_S = 120.0
 
 
 def make_in_process(spec: GameSpec) -> LocalEnvironment:
-    return start_environment(spec.env_id, spec.num_players, spec.seed, spec.observation, spec.reward_scale)
+    return environment_of(spec, spec.seed)
 
 
 class EnvPool:
@@ -64,7 +64,7 @@ class EnvPool:
 
         Raises the env's own exceptions, or EnvError if it is isolated; WorkerDied if no process starts.
         """
-        if not is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated):
+        if not is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated, spec.env_kwargs):
             return make_in_process(spec)
         async with self._is_starting:
             if not self._hosts:
@@ -169,6 +169,8 @@ class IsolatedEnvironment:
                     seed=spec.seed,
                     observation=spec.observation,
                     reward_scale=spec.reward_scale,
+                    env_kwargs=dict(spec.env_kwargs),
+                    error_allowance=spec.error_allowance,
                 )
             else:
                 action = self._actions[self._num_calls - 1]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from unstable_lite.games.call_file import NO_GAME, file_of_call, write_game
-from unstable_lite.games.env_start import LocalEnvironment, start_environment
+from unstable_lite.games.env_start import LocalEnvironment, environment_of
 from unstable_lite.transport.codec import encode
 from unstable_lite.transport.messages import (
     DropEnv,
@@ -27,7 +27,6 @@ from unstable_lite.transport.messages import (
     Stop,
 )
 from unstable_lite.transport.worker_main import WorkerSocket, WorkerSpec
-from unstable_lite.types import Observation
 
 
 def main(spec: WorkerSpec, socket: WorkerSocket) -> None:
@@ -61,10 +60,7 @@ def _answer(games: dict[int, LocalEnvironment], message: MakeEnv | StepEnv) -> M
 
 def _advance(games: dict[int, LocalEnvironment], message: MakeEnv | StepEnv) -> EnvState:
     if isinstance(message, MakeEnv):
-        observation = cast(Observation, message.observation)
-        env = games[message.game] = start_environment(
-            message.env_id, message.num_players, message.seed, observation, message.reward_scale
-        )
+        env = games[message.game] = environment_of(message, message.seed)
         turn: tuple[int, str] | None = env.observe()
     else:
         env = games[message.game]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import math
 import random
 import sys
@@ -111,7 +112,15 @@ def _give_own_streams(package: str) -> None:
 class Environment:
     """One game of one env."""
 
-    def __init__(self, env_id: str, num_players: int, seed: int, observation: Observation = "env") -> None:
+    def __init__(
+        self,
+        env_id: str,
+        num_players: int,
+        seed: int,
+        observation: Observation = "env",
+        env_kwargs: tuple[tuple[str, Any], ...] = (),
+        error_allowance: int = 0,
+    ) -> None:
         """Make and reset the env. TextArena's exceptions are passed through."""
         self.env_id = env_id
         self.num_players = num_players
@@ -122,7 +131,10 @@ class Environment:
         self.was_invalid = False
         """Whether the last action broke the rules."""
         self._offenders: set[int] = set()
-        self._env = self._call(self._start, _prepare(env_id), observation)
+        self._env = self._call(
+            self._start, _prepare(env_id), observation, {name: _with_lists(value) for name, value in env_kwargs}
+        )
+        self._env.state.error_allowance = error_allowance
         self._unwrapped = self._env  # wrappers look up `state` slowly
         while isinstance(self._unwrapped, ta.Wrapper):
             self._unwrapped = self._unwrapped.env
@@ -161,10 +173,13 @@ class Environment:
 
     def play(self, action: str) -> tuple[int, str] | None:
         """Call `step`, and `observe` unless the game is over; set `was_invalid` for this action."""
+        state = self._unwrapped.state
+        errors_before = getattr(state, "error_count", 0)
         turn = self._call(self._step_and_observe, action)
-        self.was_invalid = False
+        # TextArena counts the errors of the current player's turn, and sets the count to 0 after a valid move.
+        self.was_invalid = getattr(state, "error_count", 0) > errors_before
         # TextArena never clears a player's flag, but the player may continue: clear it to notice the next invalid move.
-        for pid, remarks in self._unwrapped.state.game_info.items():
+        for pid, remarks in state.game_info.items():
             if remarks.get("invalid_move"):
                 remarks["invalid_move"] = False
                 self.was_invalid = True
@@ -198,10 +213,12 @@ class Environment:
     def drop(self) -> None:
         """Abandon the game, finished or not; an env in another process is dropped there, too."""
 
-    def _start(self, env_id: str, observation: Observation) -> Any:
-        env = ta.make(env_id) if observation == "env" else _make_observed_by(_OBSERVED_BY[observation], env_id)
+    def _start(self, env_id: str, observation: Observation, env_kwargs: dict[str, Any]) -> Any:
+        if observation == "env":
+            env = ta.make(env_id, **env_kwargs)
+        else:
+            env = _make_observed_by(_OBSERVED_BY[observation], env_id, env_kwargs)
         env.reset(num_players=self.num_players, seed=self._seed)
-        env.state.error_allowance = 0
         return env
 
     def _step_and_observe(self, action: str) -> Any:
@@ -225,9 +242,14 @@ class Environment:
             _thread.game = None
 
 
-def _make_observed_by(wrapper: Callable[[Any], Any], env_id: str) -> Any:
+def _with_lists(value: Any) -> Any:
+    """Return an argument with its arrays as lists, as an env's author expects them."""
+    return [_with_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _make_observed_by(wrapper: Callable[[Any], Any], env_id: str, env_kwargs: dict[str, Any]) -> Any:
     """Make the env without its own wrappers, observed through `wrapper`."""
-    return wrapper(ta.wrappers.ActionFormattingWrapper(ta.make(bare_id(env_id))))
+    return wrapper(ta.wrappers.ActionFormattingWrapper(ta.make(bare_id(env_id), **env_kwargs)))
 
 
 def bare_id(env_id: str) -> str:
@@ -276,6 +298,21 @@ def _home_module(registered_id: str) -> str:
     """Return the module of the env's class."""
     entry_point = ta.envs.registration.ENV_REGISTRY[registered_id].entry_point
     return entry_point.partition(":")[0] if isinstance(entry_point, str) else str(entry_point.__module__)
+
+
+def env_arguments(env_id: str) -> list[str] | None:
+    """Return the keyword arguments that the env's class accepts; None if it accepts any."""
+    module, _, registered_id = env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    entry = ta.envs.registration.ENV_REGISTRY[registered_id].entry_point
+    if isinstance(entry, str):
+        home, _, name = entry.partition(":")
+        entry = getattr(importlib.import_module(home), name)
+    parameters = inspect.signature(entry).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    return [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
 
 
 def env_ids() -> list[str]:

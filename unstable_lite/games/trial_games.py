@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from typing import Any
 
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.errors import EnvError
@@ -21,22 +22,25 @@ def trial_lengths(spec: EnvSpec) -> list[int]:
 
     The list is empty if no scripted player knows the env's moves, if the env is isolated, or if it fails.
     """
-    return _lengths(spec.env_id, spec.num_players, spec.max_turns, spec.isolated)
+    return _lengths(spec.env_id, spec.num_players, spec.max_turns, spec.isolated, spec.env_kwargs)
 
 
 @cache
-def _lengths(env_id: str, num_players: int, max_turns: int, isolated: bool | None) -> list[int]:
-    if not lists_actions(env_id) or is_isolated(env_id, num_players, wanted=isolated):
+def _lengths(
+    env_id: str, num_players: int, max_turns: int, isolated: bool | None, env_kwargs: tuple[tuple[str, Any], ...]
+) -> list[int]:
+    if not lists_actions(env_id) or is_isolated(env_id, num_players, wanted=isolated, env_kwargs=env_kwargs):
         return []
     try:
         with hang_guard(TIMEOUT_S):
-            return [_length(env_id, num_players, max_turns, seed) for seed in range(GAMES)]
+            return [_length(env_id, num_players, max_turns, seed, env_kwargs) for seed in range(GAMES)]
     except EnvError:
         return []
 
 
-def _length(env_id: str, num_players: int, max_turns: int, seed: int) -> int:
-    rng, environment, num_turns = random.Random(seed), start_environment(env_id, num_players, seed), 0
+def _length(env_id: str, num_players: int, max_turns: int, seed: int, env_kwargs: tuple[tuple[str, Any], ...]) -> int:
+    environment = start_environment(env_id, num_players, seed, env_kwargs=env_kwargs)
+    rng, num_turns = random.Random(seed), 0
     turn: tuple[int, str] | None = environment.observe()
     while turn is not None and num_turns < max_turns:
         turn = environment.play(random_legal_action(env_id, turn[1], rng))

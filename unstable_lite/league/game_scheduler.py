@@ -144,7 +144,7 @@ class GameScheduler:
         """
         env = spec or self._sample_eval_env(can_play)
         subject = "current" if model is None else model.uid
-        key = f"{subject} {env.env_id} {env.num_players} {env.fixed_opponent} {label}"
+        key = f"{subject} {env.env_id} {env.num_players} {env.opponent} {label}"
         seat = (self._eval_games_of[key] if number is None else number) % env.num_players
         self._eval_games_of[key] += number is None
         seed = game_seed(self._run_seed, "eval", self._games["eval"])
@@ -267,6 +267,9 @@ def new_game(
         observation=env.observation,
         isolated=env.isolated,
         reward_scale=env.reward_scale,
+        env_kwargs=env.env_kwargs,
+        error_allowance=env.error_allowance,
+        sampling=env.sampling if isinstance(env, EvalEnvSpec) else None,
         eval_label=label,
     )
 

@@ -21,6 +21,7 @@ import msgspec
 
 from unstable_lite.adapters.run_adapters import by_update
 from unstable_lite.config import Config
+from unstable_lite.config.games import opponent_shown
 from unstable_lite.games.openspiel.flatten import flatten
 from unstable_lite.orchestrator.alarms import SAY_EVERY, Alarms, Change, Contest, Reading, Result, readings_of
 from unstable_lite.rollout.buffer import Buffer
@@ -135,7 +136,8 @@ class TrainingHealth:
             yield VALID, spec.env_id, float(not set(own).intersection(record.invalid_pids))
         for pid in own:
             if opponent is not None and record.outcomes[pid] != "na":
-                games = f"{'training' if is_training else 'evaluation'} games of {spec.env_id} against {opponent}"
+                shown = opponent_shown(opponent, spec.sampling)
+                games = f"{'training' if is_training else 'evaluation'} games of {spec.env_id} against {shown}"
                 yield SCORED, games, POINTS[record.outcomes[pid]]
 
     async def measure(self, batch: Batch) -> dict[str, float]:

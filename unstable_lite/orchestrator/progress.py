@@ -173,8 +173,8 @@ class Progress:
         in_order = sorted(tracker.evaluations, key=lambda e: e.step)  # they overlap, and end in any order
         newest = {(e.env_id, e.opponent): e for e in in_order if math.isfinite(e.points)}
         for env in eval_envs:
-            evaluation = newest.get((env.env_id, env.fixed_opponent))
-            group = f"evaluation-{env.env_id} ({env.fixed_opponent})"
+            evaluation = newest.get((env.env_id, env.opponent))
+            group = f"evaluation-{env.env_id} ({env.opponent})"
             if evaluation is not None:
                 points, n = evaluation.points, evaluation.n
             elif f"{group}/Points" in tracker.latest:
@@ -182,7 +182,7 @@ class Progress:
             else:
                 continue
             in_env = f" in {env.env_id}" * (len(eval_envs) > 1)
-            yield f"points {points:.0%} against {env.fixed_opponent}{in_env} (n={n})"
+            yield f"points {points:.0%} against {env.opponent}{in_env} (n={n})"
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from unstable_lite.dashboards.terminal import TerminalInterface
 from unstable_lite.files import read_records
 from unstable_lite.games.env_catalogue import is_isolated
 from unstable_lite.games.env_pool import EnvPool, opened_env_pool
-from unstable_lite.games.env_start import start_environment
+from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import Template, format_prompt, templates_for
 from unstable_lite.league.game_scheduler import GameScheduler
@@ -310,8 +310,8 @@ def _canary_prompts(config: Config, templates: Mapping[str, Template]) -> list[s
         for spec in config.train_envs:
             if len(prompts) == CANARY_PROMPTS:
                 break
-            if seed and is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated):
+            if seed and is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated, spec.env_kwargs):
                 continue
-            _, observation = start_environment(spec.env_id, spec.num_players, seed, spec.observation).observe()
+            _, observation = environment_of(spec, seed).observe()
             prompts[format_prompt(spec.prompt_template, observation, spec.num_players, templates)] = None
     return list(prompts)

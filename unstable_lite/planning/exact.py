@@ -10,7 +10,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_openspiel
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.answers import check_read
+from unstable_lite.games.answers import allowance_problem, check_read
 from unstable_lite.games.game_tree import GameTree, uniform
 from unstable_lite.games.openspiel import trial
 from unstable_lite.games.openspiel.flatten import flatten
@@ -29,7 +29,7 @@ def exact_envs(config: Config) -> tuple[list[EnvSpec], list[str]]:
     specs: list[EnvSpec] = [*config.train_envs, *config.eval_envs]
     envs, reasons = [], []
     for spec in {spec.env_id: spec for spec in reversed(specs)}.values():
-        reason = _game_problem(spec.env_id, spec.num_players)
+        reason = allowance_problem(spec) or _game_problem(spec.env_id, spec.num_players)
         if reason is None:
             try:
                 check_read(spec, "[x]", written_answer("", "[x]"))

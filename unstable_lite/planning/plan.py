@@ -175,7 +175,9 @@ class Plan:
         yield from describe_pace(config, self.game_lengths)
         specs: list[EnvSpec] = [*config.train_envs, *config.eval_envs]
         isolated = [
-            spec.env_id for spec in specs if is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated)
+            spec.env_id
+            for spec in specs
+            if is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated, spec.env_kwargs)
         ]
         for family in dict.fromkeys(env_family(spec.env_id) for spec in specs):
             if family in REMARKS:

@@ -16,15 +16,15 @@ from unstable_lite.adapters.frozen import is_frozen
 from unstable_lite.adapters.peft_files import check_adapter
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_openspiel
-from unstable_lite.config.games import INHERITED, EvalEnvSpec, OpponentsConfig, TrainEnvSpec
+from unstable_lite.config.games import INHERITED, LEAST_TEMPERATURE, EvalEnvSpec, OpponentsConfig, TrainEnvSpec
 from unstable_lite.config.training import EMBEDDINGS, EngineConfig, LoraConfig, no_adapter_at
 from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
 from unstable_lite.engines.vllm_server.config_checks import server_problems
 from unstable_lite.errors import AdapterError, ConfigError, ModelError
 from unstable_lite.games.api_keys import url_problem
 from unstable_lite.games.env_catalogue import probe
-from unstable_lite.games.env_start import start_environment
-from unstable_lite.games.players.factory import opponent_problem
+from unstable_lite.games.env_start import environment_of
+from unstable_lite.games.players.factory import BLIND, opponent_problem
 from unstable_lite.games.templates import chats_in_use, extraction_problems, known_templates, template_problems
 from unstable_lite.league.opponents import frozen_adapters, strategies, training_opponents, uses_checkpoints
 from unstable_lite.league.samplers import check_league
@@ -45,10 +45,6 @@ from unstable_lite.planning.objective import objective_problems
 from unstable_lite.planning.placement import devices_of, placement_problems
 from unstable_lite.plugins import suggestion
 from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
-
-LEAST_TRAINED_TEMPERATURE = 0.01
-"""Lowest temperature that engines sample at. vLLM raises lower ones to it, and at the very lowest all engines take the
-most probable token and report its log-probability at temperature 1; the learner would divide by the configured one."""
 
 
 def find_problems(config: Config, copies: Path | None = None) -> list[str]:
@@ -111,9 +107,9 @@ def _device_problems(config: Config, has_engines: bool) -> list[str]:
 
 def learning_problems(config: Config) -> Iterable[str]:
     """Yield each reason why a run cannot train on its samples or label its results. Not for an evaluation."""
-    if config.engine.temperature < LEAST_TRAINED_TEMPERATURE:
+    if config.engine.temperature < LEAST_TEMPERATURE:
         yield (
-            f"engine.temperature = {config.engine.temperature:g}: below {LEAST_TRAINED_TEMPERATURE} engines do not "
+            f"engine.temperature = {config.engine.temperature:g}: below {LEAST_TEMPERATURE} engines do not "
             "sample at the temperature that the learner divides by; set at least that (only training, not `eval`, "
             "needs it)"
         )
@@ -122,7 +118,7 @@ def learning_problems(config: Config) -> Iterable[str]:
             yield f"train_envs: {env_id} is listed {n} times, but averages, curves and samplers use env_id; keep one"
     for (env_id, opponent), n in Counter((env.env_id, env.opponent) for env in config.eval_envs).items():
         if n > 1:
-            yield f"eval_envs: {env_id} against {opponent} is listed {n} times, but results use these two; keep one"
+            yield f"eval_envs: {env_id} against {opponent} is listed {n} times; keep one, or set other temperatures"
 
 
 def adapter_problems(where: str, directory: Path, lora: LoraConfig) -> Iterable[str]:
@@ -295,7 +291,7 @@ def _env_problems(config: Config) -> Iterable[str]:
         *((f"eval_envs.{index}", spec) for index, spec in enumerate(config.eval_envs)),
     ]
     for where, spec in entries:
-        info = probe(spec.env_id, spec.num_players, spec.observation)
+        info = probe(spec.env_id, spec.num_players, spec.observation, spec.env_kwargs)
         if info.problem is not None:
             yield f"{where}: env_id = {spec.env_id!r}: {info.problem}"
         if spec.reward_scale is not None and not is_openspiel(spec.env_id):
@@ -312,9 +308,10 @@ def _env_problems(config: Config) -> Iterable[str]:
 
 def why_not_seated(name: str, spec: TrainEnvSpec | EvalEnvSpec, opponents: OpponentsConfig) -> str | None:
     """Return the reason why an opponent cannot play in an env; None if it can."""
-    observation = None
-    if probe(spec.env_id, spec.num_players, spec.observation).problem is None:
-        observation = start_environment(spec.env_id, spec.num_players, 0, spec.observation).observe()[1]
+    if spec.env_kwargs and name.startswith(BLIND):
+        return f"opponent {name!r} searches the env with its default arguments, and env_kwargs sets others"
+    is_fine = probe(spec.env_id, spec.num_players, spec.observation, spec.env_kwargs).problem is None
+    observation = environment_of(spec, 0).observe()[1] if is_fine else None
     return opponent_problem(name, spec.env_id, observation, opponents)
 
 
@@ -375,7 +372,8 @@ def played_otherwise(config: Config) -> Iterator[str]:
     for env in config.eval_envs:
         if (other := trained.get(env.env_id)) is None:
             continue
-        pairs = ((key, getattr(env, key), getattr(other, key)) for key in INHERITED)
+        owns, others = env.model_dump(), other.model_dump()
+        pairs = ((key, owns[key], others[key]) for key in INHERITED)
         if differing := [f"{key} = {own!r}, trained with {its!r}" for key, own, its in pairs if own != its]:
             yield f"{env.env_id} against {env.opponent} is evaluated with {'; '.join(differing)}"
 

@@ -71,7 +71,7 @@ async def run_game(
             if pid in trajectories:
                 trajectories[pid].steps[-1].format_feedback["invalid_move"] = True
 
-    _complete(record, environment, is_over=turn is None)
+    _complete(record, environment, turn)
     record.seconds = time.monotonic() - started
 
 
@@ -91,16 +91,18 @@ def _new_step(record: GameRecord, reply: Reply) -> Step:
     )
 
 
-def _complete(record: GameRecord, environment: GameEnvironment, is_over: bool) -> None:
-    """Fill in the results. `is_over`: whether the env ended the game, not the turn limit."""
-    if is_over:
+def _complete(record: GameRecord, environment: GameEnvironment, turn: tuple[int, str] | None) -> None:
+    """Fill in the results. `turn`: the one that the turn limit cut off; None: the env ended the game."""
+    if turn is None:
         record.rewards, record.game_info = environment.close()
         record.end = "invalid" if record.turns[-1].is_invalid else "natural"
     else:
         record.rewards = environment.rewards_so_far()
         record.end = "truncated"
     last_turns = {turn.pid: turn for turn in record.turns}
-    record.invalid_pids = tuple(pid for pid, last in last_turns.items() if last.is_invalid)
+    record.invalid_pids = tuple(
+        pid for pid, last in last_turns.items() if last.is_invalid and (turn is None or pid != turn[0])
+    )
     record.outcomes = outcomes_from_rewards(record.rewards, environment.has_teams)
     for trajectory in record.trajectories:
         trajectory.final_reward = record.rewards[trajectory.pid]

@@ -124,7 +124,8 @@ class Evaluation:
         if not math.isfinite(self.win_rate):
             low, high = self.reward_interval
             return (
-                f"{self.model} had a mean reward of {self.mean_reward:.3f} in {self.n} games of {self.env_id}"
+                f"{self.model} had a mean reward of {self.mean_reward:.3f} in {self.n} games of "
+                f"{self.env_id}{self.opponent.removeprefix('none')}"  # leaves the sampling: ", greedy"
                 + f" (95 %: {low:.3f} – {high:.3f})" * math.isfinite(low)
                 + f"; {invalid}"
             )

@@ -21,6 +21,7 @@ def record_to_json(record: GameRecord, keep_tokens: bool) -> dict[str, Any]:
         "env_id": spec.env_id,
         "seed": spec.seed,
         "eval_label": spec.eval_label,
+        **({} if spec.sampling is None else {"sampling": str(spec.sampling)}),
         "agents": [
             {"pid": agent.pid, "model": agent.model.uid, "collect_data": agent.collect_data}
             | ({"opponent": agent.model.name} if agent.model.name else {})

@@ -177,8 +177,8 @@ def _evaluations(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the chart's title and the tag prefix of each evaluation that can be won."""
     for env in config.eval_envs:
         if env.num_players > 1:
-            cell = env.env_id, env.fixed_opponent
-            title = f"{env.env_id}, points against {env.fixed_opponent}, 95 %"
+            cell = env.env_id, env.opponent
+            title = f"{env.env_id}, points against {env.opponent}, 95 %"
             if config.run.eval_games:
                 yield title, with_slugs(evaluation_group("", *cell))
             if config.run.num_eval_workers and config.run.schedule != "sync":

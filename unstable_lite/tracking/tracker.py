@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from unstable_lite.config.games import opponent_shown
 from unstable_lite.config.tracking import TrackerConfig
 from unstable_lite.files import AppendFile, RecordLog, to_line
 from unstable_lite.league.model_registry import ModelRegistry
@@ -258,7 +259,8 @@ class Tracker:
 
     def _add_evaluated(self, record: GameRecord) -> None:
         opponents = [agent.model.name for agent in record.spec.agent_specs if agent.model.name is not None]
-        env_id, opponent = record.spec.env_id, opponents[0] if opponents else "none"
+        env_id = record.spec.env_id
+        opponent = opponent_shown(opponents[0] if opponents else "none", record.spec.sampling)
         group = f"evaluation-{env_id} ({opponent})"
         for agent in record.spec.agent_specs:
             if agent.model.name is not None:

@@ -228,6 +228,11 @@ class MakeEnv(Request[EnvState]):
     seed: int
     observation: str
     reward_scale: float | None = None
+    env_kwargs: dict[str, Any] = {}
+    error_allowance: int = 0
+
+    def __post_init__(self) -> None:
+        check_plain(self.env_kwargs)
 
 
 class StepEnv(Request[EnvState]):

@@ -136,9 +136,10 @@ def prompts(count: int, size: int = 40) -> list[str]:
     return [f"Player {i}: " + "".join(chr(97 + (i * 7 + j * j) % 26) for j in range(size)) for i in range(count)]
 
 
-def test_greedy_completion_is_the_most_probable_one(engine: Engine, reference: Logits) -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1e-6])
+def test_greedy_completion_is_the_most_probable_one(engine: Engine, reference: Logits, temperature: float) -> None:
     remote = engine.remote
-    requests = [remote.request(prompt, temperature=1e-6, max_tokens=12) for prompt in prompts(3) * 2]
+    requests = [remote.request(prompt, temperature=temperature, max_tokens=12) for prompt in prompts(3) * 2]
     generations = remote.generate(*requests)
     for first, second in zip(generations[:3], generations[3:], strict=True):
         ids = [*first.prompt_ids.tolist(), *first.completion_ids.tolist()]

@@ -185,10 +185,47 @@ async def test_other_env_settings_are_listed(run: Path, tmp_path: Path) -> None:
     config = run / "config.toml"
     text = config.read_text()
     env = text[text.index("[[eval_envs]]") :]
-    config.write_text(f'{text}\n{env}\nmax_turns = 7\nobservation = "first-last"\n')
-    await evaluated(["base"], tmp_path / "out", games=2, config=config)
+    config.write_text(f"{text}\n{env}\nmax_turns = 7\nenv_kwargs = {{ piles = [2, 3] }}\nerror_allowance = 1\n")
+    done = await evaluated(["base"], tmp_path / "out", games=2, config=config)
     settings = [row["other_settings"] for row in read_csv(tmp_path / "out" / "table.csv")]
-    assert settings == ["", "max_turns=7, observation=first-last"]
+    own = "max_turns=7, env_kwargs={'piles': (2, 3)}, error_allowance=1"
+    assert settings == ["", own]
+    title = "Nim-v0-train against scripted:random"
+    assert [table.title for table in results_tables(done.evaluations)] == [title, f"{title}, {own}"]
+
+
+async def test_games_at_another_temperature_are_other_games_of_the_same_deals(run: Path, tmp_path: Path) -> None:
+    config = run / "config.toml"
+    text = config.read_text()
+    config.write_text(f"{text}temperature = 0.3\n{text[text.index('[[eval_envs]]') :]}")
+    for temperature, num_cells in ((0.0, 1), (0.5, 1), (None, 2)):
+        done = await evaluated(["base"], tmp_path / "out", games=2, config=config, temperature=temperature)
+        assert done.played == 2 * num_cells
+    assert [table.title for table in results_tables(done.evaluations)] == [
+        "Nim-v0-train against scripted:random, temperature=0.3",
+        "Nim-v0-train against scripted:random",
+    ]
+    rows = read_csv(tmp_path / "out" / "table.csv")
+    assert Counter(row["other_settings"] for row in rows) == Counter(
+        ["temperature=0.3", "", "temperature=0.0", "temperature=0.5"]
+    )
+    assert Counter(game["seed"] for game in lines(tmp_path / "out")).most_common() == [
+        (lines(tmp_path / "out")[0]["seed"], 8)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "code", "says"),
+    [("-1", 1, "give 0 (greedy)"), ("nan", 1, "give 0 (greedy)"), ("inf", 1, "--temperature inf: give 0"),
+     ("0.001", 1, "from 0.01"), ("warm", 2, "valid number")],
+)  # fmt: skip
+def test_temperature_that_no_engine_has_is_refused(
+    run: Path, tmp_path: Path, temperature: str, code: int, says: str
+) -> None:
+    arguments = ["eval", str(run), "--output", str(tmp_path / "out"), "--temperature", temperature]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code and says in " ".join(result.output.replace("│", " ").split())
+    assert not (tmp_path / "out").exists()
 
 
 async def test_models_of_one_name_from_two_calls_are_distinguished(run: Path, tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_check_says_what_exact_evaluations_cost(run: Path) -> None:
         ('env_id = "openspiel:liars_dice"', "decision states"),
         ('env_id = "Nim-v0-train"', "only games of OpenSpiel"),
         ('env_id = "openspiel:liars_dice(numdice=0)"', "OpenSpiel"),
+        ('env_id = "openspiel:kuhn_poker"\nerror_allowance = 2', "error_allowance = 2; set it to 0"),
     ],
 )
 def test_impossible_exact_evaluations_are_refused_before_the_start(tmp_path: Path, change: str, said: str) -> None:
@@ -116,6 +117,8 @@ def test_exact_evaluation_of_a_large_game_names_its_size(run: Path, tmp_path: Pa
     [
         (["scripted:random", "--exact", "--env", KUHN], 1, "scripted:random: only the base and adapters"),
         (["base", "--exact", "--tournament"], 2, "--exact plays no games"),
+        (["base", "--exact", "--temperature", "0"], 2, "--exact plays no games"),
+        (["base", "--exact", "train_envs.0.error_allowance=2"], 1, "error_allowance = 2; set it to 0"),
         (["base", "--force", "--output", "x"], 2, "--force is for --exact"),
     ],
 )

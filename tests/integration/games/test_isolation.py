@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -193,3 +194,15 @@ async def test_envs_run_in_process_unless_they_may_loop_or_reset_slowly(environm
     assert not own_children()
     await environments.make(game("PublicGoodsGame-v0-train", 3, 0, isolated=None))
     assert len(own_children()) == 2
+
+
+async def test_isolated_env_gets_arguments_and_allowance(tmp_path: Path) -> None:
+    spec = msgspec.structs.replace(
+        game("ConnectFour-v0-train", 2, 1), env_kwargs=(("num_cols", 5), ("num_rows", 4)), error_allowance=1
+    )
+    async with opened_env_pool(tmp_path, 20) as pool:
+        isolated = await pool.make(spec)
+        assert "4 rows and 5 columns" in isolated.observe()[1]
+        assert await isolated.advance("nonsense") is not None
+        assert isolated.was_invalid
+        isolated.drop()

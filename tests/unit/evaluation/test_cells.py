@@ -8,7 +8,16 @@ import pytest
 from unstable_lite.adapters.frozen import FrozenAdapter
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.errors import ConfigError
-from unstable_lite.evaluation.cells import Cell, CellKey, game_spec, in_rounds, make_cells, make_tournament, read_key
+from unstable_lite.evaluation.cells import (
+    Cell,
+    CellKey,
+    as_trained,
+    game_spec,
+    in_rounds,
+    make_cells,
+    make_tournament,
+    read_key,
+)
 from unstable_lite.evaluation.models import BASE_MODEL, NO_OPPONENT, EvaluatedModel
 from unstable_lite.types import ModelRef
 
@@ -53,6 +62,13 @@ def test_every_model_meets_the_same_seeds_at_balanced_seats() -> None:
         seats = Counter(agent.pid for spec in specs for agent in spec.agent_specs if agent.model.uid == name)
         assert seats == {0: 10, 1: 10}
     assert game_spec(cells[0], 0, 8, ref).seed != one[0].seed
+
+
+def test_cells_that_differ_only_in_sampling_are_one_as_trained() -> None:
+    samplings = [{}, {"temperature": 0.0}, {"top_p": 0.5}]
+    cells = make_cells([BASE_MODEL, adapter(1)], lambda _: [RANDOM], [NIM.model_copy(update=of) for of in samplings])
+    assert len({cell.key for cell in cells}) == 6
+    assert as_trained(cells) == make_cells([BASE_MODEL, adapter(1)], lambda _: [RANDOM], [NIM])
 
 
 def test_tournament_has_every_pair_once_or_both_ways_if_one_sits_alone() -> None:

@@ -45,6 +45,19 @@ def test_opponent_of_several_envs_is_read_once(tmp_path: Path, monkeypatch: pyte
     assert read == [rival]
 
 
+def test_arguments_of_the_trained_env_are_not_those_of_another(tmp_path: Path) -> None:
+    env = NIM | {"num_actors": 1, "env_kwargs": {"piles": [2, 3]}}
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(Config.model_validate({"train_envs": [env]}).model_dump(mode="json")))
+    of_env = {}
+    for env_id in ("Nim-v0-train", "TicTacToe-v0-train"):
+        plan = plan_evaluation(
+            ["base"], output=tmp_path, config=path, envs=[f"{env_id}:2"], opponents=["scripted:random"]
+        )
+        (of_env[env_id],) = (cell.env.env_kwargs for cell in plan.cells)
+    assert of_env == {"Nim-v0-train": (("piles", (2, 3)),), "TicTacToe-v0-train": ()}
+
+
 def test_every_opponent_that_is_not_found_is_named(tmp_path: Path) -> None:
     config = write_config(tmp_path, f"adapter:{tmp_path}/nowhere", f"run:{tmp_path}/none/best", "scripted:random")
     trained = str(write_adapter(tmp_path / "trained", small()))

@@ -194,6 +194,15 @@ def test_each_env_cycles_through_its_own_seats():
     assert set(seats.values()) == {2}
 
 
+def test_each_sampling_of_an_env_cycles_through_its_own_seats():
+    scheduler, seats = make_scheduler(), Counter()
+    for _ in range(4):
+        for temperature in (None, 0.0):
+            spec = scheduler.next_eval_job(make_eval_env(temperature=temperature))
+            seats[temperature, policy_seat(spec)] += 1
+    assert set(seats.values()) == {2}
+
+
 def test_quota_is_balanced_even_while_other_evaluations_run():
     scheduler = make_scheduler()
     seats = Counter()

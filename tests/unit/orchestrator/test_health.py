@@ -32,6 +32,7 @@ from unstable_lite.types import (
     ModelRef,
     Outcome,
     PlayerTrajectory,
+    Sampling,
     Step,
 )
 
@@ -327,6 +328,16 @@ async def test_training_games_are_compared_with_earlier_better_ones(watched: Wat
     )
     for pattern, text in zip(patterns, watched.tracker.alarms, strict=True):
         assert re.match(pattern, text), text
+
+
+async def test_samplings_of_an_eval_env_are_not_compared_with_each_other(watched: Watched) -> None:
+    for update, (outcome, sampling) in enumerate((("win", None), ("loss", Sampling(temperature=0.0)))):
+        for _ in range(512):
+            record = game(outcome, kind="eval")
+            record.spec = replace(record.spec, sampling=sampling)
+            watched.health.add_record(record)
+        watched.health.check_update(update, {})
+    assert watched.tracker.alarms == []
 
 
 async def test_game_ended_by_any_own_seat_counts_whole(watched: Watched) -> None:

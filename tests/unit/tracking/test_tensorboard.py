@@ -145,6 +145,17 @@ def test_charts_match_the_metric_names_that_a_run_logs(tmp_path: Path) -> None:
     assert len(seen.Tags()["tensors"]) == 4 + 3
 
 
+def test_each_sampling_of_an_eval_env_has_its_chart() -> None:
+    greedy = CONFIG.eval_envs[0].model_copy(update={"temperature": 0.0})
+    config = CONFIG.model_copy(update={"eval_envs": (*CONFIG.eval_envs, greedy)})
+    charts = {chart.title: chart for part in layout(config).category for chart in part.chart}
+    tags = []
+    for title in ("scripted:random", "scripted:random, greedy"):
+        (series, *_) = charts[f"Nim-v0-train, points against {title}, 95 %"].margin.series
+        tags.append(series.value)
+    assert tags[1] == tags[0].replace("scripted:random", "scripted:random, greedy")
+
+
 def item(length: int, logprob: float, reward: float) -> TrainItem:
     return TrainItem(
         prompt_ids=np.array([1], np.int32),

@@ -23,10 +23,19 @@ def default_scale(game: Any) -> float:
 
 
 class OpenSpielGame:
-    """A game whose illegal answers end it; see `close` for their cost."""
+    """A game that an illegal answer ends, unless it may be repeated; see `close` for its cost."""
 
-    def __init__(self, env_id: str, num_players: int, seed: int, reward_scale: float | None = None) -> None:
+    def __init__(
+        self,
+        env_id: str,
+        num_players: int,
+        seed: int,
+        reward_scale: float | None = None,
+        error_allowance: int = 0,
+    ) -> None:
         """Start the game. `reward_scale`: default: 1 / the largest size of a utility.
+
+        error_allowance: number of illegal answers in a row that a player may repeat.
 
         Raises ConfigError for an unknown game, parameters that it does not have, or another number of players.
         """
@@ -43,6 +52,9 @@ class OpenSpielGame:
         self._seed = seed
         self._scale = default_scale(game) if reward_scale is None else reward_scale
         self._num_deals = 0
+        self._error_allowance = error_allowance
+        self._num_errors = 0
+        """Number of illegal answers since the last legal one."""
         self._offence: tuple[int, str] | None = None
         """Seat that answered illegally, and its answer."""
         self._chosen: list[int] = []
@@ -58,7 +70,8 @@ class OpenSpielGame:
     def observe(self) -> tuple[int, str]:
         """Return the current player and its prompt."""
         pid = self._pid()
-        return pid, prompt(self._state, pid)
+        remark = "\nYour last answer was not a legal action. Answer again." * bool(self._num_errors)
+        return pid, prompt(self._state, pid) + remark
 
     def step(self, action: str) -> bool:
         """Play `action` for the current player; return whether the game is over."""
@@ -66,6 +79,10 @@ class OpenSpielGame:
         names = action_names(self._state, pid)
         name = read_action(action, names)
         self.was_invalid = name is None
+        if name is None and self._num_errors < self._error_allowance:
+            self._num_errors += 1
+            return False
+        self._num_errors = 0
         if name is None:
             self._offence = (pid, action)
             return True

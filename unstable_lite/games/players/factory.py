@@ -13,6 +13,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from unstable_lite import plugins
@@ -128,7 +129,10 @@ class PlayerFactory:
             seed = self._sampling_seed
             own_seed = None if seed is None else derive_seed(seed, spec.game_idx, agent.pid)
             newest = None if self.keeps_adapter(agent) else self._newest
-            return PolicyPlayer(self._generate, template, agent, spec.num_players, own_seed, newest)
+            generate = self._generate
+            if spec.sampling is not None:
+                generate = partial(generate, sampling=spec.sampling)
+            return PolicyPlayer(generate, template, agent, spec.num_players, own_seed, newest)
         if not is_remote(agent.model):
             # Not the game's seed: with equal streams, moves would correlate with the cards that were dealt.
             seed_of_player = derive_seed(spec.seed, "player", agent.pid)

@@ -9,8 +9,9 @@ from unstable_lite.games.templates import Template, find_extraction
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import AgentSpec, Generation, Reply
 
-Generates = Callable[[str, int, tuple[str, ...], int | None], Awaitable[Generation]]
-"""Function from (prompt, adapter version, stop strings, seed) to one completion: `EnginePool.generate`."""
+Generates = Callable[..., Awaitable[Generation]]
+"""Function from (prompt, adapter version, stop strings, seed) to one completion: `EnginePool.generate`. It also gets
+`sampling` in games whose sampling is not the engines'."""
 
 LeasesNewest = Callable[[], AbstractContextManager[int]]
 """Function that leases the adapter of the current policy for the time of the context, which is its version."""

@@ -1,0 +1,197 @@
+"""Arguments of an env, invalid moves that may be repeated, and the sampling of an evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from unstable_lite.config import Config
+from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.config.reading import parse_config
+from unstable_lite.evaluation.probing import random_positions
+from unstable_lite.games.env_catalogue import is_isolated, probe
+from unstable_lite.games.env_start import environment_of, start_environment
+from unstable_lite.games.players.factory import PlayerFactory
+from unstable_lite.games.players.player import Player
+from unstable_lite.games.trial_games import trial_lengths
+from unstable_lite.league.game_scheduler import new_game
+from unstable_lite.planning.validation import find_engine_problems, learning_problems, played_otherwise
+from unstable_lite.rollout.lockstep import LockStep
+from unstable_lite.rollout.run_game import new_record, run_game
+from unstable_lite.tracking.evaluations import Tally
+from unstable_lite.types import Generation, ModelRef, Observation, Reply, Sampling
+
+BASE = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+NIM = {"env_id": "Nim-v0-train", "num_players": 2, "fixed_opponent": "scripted:random"}
+
+
+def config_of(*eval_envs: dict[str, Any], **train: Any) -> Config:
+    env = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 1} | train
+    return Config.model_validate({"train_envs": [env], "eval_envs": eval_envs})
+
+
+class Says(Player):
+    def __init__(self, *actions: str) -> None:
+        self._actions = iter(actions)
+
+    async def act(self, observation: str) -> Reply:
+        action = next(self._actions)
+        return Reply(action=action, text=action, prompt=observation)
+
+
+@pytest.mark.parametrize(("env_id", "valid"), [("TicTacToe-v0-train", "[4]"), ("openspiel:tic_tac_toe", "[4]")])
+def test_a_player_repeats_as_many_invalid_moves_as_allowed(env_id: str, valid: str) -> None:
+    env = start_environment(env_id, 2, 1, error_allowance=1)
+    env.observe()
+    turn = env.play("nonsense")
+    assert turn is not None and (turn[0], env.was_invalid) == (0, True)
+    assert ("not a legal action" in turn[1]) == env_id.startswith("openspiel:")
+    turn = env.play(valid)
+    assert turn is not None and (turn[0], env.was_invalid) == (1, False)
+    assert "not a legal action" not in turn[1]
+    assert env.play("nonsense") is not None  # a valid move sets the count back
+    assert env.play("nonsense") is None
+    assert env.was_invalid
+    rewards, remarks = env.close()
+    assert rewards == {0: 1.0, 1: -1.0}
+    assert [bool(remarks[pid].get("invalid_move")) for pid in (0, 1)] == [False, True]
+
+
+@pytest.mark.parametrize("observation", ["env", "first-last", "board"])
+def test_arguments_are_those_of_the_env_in_any_observation(observation: Observation) -> None:
+    env = start_environment("Nim-v0-train", 2, 1, observation, env_kwargs=(("piles", (2, 3)),))
+    assert "pile 1: 3" in env.observe()[1]
+
+
+def test_a_move_that_does_not_raise_the_count_of_errors_is_valid() -> None:
+    env = start_environment("Nim-v0-train", 2, 1, error_allowance=2)
+    env.play("nonsense")
+    env._unwrapped.state.made_invalid_move = True  # as if the env returned before `state.step`, which clears it
+    env.play("[0 1]")
+    assert (env._unwrapped.state.error_count, env.was_invalid) == (1, False)
+
+
+def test_no_move_is_repeated_by_default() -> None:
+    env = start_environment("TicTacToe-v0-train", 2, 1)
+    env.observe()
+    assert env.play("nonsense") is None
+
+
+async def test_a_repeated_move_is_an_invalid_turn_of_a_game_that_continues() -> None:
+    env = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, error_allowance=1, max_turns=3)
+    record = new_record(new_game(env, [BASE, BASE], 0, "eval", 1))
+    players = {0: Says("nonsense", "[4]"), 1: Says("nonsense")}
+    await run_game(record, environment_of(record.spec, 1), players, 100)
+    assert [turn.is_invalid for turn in record.turns] == [True, False, True]
+    assert (record.end, record.invalid_pids) == ("truncated", ())
+
+
+async def test_player_that_an_invalid_move_removed_counts_in_a_game_without_end() -> None:
+    env = EvalEnvSpec(env_id="LiarsDice-v0-small-train", num_players=3, error_allowance=1, max_turns=4)
+    record = new_record(new_game(env, [BASE] * 3, 0, "eval", 1))
+    bids = {pid: Says(f"[Bid: {pid}, 2]", f"[Bid: {pid}, 3]") for pid in (1, 2)}
+    await run_game(record, environment_of(record.spec, 1), {0: Says("nonsense", "nonsense")} | bids, 100)
+    assert [(turn.pid, turn.is_invalid) for turn in record.turns] == [(0, True), (0, True), (1, False), (2, False)]
+    assert (record.end, record.invalid_pids) == ("truncated", (0,))
+
+
+def test_unknown_arguments_are_refused_with_those_that_the_env_accepts() -> None:
+    def problem(env_id: str, **kwargs: Any) -> str:
+        return str(probe(env_id, 2, "env", tuple(kwargs.items())).problem)
+
+    assert "no argument rows; it accepts is_open, num_rows, num_cols" in problem("ConnectFour-v0-train", rows=5)
+    assert "set error_allowance of the env" in problem("Nim-v0-train", error_allowance=5)
+    assert "write env_id = 'openspiel:nim(a=5)'" in problem("openspiel:nim", a=5)
+    assert "does not start" in problem("ConnectFour-v0-train", num_rows="many")
+    assert "does not start" in problem("BabyAiText-v0", a=1)  # its module cannot be imported
+    (refused,) = find_engine_problems(config_of(env_kwargs={"rows": 5}))
+    assert "train_envs.0" in refused and "no argument rows" in refused
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"temperature": -1}, {"temperature": float("nan")}, {"temperature": 1e-4}, {"temperature": float("inf")},
+     {"temperature": "greedy"}, {"top_p": 0}, {"top_p": 1.1}, {"error_allowance": -1}, {"error_allowance": 0.5},
+     {"env_kwargs": {"table": {}}}, {"env_kwargs": {"list": [{}]}}, {"env_kwargs": {"number": float("nan")}},
+     {"env_kwargs": {"list": [float("inf")]}}, {"env_kwargs": 3}, {"env_kwargs": [["a", 1]]}],
+)  # fmt: skip
+def test_bad_values_are_refused_by_name(keys: dict[str, Any]) -> None:
+    train = {"env_id": "Nim-v0-train", "num_players": 2, "num_actors": 1}
+    _, problems = parse_config({"train_envs": [train], "eval_envs": [NIM | keys]})
+    assert len(problems) >= 1
+    assert all(problem.startswith(f"eval_envs.0.{next(iter(keys))}") for problem in problems), problems
+
+
+def test_blind_player_is_refused_in_an_env_with_arguments() -> None:
+    blind = NIM | {"fixed_opponent": "scripted:blind-random"}
+    assert not find_engine_problems(config_of(blind))
+    (problem,) = find_engine_problems(config_of(blind, env_kwargs={"piles": [1, 2]}))
+    assert problem.startswith(
+        "eval_envs.0: opponent 'scripted:blind-random' searches the env with its default arguments"
+    )
+
+
+def test_opponents_and_trial_games_see_the_env_with_its_arguments() -> None:
+    def lengths(**keys: Any) -> list[int]:
+        return trial_lengths(config_of(**keys).train_envs[0])
+
+    assert max(lengths(env_kwargs={"piles": [1, 1]})) == 2 < max(lengths())
+    (env,) = config_of(NIM, env_kwargs={"piles": [1, 1]}).eval_envs
+    assert all("pile 2" not in position.observation for position in random_positions(env, games=2))
+
+
+def test_env_is_isolated_if_its_arguments_make_its_reset_slow() -> None:
+    small = (("dim_room", (5, 5)), ("num_boxes", 1))
+    assert is_isolated("Sokoban-v0-train", 1) and not is_isolated("Sokoban-v0-train", 1, env_kwargs=small)
+
+
+def test_eval_env_played_with_other_arguments_is_named() -> None:
+    (said,) = played_otherwise(config_of(NIM | {"env_kwargs": {"piles": [3]}}, error_allowance=1))
+    assert said.endswith("is evaluated with env_kwargs = {'piles': (3,)}, trained with {}")
+
+
+def test_eval_env_inherits_arguments_and_allowance() -> None:
+    (env,) = config_of(NIM, env_kwargs={"piles": [1, 2]}, error_allowance=2).eval_envs
+    assert (env.env_kwargs, env.error_allowance) == ((("piles", (1, 2)),), 2)
+    assert EvalEnvSpec.model_validate(env.model_dump(mode="json")) == env
+
+
+def test_same_env_and_opponent_may_be_listed_once_for_each_sampling() -> None:
+    greedy, cool = NIM | {"temperature": 0}, NIM | {"temperature": 0.3}
+    config = config_of(NIM, greedy, cool)
+    assert [env.opponent for env in config.eval_envs] == [
+        "scripted:random", "scripted:random, greedy", "scripted:random, T=0.3"
+    ]  # fmt: skip
+    assert not [problem for problem in learning_problems(config) if "listed" in problem]
+    assert "listed 2 times" in "".join(learning_problems(config_of(greedy, greedy)))
+
+
+@pytest.mark.parametrize("in_lock_step", [False, True])
+async def test_sampling_of_an_eval_env_reaches_the_engine(in_lock_step: bool) -> None:
+    asked: list[Sampling | None] = []
+
+    async def generate(*_: Any, sampling: Sampling | None = None) -> Generation:
+        asked.append(sampling)
+        raise RuntimeError("asked")
+
+    lock_step = LockStep(generate)
+    factory = PlayerFactory(lock_step.generate if in_lock_step else generate, sampling_seed=0)
+    for keys in ({"temperature": 0, "top_p": 0.5}, {}):
+        spec = new_game(EvalEnvSpec.model_validate(NIM | keys), [BASE, BASE], 0, "eval", 1)
+        turn = factory.players(spec)[0].act("observation")
+        with pytest.raises((RuntimeError, ExceptionGroup)):
+            await (lock_step.play([turn]) if in_lock_step else turn)
+    assert asked == [Sampling(temperature=0, top_p=0.5), None]
+
+
+def test_sampling_of_an_env_without_opponents_is_named() -> None:
+    alone = {"env_id": "TowerOfHanoi-v0-train", "num_players": 1}
+    shown = []
+    for keys in ({"temperature": 0}, {}):
+        (env,) = config_of(alone | keys).eval_envs
+        tally = Tally()
+        tally.add("na", 0.5, own_invalid=False)
+        shown.append(tally.evaluation("before", "base", 0, env.env_id, env.opponent).describe())
+    assert "in 1 games of TowerOfHanoi-v0-train, greedy;" in shown[0]
+    assert "in 1 games of TowerOfHanoi-v0-train;" in shown[1]
