@@ -199,8 +199,8 @@ def _problem_by_name(env_id: str, observation: Observation) -> str | None:
 def describe_envs() -> list[tuple[str, str, str]]:
     """Return (env id, players, remark) of every env.
 
-    TextArena's `-train` ids are described by its source text, without running it, and followed by OpenSpiel's games and
-    the form of files of questions.
+    TextArena's `-train` ids are described by its source text, without running it, and followed by the form of files of
+    questions and by OpenSpiel's games.
     """
     rows = []
     for env_id in env_ids():
@@ -219,7 +219,7 @@ def describe_envs() -> list[tuple[str, str, str]]:
                 remark = "calls OpenRouter: needs OPENROUTER_API_KEY"
             rows.append((env_id, _players(source), remark))
     remark = 'a file of {"question": …, "answer": …} lines, which are asked one by one'
-    return [*rows, *describe_games(), (f"{QUESTIONS}PATH{SUFFIX}", "1", remark)]
+    return [*rows, (f"{QUESTIONS}PATH{SUFFIX}", "1", remark), *describe_games()]
 
 
 @cache

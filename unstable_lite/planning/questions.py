@@ -6,50 +6,45 @@ from collections.abc import Iterator, Mapping
 
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_questions, questions_path, slug
-from unstable_lite.config.games import EnvSpec
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.questions.reader import read_questions
+from unstable_lite.games.questions.reader import Questions, read_questions
 
 
-def question_ids(config: Config) -> list[str]:
-    """Return the env ids of files of questions, each once."""
-    specs: list[EnvSpec] = [*config.train_envs, *config.eval_envs]
-    return [env_id for env_id in dict.fromkeys(spec.env_id for spec in specs) if is_questions(env_id)]
+def _env_ids(config: Config) -> list[str]:
+    return [*filter(is_questions, dict.fromkeys(spec.env_id for spec in (*config.train_envs, *config.eval_envs)))]
+
+
+def question_files(config: Config) -> dict[str, Questions]:
+    """Return each file of questions, by env id. Raises ConfigError for a file that cannot be used."""
+    return {env_id: read_questions(env_id) for env_id in _env_ids(config)}
 
 
 def question_problems(config: Config) -> Iterator[str]:
     """Yield each pair of files that metrics could not distinguish."""
-    known: dict[str, str] = {}
-    for env_id in question_ids(config):
-        if (other := known.setdefault(slug(env_id), env_id)) != env_id:
+    first: dict[str, str] = {}
+    for env_id in _env_ids(config):
+        if (other := first.setdefault(slug(env_id), env_id)) != env_id:
             yield f"{other} and {env_id} have one name in metrics, {slug(env_id)}; rename one of the files"
 
 
 def describe_questions(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield a row (name, description) with the number of questions of each file. The files were read before."""
-    for env_id in question_ids(config):
-        total, games = len(read_questions(env_id).items), config.run.eval_games
-        asked = "no evaluation asks them"
-        if env_id in {env.env_id for env in config.eval_envs} and games:
-            asked = f"an evaluation asks the first {games}" if games < total else f"an evaluation asks all {total}"
-            asked += f", in {games} games" * (games > total)
-        yield "questions", f"{questions_path(env_id)}: {total}; {asked}"
-
-
-def digests(config: Config) -> dict[str, str]:
-    """Return the SHA-256 of each file of questions, by env id. Raises ConfigError for a file that cannot be used."""
-    return {env_id: read_questions(env_id).sha256 for env_id in question_ids(config)}
+    """Yield a row (name, description) with the number of questions of each file."""
+    for env_id, questions in question_files(config).items():
+        total, games = len(questions.items), config.run.eval_games
+        asked = f"; {games} games of an evaluation ask " + ("all" if games >= total else f"the first {games}")
+        is_asked = games and any(env.env_id == env_id for env in config.eval_envs)
+        yield "questions", f"{total} in {questions_path(env_id)}" + asked * bool(is_asked)
 
 
 def changed_questions(config: Config, recorded: Mapping[str, str]) -> Iterator[str]:
-    """Yield a message for each file that is not the one that the run recorded. `recorded`: as of `digests`."""
-    for env_id in question_ids(config):
-        try:
-            now = read_questions(env_id).sha256
-        except ConfigError:  # reported with the other problems of the config
-            continue
-        if (before := recorded.get(env_id, now)) != now:
+    """Yield a message for each file whose SHA-256 is not the recorded one. `recorded`: by env id."""
+    try:
+        files = question_files(config)
+    except ConfigError:  # reported with the other problems of the config
+        return
+    for env_id, questions in files.items():
+        if recorded.get(env_id, questions.sha256) != questions.sha256:
             yield (
-                f"{questions_path(env_id)} changed since the run began: its SHA-256 is {now[:16]}…, and the run "
-                f"recorded {before[:16]}…. Restore the file, or start a new run"
+                f"{questions_path(env_id)} changed since the run began: its SHA-256 is {questions.sha256[:16]}…, and "
+                f"the run recorded {recorded[env_id][:16]}…. Restore the file, or start a new run"
             )

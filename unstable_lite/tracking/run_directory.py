@@ -26,14 +26,15 @@ import tomli_w
 from unstable_lite.config import Config
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import replaced
-from unstable_lite.planning.questions import digests
+from unstable_lite.planning.questions import question_files
 from unstable_lite.planning.trust import CONFIG, seal_config
 
 LEAGUE, WAITING, MANIFEST = "league.json", "waiting.msgpack", "manifest.json"
 """Names of files in a checkpoint."""
 RUNS = f"*/*/{CONFIG}"
 """Configs of the runs in an output directory."""
-VERSIONS = "versions.json"
+VERSIONS, QUESTIONS = "versions.json", "questions"
+"""File in the run directory, and the key in it for the SHA-256 of each file of questions."""
 LIVE = "live.json"
 PAUSED = "PAUSED"
 """File in the run directory; a paused run resumes when it is deleted."""
@@ -60,8 +61,8 @@ def create_run_directory(config: Config) -> Path:
         content = to_toml(config.model_dump(mode="json")).encode()
         (unique / CONFIG).write_bytes(content)
         seal_config(unique, content)
-        recorded = versions() | ({"questions": asked} if (asked := digests(config)) else {})
-        (unique / VERSIONS).write_text(json.dumps(recorded, indent=2) + "\n")
+        digests = {env_id: questions.sha256 for env_id, questions in question_files(config).items()}
+        (unique / VERSIONS).write_text(json.dumps(versions() | {QUESTIONS: digests}, indent=2) + "\n")
     except OSError as error:
         raise UnstableError(f"cannot create {unique}: {error.strerror}; choose another run.output_dir") from error
     return unique.resolve()
@@ -118,10 +119,9 @@ def versions() -> dict[str, Any]:
 def recorded_questions(directory: Path) -> dict[str, str]:
     """Return the SHA-256 of each file of questions when the run began, by env id; empty if none is recorded."""
     try:
-        recorded = json.loads((directory / VERSIONS).read_text(encoding="utf-8")).get("questions", {})
-    except (OSError, ValueError, AttributeError):
+        return dict(json.loads((directory / VERSIONS).read_text(encoding="utf-8"))[QUESTIONS])
+    except (OSError, ValueError, LookupError, TypeError):  # an older run, or a damaged file
         return {}
-    return recorded if isinstance(recorded, dict) else {}
 
 
 def runs_in(outputs: Path) -> list[Path]:

@@ -25,7 +25,7 @@ class QuestionGame:
             raise ConfigError(f"a question has one player, not num_players = {num_players}")
         questions = read_questions(env_id).items
         self.env_id = env_id
-        self.question = questions[question_number(seed) % len(questions)]
+        self._asked = questions[question_number(seed) % len(questions)]
         self.was_invalid = False
         """Whether the last action was no answer."""
         self._error_allowance = error_allowance
@@ -35,12 +35,12 @@ class QuestionGame:
     def observe(self) -> tuple[int, str]:
         """Return player 0 and the question."""
         remark = "\n\nThere was no answer inside \\boxed{}. Answer again." * bool(self._num_errors)
-        return 0, self.question.text + remark
+        return 0, self._asked.question + remark
 
     def step(self, action: str) -> bool:
         """Judge the content of the answer's box, empty without one; return whether the game is over."""
         self.was_invalid = not action.strip()
-        self._is_right = not self.was_invalid and is_right(action, self.question.answer)
+        self._is_right = not self.was_invalid and is_right(action, self._asked.expected)
         self._num_errors += self.was_invalid
         return not self.was_invalid or self._num_errors > self._error_allowance
 
@@ -53,13 +53,9 @@ class QuestionGame:
         return self.play(action)
 
     def close(self) -> tuple[dict[int, float], dict[int, dict[str, Any]]]:
-        """Return the reward, and remarks that hold the question's id and the expected answer."""
-        remarks: dict[str, Any] = {"question": self.question.id, "expected": self.question.answer}
-        if self.was_invalid:
-            remarks |= {"invalid_move": True, "reason": "there is no answer inside \\boxed{}"}
-        else:
-            remarks["reason"] = f"the answer is {self.question.answer}"
-        return self.rewards_so_far(), {0: remarks}
+        """Return the reward, and remarks that hold the question's id."""
+        reason = "There was no answer inside \\boxed{}; " * self.was_invalid + f"expected: {self._asked.expected}"
+        return self.rewards_so_far(), {0: {"id": self._asked.id, "invalid_move": self.was_invalid, "reason": reason}}
 
     def rewards_so_far(self) -> dict[int, float]:
         return {0: float(self._is_right)}
