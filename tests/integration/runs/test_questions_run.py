@@ -60,8 +60,6 @@ def test_run_scores_questions_beside_its_games(tmp_path: Path) -> None:
         assert line["scores"] == [[1], [0], [0], [1], [1], [0]]
     assert {line["label"] for line in lines} >= {"before", "after"}
     assert "answered 50.0% of 6 questions right" in out
-    games = [game for game in read_records(made / "games.jsonl") if game["env_id"] == f"questions:{questions}"]
-    assert {game["turns"][0]["obs"] for game in games} == {"0?", "1?", "2?", "3?"}
 
     write_questions(questions, ["1/2", 7, "half", 0.6])
     code, _, err = run("run", "--resume", made, "run.learning_steps=2")
