@@ -24,6 +24,7 @@ from typing import Any
 import tomli_w
 
 from unstable_lite.config import Config
+from unstable_lite.config.env_ids import slug
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import replaced
 from unstable_lite.planning.questions import question_files
@@ -94,7 +95,7 @@ def replace_config(directory: Path, config: Config, update: int) -> None:
 
 def default_run_name(config: Config) -> str:
     model = Path(config.model_name).name if "/" in config.model_name else config.model_name
-    envs = "-".join(dict.fromkeys(spec.env_id for spec in config.train_envs))
+    envs = "-".join(dict.fromkeys(slug(spec.env_id) for spec in config.train_envs))
     return re.sub(r"[^\w.-]+", "-", f"unstable-lite-{model}-{envs}")[:150]
 
 

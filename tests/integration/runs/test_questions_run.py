@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 
 from fakes.runs import run, write_small
+from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.config.reading import read_config
 from unstable_lite.files import read_records
+from unstable_lite.games.env_pool import opened_env_pool
 from unstable_lite.games.questions.reader import read_questions
+from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.orchestrator.checkpoint import lasting_changes
 from unstable_lite.tracking.intervals import wilson_interval
 from unstable_lite.tracking.run_directory import create_run_directory
+from unstable_lite.types import ModelRef
 
 
 def write_questions(path: Path, answers: list[Any]) -> Path:
@@ -72,3 +76,14 @@ def test_run_scores_questions_beside_its_games(tmp_path: Path) -> None:
     assert [row["outcome"] for row in sorted(read_records(output / "results.jsonl"), key=lambda row: row["game"])] == [
         "win", "loss", "loss", "loss"
     ]  # fmt: skip
+
+
+async def test_isolated_question_is_the_same_as_in_this_process(tmp_path: Path) -> None:
+    env_id = f"questions:{write_questions(tmp_path / 'set.jsonl', [1, 2])}"
+    env = EvalEnvSpec(env_id=env_id, num_players=1, isolated=True)
+    spec = new_game(env, [ModelRef(uid="base", kind="checkpoint", adapter_version=0)], 0, "eval", seed=3)
+    async with opened_env_pool(tmp_path, 20) as pool:
+        game = await pool.make(spec)
+        assert game.observe() == (0, "1?")
+        assert await game.advance("2") is None
+        assert game.close()[0] == {0: 1.0}

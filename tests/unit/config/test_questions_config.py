@@ -26,6 +26,7 @@ from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
 from unstable_lite.planning.plan import make_plan
 from unstable_lite.planning.trust import run_config
 from unstable_lite.planning.validation import find_engine_problems, find_problems
+from unstable_lite.tracking.run_directory import default_run_name
 from unstable_lite.types import ModelRef
 
 NIM = {"env_id": "Nim-v0-train", "num_players": 2, "prompt_template": "tiny", "observation": "board"}
@@ -58,7 +59,7 @@ def test_path_becomes_absolute_and_stays(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("text", ["questions:", "questions:a.json", "questions:.jsonl", "questions:a\n.jsonl",
-                                  "questions:a\0.jsonl", "questions:~nobody-here/a.jsonl"])  # fmt: skip
+                                  "questions:a\0.jsonl", "questions:~absent-user/a.jsonl"])  # fmt: skip
 def test_id_without_a_path_is_refused(text: str) -> None:
     _, problems = parse_config(
         {"train_envs": [NIM | {"num_actors": 1}], "eval_envs": [{"env_id": text, "num_players": 1}]}
@@ -171,3 +172,9 @@ def test_probes_leave_questions_out(tmp_path: Path) -> None:
     assert len(said) == 1 and "left out" in said[0] and "set.jsonl" in said[0]
     with pytest.raises(ConfigError, match="no env to probe"):
         with_positions(cells[:1], said.append)
+
+
+def test_name_of_a_run_has_no_directory(tmp_path: Path) -> None:
+    env_id = f"questions:{write(tmp_path / 'set.jsonl')}"
+    config = Config.model_validate({"train_envs": [{"env_id": env_id, "num_players": 1, "num_actors": 1}]})
+    assert default_run_name(config) == "unstable-lite-builtin-tiny-questions-set"

@@ -210,7 +210,7 @@ def test_missing_answer_is_asked_for_again_if_allowed(tmp_path: Path) -> None:
     assert game.close()[0] == {0: 1.0}
 
 
-def test_isolated_and_training_games_choose_the_question_by_the_seed(tmp_path: Path) -> None:
+def test_training_games_choose_the_question_by_the_seed(tmp_path: Path) -> None:
     env_id = write(tmp_path, SUMS)
     env = TrainEnvSpec(env_id=env_id, num_players=1, num_actors=1)
     asked = {environment_of(env, seed).observe()[1] for seed in range(0, 40, 2)}
