@@ -42,8 +42,9 @@ def write(directory: Path, lines: list[Any], name: str = "sums") -> str:
         ("42", "42"), (" 42. ", "42"), ("+42", "42"), ("042", "42"), ("42.0", "42"), ("[42]", "42"), ("$42$", "42"),
         (r"\(42\)", "42"), (r"\text{42}", "42"), ("1,234,567", "1234567"), ("1{,}234", "1234"), (r"1\,234", "1234"),
         ("1/2", "0.5"), (".5", "1/2"), (r"\frac{1}{2}", "0.5"), (r"-\dfrac{1}{2}", "-.5"), (r"\frac{-1}{2}", "-1/2"),
-        ("2/4", r"\frac{1}{2}"), ("-3", "\u22123"), ("- 3", "-3"), ("1/3", "2/6"), (r"\left( 1, 2 \right)", "(1,2)"),
-        ("Paris", "paris"), ("New  York", "new york"), ("[1,2]", "[1, 2]"), ("1,2", "1, 2"),
+        ("2/4", r"\frac{1}{2}"), ("-3", "\u22123"), ("- 3", "-3"), ("1 / 2", "0.5"), ("x + 1", "x+1"), ("5./2", "2.5"),
+        ("1/3", "2/6"), (r"\left( 1, 2 \right)", "(1,2)"),
+        ("Paris.", "paris"), ("New  York", "new york"), ("[1,2]", "[1, 2]"), ("1,2", "1, 2"),
         (r"\dfrac{x}{2}", r"\frac{x}{2}"),
     ],
 )  # fmt: skip
@@ -55,9 +56,10 @@ def test_answers_that_mean_the_same_are_right(answer: str, expected: str) -> Non
     ("answer", "expected"),
     [
         ("42", "43"), ("-42", "42"), ("1/3", "0.333"), ("0.1", "0.10000000000000001"), ("1/0", "0"), ("1/0", "1"),
-        ("", "0"), ("4 2 apples", "42"), ("12", "1,2"), ("1,23", "123"), ("4, 2", "4"), ("1e3", "1000"),
+        ("", "0"), ("4 2", "42"), ("newyork", "new york"), ("4 2 apples", "42"),
+        ("12", "1,2"), ("1,23", "123"), ("4, 2", "4"), ("1e3", "1000"),
         ("1/2/3", "1/6"), ("0,1", "[0,1]"), ("Paris", "Pari"), ("--3", "3"),
-        ("\u0664\u0662", "42"), ("9" * 500, "9" * 499),
+        ("\u0664\u0662", "42"), ("9" * 5000, "9" * 5001),
     ],
 )  # fmt: skip
 def test_answers_that_differ_are_wrong(answer: str, expected: str) -> None:
@@ -200,6 +202,12 @@ async def test_a_custom_extraction_is_kept(tmp_path: Path) -> None:
 
 def whole(text: str) -> tuple[str, bool]:
     return text, True
+
+
+async def test_no_answer_is_never_right(tmp_path: Path) -> None:
+    env = env_of(write(tmp_path, [{"question": "Sign of the dollar?", "answer": "$"}]))
+    assert (await ask(env, "", 1)).rewards == {0: 0.0}
+    assert (await ask(env, r"\boxed{$}", 1)).rewards == {0: 1.0}
 
 
 def test_missing_answer_is_asked_for_again_if_allowed(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ _NUMBER = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
 _PLAIN = re.compile(rf"([+-]?)({_NUMBER})(?:/([+-]?{_NUMBER}))?", re.ASCII)
 _FRACTION = re.compile(rf"([+-]?)\\frac\{{([+-]?{_NUMBER})\}}\{{([+-]?{_NUMBER})\}}", re.ASCII)
 _WRAPPED = re.compile(r"\\(?:text|texttt|textbf|mathrm|mathbf)\{([^{}]*)\}")
-_SPACE = re.compile(r"\s+|\\[,;:! ]|\\left(?![a-z])|\\right(?![a-z])|\\[()]")
-"""Spaces, LaTeX's spaces, sizes of brackets, and the marks of its mathematics."""
+_LATEX = re.compile(r"\\[,;:! ()]|\\left(?![a-z])|\\right(?![a-z])")
+"""Spaces of LaTeX, marks of its mathematics, and sizes of brackets."""
+_SPACE = re.compile(r"(?<!\w)\s+|\s+(?!\w)")
+"""Spaces except those between two words, or two numbers: `4 2` is not 42."""
 
 
 def is_right(answer: str, expected: str) -> bool:
@@ -35,9 +37,10 @@ def _is_same(answer: str, expected: str) -> bool:
 
 
 def _normalised(text: str) -> str:
-    """Return the text without spaces, outer `$`, a full stop at the end, and LaTeX that does not change its meaning."""
+    """Return the text without extra spaces, outer `$`, a final full stop, and LaTeX that changes no meaning."""
     text = _WRAPPED.sub(r"\1", text).replace("\u2212", "-").replace("{,}", ",")
-    text = re.sub(r"\\[dt]frac", r"\\frac", _SPACE.sub("", text))
+    text = re.sub(r"\\[dt]frac", r"\\frac", _LATEX.sub("", " ".join(text.split())))
+    text = _SPACE.sub("", text)
     return text.strip("$").removesuffix(".").strip("$").casefold()
 
 
