@@ -26,6 +26,16 @@ def game_seed(run_seed: int, kind: GameKind, number: int) -> int:
     return even if kind == "train" else even | 1
 
 
+def question_seed(number: int) -> int:
+    """Return the seed of the `number`-th question of an evaluation: questions are asked in the order of their file."""
+    return 2 * number + 1
+
+
+def question_number(seed: int) -> int:
+    """Return the number of a game's question, to be taken modulo the number of questions."""
+    return seed // 2
+
+
 def state_of(rng: random.Random) -> list[Any]:
     """Return the state in a form for JSON that is half as long as the generator's words would be."""
     version, words, gauss = rng.getstate()

@@ -23,7 +23,8 @@ UTILITY = "openspiel_utility"
 """Key of `GameRecord.game_info` for a player's reward in the units of its game, if that is not the reward."""
 GameKind = Literal["train", "eval"]
 Outcome = Literal["win", "draw", "loss", "na"]
-"""Place among the players, from the ranks of the final rewards; "na" if there is only one player."""
+"""Place among the players, from the ranks of the final rewards; "na" if there is only one player, except for
+questions, where the right answer is a win."""
 Observation = Literal["env", "first-last", "board"]
 """Text that a player sees: the game so far as the env id's own wrapper shows it; the first and the last message; or the
 rules and the newest board."""

@@ -28,6 +28,8 @@ GPUS = {"selfplay_gpu": (3, 48), "selfplay_24gb": (1, 24)}
 def test_every_example_toml_can_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENROUTER_API_KEY", "not called by a check")
     monkeypatch.chdir(tmp_path)
+    if path.stem == "questions":
+        (tmp_path / "examples").symlink_to(EXAMPLES)
     if path.stem == "exploiter":
         write_victim(tmp_path / "victim")
     if path.stem in GPUS:

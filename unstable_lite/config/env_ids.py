@@ -1,17 +1,22 @@
-"""Spelling of the env ids of OpenSpiel's games: `openspiel:NAME` or `openspiel:NAME(parameter=value,...)`.
+"""Spelling of the env ids that name no class of TextArena.
 
-Knows only the text; whether a game and its parameters exist is OpenSpiel's business (`games.openspiel.names`).
+They are OpenSpiel's games, `openspiel:NAME` or `openspiel:NAME(parameter=value,...)`, and files of questions,
+`questions:PATH.jsonl`. Knows only the text. `games.openspiel.names` knows whether a game and its parameters exist;
+`games.questions.reader` reads a file.
 """
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 PREFIX = "openspiel:"
 """Reserved prefix: no module of this name can register TextArena envs."""
+QUESTIONS, SUFFIX = "questions:", ".jsonl"
+"""Reserved prefix, and the end of every path after it."""
 _GAME = re.compile(r"([a-z0-9_]+)(?:\((.*)\))?", re.ASCII)
 _PARAMETER = re.compile(r"(\w+)=([\w.;+\-\[\]]*)", re.ASCII)
-_MENTIONED = re.compile(r"openspiel:[a-z0-9_]+(?:\([^()\s]*\))?", re.ASCII)
+_MENTIONED = re.compile(r"openspiel:[a-z0-9_]+(?:\([^()\s]*\))?|questions:.+?\.jsonl(?=[ /]|$)", re.ASCII)
 _IN_SLUG = str.maketrans(
     {":": "-", "(": "-", ",": "-", "=": "-", ";": "-", "-": "minus", "+": "plus"} | dict.fromkeys(")[]")
 )
@@ -21,11 +26,28 @@ def is_openspiel(env_id: str) -> bool:
     return env_id.startswith(PREFIX)
 
 
+def is_questions(env_id: str) -> bool:
+    return env_id.startswith(QUESTIONS)
+
+
+def questions_path(env_id: str) -> Path:
+    return Path(env_id.removeprefix(QUESTIONS))
+
+
 def canonical_env_id(env_id: str) -> str:
     """Return the one spelling of an env id: parameters sorted by name, no spaces, `True` and `False` capitalised.
 
-    Ids of TextArena's envs are returned unchanged. Raises ValueError for an id that cannot be parsed.
+    The path of a file of questions becomes absolute, so that a resumed run finds it from any working directory. Ids of
+    TextArena's envs are returned unchanged. Raises ValueError for an id that cannot be parsed.
     """
+    if is_questions(env_id):
+        path = questions_path(env_id)
+        if path.suffix != SUFFIX or not env_id.isprintable():
+            raise ValueError(f"{env_id!r} is not a file of questions: write {QUESTIONS}PATH{SUFFIX}")
+        try:
+            return f"{QUESTIONS}{path.expanduser().absolute()}"
+        except RuntimeError as error:
+            raise ValueError(f"{env_id!r}: {error} Write the whole path") from None
     if not is_openspiel(env_id):
         return env_id
     text = env_id.removeprefix(PREFIX).replace(" ", "")
@@ -51,10 +73,15 @@ def canonical_env_id(env_id: str) -> str:
 
 
 def slug(env_id: str) -> str:
-    """Return the env id for names of files and tags: `openspiel-kuhn_poker-players-3`; TextArena's ids unchanged."""
+    """Return the env id for names of files and tags: `openspiel-kuhn_poker-players-3`; TextArena's ids unchanged.
+
+    A file of questions gives `questions-NAME` without its directory, so that runs on several machines have one tag.
+    """
+    if is_questions(env_id):
+        return "questions-" + re.sub(r"[^\w.-]+", "-", questions_path(env_id).stem)
     return env_id.translate(_IN_SLUG) if is_openspiel(env_id) else env_id
 
 
 def with_slugs(text: str) -> str:
-    """Return `text`, such as the name of a metric, with a slug in place of each env id of OpenSpiel."""
+    """Return `text`, such as the name of a metric, with a slug in place of each env id that has another."""
     return _MENTIONED.sub(lambda mentioned: slug(mentioned[0]), text)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
-from unstable_lite.config.env_ids import canonical_env_id
+from unstable_lite.config.env_ids import canonical_env_id, is_questions
 from unstable_lite.config.section import Section
 from unstable_lite.types import Observation, Sampling
 
@@ -46,13 +46,15 @@ Keywords = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(_pairs), Plain
 class EnvSpec(Section):
     env_id: Annotated[str, AfterValidator(canonical_env_id)]
     """Id of a TextArena env; `module:id` of one that a custom module registers with TextArena; or a game of OpenSpiel,
-    `openspiel:kuhn_poker` or with parameters `openspiel:liars_dice(dice_sides=3)`."""
+    `openspiel:kuhn_poker` or with parameters `openspiel:liars_dice(dice_sides=3)`; or a file of questions with answers,
+    `questions:PATH.jsonl`."""
     num_players: int
     """Number of seats of a game."""
     prompt_template: str = "default"
     """Template that makes a prompt of an observation: a built-in one, `chat`, or a name from `[templates]`."""
     action_extraction_fn: str = "default"
-    """Function that extracts the action from an answer: the last `\\boxed{}`, or `module:function`."""
+    """Function that extracts the action from an answer: the last `\\boxed{}`, in square brackets for games; `boxed`,
+    its content alone, which `default` means for questions; or `module:function`."""
     max_turns: int = 200
     """Turn cap over all players; a game that reaches it is truncated."""
     observation: Observation = "env"
@@ -69,6 +71,12 @@ class EnvSpec(Section):
     env accepts. Not for OpenSpiel's games, whose parameters are part of `env_id`."""
     error_allowance: int = Field(0, ge=0)
     """Number of invalid moves in a row that a player may repeat before the env ends the game, or the player's part."""
+
+    @property
+    def extraction(self) -> str:
+        """Name of the function that reads answers."""
+        is_left_open = self.action_extraction_fn == "default" and is_questions(self.env_id)
+        return "boxed" if is_left_open else self.action_extraction_fn
 
 
 class TrainEnvSpec(EnvSpec):

@@ -1,7 +1,8 @@
 """The games of an evaluation: cells (a model, its opponent, an env), and the games of each.
 
-Pure: knows no engines, no files. Game number k of an env has the same seed and the same seat for every model, and each
-seed is played from every seat, so that every model plays the same games. The sampling itself is not seeded here.
+Pure: knows no engines, and of files only the digest of questions. Game number k of an env has the same seed and the
+same seat for every model, and each seed is played from every seat, so that every model plays the same games. The
+sampling itself is not seeded here.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from unstable_lite.config.env_ids import is_questions
 from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.models import NO_OPPONENT, EvaluatedModel
+from unstable_lite.games.questions.reader import read_questions
 from unstable_lite.league.game_scheduler import new_game
-from unstable_lite.rng import derive_seed
+from unstable_lite.rng import derive_seed, question_seed
 from unstable_lite.types import GameSpec, ModelRef
 
 JOINT = " | "
@@ -51,6 +54,8 @@ class Cell:
             for name, field in EvalEnvSpec.model_fields.items()
             if name != "fixed_opponent" and getattr(self.env, name) != field.default
         ]
+        if is_questions(self.env.env_id):  # a file that changed is another env
+            played_how.append(f"sha256={read_questions(self.env.env_id).sha256[:16]}")
         return JOINT.join((self.model.key, self.opponent.key, *played_how))
 
     @property
@@ -159,4 +164,6 @@ def game_spec(cell: Cell, number: int, seed: int, ref: Callable[[EvaluatedModel]
     seated = [cell.model if pid == seat else cell.opponent for pid in range(env.num_players)]
     number_of_seed = number // env.num_players
     game_seed = derive_seed(seed, "offline eval", env.env_id, env.num_players, number_of_seed) % 2**31 | 1
+    if is_questions(env.env_id):
+        game_seed = question_seed(number)
     return new_game(env, [ref(model) for model in seated], number, "eval", game_seed, label=cell.title)

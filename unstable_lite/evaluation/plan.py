@@ -11,7 +11,7 @@ from typing import Any
 
 from unstable_lite.adapters.frozen import copies_of
 from unstable_lite.config import Config
-from unstable_lite.config.env_ids import canonical_env_id, is_openspiel
+from unstable_lite.config.env_ids import canonical_env_id, is_openspiel, is_questions
 from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, TrainEnvSpec, eval_temperature
 from unstable_lite.config.training import LearnerConfig
 from unstable_lite.errors import ConfigError
@@ -23,8 +23,9 @@ from unstable_lite.planning.trust import run_config
 from unstable_lite.planning.validation import why_not_seated
 from unstable_lite.types import BASE
 
-_ENV_WORD = re.compile(r"((?:[A-Za-z_][\w.]*:(?=[A-Za-z_]))?[^:]+)(?::(\d+)(?::([^:]+))?)?")
-"""Pattern of `env_id[:players[:template]]`, where `env_id` may be `module:id` or `openspiel:game`."""
+_ENV_WORD = re.compile(r"((?:questions:|[A-Za-z_][\w.]*:(?=[A-Za-z_]))?[^:]+)(?::(\d+)(?::([^:]+))?)?")
+"""Pattern of `env_id[:players[:template]]`, where `env_id` may be `module:id`, `openspiel:game` or
+`questions:path`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +174,7 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
         like = known.get(env_id) or [_as_eval(config.train_envs[0], config.league)]
         if env_id not in known:  # another game: keep only the way of asking
             given |= {"reward_scale": None, "env_kwargs": ()} | ({"observation": "env"} if is_openspiel(env_id) else {})
+            given = {"observation": "env", "num_players": 1} | given if is_questions(env_id) else given
         specs += [spec.model_copy(update=given) for spec in like]
     return specs
 

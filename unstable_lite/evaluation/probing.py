@@ -16,7 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from rich.table import Table
 
+from unstable_lite.config.env_ids import is_questions
 from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.cells import Cell
 from unstable_lite.evaluation.results import write_csv
 from unstable_lite.games.env_catalogue import env_family
 from unstable_lite.games.env_start import environment_of
@@ -91,6 +94,19 @@ class Probe:
     """Entropy over the legal moves."""
     state_dependence: Estimate | None
     """See `state_dependence`; None if the distributions were sampled."""
+
+
+def with_positions(cells: Sequence[Cell], say: Callable[[str], None]) -> list[Cell]:
+    """Return the cells whose env has positions; report those left out with `say`. Raises ConfigError if none is left.
+
+    Questions have none: there is no list of legal answers.
+    """
+    for env_id in dict.fromkeys(cell.env.env_id for cell in cells if is_questions(cell.env.env_id)):
+        say(f"left out: {env_id} has no list of legal answers; evaluate it with `eval`")
+    kept = [cell for cell in cells if not is_questions(cell.env.env_id)]
+    if not kept:
+        raise ConfigError("there is no env to probe: name one that has legal actions with --env")
+    return kept
 
 
 def random_positions(env: EvalEnvSpec, games: int, seed: int = 0) -> list[Position]:

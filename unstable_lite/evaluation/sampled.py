@@ -21,7 +21,14 @@ from unstable_lite.evaluation.evaluator import for_each, with_engines
 from unstable_lite.evaluation.loaded_adapters import AdapterSlots
 from unstable_lite.evaluation.models import check_served
 from unstable_lite.evaluation.plan import EvaluationPlan
-from unstable_lite.evaluation.probing import ActionDistribution, Position, Probe, probe, random_positions
+from unstable_lite.evaluation.probing import (
+    ActionDistribution,
+    Position,
+    Probe,
+    probe,
+    random_positions,
+    with_positions,
+)
 from unstable_lite.games.openspiel.prompts import read_action
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.player import Player
@@ -38,7 +45,7 @@ async def probe_by_samples(
     be read, RequestError for a position that cannot be answered, and the errors of `evaluate`.
     """
     check_served(cell.model for cell in evaluation.cells)
-    evaluation = replace(evaluation, cells=tuple(as_trained(evaluation.cells)))
+    evaluation = replace(evaluation, cells=tuple(as_trained(with_positions(evaluation.cells, say))))
     positions = {cell.env: random_positions(cell.env, games) for cell in evaluation.cells}
     try:
         return await with_engines(evaluation, logs, say, partial(_probe_all, evaluation, positions, samples))

@@ -23,7 +23,14 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell, as_trained
 from unstable_lite.evaluation.exact import ExactResult, exact_result
 from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel, check_served, find_models, find_run
-from unstable_lite.evaluation.probing import ActionDistribution, Probe, probe, random_positions, uniform_distribution
+from unstable_lite.evaluation.probing import (
+    ActionDistribution,
+    Probe,
+    probe,
+    random_positions,
+    uniform_distribution,
+    with_positions,
+)
 from unstable_lite.games.answers import allowance_problem, questions
 from unstable_lite.games.game_tree import uniform
 from unstable_lite.games.openspiel.flatten import flatten
@@ -81,7 +88,7 @@ def probe_models(
 
     Raises the errors of `action_distribution`.
     """
-    asked = _models_by_env(cell for cell in cells if not cell.model.is_fixed)
+    asked = _models_by_env(cell for cell in with_positions(cells, say) if not cell.model.is_fixed)
     positions = {env: random_positions(env, games) for env in asked}
     scorer = AnswerScorer(config, list(asked), device)
     probes = []

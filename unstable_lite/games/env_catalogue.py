@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from unstable_lite.config.env_ids import is_openspiel
+from unstable_lite.config.env_ids import QUESTIONS, SUFFIX, is_openspiel, is_questions
+from unstable_lite.errors import ConfigError
 from unstable_lite.games.environments import Environment, bare_id, env_arguments, env_ids, source_text
 from unstable_lite.games.hang_guard import hang_guard
 from unstable_lite.games.openspiel import trial
 from unstable_lite.games.openspiel.catalogue import describe_games
+from unstable_lite.games.questions.reader import read_questions
 from unstable_lite.types import Observation
 
 SLOW_RESET_S = 0.02
@@ -55,8 +57,8 @@ KuhnPoker's lacks the card, LiarsDice's the bids, UltimateTicTacToe's the small 
 
 
 def env_family(env_id: str) -> str:
-    """Return the env's family, such as `KuhnPoker` for `KuhnPoker-v0-short-train`; OpenSpiel's games have none."""
-    return env_id if is_openspiel(env_id) else env_id.partition("-v")[0]
+    """Return the env's family, such as `KuhnPoker` for `KuhnPoker-v0-short-train`; others have none."""
+    return env_id if is_openspiel(env_id) or is_questions(env_id) else env_id.partition("-v")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ def probe(
 
     Runs in a thread with a time limit, because an env's start may run any code (downloads, endless loops).
     """
+    if is_questions(env_id):
+        return EnvFacts(_questions_problem(env_id, num_players, observation, env_kwargs))
     if is_openspiel(env_id):
         if env_kwargs:
             parameters = ",".join(f"{name}={value}" for name, value in env_kwargs)
@@ -142,6 +146,20 @@ def _argument_problem(env_id: str, names: list[str]) -> str | None:
     return f"env_kwargs: the env has no argument {', '.join(unknown)}; it accepts {known}"
 
 
+def _questions_problem(
+    env_id: str, num_players: int, observation: Observation, env_kwargs: tuple[tuple[str, Any], ...]
+) -> str | None:
+    if num_players != 1:
+        return f"questions have one player: set num_players = 1 (it is {num_players}); in training num_actors = 1, too"
+    if observation != "env" or env_kwargs:
+        return "observation and env_kwargs are for TextArena's envs; leave them out"
+    try:
+        read_questions(env_id)
+    except ConfigError as error:
+        return "; ".join(error.problems)
+    return None
+
+
 def _openspiel_problem(env_id: str, num_players: int, observation: Observation) -> str | None:
     if observation != "env":
         return f"observation = {observation!r} is for TextArena's envs: OpenSpiel's games have one text; leave it out"
@@ -181,7 +199,8 @@ def _problem_by_name(env_id: str, observation: Observation) -> str | None:
 def describe_envs() -> list[tuple[str, str, str]]:
     """Return (env id, players, remark) of every env.
 
-    TextArena's `-train` ids are described by its source text, without running it, and followed by OpenSpiel's games.
+    TextArena's `-train` ids are described by its source text, without running it, and followed by the form of files of
+    questions and by OpenSpiel's games.
     """
     rows = []
     for env_id in env_ids():
@@ -199,7 +218,8 @@ def describe_envs() -> list[tuple[str, str, str]]:
             elif not remark and "OpenRouter" in source:
                 remark = "calls OpenRouter: needs OPENROUTER_API_KEY"
             rows.append((env_id, _players(source), remark))
-    return rows + describe_games()
+    remark = 'a file of {"question": …, "answer": …} lines, which are asked one by one'
+    return [*rows, (f"{QUESTIONS}PATH{SUFFIX}", "1", remark), *describe_games()]
 
 
 @cache

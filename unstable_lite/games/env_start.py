@@ -1,17 +1,18 @@
-"""Start the env of one game in this process: TextArena's or OpenSpiel's."""
+"""Start the env of one game in this process: TextArena's, OpenSpiel's, or a question."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
-from unstable_lite.config.env_ids import is_openspiel
+from unstable_lite.config.env_ids import is_openspiel, is_questions
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.games.environments import Environment
 from unstable_lite.games.openspiel.game import OpenSpielGame
+from unstable_lite.games.questions.game import QuestionGame
 from unstable_lite.transport.messages import MakeEnv
 from unstable_lite.types import GameSpec, Observation
 
-LocalEnvironment = Environment | OpenSpielGame
+LocalEnvironment = Environment | OpenSpielGame | QuestionGame
 
 
 def start_environment(
@@ -28,8 +29,11 @@ def start_environment(
     env_kwargs: keyword arguments of the class of a TextArena env. error_allowance: number of invalid moves in a row
     that a player may repeat.
 
-    Passes through the exceptions of TextArena. Raises ConfigError for a game of OpenSpiel that cannot be loaded.
+    Passes through the exceptions of TextArena. Raises ConfigError for a game of OpenSpiel or a file of questions that
+    cannot be loaded.
     """
+    if is_questions(env_id):
+        return QuestionGame(env_id, num_players, seed, error_allowance)
     if is_openspiel(env_id):
         return OpenSpielGame(env_id, num_players, seed, reward_scale, error_allowance)
     return Environment(env_id, num_players, seed, observation, env_kwargs, error_allowance)

@@ -96,6 +96,7 @@ _LLAMA = (
     "<|start_header_id|>assistant<|end_header_id|>\n\n"
 )
 _PLAIN = "{game}\n\nObservation:\n{observation}\n\n" + _ASK + "\n\nAnswer:\n"
+_QUESTION = "{observation}\n\nThink it through step by step first. Then write the final answer inside \\boxed{}."
 _CHAT = "{game}\n\n{observation}\n\n" + _ASK
 
 TEMPLATES: dict[str, Template] = {
@@ -120,6 +121,7 @@ CHAT_TEMPLATES: dict[str, ChatTemplate] = {
     for chat in (
         ChatTemplate("chat", _CHAT, _SYSTEM),
         ChatTemplate("chat-no-think", _CHAT, _SYSTEM, thinking=False),
+        ChatTemplate("question", _QUESTION),
     )
 }
 
@@ -219,10 +221,16 @@ def extract_boxed(text: str) -> tuple[str, bool]:
     return (content if "[" in content else f"[{content}]"), True
 
 
+def boxed_content(text: str) -> tuple[str, bool]:
+    r"""Return the content of the last `\boxed{…}` outside thinking, and whether there is one; see `extract_boxed`."""
+    content = _last_boxed(without_thinking(text) or "")
+    return content, bool(content)
+
+
 Extraction = Callable[[str], tuple[str, bool]]
 """Function from a whole answer to the env's action, and whether the action stood where the template asks for it."""
 
-EXTRACTIONS: dict[str, Extraction] = {"default": extract_boxed}
+EXTRACTIONS: dict[str, Extraction] = {"default": extract_boxed, "boxed": boxed_content}
 
 
 def find_extraction(name: str) -> Extraction:

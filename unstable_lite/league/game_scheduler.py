@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from unstable_lite.config.env_ids import is_questions
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.errors import ConfigError, OpponentError
 from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
 from unstable_lite.league.samplers.model_samplers import BaseModelSampler
 from unstable_lite.plugins import interface_problems, lasting
-from unstable_lite.rng import derive_seed, game_seed, restore, state_of
+from unstable_lite.rng import derive_seed, game_seed, question_seed, restore, state_of
 from unstable_lite.types import (
     AgentSpec,
     GameKind,
@@ -145,12 +146,15 @@ class GameScheduler:
         env = spec or self._sample_eval_env(can_play)
         subject = "current" if model is None else model.uid
         key = f"{subject} {env.env_id} {env.num_players} {env.opponent} {label}"
-        seat = (self._eval_games_of[key] if number is None else number) % env.num_players
+        count = self._eval_games_of[key] if number is None else number
+        seat = count % env.num_players
         self._eval_games_of[key] += number is None
         seed = game_seed(self._run_seed, "eval", self._games["eval"])
         if number is not None:
             of_quota = derive_seed(self._run_seed, "quota", env.env_id, env.num_players)
             seed = game_seed(of_quota, "eval", number // env.num_players)
+        if is_questions(env.env_id):
+            seed = question_seed(count)
         models = [model or self.registry.current]
         if env.num_players > 1:
             opponent = self.registry.eval_opponent(env.fixed_opponent)
@@ -259,7 +263,7 @@ def new_game(
                 model=model,
                 collect_data=pid in trained,
                 prompt_template=env.prompt_template,
-                action_extraction_fn=env.action_extraction_fn,
+                action_extraction_fn=env.extraction,
             )
             for pid, model in enumerate(models)
         ),

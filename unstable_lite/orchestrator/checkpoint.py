@@ -23,12 +23,14 @@ from unstable_lite.config import Config
 from unstable_lite.config.reading import parse_config
 from unstable_lite.errors import ProtocolError, UnstableError
 from unstable_lite.planning.algorithm_defaults import resolve_defaults
+from unstable_lite.planning.questions import changed_questions
 from unstable_lite.planning.trust import CONFIG
 from unstable_lite.tracking.run_directory import (
     LEAGUE,
     MANIFEST,
     WAITING,
     find_damage,
+    recorded_questions,
     sha256,
     size,
 )
@@ -53,7 +55,11 @@ LASTING = (
 
 
 def lasting_changes(directory: Path, config: Config) -> Iterator[str]:
-    """Yield a message for each key in which `config` differs from the run's own and no longer fits its checkpoints."""
+    """Yield a message for each key in which `config` differs from the run's own and no longer fits its checkpoints.
+
+    Also yield one for each file of questions that changed.
+    """
+    yield from changed_questions(config, recorded_questions(directory))
     own, _ = parse_config(tomllib.loads((directory / CONFIG).read_text(encoding="utf-8")))
     if own is None:
         return

@@ -37,6 +37,7 @@ from unstable_lite.planning.placement import (
     engine_devices_alone,
     shared,
 )
+from unstable_lite.planning.questions import describe_questions
 from unstable_lite.planning.staleness import describe as describe_pace
 from unstable_lite.planning.validation import critic_warnings, find_engine_problems, find_problems, played_otherwise
 
@@ -184,6 +185,7 @@ class Plan:
                 yield "warning", f"{family}: {REMARKS[family]}"
         if isolated:
             yield "isolated", f"{', '.join(dict.fromkeys(isolated))}: in processes that can be killed"
+        yield from describe_questions(config)
         yield from describe_exact(config, is_on_gpu="cpu" not in self.learner_devices)
         if config.run.group_size > 1:
             yield "groups", f"{config.run.group_size} games from each start, compared by {config.group_baseline}"

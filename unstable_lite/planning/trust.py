@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from unstable_lite.adapters.frozen import is_frozen
-from unstable_lite.config.env_ids import is_openspiel
+from unstable_lite.config.env_ids import is_openspiel, is_questions
 from unstable_lite.config.reading import parse_toml
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.api_keys import RECEIVER_KEY, SERVER_KEY, key_variable
@@ -80,7 +80,7 @@ def _risks(key: str, value: Any) -> Iterator[tuple[str, Any, str]]:
         for name, inner in value.items():
             inside = f"{key}.{name}" if key else name
             if inside not in _TEXT_KEYS:
-                if ":" in name and not (is_openspiel(name) and key.endswith(".weights")):
+                if ":" in name and not (_runs_no_code(name) and key.endswith(".weights")):
                     yield key, name, ""
                 yield from _risks(inside, inner)
     elif isinstance(value, list):
@@ -97,8 +97,13 @@ def _risks(key: str, value: Any) -> Iterator[tuple[str, Any, str]]:
         is_data = is_opponent and (value.startswith(MCTS) or is_remote(ModelRef(uid=value, kind="fixed", name=value)))
         # Adapters are checked files without code.
         is_data = is_data or ((is_opponent or last in ("players", "imitate")) and is_frozen(value))
-        if not (is_data or (last == "env_id" and is_openspiel(value))):
+        if not (is_data or (last == "env_id" and _runs_no_code(value))):
             yield key, value, ""
+
+
+def _runs_no_code(env_id: str) -> bool:
+    """Return whether nothing is imported for the env: it is a game of OpenSpiel, or a file of questions."""
+    return is_openspiel(env_id) or is_questions(env_id)
 
 
 def _may_be_imported(key: str, value: Any) -> bool:

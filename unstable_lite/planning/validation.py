@@ -43,6 +43,7 @@ from unstable_lite.planning.machine import machine_problems
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.objective import objective_problems
 from unstable_lite.planning.placement import devices_of, placement_problems
+from unstable_lite.planning.questions import question_problems
 from unstable_lite.plugins import suggestion
 from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
 
@@ -84,7 +85,7 @@ def find_worker_problems(config: Config, has_engines: bool = True) -> list[str]:
 
 def find_engine_problems(config: Config) -> list[str]:
     """Return every reason why engines cannot play the games of the config's envs: all that an evaluation needs."""
-    problems = [*_env_problems(config), *_sampling_problems(config.engine)]
+    problems = [*_env_problems(config), *_sampling_problems(config.engine), *question_problems(config)]
     problems += [no_adapter_at(target) for target in config.lora.target_modules if target in EMBEDDINGS]
     problems += [*template_problems(config.templates), *_spending_problems(config.opponents)]
     try:
@@ -291,9 +292,8 @@ def _env_problems(config: Config) -> Iterable[str]:
         *((f"eval_envs.{index}", spec) for index, spec in enumerate(config.eval_envs)),
     ]
     for where, spec in entries:
-        info = probe(spec.env_id, spec.num_players, spec.observation, spec.env_kwargs)
-        if info.problem is not None:
-            yield f"{where}: env_id = {spec.env_id!r}: {info.problem}"
+        if (reason := probe(spec.env_id, spec.num_players, spec.observation, spec.env_kwargs).problem) is not None:
+            yield f"{where}: env_id = {spec.env_id!r}: {reason}"
         if spec.reward_scale is not None and not is_openspiel(spec.env_id):
             yield f"{where}: reward_scale = {spec.reward_scale:g} is for openspiel:NAME only; leave it out"
         if spec.max_turns < 1:

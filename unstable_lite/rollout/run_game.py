@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from unstable_lite.config.env_ids import is_questions
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_pool import GameEnvironment
 from unstable_lite.games.environments import outcomes_from_rewards
@@ -103,7 +104,10 @@ def _complete(record: GameRecord, environment: GameEnvironment, turn: tuple[int,
     record.invalid_pids = tuple(
         pid for pid, last in last_turns.items() if last.is_invalid and (turn is None or pid != turn[0])
     )
-    record.outcomes = outcomes_from_rewards(record.rewards, environment.has_teams)
+    if is_questions(record.spec.env_id):
+        record.outcomes = {pid: "win" if reward else "loss" for pid, reward in record.rewards.items()}
+    else:
+        record.outcomes = outcomes_from_rewards(record.rewards, environment.has_teams)
     for trajectory in record.trajectories:
         trajectory.final_reward = record.rewards[trajectory.pid]
         trajectory.num_turns = len(record.turns)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from unstable_lite.config.env_ids import is_openspiel
+from unstable_lite.config.env_ids import is_openspiel, is_questions, questions_path
 from unstable_lite.games.players.optimal import is_optimal
 from unstable_lite.tracking.intervals import (
     Z_95,
@@ -130,6 +130,13 @@ class Evaluation:
                 + f"; {invalid}"
             )
         low, high = self.points_interval
+        if is_questions(self.env_id):
+            return (
+                f"{self.model} answered {self.points:.1%} of {self.n} questions right (95 %: {low:.1%} – {high:.1%}), "
+                f"of {questions_path(self.env_id)}; {self.invalid} without an answer in a box"
+                + f"; {self.void} void"
+                * bool(self.void)
+            )
         return (
             f"{self.model} scored {self.points:.1%} of the points in {self.n} games of {self.env_id} against "
             f"{self.opponent} (95 %: {low:.1%} – {high:.1%}): {self.wins} won, {self.draws} drawn; {invalid}"

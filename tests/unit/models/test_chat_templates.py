@@ -67,10 +67,11 @@ def test_chat_prompt_equals_the_tokenizers_own_tokens(tmp_path: Path, name: str,
     observation = "[GAME] The board {is} 100 % empty.\n ä 🎲"
     prompt = template_of(tokenizer, config_with(name)).prompt(observation, num_players)
     chat = CHAT_TEMPLATES[name]
-    system, user, _ = prompt.split("<|im_end|>\n")
+    *systems, user, _ = prompt.split("<|im_end|>\n")
+    assert len(systems) == bool(chat.system)
     own = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
         [
-            {"role": "system", "content": system.removeprefix("<|im_start|>system\n")},
+            *({"role": "system", "content": text.removeprefix("<|im_start|>system\n")} for text in systems),
             {"role": "user", "content": user.removeprefix("<|im_start|>user\n")},
         ],
         add_generation_prompt=True,
@@ -79,7 +80,7 @@ def test_chat_prompt_equals_the_tokenizers_own_tokens(tmp_path: Path, name: str,
     )
     assert tokenizer.encode(prompt).tolist() == own
     assert observation in user and r"\boxed{}" in user and "{game}" not in prompt
-    assert ("single-player" in user) == (num_players == 1)
+    assert ("single-player" in user) == (num_players == 1 and name != "question")
     assert prompt.endswith("assistant\n" if chat.thinking else "</think>\n\n")
 
 

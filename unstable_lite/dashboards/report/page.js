@@ -419,7 +419,7 @@ class Browser {
   entry(game, key) {
     const { end, players, policy } = game;
     const own = players.filter((player) => policy.includes(player.pid)), others = players.filter((player) => !policy.includes(player.pid));
-    const outcome = end === "void" ? "" : players.length === 1 ? "na" : others.length === 0 ? "mirror" : own[0]?.outcome ?? "";
+    const outcome = end === "void" ? "" : players.length > 1 && others.length === 0 ? "mirror" : own[0]?.outcome ?? "";
     return { ...game, key, outcome, checkpoint: own[0]?.model ?? "",
       opponents: players.length === 1 ? ["nobody"] : others.length ? [...new Set(others.map((player) => player.model))] : ["itself"] };
   }
