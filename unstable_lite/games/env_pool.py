@@ -124,6 +124,8 @@ class IsolatedEnvironment:
         self._num_calls = 0
         """Number of its calls in that life: one that made it, and one for each action."""
         self._actions: list[str] = []
+        self._chance_seeds: dict[int, int] = {}
+        """Seeds of chance, by the number of the action from which on they count."""
         # Set by `catch_up`:
         self.was_invalid: bool
         self.has_teams: bool
@@ -131,6 +133,9 @@ class IsolatedEnvironment:
 
     def observe(self) -> tuple[int, str]:
         return self._state.pid, self._state.observation
+
+    def reseed(self, seed: int) -> None:
+        self._chance_seeds[len(self._actions)] = seed
 
     async def advance(self, action: str) -> tuple[int, str] | None:
         # A lone surrogate, which an API's JSON may hold, has no UTF-8: it becomes a question mark.
@@ -173,8 +178,14 @@ class IsolatedEnvironment:
                     error_allowance=spec.error_allowance,
                 )
             else:
-                action = self._actions[self._num_calls - 1]
-                asked = self._host.ask(spec.env_id, StepEnv, game=self._game, action=action)
+                number = self._num_calls - 1
+                asked = self._host.ask(
+                    spec.env_id,
+                    StepEnv,
+                    game=self._game,
+                    action=self._actions[number],
+                    chance_seed=self._chance_seeds.get(number),
+                )
             try:
                 state = await asked
             except RequestError as error:
@@ -188,7 +199,8 @@ class IsolatedEnvironment:
 
 
 GameEnvironment = LocalEnvironment | IsolatedEnvironment
-"""The env of one game: `observe` once, `advance` until the game is over, then `close`; at last `drop`."""
+"""The env of one game: `observe` once, `advance` until the game is over, then `close`; at last `drop`. After `reseed`,
+chance has another seed from the next action on."""
 
 
 class _Host:

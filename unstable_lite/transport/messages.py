@@ -236,10 +236,11 @@ class MakeEnv(Request[EnvState]):
 
 
 class StepEnv(Request[EnvState]):
-    """Play one action."""
+    """Play one action. `chance_seed`: seed of what chance decides from this action on; None: the stream goes on."""
 
     game: int
     action: str
+    chance_seed: int | None = None
 
 
 class DropEnv(Notice):
