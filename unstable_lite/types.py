@@ -116,7 +116,7 @@ class GameSpec(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling | None = None
     """Sampling of every seat that engines serve, in an evaluation; None: as in training."""
     start: BranchPoint | None = None
-    """State from which the players go on; None: the start of the game."""
+    """State at which the players begin; None: the start of the game."""
     eval_label: str | None = None
     """Evaluation with a quota to which this game belongs."""
     group_idx: int | None = None
@@ -206,7 +206,7 @@ class StepContext(msgspec.Struct, frozen=True, kw_only=True):
     format_ok: bool
     """Whether this turn's answer was in the place that the template requests."""
     branch_turn: int | None = None
-    """Number of the first turn after the state from which the game went on; None: it began at its start."""
+    """Number of the game's first turn if it began at a state within an earlier game; None: it began at its start."""
 
     @property
     def opponent_kinds(self) -> str:

@@ -123,9 +123,10 @@ class IsolatedEnvironment:
         """Life of the process in which the game exists; -1: none yet."""
         self._num_calls = 0
         """Number of its calls in that life: one that made it, and one for each action."""
-        self._actions: list[str] = []
-        self._chance_seeds: dict[int, int] = {}
-        """Seeds of chance, by the number of the action from which on they count."""
+        self._actions: list[dict[str, Any]] = []
+        """Arguments of `StepEnv`."""
+        self._chance_seed: int | None = None
+        """Seed for the next action."""
         # Set by `catch_up`:
         self.was_invalid: bool
         self.has_teams: bool
@@ -135,11 +136,13 @@ class IsolatedEnvironment:
         return self._state.pid, self._state.observation
 
     def reseed(self, seed: int) -> None:
-        self._chance_seeds[len(self._actions)] = seed
+        self._chance_seed = seed
 
     async def advance(self, action: str) -> tuple[int, str] | None:
         # A lone surrogate, which an API's JSON may hold, has no UTF-8: it becomes a question mark.
-        self._actions.append(action.encode("utf-8", "replace").decode())
+        action = action.encode("utf-8", "replace").decode()
+        self._actions.append({"action": action, "chance_seed": self._chance_seed})
+        self._chance_seed = None
         await self.catch_up()
         return None if self._state.is_over else self.observe()
 
@@ -178,14 +181,8 @@ class IsolatedEnvironment:
                     error_allowance=spec.error_allowance,
                 )
             else:
-                number = self._num_calls - 1
-                asked = self._host.ask(
-                    spec.env_id,
-                    StepEnv,
-                    game=self._game,
-                    action=self._actions[number],
-                    chance_seed=self._chance_seeds.get(number),
-                )
+                arguments = self._actions[self._num_calls - 1]
+                asked = self._host.ask(spec.env_id, StepEnv, game=self._game, **arguments)
             try:
                 state = await asked
             except RequestError as error:

@@ -149,7 +149,7 @@ class Environment:
         self._seeding, self._stream = (a, version), None
 
     def reseed(self, seed: int) -> None:
-        """Draw what chance decides from here on from other streams."""
+        """Give the env other random streams from here on."""
         self.seed(seed, 2)
         self._seed, self._numpy_random = seed, None
 

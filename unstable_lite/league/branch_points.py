@@ -1,7 +1,7 @@
-"""States within earlier training games, from which groups of games go on (config section `branching`).
+"""States within earlier training games, at which groups of games start (config section `branching`).
 
 Holds the newest games that were played from their start, as seeds and actions; `rollout.replay` reaches their states
-again. It is part of the scheduler, not of the buffer: the scheduler chooses what is played, and gets every record.
+again. It is part of the scheduler, not of the buffer: the scheduler chooses games, and gets every record.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST = 0.05
 
 
 def digest_of(observation: str) -> str:
-    """Return a short text by which two observations are told apart."""
+    """Return a short text that differs for two observations."""
     return hashlib.blake2b(observation.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 

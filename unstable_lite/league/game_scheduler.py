@@ -57,8 +57,9 @@ class GameScheduler:
         """Start with no games.
 
         shares_by: whether samplers' shares count games or the steps that games bring.
-        rotates_groups: whether the models of a group change seats from game to game. branches: states from which some
-        groups go on; None: all begin at a game's start. Raises ConfigError for a sampler that lacks a part of the interface of `BaseModelSampler` or `BaseEnvSampler`.
+        rotates_groups: whether the models of a group change seats from game to game. branches: states at which some
+        groups start; None: all begin at a game's start. Raises ConfigError for a sampler that lacks a part of the
+        interface of `BaseModelSampler` or `BaseEnvSampler`.
         """
         _check_samplers(model_sampler, env_sampler)
         self.registry = model_sampler.registry

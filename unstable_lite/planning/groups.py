@@ -35,7 +35,7 @@ def group_problems(config: Config) -> Iterator[str]:
     if config.buffer.kind == "episodes":
         yield f"rewards.group_baseline = {baseline!r}: {config.algorithm} uses the critic as baseline; leave it out"
     for key in ("final_reward_transformation", "sampling_reward_transformation"):
-        for name in _baselines(config, key):
+        for name in baselines(config, key):
             yield f"rewards.{key}: {name} is a baseline, but the group already is one; remove it (or set [])"
 
 
@@ -55,7 +55,7 @@ def _duplicate_problems(config: Config) -> Iterator[str]:
         yield f"{key} needs an opponent, but league.opponent_sampling_strategy = 'mirror' gives the policy both seats"
 
 
-def _baselines(config: Config, key: str) -> list[str]:
+def baselines(config: Config, key: str) -> list[str]:
     """Return the names of the baselines among the transforms of a key of section `rewards`."""
     return [name for name in transform_names(getattr(config.rewards, key)) if name in BASELINES]
 

@@ -26,7 +26,7 @@ from unstable_lite.games.env_catalogue import probe
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players.factory import BLIND, opponent_problem
 from unstable_lite.games.templates import chats_in_use, extraction_problems, known_templates, template_problems
-from unstable_lite.league.opponents import frozen_adapters, strategies, training_opponents, uses_checkpoints
+from unstable_lite.league.opponents import frozen_adapters, training_opponents, uses_checkpoints
 from unstable_lite.league.samplers import check_league
 from unstable_lite.learner import LEARNERS
 from unstable_lite.models import has_chat_template, resolve_model
@@ -35,18 +35,17 @@ from unstable_lite.planning.algorithm_defaults import (
     algorithm_of,
     algorithm_problems,
     resolve_defaults,
-    transform_names,
 )
 from unstable_lite.planning.exact import exact_problems
 from unstable_lite.planning.frozen_players import frozen_problems
-from unstable_lite.planning.groups import branching_problems, group_problems
+from unstable_lite.planning.groups import baselines, branching_problems, group_problems
 from unstable_lite.planning.machine import machine_problems
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.objective import objective_problems
 from unstable_lite.planning.placement import devices_of, placement_problems
 from unstable_lite.planning.questions import question_problems
 from unstable_lite.plugins import suggestion
-from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
+from unstable_lite.reward_transformations import build_reward_transformations
 
 
 def find_problems(config: Config, copies: Path | None = None) -> list[str]:
@@ -340,12 +339,12 @@ def critic_warnings(config: Config) -> Iterator[str]:
         return
     way_out = "The critic already is the baseline; remove the transform (or set [])"
     if gamma < 1:
-        for name in _baselines(config, "final_reward_transformation"):
+        for name in baselines(config, "final_reward_transformation"):
             yield (
                 f"rewards.final_reward_transformation: with learner.gamma = {gamma:g}, {name} changes which policy is "
                 f"best, because the transformed reward is discounted instead of the reward. {way_out}"
             )
-    for name in _baselines(config, "sampling_reward_transformation"):
+    for name in baselines(config, "sampling_reward_transformation"):
         yield (
             f"rewards.sampling_reward_transformation: {name} subtracts a baseline from every turn, and "
             f"{config.algorithm} adds up the turns of a game, so their number changes which policy is best. {way_out}"

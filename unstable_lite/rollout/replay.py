@@ -1,4 +1,4 @@
-"""Bring a new game to a state within an earlier one: repeat its seed and actions, and compare what players are shown.
+"""Bring a new game to a state within an earlier one: repeat its seed and actions, and compare the observations.
 
 Scripted players and custom classes may remember their turns, so they take them again. Engines and endpoints do not.
 """
@@ -17,16 +17,17 @@ from unstable_lite.rng import derive_seed
 from unstable_lite.types import AgentSpec, BranchPoint, GameRecord, PastTurn, Turn
 
 
-async def replay(
+async def first_turn(
     record: GameRecord, environment: GameEnvironment, players: Mapping[int, Player], max_action_chars: int
 ) -> tuple[int, str]:
-    """Repeat the turns before `record.spec.start`; return the player who acts next and its observation.
+    """Return the player who acts first and its observation, after a repetition of the turns before `record.spec.start`.
 
-    Appends the turns to those of `record`. Raises EnvError if the env, or a player in this process, does not do the
+    Appends these turns to those of `record`. Raises EnvError if the env, or a player in this process, does not do the
     same as in the earlier game.
     """
     spec, start = record.spec, record.spec.start
-    assert start is not None
+    if start is None:
+        return environment.observe()
     turn: tuple[int, str] | None = environment.observe()
     for number, past in enumerate(start.turns):
         pid, observation = _as_before(turn, past, spec.env_id, number)

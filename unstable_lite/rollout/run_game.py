@@ -13,7 +13,7 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_pool import GameEnvironment
 from unstable_lite.games.environments import outcomes_from_rewards
 from unstable_lite.games.players.player import Player
-from unstable_lite.rollout.replay import replay
+from unstable_lite.rollout.replay import first_turn
 from unstable_lite.types import (
     GameRecord,
     GameSpec,
@@ -45,11 +45,7 @@ async def run_game(
     spec = record.spec
     started = time.monotonic()
     trajectories = {trajectory.pid: trajectory for trajectory in record.trajectories}
-    turn: tuple[int, str] | None
-    if spec.start is None:
-        turn = environment.observe()
-    else:
-        turn = await replay(record, environment, players, max_action_chars)
+    turn: tuple[int, str] | None = await first_turn(record, environment, players, max_action_chars)
     while turn is not None and len(record.turns) < spec.max_turns:
         pid, observation = turn
         asked = time.monotonic()

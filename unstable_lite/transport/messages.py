@@ -236,7 +236,7 @@ class MakeEnv(Request[EnvState]):
 
 
 class StepEnv(Request[EnvState]):
-    """Play one action. `chance_seed`: seed of what chance decides from this action on; None: the stream goes on."""
+    """Play one action. `chance_seed`: seed of the env's random streams from this action on; None: as before."""
 
     game: int
     action: str

@@ -68,7 +68,7 @@ class OpenSpielGame:
         return self._state, self._pid()
 
     def reseed(self, seed: int) -> None:
-        """Draw what chance decides from here on with another seed."""
+        """Draw the outcomes of chance from here on with another seed."""
         self._seed = seed
 
     def observe(self) -> tuple[int, str]:
