@@ -191,8 +191,9 @@ class BranchingConfig(Section):
     at: Literal["random", "uncertain"] = "random"
     """Choice of the turn: `random`, each turn of the policy in the newest games equally likely; `uncertain`, in
     proportion to the spread that returns had in the groups that started at the turn of this number so far."""
-    window: tuple[float, float] = (0.0, 1.0)
-    """Part of a game in which the turn lies: (0.5, 1.0) is the second half. The first turn is never chosen."""
+    # Not a share of the game's length: that would choose states by the luck that the earlier game had after them.
+    window: tuple[Annotated[int, Field(ge=1)], int] = (1, 1_000_000)
+    """Numbers of the first and the last turn at which a group may start, counted from 0 over all players."""
     chance: Literal["same", "fresh"] = "same"
     """Chance after the start (dice, cards, scripted players): `same`, as in the earlier game, so that the games of a
     group differ by their actions only; `fresh`, of its own in each game, so that the spread of a group's returns shows

@@ -104,11 +104,11 @@ class BranchPoints:
 
     def _points_for(self, spec: GameSpec) -> Iterator[tuple[_Game, int]]:
         """Yield (game, number of a turn), each as often as the state was visited: the states that the policy meets."""
-        begin, end = self._config.window
+        first, last = self._config.window
         trained = {agent.pid for agent in spec.agent_specs if agent.collect_data}
         for game in self._games.get(_key(spec), ()):
-            for number in range(1, len(game.turns)):
-                if begin <= number / len(game.turns) <= end and game.turns[number].pid in trained:
+            for number in range(first, min(last + 1, len(game.turns))):
+                if game.turns[number].pid in trained:
                     yield game, number
 
     def _weights(self, env_id: str, points: Sequence[tuple[_Game, int]]) -> list[float]:

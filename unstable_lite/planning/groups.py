@@ -63,11 +63,11 @@ def baselines(config: Config, key: str) -> list[str]:
 def branching_problems(config: Config) -> Iterator[str]:
     """Yield each reason why groups cannot start within an earlier game. Plays a game of each training env twice."""
     branching = config.branching
-    begin, end = branching.window
-    if not 0 <= begin < end <= 1:
-        yield f"branching.window = [{begin:g}, {end:g}]: it must be a part of a game, such as [0.5, 1]"
     if not branching.share:
         return
+    first, last = branching.window
+    if last < first:
+        yield f"branching.window = [{first}, {last}]: the last turn must not come before the first"
     if config.run.group_size == 1:
         yield (
             f"branching.share = {branching.share:g}: the games that start from one state are compared, so it needs "
@@ -76,15 +76,18 @@ def branching_problems(config: Config) -> Iterator[str]:
     if config.plays_duplicates:
         yield "branching.share: 'duplicate' compares games from both seats at the same deal, which has no branches"
     for index, env in enumerate(config.train_envs):
-        if env.max_turns == 1:
-            yield f"branching.share: train_envs.{index}: {env.env_id} has one turn, so it has no state to start from"
+        if env.max_turns <= first:
+            yield (
+                f"branching.window: train_envs.{index}: {env.env_id} has max_turns = {env.max_turns}, so it has no "
+                f"turn {first} (they count from 0) to start at"
+            )
         elif (problem := repeat_problem(env)) is not None:
             yield f"branching.share: train_envs.{index}: {env.env_id} {problem}"
 
 
 def describe_branching(branching: BranchingConfig) -> str:
     """Return a readable description of the groups that start within a game."""
-    begin, end = branching.window
+    first, last = branching.window
     turn = {"random": "any turn of the policy", "uncertain": "the turns with the widest returns"}[branching.at]
-    window = f" between {begin:.0%} and {end:.0%} of a game" if branching.window != (0.0, 1.0) else ""
+    window = "" if branching.window == BranchingConfig().window else f" from turn {first} to {last}"
     return f"{branching.share:.0%} of the groups start at {turn}{window}, with {branching.chance} chance"
