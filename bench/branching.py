@@ -5,9 +5,9 @@ each state, one token per turn. So the gradient of the expected reward is known 
 tokens as turns that the policy takes itself; turns that are repeated up to a branch cost none. Games, groups, branches
 and advantages are those of a run: its scheduler, `run_game` and its buffer. A round is a seed, which draws the policy.
 
-Two figures, each over `BATCHES` batches of about `TOKENS` tokens: the variance of the batches' gradients (the trace of
+Two metrics, each over `BATCHES` batches of about `TOKENS` tokens: the variance of the batches' gradients (the trace of
 their covariance, times the tokens of a batch) divided by their squared mean, and the cosine between a batch's gradient
-and the exact one. Branches change the states that are learned from, and so the mean of the gradient: the first figure
+and the exact one. Branches change the states that are learned from, and so the mean of the gradient: the first metric
 does not count that, the second does.
 """
 
