@@ -57,10 +57,10 @@ class Arm:
 ARMS = {
     "start": Arm(),
     "no groups, mean reward of the role": Arm(group_size=1),
-    "half at random turns": Arm({"share": 0.5}),
-    "90% at random turns": Arm({"share": 0.9}),
-    "90% at random turns, only that turn": Arm({"share": 0.9}, only_branch=True),
-    "90% at uncertain turns": Arm({"share": 0.9, "at": "uncertain"}),
+    "half at random turns": Arm({"share": 0.5, "chance": "same"}),
+    "90% at random turns": Arm({"share": 0.9, "chance": "same"}),
+    "90% at random turns, only that turn": Arm({"share": 0.9, "chance": "same"}, only_branch=True),
+    "90% at uncertain turns": Arm({"share": 0.9, "chance": "same", "at": "uncertain"}),
     "90% at random turns, fresh chance": Arm({"share": 0.9, "chance": "fresh"}),
 }
 """Groups are compared by RLOO."""

@@ -194,10 +194,10 @@ class BranchingConfig(Section):
     # Not a share of the game's length: that would choose states by the luck that the earlier game had after them.
     window: tuple[Annotated[int, Field(ge=1)], int] = (1, 1_000_000)
     """Numbers of the first and the last turn at which a group may start, counted from 0 over all players."""
-    chance: Literal["same", "fresh"] = "same"
-    """Chance after the start (dice, cards, scripted players): `same`, as in the earlier game, so that the games of a
-    group differ by their actions only; `fresh`, of its own in each game, so that the spread of a group's returns shows
-    how certain the return of the state is (docs/algorithms.md)."""
+    chance: Literal["same", "fresh"] = "fresh"
+    """Chance after the start (dice, cards, scripted players): `fresh`, of its own in each game, so that the spread of a
+    group's returns shows how certain the return of the state is; `same`, as in the earlier game, so that the games of a
+    group differ by their actions only (docs/branching.md)."""
 
 
 class OpponentsConfig(Section):
