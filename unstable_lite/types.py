@@ -75,6 +75,27 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True):
     action_extraction_fn: str
 
 
+class PastTurn(msgspec.Struct, frozen=True):
+    """A turn that is repeated."""
+
+    pid: int
+    digest: str
+    """`digest_of` the observation that the player must be shown."""
+    action: str
+
+
+class BranchPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A state within an earlier game, which its seed and actions reach again."""
+
+    turns: tuple[PastTurn, ...]
+    pid: int
+    """Player who acts next."""
+    digest: str
+    """`digest_of` this player's observation."""
+    chance_seed: int | None = None
+    """Seed of the env's chance, and of scripted players, from here on; None: as in the earlier game."""
+
+
 class GameSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One game to play: everything that determines it except the sampled actions."""
 
@@ -94,6 +115,8 @@ class GameSpec(msgspec.Struct, frozen=True, kw_only=True):
     error_allowance: int = 0
     sampling: Sampling | None = None
     """Sampling of every seat that engines serve, in an evaluation; None: as in training."""
+    start: BranchPoint | None = None
+    """State at which the players begin; None: the start of the game."""
     eval_label: str | None = None
     """Evaluation with a quota to which this game belongs."""
     group_idx: int | None = None
@@ -182,6 +205,8 @@ class StepContext(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a limit on tokens ended this turn's answer."""
     format_ok: bool
     """Whether this turn's answer was in the place that the template requests."""
+    branch_turn: int | None = None
+    """Number of the game's first turn if it began at a state within an earlier game; None: it began at its start."""
 
     @property
     def opponent_kinds(self) -> str:
@@ -208,7 +233,7 @@ class Step:
     """`correct_answer_format`, `invalid_move`."""
     step_info: dict[str, Any] = field(default_factory=dict)
     """`raw_reward`, `env_reward`, `baseline` (subtracted by the final transforms), `step_reward`, `game_idx`, `turn`,
-    `action`."""
+    `action`, and in a group `return_std_error`, the standard error of the mean of its final rewards."""
     context: StepContext | None = None
     """Facts about the turn, set by `run_game` when the game is over; None for a step made by hand."""
     weight: float = 1.0
@@ -234,7 +259,7 @@ class PlayerTrajectory:
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """One turn of a game, for transcripts."""
+    """One turn of a game, for transcripts; also one that was repeated up to a branch point."""
 
     pid: int
     observation: str

@@ -10,7 +10,14 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from unstable_lite.config.games import EvalEnvSpec, LeagueConfig, OpponentsConfig, TemplateConfig, TrainEnvSpec
+from unstable_lite.config.games import (
+    BranchingConfig,
+    EvalEnvSpec,
+    LeagueConfig,
+    OpponentsConfig,
+    TemplateConfig,
+    TrainEnvSpec,
+)
 from unstable_lite.config.section import Section
 from unstable_lite.config.tracking import AlarmsConfig, TrackerConfig
 from unstable_lite.config.training import (
@@ -41,6 +48,7 @@ class Config(Section):
     buffer: BufferConfig = BufferConfig()
     rewards: RewardConfig = RewardConfig()
     league: LeagueConfig = LeagueConfig()
+    branching: BranchingConfig = BranchingConfig()
     opponents: OpponentsConfig = OpponentsConfig()
     tracker: TrackerConfig = TrackerConfig()
     alarms: AlarmsConfig = AlarmsConfig()

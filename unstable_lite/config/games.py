@@ -182,6 +182,24 @@ class LeagueConfig(Section):
         return self.fixed_opponents if env.fixed_opponents is None else env.fixed_opponents
 
 
+class BranchingConfig(Section):
+    """Groups of games (`run.group_size`) that start within an earlier game instead of at its start."""
+
+    share: float = Field(0.0, ge=0, lt=1)
+    """Share of the groups that start within an earlier training game of the same env and opponents. Their games are
+    neither rated nor part of the metrics of `collection-*`, because others played their first turns."""
+    at: Literal["random", "uncertain"] = "random"
+    """Choice of the turn: `random`, each turn of the policy in the newest games equally likely; `uncertain`, in
+    proportion to the spread that returns had in the groups that started at the turn of this number so far."""
+    # Not a share of the game's length: that would choose states by the luck that the earlier game had after them.
+    window: tuple[Annotated[int, Field(ge=1)], int] = (1, 1_000_000)
+    """Numbers of the first and the last turn at which a group may start, counted from 0 over all players."""
+    chance: Literal["same", "fresh"] = "fresh"
+    """Chance after the start (dice, cards, scripted players): `fresh`, of its own in each game, so that the spread of a
+    group's returns shows how certain the return of the state is; `same`, as in the earlier game, so that the games of a
+    group differ by their actions only (docs/branching.md)."""
+
+
 class OpponentsConfig(Section):
     """Opponents behind an OpenAI-compatible endpoint.
 

@@ -123,7 +123,10 @@ class IsolatedEnvironment:
         """Life of the process in which the game exists; -1: none yet."""
         self._num_calls = 0
         """Number of its calls in that life: one that made it, and one for each action."""
-        self._actions: list[str] = []
+        self._actions: list[dict[str, Any]] = []
+        """Arguments of `StepEnv`."""
+        self._chance_seed: int | None = None
+        """Seed for the next action."""
         # Set by `catch_up`:
         self.was_invalid: bool
         self.has_teams: bool
@@ -132,9 +135,14 @@ class IsolatedEnvironment:
     def observe(self) -> tuple[int, str]:
         return self._state.pid, self._state.observation
 
+    def reseed(self, seed: int) -> None:
+        self._chance_seed = seed
+
     async def advance(self, action: str) -> tuple[int, str] | None:
         # A lone surrogate, which an API's JSON may hold, has no UTF-8: it becomes a question mark.
-        self._actions.append(action.encode("utf-8", "replace").decode())
+        action = action.encode("utf-8", "replace").decode()
+        self._actions.append({"action": action, "chance_seed": self._chance_seed})
+        self._chance_seed = None
         await self.catch_up()
         return None if self._state.is_over else self.observe()
 
@@ -173,8 +181,8 @@ class IsolatedEnvironment:
                     error_allowance=spec.error_allowance,
                 )
             else:
-                action = self._actions[self._num_calls - 1]
-                asked = self._host.ask(spec.env_id, StepEnv, game=self._game, action=action)
+                arguments = self._actions[self._num_calls - 1]
+                asked = self._host.ask(spec.env_id, StepEnv, game=self._game, **arguments)
             try:
                 state = await asked
             except RequestError as error:
@@ -188,7 +196,8 @@ class IsolatedEnvironment:
 
 
 GameEnvironment = LocalEnvironment | IsolatedEnvironment
-"""The env of one game: `observe` once, `advance` until the game is over, then `close`; at last `drop`."""
+"""The env of one game: `observe` once, `advance` until the game is over, then `close`; at last `drop`. After `reseed`,
+chance has another seed from the next action on."""
 
 
 class _Host:

@@ -64,6 +64,8 @@ def _advance(games: dict[int, LocalEnvironment], message: MakeEnv | StepEnv) -> 
         turn: tuple[int, str] | None = env.observe()
     else:
         env = games[message.game]
+        if message.chance_seed is not None:
+            env.reseed(message.chance_seed)
         turn = env.play(message.action)
     pid, seen = turn or (0, "")
     rewards, game_info = (env.rewards_so_far(), {}) if turn is not None else env.close()

@@ -148,6 +148,11 @@ class Environment:
         """Seed `random` before its next draw: all envs seed it, most never draw, and seeding takes half a turn."""
         self._seeding, self._stream = (a, version), None
 
+    def reseed(self, seed: int) -> None:
+        """Give the env other random streams from here on."""
+        self.seed(seed, 2)
+        self._seed, self._numpy_random = seed, None
+
     @property
     def stream(self) -> random.Random:
         """Random stream that replaces the global `random` for this game."""

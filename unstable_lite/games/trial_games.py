@@ -1,15 +1,17 @@
-"""Play a few random games before a run, to estimate how long the games of an env are."""
+"""Play a few random games before a run, to estimate how long the games of an env are, and whether they repeat."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.errors import EnvError
 from unstable_lite.games.env_catalogue import is_isolated
-from unstable_lite.games.env_start import start_environment
+from unstable_lite.games.env_start import environment_of, start_environment
 from unstable_lite.games.hang_guard import hang_guard
 from unstable_lite.games.players.scripted import lists_actions, random_legal_action
 
@@ -23,6 +25,40 @@ def trial_lengths(spec: EnvSpec) -> list[int]:
     The list is empty if no scripted player knows the env's moves, if the env is isolated, or if it fails.
     """
     return _lengths(spec.env_id, spec.num_players, spec.max_turns, spec.isolated, spec.env_kwargs)
+
+
+def repeat_problem(spec: EnvSpec) -> str | None:
+    """Return how the env differs when a seed and the actions are repeated, or None if it did not in a few games.
+
+    Not tried if the env is isolated: the run compares each turn that it repeats.
+    """
+    if is_isolated(spec.env_id, spec.num_players, spec.observation, spec.isolated, spec.env_kwargs):
+        return None
+    try:
+        with hang_guard(TIMEOUT_S):
+            for seed in range(GAMES):
+                turns = _turns(spec, seed)
+                again = _turns(spec, seed, [action for _, _, action in turns])
+                if again != turns:
+                    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(turns, again, strict=False)))
+                    return f"does not repeat: with the same seed and actions, a game differs from its turn {same} on"
+    except EnvError:  # reported with the other problems of the env
+        return None
+    return None
+
+
+def _turns(spec: EnvSpec, seed: int, actions: Sequence[str] = ()) -> list[tuple[int, str, str]]:
+    """Play `actions`, and then random ones; return player, observation and action of each turn."""
+    rng, environment, turns = random.Random(seed), environment_of(spec, seed), list[tuple[int, str, str]]()
+    turn: tuple[int, str] | None = environment.observe()
+    while turn is not None and len(turns) < spec.max_turns:
+        if len(turns) < len(actions):
+            action = actions[len(turns)]
+        else:
+            action = random_legal_action(spec.env_id, turn[1], rng) if lists_actions(spec.env_id) else "[0]"
+        turns.append((*turn, action))
+        turn = environment.play(action)
+    return turns
 
 
 @cache

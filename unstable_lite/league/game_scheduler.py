@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from unstable_lite.config.env_ids import is_questions
 from unstable_lite.config.games import EnvSpec, EvalEnvSpec, TrainEnvSpec
 from unstable_lite.errors import ConfigError, OpponentError
+from unstable_lite.league.branch_points import BranchPoints
 from unstable_lite.league.samplers.env_samplers import BaseEnvSampler
 from unstable_lite.league.samplers.model_samplers import BaseModelSampler
 from unstable_lite.plugins import interface_problems, lasting
@@ -51,12 +52,14 @@ class GameScheduler:
         group_size: int = 1,
         shares_by: Literal["games", "steps"] = "games",
         rotates_groups: bool = False,
+        branches: BranchPoints | None = None,
     ) -> None:
         """Start with no games.
 
         shares_by: whether samplers' shares count games or the steps that games bring.
-        rotates_groups: whether the models of a group change seats from game to game. Raises ConfigError for a sampler
-        that lacks a part of the interface of `BaseModelSampler` or `BaseEnvSampler`.
+        rotates_groups: whether the models of a group change seats from game to game. branches: states at which some
+        groups start; None: all begin at a game's start. Raises ConfigError for a sampler that lacks a part of the
+        interface of `BaseModelSampler` or `BaseEnvSampler`.
         """
         _check_samplers(model_sampler, env_sampler)
         self.registry = model_sampler.registry
@@ -67,6 +70,7 @@ class GameScheduler:
         self._rng = random.Random(derive_seed(run_seed, "seats"))
         self._shares_by = shares_by
         self._rotates_groups = rotates_groups
+        self._branches = branches
         self._shares_rng = random.Random(derive_seed(run_seed, "shares"))
         self._steps_of: dict[str, tuple[int, float]] = {}
         """Number of games, at most `GAMES`, and running mean of the steps that they brought, by kind of game."""
@@ -125,7 +129,7 @@ class GameScheduler:
         for number in range(1, self._group_size):
             agents = _moved(first.agent_specs, number) if self._rotates_groups else first.agent_specs
             group.append(replace(group[0], game_idx=self._next_idx("train"), agent_specs=agents))
-        return group
+        return group if self._branches is None else self._branches.fork(group)
 
     def next_eval_job(
         self,
@@ -181,11 +185,13 @@ class GameScheduler:
         raise OpponentError(f"{env.fixed_opponent} cannot play now, nor can the other opponents that were drawn")
 
     def update(self, record: GameRecord) -> None:
-        """Update ratings and samplers with a game's result; a void game changes nothing."""
-        self._in_flight.discard(record.spec.game_idx)
-        if record.end == "void":
-            return
+        """Update ratings and samplers with a game's result; not with a void game, nor one that began at a branch."""
         spec = record.spec
+        self._in_flight.discard(spec.game_idx)
+        if self._branches is not None and spec.kind == "train":
+            self._branches.update(record)
+        if record.end == "void" or spec.start is not None:
+            return
         uids = {agent.pid: agent.model.uid for agent in spec.agent_specs}
         self.registry.update_ratings(uids, record.rewards, spec.env_id)
         self._model_sampler.update(uids, record.rewards, spec.env_id)
@@ -211,6 +217,7 @@ class GameScheduler:
             "steps_of": {kind: list(steps) for kind, steps in self._steps_of.items()},
             "model_sampler": _kind_and_state(self._model_sampler),
             "env_sampler": _kind_and_state(self._env_sampler),
+            "branches": None if self._branches is None else self._branches.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
@@ -224,6 +231,8 @@ class GameScheduler:
         restore(self._rng, state["rng"])
         restore(self._shares_rng, state["shares_rng"])
         self._steps_of = {kind: (n, mean) for kind, (n, mean) in state["steps_of"].items()}
+        if self._branches is not None and state.get("branches") is not None:
+            self._branches.load_state_dict(state["branches"])
         left_out = []
         for name, sampler in (("model_sampler", self._model_sampler), ("env_sampler", self._env_sampler)):
             saved = state[name]

@@ -22,6 +22,7 @@ from unstable_lite.games.env_pool import EnvPool, opened_env_pool
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import Template, format_prompt, templates_for
+from unstable_lite.league.branch_points import BranchPoints
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.opponents import add_other_opponents
@@ -225,8 +226,9 @@ def _scheduler(config: Config) -> GameScheduler:
     registry = ModelRegistry(beta=config.league.trueskill_beta)
     model_sampler = build_model_sampler(config, registry, _stream(config, "opponents"))
     run, shares_by = config.run, config.league.shares_by
+    branches = BranchPoints(config.branching, run.group_size, run.seed) if config.branching.share else None
     return GameScheduler(
-        model_sampler, build_env_sampler(config), run.seed, run.group_size, shares_by, config.plays_duplicates
+        model_sampler, build_env_sampler(config), run.seed, run.group_size, shares_by, config.plays_duplicates, branches
     )
 
 

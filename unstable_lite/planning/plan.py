@@ -25,6 +25,7 @@ from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slo
 from unstable_lite.planning.algorithm_defaults import describe_rewards, resolve_defaults
 from unstable_lite.planning.engine_choice import engine_of, engine_warnings
 from unstable_lite.planning.exact import describe_exact
+from unstable_lite.planning.groups import describe_branching
 from unstable_lite.planning.machine import machine_problems, machine_warnings
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.placement import (
@@ -189,6 +190,8 @@ class Plan:
         yield from describe_exact(config, is_on_gpu="cpu" not in self.learner_devices)
         if config.run.group_size > 1:
             yield "groups", f"{config.run.group_size} games from each start, compared by {config.group_baseline}"
+        if config.branching.share:
+            yield "branching", describe_branching(config.branching)
         whole = ", whole trajectories" * (config.buffer.kind == "episodes")
         yield "buffer", f"{config.buffer_size} steps, batches of {config.learner.batch_size}{whole}"
         yield "rewards", describe_rewards(config.rewards)

@@ -26,7 +26,7 @@ from unstable_lite.games.env_catalogue import probe
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players.factory import BLIND, opponent_problem
 from unstable_lite.games.templates import chats_in_use, extraction_problems, known_templates, template_problems
-from unstable_lite.league.opponents import frozen_adapters, strategies, training_opponents, uses_checkpoints
+from unstable_lite.league.opponents import frozen_adapters, training_opponents, uses_checkpoints
 from unstable_lite.league.samplers import check_league
 from unstable_lite.learner import LEARNERS
 from unstable_lite.models import has_chat_template, resolve_model
@@ -35,17 +35,17 @@ from unstable_lite.planning.algorithm_defaults import (
     algorithm_of,
     algorithm_problems,
     resolve_defaults,
-    transform_names,
 )
 from unstable_lite.planning.exact import exact_problems
 from unstable_lite.planning.frozen_players import frozen_problems
+from unstable_lite.planning.groups import baselines, branching_problems, group_problems
 from unstable_lite.planning.machine import machine_problems
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.objective import objective_problems
 from unstable_lite.planning.placement import devices_of, placement_problems
 from unstable_lite.planning.questions import question_problems
 from unstable_lite.plugins import suggestion
-from unstable_lite.reward_transformations import BASELINES, build_reward_transformations
+from unstable_lite.reward_transformations import build_reward_transformations
 
 
 def find_problems(config: Config, copies: Path | None = None) -> list[str]:
@@ -59,6 +59,7 @@ def find_problems(config: Config, copies: Path | None = None) -> list[str]:
         *_directory_problems(config),
         *learning_problems(config),
         *objective_problems(config),
+        *branching_problems(config),
     ]
     return problems or list(placement_problems(config, *devices_of(config)))
 
@@ -202,7 +203,7 @@ def _number_problems(config: Config) -> Iterable[str]:
             f"buffer.batch_delay_buffer = {config.buffer.batch_delay_buffer:g} times learner.batch_size = {batch_size} "
             f"is more than buffer.buffer_size = {config.buffer_size}: the learner would wait forever"
         )
-    yield from _group_problems(config)
+    yield from group_problems(config)
     if config.run.loop_stall_s <= config.run.env_timeout_s:
         yield (
             f"run.loop_stall_s = {config.run.loop_stall_s:g} must be more than run.env_timeout_s = "
@@ -237,53 +238,6 @@ def _directory_problems(config: Config) -> Iterable[str]:
         return
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         yield f"run.output_dir = {output}: {parent} is not a directory that can be written to"
-
-
-def _group_problems(config: Config) -> Iterable[str]:
-    group_size, baseline = config.run.group_size, config.group_baseline
-    if baseline is not None and group_size < 2:
-        key = f"algorithm = {config.algorithm!r}" if config.rewards.group_baseline is None else "rewards.group_baseline"
-        yield f"{key} compares the games of a group, so run.group_size = {group_size} must be at least 2"
-    if group_size > 1 and baseline is None:
-        yield (
-            f"run.group_size = {group_size}: no baseline compares the games of a group; "
-            "set rewards.group_baseline to 'grpo', 'mean', 'rloo' or 'duplicate'"
-        )
-    if config.plays_duplicates:
-        yield from _duplicate_problems(config)
-    fitting = {"grpo": ("grpo", "mean"), "rloo": ("rloo",)}
-    if baseline not in fitting.get(config.algorithm, (baseline,)):
-        yield f"rewards.group_baseline = {baseline!r} contradicts algorithm = {config.algorithm!r}; leave it out"
-    if group_size > config.buffer_size:
-        yield f"run.group_size = {group_size}: a group does not fit buffer.buffer_size = {config.buffer_size}"
-    if baseline is None:
-        return
-    if config.buffer.kind == "episodes":
-        yield f"rewards.group_baseline = {baseline!r}: {config.algorithm} uses the critic as baseline; leave it out"
-    for key in ("final_reward_transformation", "sampling_reward_transformation"):
-        for name in _baselines(config, key):
-            yield f"rewards.{key}: {name} is a baseline, but the group already is one; remove it (or set [])"
-
-
-def _duplicate_problems(config: Config) -> Iterable[str]:
-    key, group_size = "rewards.group_baseline = 'duplicate'", config.run.group_size
-    if group_size % 2:
-        yield f"{key} plays each deal equally often from both seats, so run.group_size = {group_size} must be even"
-    for index, env in enumerate(config.train_envs):
-        if env.num_players != 2:
-            yield f"{key} is for games of two players; train_envs.{index}: {env.env_id} has {env.num_players}"
-        elif env.num_actors != 1:
-            yield (
-                f"{key} compares the policy's games at both seats against one opponent; train_envs.{index}: "
-                f"num_actors = {env.num_actors} gives it both seats of {env.env_id}; set num_actors = 1, or use 'rloo'"
-            )
-    if set(strategies(config.league)) == {"mirror"}:
-        yield f"{key} needs an opponent, but league.opponent_sampling_strategy = 'mirror' gives the policy both seats"
-
-
-def _baselines(config: Config, key: str) -> list[str]:
-    """Return the names of the baselines among the transforms of a key of section `rewards`."""
-    return [name for name in transform_names(getattr(config.rewards, key)) if name in BASELINES]
 
 
 def _env_problems(config: Config) -> Iterable[str]:
@@ -385,12 +339,12 @@ def critic_warnings(config: Config) -> Iterator[str]:
         return
     way_out = "The critic already is the baseline; remove the transform (or set [])"
     if gamma < 1:
-        for name in _baselines(config, "final_reward_transformation"):
+        for name in baselines(config, "final_reward_transformation"):
             yield (
                 f"rewards.final_reward_transformation: with learner.gamma = {gamma:g}, {name} changes which policy is "
                 f"best, because the transformed reward is discounted instead of the reward. {way_out}"
             )
-    for name in _baselines(config, "sampling_reward_transformation"):
+    for name in baselines(config, "sampling_reward_transformation"):
         yield (
             f"rewards.sampling_reward_transformation: {name} subtracts a baseline from every turn, and "
             f"{config.algorithm} adds up the turns of a game, so their number changes which policy is best. {way_out}"

@@ -13,6 +13,7 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_pool import GameEnvironment
 from unstable_lite.games.environments import outcomes_from_rewards
 from unstable_lite.games.players.player import Player
+from unstable_lite.rollout.replay import first_turn
 from unstable_lite.types import (
     GameRecord,
     GameSpec,
@@ -44,7 +45,7 @@ async def run_game(
     spec = record.spec
     started = time.monotonic()
     trajectories = {trajectory.pid: trajectory for trajectory in record.trajectories}
-    turn: tuple[int, str] | None = environment.observe()
+    turn: tuple[int, str] | None = await first_turn(record, environment, players, max_action_chars)
     while turn is not None and len(record.turns) < spec.max_turns:
         pid, observation = turn
         asked = time.monotonic()
@@ -123,7 +124,9 @@ def _set_contexts(trajectory: PlayerTrajectory, record: GameRecord) -> None:
         for agent in spec.agent_specs
         if agent.pid != pid
     )
-    for player_turn, step in enumerate(steps):
+    repeated = () if spec.start is None else spec.start.turns
+    num_before = sum(past.pid == pid for past in repeated)
+    for player_turn, step in enumerate(steps, start=num_before):
         turn: int = step.step_info["turn"]
         step.context = StepContext(
             env_id=spec.env_id,
@@ -134,13 +137,14 @@ def _set_contexts(trajectory: PlayerTrajectory, record: GameRecord) -> None:
             turn=turn,
             player_turn=player_turn,
             num_turns=len(record.turns),
-            num_player_turns=len(steps),
+            num_player_turns=num_before + len(steps),
             final_reward=trajectory.final_reward,
             outcome=record.outcomes[pid],
             end=record.end,
             is_invalid=record.turns[turn].is_invalid,
             is_cut_off=record.turns[turn].is_cut_off,
             format_ok=record.turns[turn].format_ok,
+            branch_turn=None if spec.start is None else len(repeated),
         )
 
 

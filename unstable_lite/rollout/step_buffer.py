@@ -7,10 +7,11 @@ waits beside a full buffer for ever, and the learner gets its steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -111,6 +112,10 @@ class StepBuffer(Buffer):
         if not compared:
             return
         steps = [step for trajectory, _ in compared for step in trajectory.steps]
+        if not self.is_duplicate:
+            error = stdev(finals) / math.sqrt(len(finals))
+            for step in steps:
+                step.step_info["return_std_error"] = error
         added = [step.step_info["step_reward"] - step.step_info["env_reward"] for step in steps]
         usual = fmean(added)
         is_alike = not differ(added)

@@ -12,7 +12,8 @@ def record_to_json(record: GameRecord, keep_tokens: bool) -> dict[str, Any]:
 
     A turn is `[pid, observation, text, action, format_ok, seconds]`. With `keep_tokens` it has a seventh entry: the
     sampled tokens for players that the engines serve, null for others. If a player changed its adapter during the game
-    (`league.adapter_policy` "turn"), `model` is its first one, and `adapter_versions` has that of each turn.
+    (`league.adapter_policy` "turn"), `model` is its first one, and `adapter_versions` has that of each turn. The turns
+    before `branch_turn` are those of an earlier game, repeated.
     """
     spec = record.spec
     return {
@@ -22,6 +23,7 @@ def record_to_json(record: GameRecord, keep_tokens: bool) -> dict[str, Any]:
         "seed": spec.seed,
         "eval_label": spec.eval_label,
         **({} if spec.sampling is None else {"sampling": str(spec.sampling)}),
+        **({"branch_turn": len(spec.start.turns)} if spec.start is not None else {}),
         "agents": [
             {"pid": agent.pid, "model": agent.model.uid, "collect_data": agent.collect_data}
             | ({"opponent": agent.model.name} if agent.model.name else {})

@@ -67,7 +67,7 @@ class Tracker:
         """Evaluations with a quota; eval.jsonl has all evaluations."""
         self.registry: ModelRegistry | None = None
         """Registry for `get_interface_info`, league.jsonl and the age of checkpoints."""
-        self.games_finished = self.void_games = 0
+        self.games_finished = self.void_games = self.branched_games = 0
         self.alarms: list[str] = []
         self.latest: dict[str, float] = {}
         """Newest value of every metric."""
@@ -111,7 +111,10 @@ class Tracker:
             self._add_evaluated(record)
         else:
             self._newest_game = self._newest_game if is_void else record
-            collected = [] if is_void else [collect(record, trajectory) for trajectory in record.trajectories]
+            # A game that began at a branch has neither the length nor the result of a game of the policy.
+            is_left_out = is_void or record.spec.start is not None
+            self.branched_games += record.spec.start is not None
+            collected = [] if is_left_out else [collect(record, trajectory) for trajectory in record.trajectories]
             for of_game in self._collected.end(record.spec.game_idx, collected):
                 for of_player in of_game:
                     self._add_collected(of_player)
@@ -161,6 +164,8 @@ class Tracker:
         everything["run/seconds"] = time.monotonic() - self._started
         everything["run/games"] = self.games_finished
         everything["run/void_games"] = self.void_games
+        if self.branched_games:
+            everything["run/branched_games"] = self.branched_games
         everything["run/alarms"] = len(self.alarms)
         everything["run/lost_records"] = self.lost_records
         self._send(step, everything)
@@ -199,6 +204,7 @@ class Tracker:
             "seconds": time.monotonic() - self._started,
             "games": self.games_finished,
             "void_games": self.void_games,
+            "branched_games": self.branched_games,
             "alarms": self.alarms,
             **self._windows.state_dict(),
             "diversity": {env_id: diversity.state_dict() for env_id, diversity in self._diversity.items()},
@@ -209,6 +215,7 @@ class Tracker:
         """Restore counts and windows. `evaluations`: the lines of eval.jsonl."""
         self._started -= state["seconds"]
         self.games_finished, self.void_games = state["games"], state["void_games"]
+        self.branched_games = state.get("branched_games", 0)
         self.alarms = list(state["alarms"])
         self._windows.load_state_dict(state)
         for env_id, diversity in state["diversity"].items():

@@ -236,10 +236,11 @@ class MakeEnv(Request[EnvState]):
 
 
 class StepEnv(Request[EnvState]):
-    """Play one action."""
+    """Play one action. `chance_seed`: seed of the env's random streams from this action on; None: as before."""
 
     game: int
     action: str
+    chance_seed: int | None = None
 
 
 class DropEnv(Notice):

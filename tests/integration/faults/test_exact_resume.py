@@ -78,12 +78,12 @@ DUPLICATES = (
 )
 
 
-@pytest.mark.nightly
-def test_resumed_sync_run_plays_the_same_groups_of_duplicates(tmp_path: Path) -> None:
+def whole_and_resumed(tmp_path: Path, options: tuple[str, ...]) -> Path:
+    """Check that a run that is killed after three updates and resumed equals a whole one; return its directory."""
     directories = []
     for name in ("whole", "broken"):
         (tmp_path / name).mkdir()
-        process = runs.start("run", runs.write_small(tmp_path / name), *DUPLICATES)
+        process = runs.start("run", runs.write_small(tmp_path / name), *options)
         if name == "broken":
             runs.wait_for(lambda: runs.num_updates(tmp_path / "broken") >= 3)
             process.send_signal(signal.SIGKILL)
@@ -95,6 +95,30 @@ def test_resumed_sync_run_plays_the_same_groups_of_duplicates(tmp_path: Path) ->
     assert code == 0, out + err
     assert re.search(r"\bafter update 2\b", out)
     assert_equal(broken, whole, {"ckpt-2", "ckpt-4"})
+    return broken
+
+
+BRANCHES = (
+    *SYNC,
+    "algorithm=rloo",
+    "run.learning_steps=4",
+    "run.checkpoint_every=2",
+    "run.eval_games=4",
+    "run.group_size=3",
+    'branching={ share = 0.7, at = "uncertain", chance = "fresh" }',
+)
+
+
+@pytest.mark.nightly
+def test_resumed_sync_run_plays_the_same_branches(tmp_path: Path) -> None:
+    broken = whole_and_resumed(tmp_path, BRANCHES)
+    games = [json.loads(line) for line in (broken / "games.jsonl").read_text().splitlines()]
+    assert sum("branch_turn" in game for game in games) > 8
+
+
+@pytest.mark.nightly
+def test_resumed_sync_run_plays_the_same_groups_of_duplicates(tmp_path: Path) -> None:
+    broken = whole_and_resumed(tmp_path, DUPLICATES)
     seats: dict[tuple[int, str], list[int]] = {}
     for line in (broken / "games.jsonl").read_text().splitlines():
         game = json.loads(line)

@@ -82,8 +82,9 @@ def read_games(
             samples["void"].add(game)
         else:
             samples[game["kind"]].add(game)
-            _count_results(game, results)
-            _count_outcomes(game, outcomes)
+            if "branch_turn" not in game:  # others played its first turns
+                _count_results(game, results)
+                _count_outcomes(game, outcomes)
     kept = sorted((game for sample in samples.values() for game in sample.games), key=lambda game: game["game_idx"])
     trained = _trained_turns(run, {game["game_idx"] for game in kept if game["kind"] == "train"})
     for game in kept:

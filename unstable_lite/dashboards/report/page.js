@@ -603,6 +603,7 @@ class Browser {
       el("h4", {}, "Action"), el("div", { class: "action" }, ...shown(turn.action)),
       " ", this.isInvalid(this.turn) && tag("invalid", "invalid move"), !turn.format_ok && tag("invalid", "answer not where it should be"),
       el("span", { class: "note" }, ` ${turn.seconds.toFixed(2)} s${Number.isInteger(turn.adapter) ? ` · adapter ${turn.adapter}` : ""}`),
+      this.turn < (this.whole.branch_turn ?? 0) && el("p", { class: "note" }, "This turn repeats an earlier game, from which this one branches off."),
       el("h4", {}, "Rewards"), this.rewards(turn, player));
   }
 

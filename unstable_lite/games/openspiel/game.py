@@ -67,6 +67,10 @@ class OpenSpielGame:
         """State (`pyspiel.State`) and the player who acts next."""
         return self._state, self._pid()
 
+    def reseed(self, seed: int) -> None:
+        """Draw the outcomes of chance from here on with another seed."""
+        self._seed = seed
+
     def observe(self) -> tuple[int, str]:
         """Return the current player and its prompt."""
         pid = self._pid()

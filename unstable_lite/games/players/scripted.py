@@ -153,6 +153,10 @@ class ScriptedPlayer:
         self.env_id = env_id
         self._random = random.Random(seed)
 
+    def reseed(self, seed: int) -> None:
+        """Draw further choices from another stream."""
+        self._random.seed(seed)
+
     def candidates(self, observation: str) -> list[str]:
         """Return the actions to choose from. Raises UnsupportedEnvError, EnvError."""
         raise NotImplementedError

@@ -32,6 +32,9 @@ class QuestionGame:
         self._num_errors = 0
         self._is_right = False
 
+    def reseed(self, seed: int) -> None:
+        """Do nothing: after its choice of a question, a game has no chance."""
+
     def observe(self) -> tuple[int, str]:
         """Return player 0 and the question."""
         remark = "\n\nThere was no answer inside \\boxed{}. Answer again." * bool(self._num_errors)

@@ -1,0 +1,400 @@
+"""Groups of games that start within an earlier game."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from unstable_lite.config import Config
+from unstable_lite.config.reading import parse_config
+from unstable_lite.config.tracking import TrackerConfig
+from unstable_lite.dashboards.report.games import read_games
+from unstable_lite.errors import EnvError
+from unstable_lite.files import to_line
+from unstable_lite.games.env_start import start_environment
+from unstable_lite.games.openspiel.names import load_game
+from unstable_lite.games.openspiel.prompts import action_names, prompt
+from unstable_lite.games.players.factory import PlayerFactory
+from unstable_lite.games.players.scripted import legal_actions, random_legal_action
+from unstable_lite.league.branch_points import BranchPoints, digest_of
+from unstable_lite.league.game_scheduler import GameScheduler
+from unstable_lite.orchestrator.wiring import _scheduler, make_buffer
+from unstable_lite.planning.algorithm_defaults import resolve_defaults
+from unstable_lite.planning.groups import branching_problems
+from unstable_lite.planning.validation import find_problems
+from unstable_lite.rollout.run_game import new_record, run_game
+from unstable_lite.rollout.step_buffer import StepBuffer
+from unstable_lite.tracking.game_lines import record_to_json
+from unstable_lite.tracking.tracker import Tracker
+from unstable_lite.types import GameRecord, GameSpec, Generation, PastTurn, Turn
+
+KUHN = "openspiel:kuhn_poker"
+NIM = "Nim-v0-train"
+PIG = "openspiel:pig(winscore=10,diceoutcomes=6)"
+RESTLESS = "fakes.restless_nim:RestlessNim-v0"
+
+
+def config(env_id: str = KUHN, num_actors: int = 1, group_size: int = 4, **branching: Any) -> Config:
+    return resolve_defaults(
+        Config.model_validate(
+            {
+                "algorithm": "rloo",
+                "run": {"group_size": group_size},
+                "rewards": {"step_reward_transformation": []},
+                "buffer": {"buffer_size": 10**6},
+                "league": {"opponent_sampling_strategy": "fixed", "fixed_opponents": ["scripted:random"]},
+                "branching": {"share": 0.9} | branching,
+                "train_envs": [
+                    {"env_id": env_id, "num_players": 2, "num_actors": num_actors, "prompt_template": "tiny"}
+                ],
+            }
+        )
+    )
+
+
+def scheduler_of(of: Config) -> GameScheduler:
+    scheduler = _scheduler(of)
+    scheduler.registry.add_policy("ckpt-1", 1, 1)
+    return scheduler
+
+
+class RandomPolicy:
+    """Policy that draws any legal action, from its own stream."""
+
+    def __init__(self, env_id: str, seed: int = 0) -> None:
+        self._env_id = env_id
+        self._rng = random.Random(seed)
+
+    async def generate(self, prompt: str, version: int, stop: tuple[str, ...], seed: int | None) -> Generation:
+        return Generation(
+            prompt_ids=np.array([1], np.int32),
+            completion_ids=np.array([2], np.int32),
+            logprobs=np.array([0.0], np.float32),
+            text=f"\\boxed{{{random_legal_action(self._env_id, prompt, self._rng)}}}",
+            finish_reason="stop",
+            adapter_version=version,
+        )
+
+
+async def played(spec: GameSpec, factory: PlayerFactory, max_action_chars: int = 100) -> GameRecord:
+    record, environment = new_record(spec), start_environment(spec.env_id, 2, spec.seed)
+    await run_game(record, environment, factory.players(spec), max_action_chars)
+    return record
+
+
+async def play(of: Config, groups: int, seed: int = 1) -> tuple[list[list[GameRecord]], GameScheduler]:
+    scheduler, factory = scheduler_of(of), PlayerFactory(RandomPolicy(of.train_envs[0].env_id, seed).generate)
+    result = []
+    for _ in range(groups):
+        result.append([await played(spec, factory) for spec in scheduler.next_train_group()])
+        for record in result[-1]:
+            scheduler.update(record)
+    return result, scheduler
+
+
+def is_branched(group: list[GameRecord]) -> bool:
+    return group[0].spec.start is not None
+
+
+@pytest.mark.parametrize("env_id", [KUHN, NIM, PIG])
+async def test_games_of_a_group_start_in_one_state_of_an_earlier_game(env_id: str) -> None:
+    groups, _ = await play(config(env_id, group_size=3), 40)
+    assert not is_branched(groups[0])  # there is no earlier game yet
+    branched = [group for group in groups if is_branched(group)]
+    assert 25 <= len(branched) < 40
+    of_seed = defaultdict(list)
+    for group in groups:
+        if not is_branched(group):
+            of_seed[group[0].spec.seed] += [record.turns for record in group]
+    first_actions = Counter[int]()
+    for group in branched:
+        start = group[0].spec.start
+        assert start is not None
+        number = len(start.turns)
+        assert number >= 1
+        actions = [turn.action for turn in start.turns]
+        earlier = [other for other in of_seed[group[0].spec.seed] if len(other) > number]
+        assert any([turn.action for turn in other[:number]] == actions for other in earlier)
+        for record in group:
+            assert record.spec.seed == group[0].spec.seed
+            assert [turn.action for turn in record.turns[:number]] == actions
+            assert record.turns[number].observation == group[0].turns[number].observation
+            assert digest_of(record.turns[number].observation) == start.digest
+            assert record.turns[number].pid == start.pid == record.trajectories[0].pid
+            assert all(turn.generation is None for turn in record.turns[:number])
+            assert record.turns[number].generation is not None
+        first_actions[len({record.turns[number].action for record in group})] += 1
+    assert first_actions[2] + first_actions[3] > len(branched) / 3  # the games differ from there on
+
+
+async def test_repeated_turns_are_not_trained_on_and_count_in_the_context() -> None:
+    groups, _ = await play(config(NIM, num_actors=2), 20)
+    for record in itertools.chain.from_iterable(groups):
+        before = len(record.spec.start.turns) if record.spec.start is not None else 0
+        for trajectory in record.trajectories:
+            own = [number for number, turn in enumerate(record.turns) if turn.pid == trajectory.pid]
+            assert [step.step_info["turn"] for step in trajectory.steps] == [n for n in own if n >= before]
+            for step in trajectory.steps:
+                assert step.context is not None
+                assert step.context.player_turn == own.index(step.context.turn)
+                assert step.context.num_player_turns == len(own)
+                assert step.context.num_turns == len(record.turns)
+                assert step.context.branch_turn == (before or None)
+
+
+def exact_values() -> dict[str, dict[str, float]]:
+    """Return the mean reward of each action in each state of Kuhn poker, if both players are random."""
+    totals: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+
+    def value(state: Any, reach: float) -> np.ndarray:
+        if state.is_terminal():
+            return np.array(state.returns()) / 2  # reward_scale
+        if state.is_chance_node():
+            outcomes = state.chance_outcomes()
+            return sum(p * value(state.child(action), reach * p) for action, p in outcomes)
+        pid, actions = state.current_player(), action_names(state, state.current_player())
+        children = {}
+        for name, action in actions.items():
+            children[name] = value(state.child(action), reach / len(actions))
+            totals[prompt(state, pid), name].append((reach, children[name][pid]))
+        return sum(children.values()) / len(children)
+
+    value(load_game(KUHN).new_initial_state(), 1.0)
+    values: dict[str, dict[str, float]] = defaultdict(dict)
+    for (seen, name), each in totals.items():
+        values[seen][name] = sum(reach * one for reach, one in each) / sum(reach for reach, _ in each)
+    return values
+
+
+@pytest.mark.parametrize("branching", [{"chance": "same"}, {"chance": "fresh"}, {"at": "uncertain"}])
+async def test_actions_at_branches_return_what_the_tree_says(branching: dict[str, Any]) -> None:
+    """The later deals and the states are those of the game: no choice of branches looks at what came after them."""
+    exact, rewards = exact_values(), defaultdict(list)
+    groups, _ = await play(config(**branching), 2500)
+    for group in filter(is_branched, groups):
+        for record in group:
+            turn = record.turns[len(record.spec.start.turns)]  # type: ignore[union-attr]
+            rewards[turn.observation, turn.action.strip("[]")].append(record.trajectories[0].final_reward)
+    assert len(rewards) == 18  # nine states after the first turn
+    for (seen, action), each in rewards.items():
+        (expected,) = [value for name, value in exact[seen].items() if name.lower() == action.lower()]
+        # Groups share a deal, so their games are not independent: count groups.
+        error = max(stdev(each), 0.1) / (len(each) / 4) ** 0.5
+        assert abs(fmean(each) - expected) < 4.5 * error, (seen, action)
+
+
+async def test_advantages_compare_the_games_of_a_branch() -> None:
+    groups, _ = await play(config(NIM), 30)
+    of = config(NIM)
+    buffer = make_buffer(of)
+    assert isinstance(buffer, StepBuffer)
+    for record in itertools.chain.from_iterable(groups):
+        buffer.add_game(record)
+    steps = await buffer.get_batch(buffer.size(), 1)
+    rewards = {record.spec.game_idx: record.trajectories[0].final_reward for group in groups for record in group}
+    group_of = {record.spec.game_idx: group for group in groups for record in group}
+    assert len({step.step_info["game_idx"] for step in steps if step.context.branch_turn}) > 60  # type: ignore[union-attr]
+    for step in steps:
+        own = step.step_info["game_idx"]
+        others = [rewards[record.spec.game_idx] for record in group_of[own] if record.spec.game_idx != own]
+        assert step.reward == pytest.approx(rewards[own] - fmean(others))
+        error = stdev([rewards[own], *others]) / 2
+        assert step.step_info["return_std_error"] == pytest.approx(error)
+
+
+@pytest.mark.parametrize("env_id", [PIG, NIM])
+async def test_same_chance_repeats_dice_and_opponent_and_fresh_chance_does_not(env_id: str) -> None:
+    """The policy always takes the first legal action, which in Pig is to roll; its opponent draws."""
+
+    class Same(RandomPolicy):
+        async def generate(self, prompt: str, version: int, stop: tuple[str, ...], seed: int | None) -> Generation:
+            generation = await super().generate(prompt, version, stop, seed)
+            generation.text = f"\\boxed{{{legal_actions(env_id, prompt)[0]}}}"
+            return generation
+
+    different = {}
+    for chance in ("same", "fresh"):
+        scheduler, factory = scheduler_of(config(env_id, chance=chance)), PlayerFactory(Same(env_id).generate)
+        seen = []
+        for _ in range(30):
+            records = [await played(spec, factory) for spec in scheduler.next_train_group()]
+            for record in records:
+                scheduler.update(record)
+            if is_branched(records):
+                seen.append(len({tuple(turn.observation for turn in record.turns) for record in records}))
+        different[chance] = fmean(seen)
+    assert different["same"] == 1
+    assert different["fresh"] > 1.5
+
+
+async def test_opponent_that_remembers_is_asked_again() -> None:
+    """MCTS follows the game from its own last move; each of its turns is taken again, with the same result."""
+    of = config("openspiel:nim(pile_sizes=3;4,is_misere=False)")
+    league = of.league.model_copy(update={"fixed_opponents": ("scripted:mcts:3",)})
+    groups, _ = await play(of.model_copy(update={"league": league}), 12)
+    assert sum(map(is_branched, groups)) > 5
+
+
+async def test_opponent_that_does_not_repeat_is_named() -> None:
+    groups, _ = await play(config(NIM), 20)
+    factory = PlayerFactory(RandomPolicy(NIM).generate)
+    spec = next(group[0].spec for group in groups if is_branched(group))
+    assert spec.start is not None
+    at = next(number for number, turn in enumerate(spec.start.turns) if turn.pid != spec.start.pid)
+    turns = list(spec.start.turns)
+    turns[at] = PastTurn(turns[at].pid, turns[at].digest, "[7 7]")
+    with pytest.raises(EnvError, match=rf"scripted:random played '\[7 7\]' in turn {at} and, with the same seed, "):
+        await played(replace(spec, start=replace(spec.start, turns=tuple(turns))), factory)
+
+
+async def test_state_that_is_not_reached_again_makes_the_game_void_and_is_forgotten() -> None:
+    of = config(RESTLESS, num_actors=2)
+    scheduler, factory = scheduler_of(of), PlayerFactory(RandomPolicy(NIM).generate)
+    for spec in scheduler.next_train_group():
+        scheduler.update(await played(spec, factory))
+    group = scheduler.next_train_group()
+    assert group[0].start is not None
+    for spec in group:
+        with pytest.raises(EnvError, match=re.escape(f"{RESTLESS} does not repeat: with the same seed and actions, ")):
+            await played(spec, factory)
+        scheduler.update(new_record(spec))
+    assert not any(scheduler.next_train_group()[0].start for _ in range(20))
+
+
+async def test_branched_games_change_neither_ratings_nor_samplers() -> None:
+    groups, scheduler = await play(config(NIM), 40)
+    counted = sum(len(group) for group in groups if not is_branched(group))
+    assert sum(scheduler.registry.match_counts.values()) == counted
+    assert scheduler.state_dict()["steps_of"][f"{NIM} scripted:random"][0] == counted
+
+
+def game_of(spec: GameSpec, num_turns: int, reward: float = 0.0) -> GameRecord:
+    record = new_record(spec)
+    record.turns = [Turn(pid=n % 2, observation=str(n), text="x", action="x", format_ok=True) for n in range(num_turns)]
+    record.end, record.rewards = "natural", {0: reward, 1: reward}
+    return record
+
+
+async def test_uncertain_branches_start_where_returns_differ() -> None:
+    """A game whose third turn decides it, and whose others do nothing."""
+    points = BranchPoints(config(at="uncertain").branching, 2)
+    scheduler = scheduler_of(config(NIM, num_actors=2))
+    (first, *_rest) = scheduler.next_train_group()
+    points.update(game_of(first, num_turns=6))
+    chosen = Counter[int]()
+    for number in range(1500):
+        pair = [replace(first, game_idx=2 * number + own, group_idx=2 * number) for own in (0, 1)]
+        forked = points.fork(pair)
+        if forked[0].start is None:
+            continue
+        turn = len(forked[0].start.turns)
+        chosen[turn] += number >= 500
+        for spec, reward in zip(forked, (1.0, -1.0 if turn == 3 else 1.0), strict=True):
+            points.update(game_of(spec, num_turns=6, reward=reward))
+    assert chosen.keys() == {1, 2, 3, 4, 5}
+    assert chosen[3] > 0.7 * chosen.total()
+    assert min(chosen.values()) > 0.02 * chosen.total()  # every turn is measured again
+
+
+def test_window_bounds_the_turns() -> None:
+    points = BranchPoints(config(window=(2, 3)).branching, 4)
+    scheduler = scheduler_of(config(NIM, num_actors=2))
+    group = scheduler.next_train_group()
+    points.update(game_of(group[0], num_turns=9))
+    starts = [spec.start for _ in range(100) for spec in points.fork(group)]
+    assert {len(start.turns) for start in starts if start is not None} == {2, 3}
+
+
+async def test_state_is_restored_and_gives_the_same_groups() -> None:
+    of = config(NIM, at="uncertain", chance="fresh")
+    _, scheduler = await play(of, 30)
+    other = scheduler_of(of)
+    other.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+    ours, theirs = ([each.next_train_group() for _ in range(20)] for each in (scheduler, other))
+    assert [[spec.start for spec in group] for group in ours] == [[spec.start for spec in group] for group in theirs]
+    assert any(group[0].start for group in ours)
+
+
+async def test_branched_game_is_in_the_report_but_not_in_its_table_of_results(tmp_path: Path) -> None:
+    groups, _ = await play(config(NIM), 12)
+    records = list(itertools.chain.from_iterable(groups))
+    (tmp_path / "games.jsonl").write_bytes(b"".join(to_line(record_to_json(each, False)) for each in records))
+    games = read_games(tmp_path, None, 100)
+    begins = {record.spec.game_idx: record.spec.start and len(record.spec.start.turns) for record in records}
+    assert {game["game_idx"]: game.get("branch_turn") for game in games.kept} == begins
+    (won,) = {pair: counts for pair, counts in games.results.items() if pair[0] == "ckpt-1"}.values()
+    assert won.total() == sum(number is None for number in begins.values()) < len(records)
+
+
+async def test_branched_game_is_not_part_of_the_metrics_of_games(tmp_path: Path) -> None:
+    groups, _ = await play(config(NIM), 12)
+    tracker = Tracker(tmp_path, [], TrackerConfig())
+    for group in groups:
+        for record in group:
+            tracker.begin_game(record.spec)
+            tracker.add_record(record)
+    tracker.log_update(1, {})
+    num_branched = 4 * sum(map(is_branched, groups))
+    assert tracker.latest["run/branched_games"] == num_branched > 0
+    assert tracker.latest["run/games"] == 48
+    assert tracker.latest[f"collection-{NIM}/n"] == 48 - num_branched
+    resumed = Tracker(tmp_path, [], TrackerConfig())
+    resumed.resume(tracker.state_dict(), [])
+    assert resumed.branched_games == num_branched
+    tracker.close()
+    resumed.close()
+
+
+def problems(env: dict[str, Any] | None = None, **sections: Any) -> list[str]:
+    raw: dict[str, Any] = {"algorithm": "rloo", "run": {"group_size": 4}, "branching": {"share": 0.5}} | sections
+    raw["train_envs"] = [
+        {"env_id": NIM, "num_players": 2, "num_actors": 1, "prompt_template": "tiny"} | (env or {}),
+    ]
+    of, wrong = parse_config(raw)
+    return wrong or list(branching_problems(of))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"algorithm": "reinforce", "run": {}}, "branching.share = 0.5: the games that start from one state"),
+        (
+            {"algorithm": "reinforce", "rewards": {"group_baseline": "duplicate"}},
+            "branching.share: 'duplicate' compares games from both seats",
+        ),
+        ({"branching": {"share": 0.5, "window": [4, 2]}}, r"branching.window = \[4, 2\]: the last turn"),
+        ({"env": {"max_turns": 1}}, "branching.window: train_envs.0: Nim-v0-train has max_turns = 1, so it has no"),
+        ({"env": {"env_id": RESTLESS}}, f"branching.share: train_envs.0: {RESTLESS} does not repeat: with the same"),
+        ({"branching": {"share": 1.0}}, "branching.share"),
+        ({"branching": {"share": -0.1}}, "branching.share"),
+        ({"branching": {"share": 0.5, "window": [0, 2]}}, "branching.window.0"),
+        ({"branching": {"share": 0.5, "at": "late"}}, "branching.at"),
+    ],
+)
+def test_contradiction_is_refused_by_name(sections: dict[str, Any], says: str) -> None:
+    (problem,) = problems(**sections)
+    assert re.match(says, problem), problem
+
+
+def test_problems_reach_check_and_a_good_config_has_none() -> None:
+    assert problems() == []
+    of, _ = parse_config(
+        {
+            "algorithm": "rloo",
+            "run": {"group_size": 4},
+            "branching": {"share": 0.5},
+            "train_envs": [{"env_id": RESTLESS, "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}],
+        }
+    )
+    assert of is not None
+    assert any("does not repeat" in problem for problem in find_problems(of))
