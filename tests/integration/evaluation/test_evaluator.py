@@ -205,6 +205,7 @@ async def test_games_at_another_temperature_are_other_games_of_the_same_deals(ru
         "Nim-v0-train against scripted:random, temperature=0.3",
         "Nim-v0-train against scripted:random",
     ]
+    assert [table.row_count for table in results_tables(done.evaluations)] == [1, 1]
     rows = read_csv(tmp_path / "out" / "table.csv")
     assert Counter(row["other_settings"] for row in rows) == Counter(
         ["temperature=0.3", "", "temperature=0.0", "temperature=0.5"]

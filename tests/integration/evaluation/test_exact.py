@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from fakes import runs
+from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation import action_distribution
 from unstable_lite.evaluation.exact import exact_result
+from unstable_lite.evaluation.plan import plan_evaluation
+from unstable_lite.evaluation.scoring import evaluate_exactly
 from unstable_lite.games.game_tree import renormalised, uniform
 from unstable_lite.games.openspiel.flatten import flatten
 
@@ -118,7 +121,6 @@ def test_exact_evaluation_of_a_large_game_names_its_size(run: Path, tmp_path: Pa
         (["scripted:random", "--exact", "--env", KUHN], 1, "scripted:random: only the base and adapters"),
         (["base", "--exact", "--tournament"], 2, "--exact plays no games"),
         (["base", "--exact", "--temperature", "0"], 2, "--exact plays no games"),
-        (["base", "--exact", "train_envs.0.error_allowance=2"], 1, "error_allowance = 2; set it to 0"),
         (["base", "--force", "--output", "x"], 2, "--force is for --exact"),
     ],
 )
@@ -137,6 +139,13 @@ def test_envs_that_cannot_be_computed_are_left_out_with_the_reason(run: Path, tm
     (tmp_path / "run.toml").write_text(CONFIG + more)
     code, out, err = runs.run("check", tmp_path / "run.toml")
     assert code == 0 and "not exact" in out and "10^12" in out
+
+
+def test_env_whose_players_may_repeat_an_illegal_answer_has_no_exact_result(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(f"{CONFIG}error_allowance = 2\n")
+    evaluation = plan_evaluation(["base"], output=tmp_path, config=tmp_path / "run.toml", opponents=["base"])
+    with pytest.raises(ConfigError, match="error_allowance = 2; set it to 0"):
+        evaluate_exactly(evaluation.cells, evaluation.plan.config, is_forced=False, say=print)
 
 
 def test_output_is_needed_for_games_but_not_for_exact_results(run: Path) -> None:

@@ -241,6 +241,10 @@ def _in_envelope(content: bytes) -> bytes:
         pytest.param(_in_envelope(_nested(1000)), id="a message nested deeper than Python goes"),
         pytest.param(b"\x92" + _nested(1000) + b"\x90", id="a version nested deeper than Python goes"),
         pytest.param(_in_envelope(b"\x92\xa5Ready\x81\xa1x" + _nested(900)), id="facts nested without end"),
+        pytest.param(
+            _in_envelope(b"\x99\xa7MakeEnv\x01\x01\xa1E\x02\x03\xa3env\xc0\x81\xa1x" + _nested(900)),
+            id="arguments nested without end",
+        ),
         pytest.param(b"\xdd\xff\xff\xff\xff", id="a list of four billion"),
         pytest.param(_in_envelope(b"\x92\xa5Ready\x81\xa1x\xdd\xff\xff\xff\xff"), id="facts of four billion"),
         pytest.param(b"\xdf\xff\xff\xff\xff", id="a table of four billion"),
