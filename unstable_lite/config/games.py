@@ -138,6 +138,12 @@ def opponent_shown(name: str, sampling: Sampling | None) -> str:
     return name if sampling is None else f"{name}, {sampling}"
 
 
+def against(opponent: str) -> str:
+    """Return the end of a title that names the opponent in results; if there is none, only the sampling."""
+    name, comma, sampling = opponent.partition(", ")
+    return f"{comma}{sampling}" if name == "none" else f" against {opponent}"
+
+
 class LeagueConfig(Section):
     env_sampling_strategy: str | dict[str, Any] = "random"
     """`random`, `weighted`, `round-robin`, `learning-progress`, or `module:Class`; with options as a table of one

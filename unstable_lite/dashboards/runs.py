@@ -21,6 +21,7 @@ from rich.text import Text
 
 from unstable_lite.adapters.run_adapters import by_update
 from unstable_lite.adapters.store import LOCK, try_lock
+from unstable_lite.config.games import against
 from unstable_lite.dashboards.report.runs import RunData, differences, flat
 from unstable_lite.dashboards.run_view import RunView
 from unstable_lite.errors import UnstableError
@@ -267,7 +268,7 @@ def _results(run: RunData) -> Iterator[tuple[str, str]]:
         else:
             continue
         between = " – ".join(map(form.format, interval))
-        name = f"{env_id} against {opponent}{remark}"
+        name = f"{env_id}{against(opponent)}{remark}"
         yield name, f"{shown}{f' ({between})' * bool(interval)}, n={line['n']}, {line['model']}"
     for env in run.config["train_envs"]:
         group = f"collection-{env['env_id']}"

@@ -24,6 +24,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from unstable_lite.config.games import against
 from unstable_lite.printable import visible
 from unstable_lite.tracking.evaluations import Evaluation
 
@@ -186,7 +187,7 @@ def evaluation_tables(evaluations: Sequence[Evaluation]) -> list[Table]:
     """Return one table for each env and opponent, in chronological order."""
     tables = []
     for env_id, opponent in dict.fromkeys((e.env_id, e.opponent) for e in evaluations):
-        table = Table(title=f"{env_id} against {opponent}", title_justify="left", box=box.SIMPLE_HEAD)
+        table = Table(title=f"{env_id}{against(opponent)}", title_justify="left", box=box.SIMPLE_HEAD)
         table.pad_edge, table.collapse_padding = False, True  # at most 80 columns
         table.add_column("when")
         table.add_column("model")

@@ -20,6 +20,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from unstable_lite.config.games import against
 from unstable_lite.errors import ConfigError
 from unstable_lite.evaluation.cells import Cell, CellKey, read_key, seat_of
 from unstable_lite.evaluation.ladder import LadderEntry
@@ -235,7 +236,7 @@ def results_tables(evaluations: Sequence[CellEvaluation]) -> list[Table]:
         alike = [e for e in evaluations if (e.env_id, e.opponent) == (env_id, opponent)]
         shown = [e for e in alike if e.other_settings == settings]
         differing = {name: of for name, of in PLAYED_HOW.items() if len({getattr(e, of) for e in shown}) > 1}
-        title = ", ".join([f"{env_id} against {opponent}", *_apart(settings, [e.other_settings for e in alike])])
+        title = ", ".join([f"{env_id}{against(opponent)}", *_apart(settings, [e.other_settings for e in alike])])
         table = Table("model", *differing, title=title, title_justify="left", box=SIMPLE_HEAD)
         table.pad_edge, table.collapse_padding = False, True  # at most 80 columns
         has_deals = any(e.points_over_deals for e in shown)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import asdict
 
+from unstable_lite.config.games import against
 from unstable_lite.orchestrator.wiring import RunParts
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.transport.messages import Updated
@@ -182,7 +183,7 @@ class Progress:
             else:
                 continue
             in_env = f" in {env.env_id}" * (len(eval_envs) > 1)
-            yield f"points {points:.0%} against {env.opponent}{in_env} (n={n})"
+            yield f"points {points:.0%}{against(env.opponent)}{in_env} (n={n})"
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from unstable_lite.config.env_ids import is_openspiel, is_questions, questions_path
+from unstable_lite.config.games import against
 from unstable_lite.games.players.optimal import is_optimal
 from unstable_lite.tracking.intervals import (
     Z_95,
@@ -125,7 +126,7 @@ class Evaluation:
             low, high = self.reward_interval
             return (
                 f"{self.model} had a mean reward of {self.mean_reward:.3f} in {self.n} games of "
-                f"{self.env_id}{self.opponent.removeprefix('none')}"  # leaves the sampling: ", greedy"
+                f"{self.env_id}{against(self.opponent)}"
                 + f" (95 %: {low:.3f} – {high:.3f})" * math.isfinite(low)
                 + f"; {invalid}"
             )
@@ -133,7 +134,7 @@ class Evaluation:
         if is_questions(self.env_id):
             return (
                 f"{self.model} answered {self.points:.1%} of {self.n} questions right (95 %: {low:.1%} – {high:.1%}), "
-                f"of {questions_path(self.env_id)}; {self.invalid} without an answer in a box"
+                f"of {questions_path(self.env_id)}{against(self.opponent)}; {self.invalid} without an answer in a box"
                 + f"; {self.void} void"
                 * bool(self.void)
             )

@@ -30,6 +30,7 @@ from tensorboard.util.tensor_util import make_tensor_proto
 
 from unstable_lite.config import Config
 from unstable_lite.config.env_ids import is_questions, slug, with_slugs
+from unstable_lite.config.games import against
 from unstable_lite.files import AppendFile
 from unstable_lite.tracking.evaluations import evaluation_group
 from unstable_lite.types import Histogram
@@ -178,7 +179,7 @@ def _evaluations(config: Config) -> Iterator[tuple[str, str]]:
     for env in config.eval_envs:
         if env.num_players > 1 or is_questions(env.env_id):
             cell = env.env_id, env.opponent
-            title = f"{env.env_id}, points against {env.opponent}, 95 %"
+            title = f"{env.env_id}, points{against(env.opponent)}, 95 %"
             if config.run.eval_games:
                 yield title, with_slugs(evaluation_group("", *cell))
             if config.run.num_eval_workers and config.run.schedule != "sync":

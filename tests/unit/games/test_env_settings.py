@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.config.games import EvalEnvSpec, against
 from unstable_lite.config.reading import parse_config
 from unstable_lite.evaluation.probing import random_positions
 from unstable_lite.games.env_catalogue import is_isolated, probe
@@ -195,3 +195,9 @@ def test_sampling_of_an_env_without_opponents_is_named() -> None:
         shown.append(tally.evaluation("before", "base", 0, env.env_id, env.opponent).describe())
     assert "in 1 games of TowerOfHanoi-v0-train, greedy;" in shown[0]
     assert "in 1 games of TowerOfHanoi-v0-train;" in shown[1]
+
+
+def test_titles_name_no_opponent_if_there_is_none() -> None:
+    opponents = ("none", "none, greedy", "scripted:random, greedy", "nonesuch/model")
+    ends = ("", ", greedy", " against scripted:random, greedy", " against nonesuch/model")
+    assert tuple(map(against, opponents)) == ends

@@ -280,7 +280,8 @@ function drawCurves(data) {
   for (const run of data.runs) for (const row of run.evaluations) evaluated.set(JSON.stringify([row.env_id, row.opponent, row.label === "concurrent"]), row.points !== null);
   for (const [key, isShare] of [...evaluated].sort((a, b) => JSON.parse(a[0])[2] - JSON.parse(b[0])[2])) {
     const [env, opponent, concurrent] = JSON.parse(key);
-    const what = isShare ? `Points against ${opponent}` : `Mean reward${opponent.replace(/^none/, "")}`;
+    const against = /^none(,|$)/.test(opponent) ? opponent.slice(4) : ` against ${opponent}`;
+    const what = `${isShare ? "Points" : "Mean reward"}${against}`;
     curves.add(learns, `${what}${of(env)}${concurrent ? ", while training" : ""}`, (run) => evaluationPoints(run, env, opponent, concurrent),
       { percent: isShare, explain: concurrent ? "Evaluation games beside the training ones, by checkpoint." : "Evaluation: games that are not trained on." });
   }

@@ -22,6 +22,7 @@ from typing import Any
 
 import jinja2
 
+from unstable_lite.config.games import against
 from unstable_lite.dashboards.report.games import RunGames, policy_seats
 from unstable_lite.dashboards.report.runs import RunData, groups_of
 from unstable_lite.tracking.intervals import mean_interval, paired_difference, points_interval, t_95
@@ -45,7 +46,13 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-    environment.filters |= {"percent": _percent, "number": _number, "count": "{:,}".format, "duration": _duration}
+    environment.filters |= {
+        "percent": _percent,
+        "number": _number,
+        "count": "{:,}".format,
+        "duration": _duration,
+        "against": against,
+    }
     page = environment.get_template("page.html.jinja").render(
         runs=runs,
         games=list(zip(runs, games, strict=True)),
