@@ -39,6 +39,7 @@ from unstable_lite.planning.algorithm_defaults import (
 from unstable_lite.planning.exact import exact_problems
 from unstable_lite.planning.frozen_players import frozen_problems
 from unstable_lite.planning.groups import baselines, branching_problems, group_problems
+from unstable_lite.planning.lengths import length_problems
 from unstable_lite.planning.machine import machine_problems
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.objective import objective_problems
@@ -173,11 +174,7 @@ def _sampling_problems(engine: EngineConfig) -> Iterable[str]:
             f"engine.top_p = {engine.top_p}: importance weights need the whole distribution; set it to 1, or "
             "engine.allow_top_p = true to train on wrong weights"
         )
-    if engine.max_generation_len >= engine.max_model_len:
-        yield (
-            f"engine.max_generation_len = {engine.max_generation_len} leaves no room for a prompt in "
-            f"engine.max_model_len = {engine.max_model_len}"
-        )
+    yield from length_problems(engine)
 
 
 def _number_problems(config: Config) -> Iterable[str]:
