@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.config.training import EngineConfig
 from unstable_lite.games.templates import ChatTemplate, known_templates
+from unstable_lite.games.thinking import OPEN
+from unstable_lite.models import chat_template, resolve_model
 
 
 def length_problems(engine: EngineConfig) -> Iterator[str]:
@@ -25,14 +28,22 @@ def length_problems(engine: EngineConfig) -> Iterator[str]:
 
 
 def thinking_warnings(config: Config) -> Iterator[str]:
-    """Yield a warning for each template in use that does not make a model think, if there is a budget for it."""
+    """Yield a warning for each template in use that does not open thinking, if there is a budget for it.
+
+    config: one without problems.
+    """
     if config.engine.thinking_tokens is None:
         return
     known = known_templates(config.templates)
     specs: list[EnvSpec] = [*config.train_envs, *config.eval_envs]
     for name in dict.fromkeys(spec.prompt_template for spec in specs):
-        template = known.get(name)
-        opens = template.thinking if isinstance(template, ChatTemplate) else template and template.opened_thinking
+        template = known[name]
+        if isinstance(template, ChatTemplate):
+            model = Path(resolve_model(config.model_name))
+            # The template of a model from a hub is not here yet.
+            opens = template.thinking and (not model.is_dir() or OPEN in chat_template(model))
+        else:
+            opens = bool(template.opened_thinking)
         if not opens:
             yield (
                 f"engine.thinking_tokens = {config.engine.thinking_tokens}: prompt_template {name!r} does not open "
