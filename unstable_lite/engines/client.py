@@ -10,10 +10,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from unstable_lite.config.training import EngineConfig
-from unstable_lite.errors import AdapterError, ConfigError, WorkerDied
+from unstable_lite.errors import AdapterError, WorkerDied
 from unstable_lite.transport.messages import (
     AdapterDigest,
     ConfirmAdapter,
@@ -79,10 +77,7 @@ class EngineClient:
         sampling: Sampling | None = None,
         prompt_ids: TokenIds | None = None,
     ) -> Generation:
-        """Return a completion by adapter `version`, of `prompt_ids` if they are given, else of the prompt's ids.
-
-        Raises RequestError, AdapterError, WorkerDied; ConfigError for an engine that does not know `prompt_ids`.
-        """
+        """Complete `prompt_ids` or else `prompt` by an adapter. Raises RequestError, AdapterError, WorkerDied."""
         if self.channel.state is WorkerState.ASLEEP:
             await self.channel.until_awake()
         config = self._config
@@ -109,11 +104,6 @@ class EngineClient:
         if generation.adapter_version != version:
             raise AdapterError(
                 f"{self.channel.name} answered with adapter version {generation.adapter_version} instead of {version}"
-            )
-        if prompt_ids is not None and not np.array_equal(generation.prompt_ids, prompt_ids):
-            raise ConfigError(
-                f"{self.channel.name} (engine.kind = {config.kind!r}) does not complete the ids of "
-                "`Generate.prompt_ids`, which engine.thinking_tokens needs; unset that key"
             )
         return generation
 

@@ -190,11 +190,13 @@ def test_prompt_ids_are_the_tokenized_prompt(engine: Engine, model_dir: Path) ->
 
 
 def test_given_prompt_ids_are_completed_as_they_are(engine: Engine, reference: Logits) -> None:
-    remote, greedy = engine.remote, {"temperature": 1e-6, "max_tokens": 12}
+    remote = engine.remote
+    greedy: dict[str, Any] = {"temperature": 1e-6, "max_tokens": 12}
     whole = [one for one in remote.generate(*[remote.request(p, **greedy) for p in prompts(8)]) if len(one.text) > 8]
     assert whole
     given = [np.concatenate([one.prompt_ids, one.completion_ids[:5]]) for one in whole]
-    rest = remote.generate(*[remote.request("not this", prompt_ids=ids, **(greedy | {"max_tokens": 7})) for ids in given])
+    greedy["max_tokens"] -= 5
+    rest = remote.generate(*[remote.request("not this", prompt_ids=ids, **greedy) for ids in given])
     for ids, one, continued in zip(given, whole, rest, strict=True):
         assert continued.prompt_ids.tolist() == ids.tolist()
         if engine.is_exact:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fakes import runs
 from unstable_lite.dashboards.report.tokens import find_tokenizer
 from unstable_lite.errors import ModelError
-from unstable_lite.models import gguf_cache, chat_template, resolve_model
+from unstable_lite.models import chat_template, gguf_cache, resolve_model
 from unstable_lite.planning.memory import shape_of
 
 WIDTH, INNER, HEADS, LAYERS = 32, 64, 2, 2

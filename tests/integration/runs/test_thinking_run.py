@@ -123,4 +123,4 @@ def test_engine_that_does_not_complete_given_ids_ends_the_run(tmp_path: Path) ->
     changes = (f"engine.kind={kind}", "engine.thinking_tokens=3", "run.eval_games=0")
     code, _, err = runs.run("run", write_thinking(tmp_path), *changes)
     assert code == 1
-    assert f"engine-0 (engine.kind = '{kind}') does not complete the ids" in err
+    assert f"engine.kind = '{kind}' does not complete the ids" in err

@@ -37,7 +37,7 @@ def test_budget_that_leaves_no_answer_is_refused_by_name(budget: int) -> None:
 
 
 @pytest.mark.parametrize("budget", [0, -1, 1.5, "many"])
-def test_budget_that_is_no_number_of_tokens_is_refused_by_name(budget: Any) -> None:
+def test_budget_must_be_a_positive_number_of_tokens(budget: Any) -> None:
     _, problems = parse_config({"engine": {"thinking_tokens": budget}})
     assert any("engine.thinking_tokens" in problem for problem in problems)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,14 +73,32 @@ async def test_open_thinking_is_closed_and_the_answer_continues_exactly_these_id
     assert (answer.finish_reason, answer.adapter_version) == ("stop", 3)
 
 
-async def test_answer_after_closed_thinking_goes_on_without_forced_ids() -> None:
-    sampler = Sampler("a</think>xyz", "yz")
-    answer = await answered(sampler, opened="<think>", seed=None)
-    assert answer.forced is not None, "the budget ended inside </think>"
+async def test_answer_without_open_thinking_is_continued_without_forced_ids() -> None:
     sampler = Sampler("plain text", "text")
     answer = await answered(sampler, opened="")
     assert sampler.asked[1]["prompt_ids"].tolist() == [*b"p?", *b"plain "]
     assert (answer.text, answer.forced, answer.finish_reason) == ("plain text", None, "stop")
+    closed = replace(budget(), thinking_tokens=11, max_tokens=20)
+    sampler = Sampler("a</think>xyz", "z")
+    answer = await closed.generate(sampler.generate, "<think>", "p?", 3, (), None)
+    assert sampler.asked[1]["prompt_ids"].tolist() == [*b"p?", *b"a</think>xy"]
+    assert (answer.text, answer.forced) == ("a</think>xyz", None)
+
+
+async def test_budget_that_ends_inside_a_tag_leaves_thinking_open() -> None:
+    answer = await answered(Sampler("a</think>xyz", "7"))
+    assert answer.forced is not None
+    assert answer.text == f"a</thi{END_OF_THINKING}7"
+
+
+async def test_engine_that_completes_other_ids_is_refused() -> None:
+    sampler = Sampler("I wonder what", "7")
+
+    async def generate(*asked: Any, prompt_ids: Any = None, **options: Any) -> Generation:
+        return await sampler.generate(*asked, **options)
+
+    with pytest.raises(ConfigError, match=r"engine.kind = 'auto' does not complete the ids"):
+        await budget().generate(generate, "<think>", "p?", 3, (), None)
 
 
 async def test_answer_within_the_budget_is_one_generation() -> None:

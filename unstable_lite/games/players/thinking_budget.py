@@ -29,19 +29,15 @@ class ThinkingBudget:
     """Largest number of tokens of prompt and answer together."""
     end_ids: TokenIds
     """Ids of `END_OF_THINKING`."""
+    engine_kind: str
 
     async def generate(
-        self,
-        generate: Generates,
-        opened: str,
-        prompt: str,
-        version: int,
-        stop: tuple[str, ...],
-        seed: int | None,
+        self, generate: Generates, opened: str, prompt: str, version: int, stop: tuple[str, ...], seed: int | None
     ) -> Generation:
         """Return one answer: `generate`'s, or two of it as one if the first reaches the budget.
 
-        opened: end of the prompt that belongs to the thinking, `<think>` or empty.
+        opened: end of the prompt that belongs to the thinking, `<think>` or empty. Raises ConfigError for an engine
+        that does not know `prompt_ids`, and the errors of `generate`.
         """
         first = await generate(prompt, version, stop, seed, max_tokens=self.thinking_tokens)
         if first.finish_reason == "stop":
@@ -56,15 +52,12 @@ class ThinkingBudget:
         second_seed = None if seed is None else derive_seed(seed, "after the thinking budget")
         max_tokens = self.max_tokens - self.thinking_tokens
         second = await generate(prompt, version, stop, second_seed, max_tokens=max_tokens, prompt_ids=prompt_ids)
-        return Generation(
-            prompt_ids=first.prompt_ids,
-            completion_ids=np.concatenate([first.completion_ids, second.completion_ids]),
-            logprobs=np.concatenate([first.logprobs, second.logprobs]),
-            text=first.text + END_OF_THINKING * (forced is not None) + second.text,
-            finish_reason=second.finish_reason,
-            adapter_version=second.adapter_version,
-            forced=forced,
-        )
+        if not np.array_equal(second.prompt_ids, prompt_ids):
+            raise ConfigError(
+                f"engine.kind = {self.engine_kind!r} does not complete the ids of `Generate.prompt_ids`, which "
+                "engine.thinking_tokens needs; unset that key"
+            )
+        return _joined(first, forced, second)
 
 
 def thinking_budget(engine: EngineConfig, info: Mapping[str, Any]) -> ThinkingBudget | None:
@@ -84,4 +77,18 @@ def thinking_budget(engine: EngineConfig, info: Mapping[str, Any]) -> ThinkingBu
         max_tokens=engine.max_generation_len,
         max_model_len=info["max_model_len"],
         end_ids=np.array(end_ids, np.int32),
+        engine_kind=engine.kind,
+    )
+
+
+def _joined(first: Generation, forced: Forced | None, second: Generation) -> Generation:
+    """Return both as one completion, of sampled ids only."""
+    return Generation(
+        prompt_ids=first.prompt_ids,
+        completion_ids=np.concatenate([first.completion_ids, second.completion_ids]),
+        logprobs=np.concatenate([first.logprobs, second.logprobs]),
+        text=first.text + END_OF_THINKING * (forced is not None) + second.text,
+        finish_reason=second.finish_reason,
+        adapter_version=second.adapter_version,
+        forced=forced,
     )
