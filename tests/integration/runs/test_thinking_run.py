@@ -13,6 +13,8 @@ import pytest
 
 from fakes import runs
 from fakes.sync_runs import SYNC, assert_equal
+from unstable_lite.dashboards.report.games import read_games
+from unstable_lite.dashboards.report.tokens import find_tokenizer
 from unstable_lite.files import read_part, read_records
 from unstable_lite.games.thinking import END_OF_THINKING
 from unstable_lite.models import resolve_model
@@ -97,6 +99,15 @@ def test_learner_reads_what_the_engine_read_and_each_turn_is_one_step(whole: Pat
     assert num_cut > 20
 
 
+def test_report_shows_the_sampled_tokens_of_cut_turns(whole: Path) -> None:
+    tokenizer = find_tokenizer("builtin:tiny")
+    games = read_games(whole, tokenizer, max_games=1000).kept
+    shown = [turn["tokens"] for game in games for turn in game["turns"] if "forced" in (turn.get("tokens") or {})]
+    assert shown
+    for tokens in shown:
+        assert sum(count for _, count in tokens["pieces"]) == len(tokens["completion_ids"])
+
+
 def test_share_of_cut_thinking_is_logged_with_its_count(whole: Path) -> None:
     lines = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
     name, count = "collection-Nim-v0-train/Thinking Cut Rate", "collection-Nim-v0-train/n (turns)"
@@ -106,6 +117,7 @@ def test_share_of_cut_thinking_is_logged_with_its_count(whole: Path) -> None:
     assert share > 0 and share == pytest.approx(sum(cut) / len(cut))
 
 
+@pytest.mark.nightly
 def test_resumed_run_equals_the_uninterrupted_one(whole: Path, tmp_path: Path) -> None:
     process = runs.start("run", write_thinking(tmp_path), *THINKING)
     runs.wait_for(lambda: runs.num_updates(tmp_path) >= 3)
@@ -118,6 +130,7 @@ def test_resumed_run_equals_the_uninterrupted_one(whole: Path, tmp_path: Path) -
     assert_equal(broken, whole, {"ckpt-2", "ckpt-4"})
 
 
+@pytest.mark.nightly
 def test_engine_that_does_not_complete_given_ids_ends_the_run(tmp_path: Path) -> None:
     kind = "fakes.lying_engines:CompletesThePromptAgain"
     changes = (f"engine.kind={kind}", "engine.thinking_tokens=3", "run.eval_games=0")

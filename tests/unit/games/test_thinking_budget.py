@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,12 +15,19 @@ from unstable_lite.config.training import EngineConfig
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.players.policy import PolicyPlayer
 from unstable_lite.games.players.thinking_budget import ThinkingBudget, thinking_budget
-from unstable_lite.games.templates import TEMPLATES
+from unstable_lite.games.templates import TEMPLATES, Template
 from unstable_lite.games.thinking import END_OF_THINKING
 from unstable_lite.types import AgentSpec, FinishReason, Generation, ModelRef
 
 END_IDS = list(END_OF_THINKING.encode())
 INFO = {"prompts": {"end_of_thinking": END_IDS}, "max_model_len": 100}
+AGENT = AgentSpec(
+    pid=0,
+    model=ModelRef(uid="base", kind="checkpoint", adapter_version=0),
+    collect_data=True,
+    prompt_template="own",
+    action_extraction_fn="default",
+)
 ENGINE = EngineConfig(thinking_tokens=6, max_generation_len=10)
 
 
@@ -133,19 +143,30 @@ async def test_each_generation_has_its_own_seed_that_repeats() -> None:
     assert [request["seed"] for request in sampler.asked] == [None, None]
 
 
+async def test_both_generations_of_a_turn_have_the_adapter_that_was_newest_before_it() -> None:
+    sampler, leased = Sampler("I wonder what", "7"), list[int]()
+
+    @contextlib.contextmanager
+    def newest() -> Iterator[int]:
+        leased.append(8 + len(leased))
+        yield leased[-1]
+        assert len(sampler.asked) == 2, "the adapter is leased until the turn is over"
+
+    generate = partial(budget().generate, sampler.generate, "<think>")
+    template = Template("own", "{observation}<think>")
+    reply = await PolicyPlayer(generate, template, AGENT, 2, newest=newest).act("o")
+    assert leased == [8]
+    assert [request["version"] for request in sampler.asked] == [8, 8]
+    assert reply.generation is not None and reply.generation.adapter_version == 8
+
+
 async def test_action_is_read_after_the_forced_end() -> None:
     template, sampler = TEMPLATES["default-think"], Sampler(r"\boxed{1} hmm", r"\boxed{2}")
     made = thinking_budget(EngineConfig(thinking_tokens=10, max_generation_len=30), INFO | {"max_model_len": 9999})
     assert made is not None
 
-    async def generate(*asked: Any) -> Generation:
-        return await made.generate(sampler.generate, template.opened_thinking, *asked)
-
-    model = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
-    agent = AgentSpec(
-        pid=0, model=model, collect_data=True, prompt_template=template.name, action_extraction_fn="default"
-    )
-    reply = await PolicyPlayer(generate, template, agent, 2).act("o")
+    generate = partial(made.generate, sampler.generate, template.opened_thinking)
+    reply = await PolicyPlayer(generate, template, AGENT, 2).act("o")
     assert (reply.action, reply.format_ok, reply.is_cut_off) == ("[2]", True, False)
 
 
