@@ -50,7 +50,7 @@ from unstable_lite.orchestrator.event_loop import run_in_loop
 from unstable_lite.orchestrator.run import Run
 from unstable_lite.orchestrator.train_loop import TrainLoop
 from unstable_lite.planning.plan import make_plan
-from unstable_lite.types import Generation, Sampling
+from unstable_lite.types import Generation
 
 MODULE = "bench.sustained"
 SLOTS = 32
@@ -143,10 +143,10 @@ class RecordingPool(EnginePool):
         version: int,
         stop: tuple[str, ...] = (),
         seed: int | None = None,
-        sampling: Sampling | None = None,
+        **options: Any,
     ) -> Generation:
         self.requests.append((prompt, version))
-        generation = await super().generate(prompt, version, stop, seed, sampling)
+        generation = await super().generate(prompt, version, stop, seed, **options)
         self.count(generation)
         return generation
 

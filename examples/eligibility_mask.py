@@ -31,8 +31,12 @@ class EligibilityMask:
         if context.end == "invalid" and not last.is_invalid:
             step.weight = 0.0
         if self.end_of_thinking is not None:
-            is_end = step.generation.completion_ids == self.end_of_thinking
-            step.token_weights = (np.cumsum(is_end) - is_end > 0).astype(np.float32)
+            generation = step.generation
+            is_end = generation.completion_ids == self.end_of_thinking
+            is_answer = np.cumsum(is_end) - is_end > 0
+            if generation.forced is not None:  # engine.thinking_tokens ended the thinking, so no sampled token did
+                is_answer[generation.forced.at :] = True
+            step.token_weights = is_answer.astype(np.float32)
         return reward
 
 

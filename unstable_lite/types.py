@@ -124,6 +124,15 @@ class GameSpec(msgspec.Struct, frozen=True, kw_only=True):
     unless the group is one deal that the policy plays from each seat in turn."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forced:
+    """Ids that stand within a completion but were not sampled: they end a thinking that spent its budget."""
+
+    at: int
+    """Number of the completion's tokens before them."""
+    ids: TokenIds
+
+
 @dataclass(slots=True, kw_only=True)
 class Generation:
     """One completion, exactly as the engine sampled it."""
@@ -139,6 +148,8 @@ class Generation:
     finish_reason: FinishReason
     adapter_version: int
     """Version that the engine really used."""
+    forced: Forced | None = None
+    """Ids that ended the thinking (`engine.thinking_tokens`); `text` contains them, `completion_ids` does not."""
 
 
 class Reply(msgspec.Struct, kw_only=True):
@@ -342,6 +353,8 @@ class TrainItem:
     """Factor of the policy's loss on each of its tokens, at least 0."""
     token_weights: Weights | None = None
     """A further factor for each completion token, at least 0; None: 1 each."""
+    forced: Forced | None = None
+    """Ids within the completion that are read and never trained; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -180,3 +180,10 @@ class ScalesTwiceAsMuch(TransformersEngine):
         (self._copy / CONFIG).write_text(json.dumps(config | {"lora_alpha": 2 * config["lora_alpha"]}))
         super().load_adapter(version, self._copy)
         return adapter_digest(path)
+
+
+class CompletesThePromptAgain(TransformersEngine):
+    """Knows no `Generate.prompt_ids`, like an engine that was written before there were any."""
+
+    def add_request(self, request: Generate) -> None:
+        super().add_request(structs.replace(request, prompt_ids=None))

@@ -87,6 +87,9 @@ class EngineConfig(Section):
     """Whether to accept `top_p` below 1, although importance weights are then wrong."""
     max_generation_len: int = Field(4096, ge=1)
     """Largest number of tokens of one completion."""
+    thinking_tokens: int | None = Field(None, ge=1)
+    """Largest number of tokens that a model may think in one turn, less than `max_generation_len`: an open `<think>` is
+    then closed for it, and it answers with the tokens that remain. Default: thinking has no budget of its own."""
     max_model_len: int = Field(8192, ge=2)
     """Largest number of tokens of prompt and completion together; at most the model's own limit, which with LongRoPE is
     that of its short factors (`original_max_position_embeddings`), because beyond it no two libraries rotate alike."""

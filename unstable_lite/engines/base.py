@@ -29,7 +29,7 @@ class Engine(Protocol):
         """Load the base model. Raises ModelError with a remedy if it cannot be loaded or served."""
 
     def add_request(self, request: Generate) -> None:
-        """Queue a request.
+        """Queue a request. It completes exactly `prompt_ids` if they are given, else the ids of `prompt`.
 
         Raises RequestError if the prompt is too long (with its size and the limit), or the adapter unknown.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from unstable_lite.config.training import EngineConfig
 from unstable_lite.errors import AdapterError, WorkerDied
@@ -25,7 +25,7 @@ from unstable_lite.transport.messages import (
     WakeUp,
 )
 from unstable_lite.transport.rpc import Router, WorkerChannel, WorkerState
-from unstable_lite.types import Generation, Sampling
+from unstable_lite.types import Generation, Sampling, TokenIds
 
 T = TypeVar("T")
 
@@ -75,8 +75,9 @@ class EngineClient:
         seed: int | None = None,
         max_tokens: int | None = None,
         sampling: Sampling | None = None,
+        prompt_ids: TokenIds | None = None,
     ) -> Generation:
-        """Return a completion by adapter `version`. Raises RequestError, AdapterError, WorkerDied."""
+        """Complete `prompt_ids` or else `prompt` by an adapter. Raises RequestError, AdapterError, WorkerDied."""
         if self.channel.state is WorkerState.ASLEEP:
             await self.channel.until_awake()
         config = self._config
@@ -95,6 +96,7 @@ class EngineClient:
                 top_p=config.top_p if top_p is None else top_p,
                 stop=stop,
                 seed=seed,
+                prompt_ids=prompt_ids,
             )
         finally:
             self.outstanding_tokens -= tokens
@@ -163,14 +165,17 @@ class EnginePool:
         version: int,
         stop: tuple[str, ...] = (),
         seed: int | None = None,
-        sampling: Sampling | None = None,
+        **options: Any,
     ) -> Generation:
-        """Return a completion by the worker with the fewest outstanding tokens; of equals by the first."""
+        """Return a completion by the worker with the fewest outstanding tokens; of equals by the first.
+
+        options: further arguments of `EngineClient.generate`.
+        """
         while True:
             up = self.up or await self.wait_for_one()
             engine = up[0] if len(up) == 1 else self.choose(up)
             try:
-                generation = await engine.generate(prompt, version, stop, seed, sampling=sampling)
+                generation = await engine.generate(prompt, version, stop, seed, **options)
             except WorkerDied:
                 self.resent += 1
             else:

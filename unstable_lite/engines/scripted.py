@@ -16,6 +16,7 @@ from unstable_lite.adapters.peft_files import adapter_digest
 from unstable_lite.engines.adapter_slots import AdapterVersions
 from unstable_lite.engines.request_checks import Throughput, check_length
 from unstable_lite.errors import AdapterError
+from unstable_lite.games.thinking import END_OF_THINKING
 from unstable_lite.transport.messages import EngineStats, Generate, Generated
 from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import Generation
@@ -41,11 +42,14 @@ class ScriptedEngine:
             "threads": spec.threads,
             "max_model_len": self._max_model_len,
             "vocab_size": STOP_ID + 1,
+            "prompts": {"end_of_thinking": list(END_OF_THINKING.encode())},
         }
 
     def add_request(self, request: Generate) -> None:
         self._adapters.check_loaded(request.adapter_version)
-        prompt_ids = np.frombuffer(request.prompt.encode(), np.uint8).astype(np.int32)
+        prompt_ids = request.prompt_ids
+        if prompt_ids is None:
+            prompt_ids = np.frombuffer(request.prompt.encode(), np.uint8).astype(np.int32)
         max_tokens = check_length(len(prompt_ids), request.max_tokens, self._max_model_len)
         rng = self._rng if request.seed is None else random.Random(request.seed)
         reply = rng.choice(self._replies)

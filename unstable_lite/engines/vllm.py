@@ -100,7 +100,7 @@ class VLLMEngine:
     def add_request(self, request: Generate) -> None:
         version = request.adapter_version
         self._adapters.check_loaded(version)
-        prompt_ids = self._tokenizer.encode(request.prompt)
+        prompt_ids = self._tokenizer.prompt_ids(request)
         max_tokens = check_length(len(prompt_ids), request.max_tokens, self._max_model_len)
         stop = self._tokenizer.stop_strings(request.stop)
         params = self._sampling_params(

@@ -18,6 +18,7 @@ from unstable_lite.evaluation.results import CellEvaluation, Results, write_ladd
 from unstable_lite.games.env_pool import opened_env_pool
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players.factory import PlayerFactory
+from unstable_lite.games.players.thinking_budget import thinking_budget
 from unstable_lite.games.templates import format_prompt, templates_for
 from unstable_lite.orchestrator.event_loop import cancelled_by_signals, first_reason
 from unstable_lite.orchestrator.logs import log_file
@@ -95,8 +96,9 @@ async def with_engines(
     """
     config = evaluation.plan.config
     async with started_engines(evaluation.plan, logs, say, is_restart) as workers:
-        templates = templates_for(config, workers.prompts)
-        async with PlayerFactory(workers.engines.generate, templates, config.opponents, say) as seats:
+        templates, thinking = templates_for(config, workers.prompts), thinking_budget(config.engine, workers.info)
+        generate = workers.engines.generate
+        async with PlayerFactory(generate, templates, config.opponents, say, thinking=thinking) as seats:
             env = evaluation.cells[0].env
             _, observation = environment_of(env, 0).observe()
             prompt = format_prompt(env.prompt_template, observation, env.num_players, templates)

@@ -54,6 +54,7 @@ class EvaluationPlan:
             "seed": config.run.seed,
             "engine": config.engine.kind,
             **{key: getattr(config.engine, key) for key in sampling},
+            **({"thinking_tokens": config.engine.thinking_tokens} if config.engine.thinking_tokens else {}),
             "max_action_chars": config.run.max_action_chars,
             **{f"opponents.{key}": getattr(config.opponents, key) for key in answers},
             "templates": config.model_dump(mode="json")["templates"],

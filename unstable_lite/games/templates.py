@@ -16,7 +16,7 @@ from unstable_lite import plugins
 from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec, TemplateConfig
 from unstable_lite.errors import ConfigError
-from unstable_lite.games.thinking import OPEN, leaves_thinking_open, without_thinking
+from unstable_lite.games.thinking import END_OF_THINKING, OPEN, leaves_thinking_open, without_thinking
 
 MARKUP = (
     *(f"<|{name}|>" for name in ("im_start", "im_end", "endoftext", "start_header_id", "end_header_id", "eot_id")),
@@ -45,13 +45,10 @@ class Template:
         before, after = _around(self.text, num_players, self.is_zero_sum)
         return before + without_markup(observation, self.markup) + after
 
-    def opened_thinking(self, action_extraction_fn: str) -> str:
-        """Return the text to put before an answer when it is read: `<think>` if the prompt leaves one open.
-
-        Empty for a custom extraction, which receives the answer as it was generated.
-        """
-        after = self.text.partition(_OBSERVATION)[2]
-        return OPEN if action_extraction_fn in EXTRACTIONS and leaves_thinking_open(after) else ""
+    @property
+    def opened_thinking(self) -> str:
+        """Return the end of the prompt that an answer continues: `<think>` if the prompt leaves one open."""
+        return OPEN if leaves_thinking_open(self.text.partition(_OBSERVATION)[2]) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +167,7 @@ def templates_for(config: Config, prompts: Mapping[str, Any]) -> dict[str, Templ
 
 def written_answer(prompt: str, action: str) -> str:
     """Return an action in the templates' notation; a thought that the prompt has opened stays empty."""
-    thought = "\n</think>\n\n" if prompt.rstrip().endswith("<think>") else ""
+    thought = END_OF_THINKING if prompt.rstrip().endswith("<think>") else ""
     return f"{thought}\\boxed{{{action}}}"
 
 

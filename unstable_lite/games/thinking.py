@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 OPEN, CLOSE = "<think>", "</think>"
+END_OF_THINKING = f"\n{CLOSE}\n\n"
+"""Text that ends the thinking for a model whose budget is spent, as models themselves write it."""
 _TAG = re.compile(r"</?think>")
 
 

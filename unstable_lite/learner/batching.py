@@ -1,6 +1,7 @@
 """Turn steps into padded micro-batches.
 
-Decides which tokens are trained: those of the completion with its stop token, and no others. Each trained token is
+Decides which tokens are trained: those of the completion with its stop token, and no others: ids that were
+forced into it (`types.Forced`) are read like a prompt. Each trained token is
 listed with the position that predicts it, so that padding and prompts cannot be trained by accident. Knows nothing of
 models, losses or the meaning of rewards. `N` counts a micro-batch's trained tokens.
 """
@@ -110,13 +111,24 @@ def unsampled(prompt_ids: TokenIds, completion_ids: TokenIds) -> TrainItem:
 
 
 def length(item: TrainItem) -> int:
-    return len(item.prompt_ids) + len(item.completion_ids)
+    """Return the number of tokens that the learner reads, forced ones included."""
+    return len(item.prompt_ids) + len(item.completion_ids) + (0 if item.forced is None else len(item.forced.ids))
+
+
+def whole_ids(item: TrainItem) -> TokenIds:
+    """Return prompt and completion as the engine read them, with the forced ids in their place."""
+    ids, forced = item.completion_ids, item.forced
+    if forced is not None:
+        ids = np.concatenate([ids[: forced.at], forced.ids, ids[forced.at :]])
+    return np.concatenate([item.prompt_ids, ids])
 
 
 def check(items: Sequence[TrainItem], vocab_size: int) -> None:
     """Raise RequestError for an item that no engine can have sampled; a GPU would fail with a device assert."""
     for i, item in enumerate(items):
-        ids = np.concatenate([item.prompt_ids, item.completion_ids])
+        ids, forced = whole_ids(item), item.forced
+        if forced is not None and not 0 <= forced.at <= len(item.completion_ids):
+            raise RequestError(f"item {i}: forced ids at {forced.at} of {len(item.completion_ids)} completion tokens")
         if len(item.logprobs) != len(item.completion_ids):
             raise RequestError(
                 f"item {i}: {len(item.logprobs)} logprobs for {len(item.completion_ids)} completion tokens"
@@ -237,11 +249,12 @@ def pad(rows: Sequence[TrainItem]) -> MicroBatch:
     tokens_BT = np.zeros((len(rows), width), np.int64)
     sources: list[npt.NDArray[np.int64]] = []
     for i, row in enumerate(rows):
-        num_prompt = len(row.prompt_ids)
-        tokens_BT[i, :num_prompt] = row.prompt_ids
-        tokens_BT[i, num_prompt : length(row)] = row.completion_ids
+        tokens_BT[i, : length(row)] = whole_ids(row)
         # A token is predicted from the position before it.
-        sources.append(i * width + np.arange(num_prompt - 1, length(row) - 1))
+        of_row = i * width + len(row.prompt_ids) - 1 + np.arange(len(row.completion_ids))
+        if row.forced is not None:
+            of_row[row.forced.at :] += len(row.forced.ids)
+        sources.append(of_row)
     repeats = [len(row.completion_ids) for row in rows]
     advantages = np.array([row.reward for row in rows], np.float64)
     advantages[np.abs(advantages) <= ROUNDING] = 0.0

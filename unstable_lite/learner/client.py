@@ -191,5 +191,6 @@ def _train_item(generation: Generation, reward: float, trajectory: int, step: St
         reward=reward,
         adapter_version=generation.adapter_version,
         trajectory=trajectory,
+        forced=generation.forced,
         **of_step,
     )

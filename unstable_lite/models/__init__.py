@@ -40,15 +40,15 @@ def resolve_model(model_name: str, may_convert: bool = True) -> str:
     return str(path) if looks_like_path else model_name
 
 
-def has_chat_template(model: Path) -> bool:
-    """Return whether a model's tokenizer has a chat template, which transformers keeps in either of two places.
+def chat_template(model: Path) -> str:
+    """Return the chat templates of a model's tokenizer, which transformers keeps in three places; "" if it has none.
 
     Raises ModelError if tokenizer_config.json cannot be read.
     """
-    if (model / "chat_template.jinja").is_file() or (model / "additional_chat_templates").is_dir():
-        return True
+    files = [model / "chat_template.jinja", *(model / "additional_chat_templates").glob("*.jinja")]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files if file.is_file()]
     config = model / "tokenizer_config.json"
-    return config.is_file() and bool(read_json(config).get("chat_template"))
+    return "".join([*texts, str((config.is_file() and read_json(config).get("chat_template")) or "")])
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -18,7 +18,9 @@ import transformers
 
 from unstable_lite.errors import ModelError
 from unstable_lite.games.templates import MARKUP, ChatTemplate, without_markup
+from unstable_lite.games.thinking import END_OF_THINKING
 from unstable_lite.models.detokenizer import IncrementalDetokenizer
+from unstable_lite.transport.messages import Generate
 from unstable_lite.types import TokenIds
 
 KNOWN_PROMPTS = 8192
@@ -63,6 +65,10 @@ class Tokenizer:
         self.encode = functools.lru_cache(KNOWN_PROMPTS)(self._encode)
         self.stop_ids_with = functools.cache(self._stop_ids_with)
 
+    def prompt_ids(self, request: Generate) -> TokenIds:
+        """Return the ids that a request asks to complete."""
+        return self.encode(request.prompt) if request.prompt_ids is None else request.prompt_ids
+
     def _encode(self, prompt: str) -> TokenIds:
         # A template may already begin with this token, and the model has never seen it twice.
         has_bos = self._bos is not None and prompt.startswith(self._bos)
@@ -82,12 +88,17 @@ class Tokenizer:
         """Return the facts with which the orchestrator writes this model's prompts; see `templates.templates_for`.
 
         `special_tokens`: strings that no observation may contain; `chats`: by name, the text of each with the
-        placeholders still in it, and the stop strings that close an answer. Raises ModelError if the tokenizer has no
+        placeholders still in it, and the stop strings that close an answer; `end_of_thinking`: ids that end a thinking
+        whose budget is spent. Raises ModelError if the tokenizer has no
         chat template, or one that does not accept these messages, or makes a control token of broken markup.
         """
         control_tokens = sorted(self._control_ids)
         self._check_breaking(control_tokens)
-        return {"special_tokens": control_tokens, "chats": {chat.name: self._lay_out(chat) for chat in chats}}
+        return {
+            "special_tokens": control_tokens,
+            "chats": {chat.name: self._lay_out(chat) for chat in chats},
+            "end_of_thinking": self._continuation(".", END_OF_THINKING),
+        }
 
     def _check_breaking(self, control_tokens: list[str]) -> None:
         """Raise ModelError if an observation could form a control token although its markup is broken."""
@@ -146,12 +157,16 @@ class Tokenizer:
             raise ModelError(
                 f"{self._path}: the model has no end-of-sequence token, so it cannot learn to end an answer"
             )
+        return np.array([*self._continuation(prompt, text), stop_id], np.int32)
+
+    def _continuation(self, prompt: str, text: str) -> list[int]:
+        """Return the ids of `text` after `prompt`."""
         prompt_ids = self.encode(prompt).tolist()
         # Some tokenizers put a space before the first word of a text, and this is not the first.
         whole = self._encode(prompt + text).tolist()
         is_continued = whole[: len(prompt_ids)] == prompt_ids
-        ids = whole[len(prompt_ids) :] if is_continued else self._fast.encode(text, add_special_tokens=False).ids
-        return np.array([*ids, stop_id], np.int32)
+        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        return whole[len(prompt_ids) :] if is_continued else ids
 
     def _stop_id(self, stop: tuple[str, ...]) -> int | None:
         """Return the token that ends the template's turn if the engine stops at one, else the model's end token."""

@@ -21,6 +21,7 @@ from unstable_lite.games.env_catalogue import is_isolated
 from unstable_lite.games.env_pool import EnvPool, opened_env_pool
 from unstable_lite.games.env_start import environment_of
 from unstable_lite.games.players.factory import PlayerFactory
+from unstable_lite.games.players.thinking_budget import thinking_budget
 from unstable_lite.games.templates import Template, format_prompt, templates_for
 from unstable_lite.league.branch_points import BranchPoints
 from unstable_lite.league.game_scheduler import GameScheduler
@@ -138,11 +139,11 @@ async def wired_parts(
         lock_step = LockStep(workers.engines.generate) if is_in_turns else None
         generate = lock_step.generate if lock_step is not None else workers.engines.generate
         sampling_seed = derive_seed(config.run.seed, "sampling") if is_in_turns else None
-        templates = templates_for(config, workers.prompts)
+        templates, thinking = templates_for(config, workers.prompts), thinking_budget(config.engine, workers.info)
         table = AdapterTable(config.engine.max_loras)
         newest = partial(leased_newest, registry, table) if config.league.adapter_policy == "turn" else None
         seats = await stack.enter_async_context(
-            PlayerFactory(generate, templates, config.opponents, say, sampling_seed, newest)
+            PlayerFactory(generate, templates, config.opponents, say, sampling_seed, newest, thinking)
         )
         prompts, tolerance = _canary_prompts(config, templates), config.learner.canary_tolerance
         canaries = CanaryChecks(workers.engines, workers.learner, table, prompts, tolerance, alarm)

@@ -26,6 +26,7 @@ from unstable_lite.planning.algorithm_defaults import describe_rewards, resolve_
 from unstable_lite.planning.engine_choice import engine_of, engine_warnings
 from unstable_lite.planning.exact import describe_exact
 from unstable_lite.planning.groups import describe_branching
+from unstable_lite.planning.lengths import thinking_warnings
 from unstable_lite.planning.machine import machine_problems, machine_warnings
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.placement import (
@@ -122,7 +123,10 @@ class Plan:
         yield "engine choice", self.engine_reason
         for text in engine_warnings(config.engine.kind, self.engine_devices):
             yield "warning", text
-        for text in machine_warnings(config, self.engine_devices, self.learner_devices):
+        for text in (
+            *machine_warnings(config, self.engine_devices, self.learner_devices),
+            *thinking_warnings(config),
+        ):
             yield "warning", text
         for rank, device in enumerate(self.learner_devices):
             place = _device(device, self.learner_threads)

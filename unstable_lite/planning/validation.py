@@ -29,7 +29,7 @@ from unstable_lite.games.templates import chats_in_use, extraction_problems, kno
 from unstable_lite.league.opponents import frozen_adapters, training_opponents, uses_checkpoints
 from unstable_lite.league.samplers import check_league
 from unstable_lite.learner import LEARNERS
-from unstable_lite.models import has_chat_template, resolve_model
+from unstable_lite.models import chat_template, resolve_model
 from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slots_needed
 from unstable_lite.planning.algorithm_defaults import (
     algorithm_of,
@@ -39,6 +39,7 @@ from unstable_lite.planning.algorithm_defaults import (
 from unstable_lite.planning.exact import exact_problems
 from unstable_lite.planning.frozen_players import frozen_problems
 from unstable_lite.planning.groups import baselines, branching_problems, group_problems
+from unstable_lite.planning.lengths import length_problems
 from unstable_lite.planning.machine import machine_problems
 from unstable_lite.planning.memory import shape_of
 from unstable_lite.planning.objective import objective_problems
@@ -173,11 +174,7 @@ def _sampling_problems(engine: EngineConfig) -> Iterable[str]:
             f"engine.top_p = {engine.top_p}: importance weights need the whole distribution; set it to 1, or "
             "engine.allow_top_p = true to train on wrong weights"
         )
-    if engine.max_generation_len >= engine.max_model_len:
-        yield (
-            f"engine.max_generation_len = {engine.max_generation_len} leaves no room for a prompt in "
-            f"engine.max_model_len = {engine.max_model_len}"
-        )
+    yield from length_problems(engine)
 
 
 def _number_problems(config: Config) -> Iterable[str]:
@@ -277,7 +274,7 @@ def _chat_problems(config: Config) -> Iterable[str]:
         return
     if config.engine.kind == "scripted":
         yield f"prompt_template {', '.join(needs_one)}: engine.kind = 'scripted' has no tokenizer and no chat template"
-    elif model.is_dir() and not has_chat_template(model):
+    elif model.is_dir() and not chat_template(model):
         yield (
             f"prompt_template {', '.join(needs_one)}: the tokenizer of {config.model_name} has no chat template; "
             "choose a template with its own markup"

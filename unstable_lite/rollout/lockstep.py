@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from unstable_lite.games.players.policy import Generates
-from unstable_lite.types import Generation, Sampling
+from unstable_lite.types import Generation
 
 T = TypeVar("T")
 
@@ -37,12 +37,12 @@ class LockStep:
         return [task.result() for task in playing]
 
     async def generate(
-        self, prompt: str, version: int, stop: tuple[str, ...], seed: int | None, **sampling: Sampling
+        self, prompt: str, version: int, stop: tuple[str, ...], seed: int | None, **options: Any
     ) -> Generation:
         """Return one completion for a game that `play` plays; `seed` is required, and no two requests may share it."""
         assert seed is not None and seed not in self._asked
         reply: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._asked[seed] = partial(self._generate, prompt, version, stop, seed, **sampling), reply
+        self._asked[seed] = partial(self._generate, prompt, version, stop, seed, **options), reply
         self._send_if_all_asked()
         try:
             return await reply

@@ -49,9 +49,10 @@ def _sampled(turn: Turn) -> dict[str, Any] | None:
     generation = turn.generation
     if generation is None:
         return None
+    forced = generation.forced
     return {
         "completion_ids": generation.completion_ids.tolist(),
         "logprobs": [round(logprob, 4) for logprob in generation.logprobs.tolist()],
         "adapter_version": generation.adapter_version,
         "finish_reason": generation.finish_reason,
-    }
+    } | ({} if forced is None else {"forced": {"at": forced.at, "ids": forced.ids.tolist()}})

@@ -90,6 +90,8 @@ def step_to_json(step: Step, version: int, logprobs: Logprobs | None = None) -> 
         "adapter_version": generation.adapter_version,
         "staleness": version - generation.adapter_version,
     }
+    if generation.forced is not None:
+        row["forced_tokens"] = len(generation.forced.ids)
     if step.weight != 1:
         row["weight"] = step.weight
     if step.token_weights is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from unstable_lite.tracking.diversity import digests
 from unstable_lite.tracking.evaluations import POINTS
-from unstable_lite.types import GameRecord, PlayerTrajectory
+from unstable_lite.types import GameRecord, PlayerTrajectory, Turn
 
 WINDOW = 512
 """Window of the means of collection and evaluation, in games of a player or in turns (as in the reference)."""
@@ -83,6 +83,7 @@ def collect(record: GameRecord, trajectory: PlayerTrajectory) -> Collected:
             ("n (turns)", "Response Length (token)"): tokens,
             ("n (turns)", "Observation Length (char)"): [len(step.obs) for step in steps],
             ("n (turns)", "Cut Off Rate"): [turn.is_cut_off for turn in turns],
+            ("n (turns)", "Thinking Cut Rate"): [is_thinking_cut(turn) for turn in turns],
             ("n (turns)", "Time per Turn (s)"): seconds,
         }
         for name in steps[0].format_feedback:
@@ -105,9 +106,15 @@ def evaluated(record: GameRecord, pid: int) -> Entries:
             ("n (turns)", "Response Length (char)"): [len(turn.text) for turn in turns],
             ("n (turns)", "Format Success Rate - correct_answer_format"): [turn.format_ok for turn in turns],
             ("n (turns)", "Cut Off Rate"): [turn.is_cut_off for turn in turns],
+            ("n (turns)", "Thinking Cut Rate"): [is_thinking_cut(turn) for turn in turns],
             ("n (turns)", "Time per Turn (s)"): [turn.seconds for turn in turns],
         }
     return entries
+
+
+def is_thinking_cut(turn: Turn) -> bool:
+    """Return whether the budget for thinking ended the thinking of an engine's answer."""
+    return turn.generation is not None and turn.generation.forced is not None
 
 
 def _outcome(record: GameRecord, pid: int, draw_name: str) -> Entries:

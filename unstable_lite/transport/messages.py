@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 
-from unstable_lite.types import Generation, Histogram, LearnerLogprobs, Logprobs, TrainItem
+from unstable_lite.types import Generation, Histogram, LearnerLogprobs, Logprobs, TokenIds, TrainItem
 
 MAX_LEVELS = 16
 """Deepest nesting of a field that may hold any JSON value."""
@@ -69,6 +69,8 @@ class Generate(Request[Generated]):
     """Stop strings besides the model's end-of-sequence tokens."""
     seed: int | None
     """Seed of this request's random stream; None uses the engine's stream."""
+    prompt_ids: TokenIds | None = None
+    """Ids to complete in place of those of `prompt`: an answer that is continued, after its prompt."""
 
 
 class AdapterDigest(Reply):

@@ -19,6 +19,7 @@ import pytest
 from fakes.random_models import make_adapter
 from fakes.remote_engine import START_TIMEOUT_S, RemoteEngine
 from unstable_lite.adapters.peft_files import WEIGHTS, adapter_digest
+from unstable_lite.games.thinking import END_OF_THINKING
 from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION
 from unstable_lite.transport.messages import AdapterDigest, ConfirmAdapter, Done, Failed, LoadAdapter, Ready
 from unstable_lite.types import Generation
@@ -46,6 +47,7 @@ class Engine:
 
     remote: RemoteEngine
     is_exact: bool
+    info: dict[str, Any]
 
     def assert_close(self, got: Any, expected: Any) -> None:
         error = np.abs(np.asarray(got) - np.asarray(expected))
@@ -78,7 +80,7 @@ def engine(
         info = remote.wait_for_type(Ready, START_TIMEOUT_S).info
         assert {"kind", "model", "device", "dtype", "threads", "max_model_len", "vocab_size"} <= info.keys()
         assert (info["dtype"], info["max_model_len"]) == ("the server's" if server else dtype, MAX_MODEL_LEN)
-        yield Engine(remote, is_exact=dtype == "float32")
+        yield Engine(remote, is_exact=dtype == "float32", info=info)
     finally:
         remote.close()
 
@@ -185,6 +187,29 @@ def test_prompt_ids_are_the_tokenized_prompt(engine: Engine, model_dir: Path) ->
     (generation,) = engine.remote.generate(engine.remote.request("Zug 🎲: a≤b<|end|>"))
     assert generation.prompt_ids.tolist() == tokenizer("Zug 🎲: a≤b<|end|>")["input_ids"]
     assert generation.prompt_ids.tolist()[-1] == STOP_ID
+
+
+def test_given_prompt_ids_are_completed_as_they_are(engine: Engine, reference: Logits) -> None:
+    remote = engine.remote
+    greedy: dict[str, Any] = {"temperature": 1e-6, "max_tokens": 12}
+    whole = [one for one in remote.generate(*[remote.request(p, **greedy) for p in prompts(8)]) if len(one.text) > 8]
+    assert whole
+    given = [np.concatenate([one.prompt_ids, one.completion_ids[:5]]) for one in whole]
+    greedy["max_tokens"] -= 5
+    rest = remote.generate(*[remote.request("not this", prompt_ids=ids, **greedy) for ids in given])
+    for ids, one, continued in zip(given, whole, rest, strict=True):
+        assert continued.prompt_ids.tolist() == ids.tolist()
+        if engine.is_exact:
+            assert continued.completion_ids.tolist() == one.completion_ids[5:].tolist()
+        engine.assert_close(continued.logprobs, expected_logprobs(reference, continued, 0, 1.0))
+
+
+def test_end_of_thinking_is_named(engine: Engine, model_dir: Path) -> None:
+    import transformers
+
+    ids = engine.info["prompts"]["end_of_thinking"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == END_OF_THINKING
 
 
 def test_completion_ends_with_the_stop_token_or_at_its_length(engine: Engine) -> None:

@@ -53,6 +53,14 @@ def test_two_models_can_be_watched(run: Path) -> None:
     assert "the end" in out
 
 
+def test_budget_for_thinking_holds_in_a_watched_game(run: Path) -> None:
+    settings = ("engine.thinking_tokens=10", 'engine.replies=["<think> so I take one"]')
+    changes = [word for setting in settings for word in ("--set", setting)]
+    code, out, err = play("", run, "scripted:random", "--watch", *changes)
+    assert code == 0, out + err
+    assert "<think> so\n</think>\n\n<think> so I take one" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

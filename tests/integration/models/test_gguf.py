@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fakes import runs
 from unstable_lite.dashboards.report.tokens import find_tokenizer
 from unstable_lite.errors import ModelError
-from unstable_lite.models import gguf_cache, has_chat_template, resolve_model
+from unstable_lite.models import chat_template, gguf_cache, resolve_model
 from unstable_lite.planning.memory import shape_of
 
 WIDTH, INNER, HEADS, LAYERS = 32, 64, 2, 2
@@ -105,7 +105,7 @@ def test_converted_model_is_the_one_in_the_file(
     assert left_in(filled_cache) == [directory]  # neither process left anything else
     shape = shape_of(str(whole_file))
     assert shape is not None and (shape.hidden, shape.layers, shape.vocab_size) == (WIDTH, LAYERS, 260)
-    assert has_chat_template(directory)
+    assert chat_template(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     assert tokenizer.decode(tokenizer("Play [3]!", add_special_tokens=False).input_ids) == "Play [3]!"
     model = AutoModelForCausalLM.from_pretrained(directory)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from unstable_lite.errors import RequestError
 from unstable_lite.learner import batching
 from unstable_lite.learner.batching import check, fit, length, make_micro_batches, make_prompt_batches, pad
-from unstable_lite.types import TrainItem
+from unstable_lite.types import Forced, TrainItem
 
 
 def item(num_prompt: int, num_completion: int, first_id: int = 1) -> TrainItem:
@@ -37,6 +37,34 @@ def test_only_completion_tokens_are_trained_from_the_position_before() -> None:
     assert batch.advantage_N.tolist() == [10, 10, 50]
     assert batch.version_N.tolist() == [10, 10, 50]
     assert batch.num_padding == 3
+
+
+def test_forced_ids_are_read_in_their_place_and_never_trained() -> None:
+    forced = [Forced(at=at, ids=np.array([90, 91], np.int32)) for at in (1, 0, 2)]
+    rows = [replace(item(2, 2, first_id=10), forced=one) for one in forced]
+    batch = pad([*rows, item(2, 2, first_id=50)])
+    assert [length(row) for row in rows] == [6, 6, 6]
+    assert batch.tokens_BT.tolist() == [
+        [10, 11, 12, 90, 91, 13],
+        [10, 11, 90, 91, 12, 13],
+        [10, 11, 12, 13, 90, 91],
+        [50, 51, 52, 53, 0, 0],
+    ]
+    assert batch.target_N.tolist() == [12, 13, 12, 13, 12, 13, 52, 53]
+    assert batch.tokens_BT.flatten()[batch.source_N].tolist() == [11, 91, 91, 12, 11, 12, 51, 52]
+    assert batch.num_padding == 2
+    assert fit(rows, max_train_len=5).num_dropped == 3
+
+
+@pytest.mark.parametrize("at", [-1, 3])
+def test_forced_ids_outside_the_completion_are_refused(at: int) -> None:
+    with pytest.raises(RequestError, match=f"item 0: forced ids at {at} of 2 completion tokens"):
+        check([replace(item(2, 2), forced=Forced(at=at, ids=np.array([1], np.int32)))], vocab_size=100)
+
+
+def test_forced_ids_outside_the_vocabulary_are_refused() -> None:
+    with pytest.raises(RequestError, match="token id 100 is outside"):
+        check([replace(item(2, 2), forced=Forced(at=1, ids=np.array([100], np.int32)))], vocab_size=100)
 
 
 def test_overlong_steps_are_dropped_whole_and_counted() -> None:

@@ -22,7 +22,7 @@ from unstable_lite.rollout.episode_buffer import EpisodeBuffer
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.transport.codec import decode, encode
 from unstable_lite.transport.messages import Update
-from unstable_lite.types import Generation, ModelRef, PlayerTrajectory, Step, StepContext
+from unstable_lite.types import Forced, Generation, ModelRef, PlayerTrajectory, Step, StepContext
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -174,3 +174,9 @@ def test_example_masks_wins_by_forfeit_and_thinking(monkeypatch: pytest.MonkeyPa
         weights(trajectory, end_of_thinking=end)
         assert trajectory.steps[0].token_weights is not None
         assert trajectory.steps[0].token_weights.tolist() == of_tokens
+    cut = make_trajectory()
+    for step in cut.steps:
+        step.generation = replace(step.generation, forced=Forced(at=2, ids=np.array([9], np.int32)))
+    weights(cut, end_of_thinking=9)
+    assert cut.steps[0].token_weights is not None
+    assert cut.steps[0].token_weights.tolist() == [0.0, 0.0, 1.0], "a budget ended the thinking, so no token did"

@@ -27,6 +27,7 @@ from unstable_lite.tracking.transcripts import transcript
 from unstable_lite.tracking.windows import WINDOW
 from unstable_lite.types import (
     AgentSpec,
+    Forced,
     GameEnd,
     GameKind,
     GameRecord,
@@ -141,7 +142,8 @@ def test_every_mean_covers_as_many_entries_as_its_n_says(tmp_path: Path) -> None
     tracker.add_record(game())
     tracker.add_record(game(rewards=(-1.0, 1.0), end="invalid", invalid_pids=(0,)))
     cut_off = game(rewards=(0.0, 0.0), end="truncated")
-    cut_off.turns[0] = replace(cut_off.turns[0], is_cut_off=True)
+    forced = Forced(at=1, ids=np.array([9], np.int32))
+    cut_off.turns[0] = replace(cut_off.turns[0], is_cut_off=True, generation=replace(generation(), forced=forced))
     tracker.add_record(cut_off)
     tracker.add_record(game(end="invalid", invalid_pids=(1,)))
     tracker.add_record(game(end="void"))
@@ -168,6 +170,7 @@ def test_every_mean_covers_as_many_entries_as_its_n_says(tmp_path: Path) -> None
         "Format Success Rate - correct_answer_format": 1,
         "Format Success Rate - invalid_move": 0.25,
         "Cut Off Rate": 0.25,
+        "Thinking Cut Rate": 0.25,
         "Time per Turn (s)": 0.5,
         "n (turns)": 4,
         "Time per Token (s)": 0.125,
@@ -289,6 +292,7 @@ def test_game_without_a_turn_of_the_model_has_no_turn_means(tmp_path: Path) -> N
     tracker.log_update(2, {})
     assert tracker.latest["evaluation-E (scripted:random)/n (turns)"] == 1
     assert tracker.latest["evaluation-E (scripted:random)/Cut Off Rate"] == 1
+    assert tracker.latest["evaluation-E (scripted:random)/Thinking Cut Rate"] == 0
     tracker.close()
 
 

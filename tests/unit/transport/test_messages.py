@@ -25,7 +25,7 @@ from unstable_lite.transport.messages import (
     Update,
     Updated,
 )
-from unstable_lite.types import Generation, LearnerLogprobs, Logprobs, StepContext, TokenIds, TrainItem
+from unstable_lite.types import Forced, Generation, LearnerLogprobs, Logprobs, StepContext, TokenIds, TrainItem
 
 _anything = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(),
@@ -42,7 +42,7 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(st.floats(width=32)).map(lambda values: np.array(values, np.float32))
     if is_dataclass(hint) or _is_struct(hint):
         return _instances(hint)
-    if hint in (StepContext | None, Logprobs | None):
+    if hint in (StepContext | None, Logprobs | None, TokenIds | None, Forced | None):
         return st.none() | _values(get_args(hint)[0])
     if hint == tuple[str, ...]:
         return st.lists(st.text()).map(tuple)

@@ -17,6 +17,7 @@ import tokenizers
 from unstable_lite.dashboards.report.tokens import pieces
 from unstable_lite.files import read_part, read_records
 from unstable_lite.games.templates import Template
+from unstable_lite.games.thinking import END_OF_THINKING
 from unstable_lite.league.ratings import mean_ranks
 from unstable_lite.tracking.train_data import train_files
 
@@ -167,7 +168,8 @@ def _turn(turn: list[Any], trained: Mapping[str, Any] | None, tokenizer: tokeniz
             "learner_logprobs": trained.get("learner_logprobs"),
         }
     if sampled := made.get("tokens"):
-        made["tokens"] = sampled | {"pieces": pieces(sampled["completion_ids"], made["text"], tokenizer)}
+        text = made["text"].replace(END_OF_THINKING, "", 1) if "forced" in sampled else made["text"]
+        made["tokens"] = sampled | {"pieces": pieces(sampled["completion_ids"], text, tokenizer)}
     return made
 
 

@@ -125,7 +125,7 @@ class TransformersEngine:
     def add_request(self, request: Generate) -> None:
         version = request.adapter_version
         self._adapters.check_loaded(version)
-        prompt_ids = self._tokenizer.encode(request.prompt)
+        prompt_ids = self._tokenizer.prompt_ids(request)
         max_tokens = check_length(len(prompt_ids), request.max_tokens, self._max_model_len)
         self._adapters.acquire(version)
         if self._is_exact and not self.has_unfinished():

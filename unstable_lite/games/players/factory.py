@@ -27,6 +27,7 @@ from unstable_lite.games.players.optimal import OptimalPlayer
 from unstable_lite.games.players.player import Player
 from unstable_lite.games.players.policy import Generates, LeasesNewest, PolicyPlayer
 from unstable_lite.games.players.scripted import RandomLegalPlayer, ScriptedPlayer
+from unstable_lite.games.players.thinking_budget import ThinkingBudget
 from unstable_lite.games.templates import TEMPLATES, Template
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import AgentSpec, GameSpec, ModelRef
@@ -63,12 +64,13 @@ class PlayerFactory:
         say: Callable[[str], None] = lambda _text: None,
         sampling_seed: int | None = None,
         newest: LeasesNewest | None = None,
+        thinking: ThinkingBudget | None = None,
     ) -> None:
         """Create a factory without an endpoint.
 
         sampling_seed: seed from which each sample's seed is derived, with the game, seat and turn; None: the engines'
         own random streams. newest: lease of the current policy's adapter, for each turn of a trained seat; None: every
-        seat keeps its adapter for the game.
+        seat keeps its adapter for the game. thinking: budget of every seat that engines serve.
         """
         self._generate = generate
         self._templates = templates
@@ -76,6 +78,7 @@ class PlayerFactory:
         self._say = say
         self._sampling_seed = sampling_seed
         self._newest = newest
+        self._thinking = thinking
         self._endpoint: Endpoint | None = None
         self._spent_before: dict[str, Any] | None = None
         """Budget state of a resumed run."""
@@ -132,6 +135,8 @@ class PlayerFactory:
             generate = self._generate
             if spec.sampling is not None:
                 generate = partial(generate, sampling=spec.sampling)
+            if self._thinking is not None:
+                generate = partial(self._thinking.generate, generate, template.opened_thinking)
             return PolicyPlayer(generate, template, agent, spec.num_players, own_seed, newest)
         if not is_remote(agent.model):
             # Not the game's seed: with equal streams, moves would correlate with the cards that were dealt.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from unstable_lite.games.templates import Template, find_extraction
+from unstable_lite.games.templates import EXTRACTIONS, Template, find_extraction
 from unstable_lite.rng import derive_seed
 from unstable_lite.types import AgentSpec, Generation, Reply
 
 Generates = Callable[..., Awaitable[Generation]]
 """Function from (prompt, adapter version, stop strings, seed) to one completion: `EnginePool.generate`. It also gets
-`sampling` in games whose sampling is not the engines'."""
+`sampling` in games whose sampling is not the engines', and two requests with `max_tokens` for a budget of thinking."""
 
 LeasesNewest = Callable[[], AbstractContextManager[int]]
 """Function that leases the adapter of the current policy for the time of the context, which is its version."""
@@ -38,7 +38,8 @@ class PolicyPlayer:
         self._newest = newest
         self._template = template
         self._extract = find_extraction(agent.action_extraction_fn)
-        self._opened = template.opened_thinking(agent.action_extraction_fn)
+        # A custom extraction receives the answer as it was generated.
+        self._opened = template.opened_thinking if agent.action_extraction_fn in EXTRACTIONS else ""
         self._num_players = num_players
         self._sampling_seed = sampling_seed
         self._num_turns = 0

@@ -1,0 +1,139 @@
+"""A budget for thinking in real runs: engine, games and learner agree on the ids that end the thinking."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fakes import runs
+from fakes.sync_runs import SYNC, assert_equal
+from unstable_lite.dashboards.report.games import read_games
+from unstable_lite.dashboards.report.tokens import find_tokenizer
+from unstable_lite.files import read_part, read_records
+from unstable_lite.games.thinking import END_OF_THINKING
+from unstable_lite.models import resolve_model
+from unstable_lite.models.tokenization import Tokenizer
+from unstable_lite.tracking.train_data import train_files
+
+BUDGET, ANSWER = 3, 12
+THINKING = (
+    *SYNC,
+    "run.learning_steps=4",
+    "run.checkpoint_every=2",
+    "run.eval_games=4",
+    f"engine.thinking_tokens={BUDGET}",
+    f"engine.max_generation_len={ANSWER}",
+    "engine.dtype=float32",
+    "learner.dtype=float32",
+    "tracker.keep_tokens=true",
+    "tracker.keep_train_data=true",
+)
+TEMPLATE = r"""
+[templates.think]
+user = "<|im_start|>user\n{observation}<|im_end|>\n<|im_start|>assistant\n"
+assistant = "<think>"
+stop = ["<|im_end|>"]
+"""
+
+
+def write_thinking(directory: Path) -> Path:
+    path = runs.write_small(directory)
+    path.write_text(path.read_text().replace('"tiny"', '"think"') + TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of an uninterrupted run."""
+    tmp_path = tmp_path_factory.mktemp("whole")
+    code, out, err = runs.run("run", write_thinking(tmp_path), *THINKING)
+    assert code == 0, out + err
+    return runs.run_directory(tmp_path)
+
+
+def answers(directory: Path, kind: str) -> dict[tuple[int, int, int], tuple[str, dict[str, Any]]]:
+    """Return text and tokens of each answer of a policy in training or evaluation, by game, player and turn."""
+    return {
+        (game["game_idx"], turn[0], index): (turn[2], turn[6])
+        for game in read_records(directory / "games.jsonl")
+        if game["kind"] == kind
+        for index, turn in enumerate(game["turns"])
+        if turn[6] is not None and (kind == "eval" or game["agents"][turn[0]]["collect_data"])
+    }
+
+
+def test_cut_turns_hold_the_end_of_thinking_and_only_sampled_ids(whole: Path) -> None:
+    tokenizer = Tokenizer(resolve_model("builtin:tiny"))
+    end_ids = tokenizer.prompts([])["end_of_thinking"]
+    for kind in ("train", "eval"):
+        cut = [(text, tokens) for text, tokens in answers(whole, kind).values() if "forced" in tokens]
+        assert cut, kind
+        for text, tokens in cut:
+            ids, at = tokens["completion_ids"], tokens["forced"]["at"]
+            assert (at, tokens["forced"]["ids"]) == (BUDGET, end_ids)
+            assert text == tokenizer.text(ids[:at]) + END_OF_THINKING + tokenizer.text(ids[at:])
+            assert len(ids) == len(tokens["logprobs"]) <= ANSWER
+        assert any(len(tokens["completion_ids"]) > BUDGET + 1 for _, tokens in cut)
+
+
+def test_learner_reads_what_the_engine_read_and_each_turn_is_one_step(whole: Path) -> None:
+    sampled = answers(whole, "train")
+    num_cut = 0
+    for update, path in train_files(whole).items():
+        rows = list(read_part(path))
+        turns = [(row["step_info"]["game_idx"], row["pid"], row["step_info"]["turn"]) for row in rows]
+        assert len(set(turns)) == len(rows) == 24
+        for row, turn in zip(rows, turns, strict=True):
+            text, tokens = sampled[turn]
+            assert row["act"] == text
+            assert row.get("forced_tokens", 0) == len(tokens.get("forced", {}).get("ids", []))
+            if row["staleness"] == 0 and "forced" in tokens:
+                num_cut += 1
+                np.testing.assert_allclose(row["learner_logprobs"], tokens["logprobs"], atol=2e-3, err_msg=str(update))
+    assert num_cut > 20
+
+
+def test_report_shows_the_sampled_tokens_of_cut_turns(whole: Path) -> None:
+    tokenizer = find_tokenizer("builtin:tiny")
+    games = read_games(whole, tokenizer, max_games=1000).kept
+    shown = [turn["tokens"] for game in games for turn in game["turns"] if "forced" in (turn.get("tokens") or {})]
+    assert shown
+    for tokens in shown:
+        assert sum(count for _, count in tokens["pieces"]) == len(tokens["completion_ids"])
+
+
+def test_share_of_cut_thinking_is_logged_with_its_count(whole: Path) -> None:
+    lines = map(json.loads, (whole / "metrics.jsonl").read_text().splitlines())
+    name, count = "collection-Nim-v0-train/Thinking Cut Rate", "collection-Nim-v0-train/n (turns)"
+    *_, (share, num_turns) = ((line[name], line[count]) for line in lines if name in line)
+    cut = ["forced" in tokens for _, tokens in answers(whole, "train").values()]
+    assert num_turns == len(cut)
+    assert share > 0 and share == pytest.approx(sum(cut) / len(cut))
+
+
+@pytest.mark.nightly
+def test_resumed_run_equals_the_uninterrupted_one(whole: Path, tmp_path: Path) -> None:
+    process = runs.start("run", write_thinking(tmp_path), *THINKING)
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 3)
+    process.send_signal(signal.SIGKILL)
+    runs.finish(process)
+    broken = runs.run_directory(tmp_path)
+    code, out, err = runs.run("run", "--resume", broken)
+    assert code == 0, out + err
+    assert re.search(r"\bafter update 2\b", out)
+    assert_equal(broken, whole, {"ckpt-2", "ckpt-4"})
+
+
+@pytest.mark.nightly
+def test_engine_that_does_not_complete_given_ids_ends_the_run(tmp_path: Path) -> None:
+    kind = "fakes.lying_engines:CompletesThePromptAgain"
+    changes = (f"engine.kind={kind}", "engine.thinking_tokens=3", "run.eval_games=0")
+    code, _, err = runs.run("run", write_thinking(tmp_path), *changes)
+    assert code == 1
+    assert f"engine.kind = '{kind}' does not complete the ids" in err
