@@ -216,6 +216,8 @@ class StepContext(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a limit on tokens ended this turn's answer."""
     format_ok: bool
     """Whether this turn's answer was in the place that the template requests."""
+    is_out: bool = False
+    """Whether this turn was an invalid move that ended the player's part in the game."""
     branch_turn: int | None = None
     """Number of the game's first turn if it began at a state within an earlier game; None: it began at its start."""
 

@@ -42,8 +42,8 @@ def canonical_env_id(env_id: str) -> str:
     """
     if is_questions(env_id):
         path = questions_path(env_id)
-        if path.suffix != SUFFIX or not env_id.isprintable():
-            raise ValueError(f"{env_id!r} is not a file of questions: write {QUESTIONS}PATH{SUFFIX}")
+        if path.suffix != SUFFIX or not env_id.isprintable() or "|" in env_id:
+            raise ValueError(f"{env_id!r} is not a file of questions: write {QUESTIONS}PATH{SUFFIX}, without |")
         try:
             return f"{QUESTIONS}{path.expanduser().absolute()}"
         except RuntimeError as error:

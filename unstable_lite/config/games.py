@@ -17,7 +17,14 @@ most probable token and report its log-probability at temperature 1."""
 
 
 def _pairs(table: Any) -> Any:
-    """Return a table as sorted pairs, which unlike a dict are hashable. Raises ValueError for other values."""
+    """Return a table as sorted pairs, which unlike a dict are hashable. Raises ValueError for other values.
+
+    Pairs are accepted as a tuple, as `vars` of another spec has them.
+    """
+    try:
+        table = dict(table) if isinstance(table, tuple) else table
+    except (TypeError, ValueError):
+        table = None
     if not isinstance(table, dict):
         raise ValueError("write a table: { name = value }")
     return tuple((name, _argument(name, value)) for name, value in sorted(table.items()))

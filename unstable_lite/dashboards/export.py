@@ -85,6 +85,8 @@ def _eval_rows(game: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _turn_rows(game: Mapping[str, Any], **same_for_all: Any) -> Iterator[dict[str, Any]]:
     names = {agent["pid"]: agent["model"] for agent in game["agents"]}
     for index, (pid, observation, text, action, format_ok, *_) in enumerate(game["turns"]):
+        if index < game.get("branch_turn", 0):
+            continue  # a turn of an earlier game, repeated
         step_info = {"correct_answer_format": format_ok, "invalid_move": index in game["invalid_turns"]}
         yield {
             "game_idx": game["game_idx"],

@@ -174,7 +174,8 @@ def _env_specs(config: Config, words: Sequence[str]) -> list[EvalEnvSpec]:
         given |= {"prompt_template": template} if template else {}
         like = known.get(env_id) or [_as_eval(config.train_envs[0], config.league)]
         if env_id not in known:  # another game: keep only the way of asking
-            given |= {"reward_scale": None, "env_kwargs": ()} | ({"observation": "env"} if is_openspiel(env_id) else {})
+            given |= {"reward_scale": None, "env_kwargs": (), "error_allowance": 0}
+            given |= {"observation": "env"} if is_openspiel(env_id) else {}
             given = {"observation": "env", "num_players": 1} | given if is_questions(env_id) else given
         specs += [spec.model_copy(update=given) for spec in like]
     return specs

@@ -35,7 +35,7 @@ def digest_of(observation: str) -> str:
 
 class _Game(msgspec.Struct, frozen=True):
     seed: int
-    turns: tuple[PastTurn, ...]
+    turns: list[PastTurn]
 
 
 class BranchPoints:
@@ -65,7 +65,7 @@ class BranchPoints:
         weights = None if self._config.at == "random" else self._weights(first.env_id, points)
         ((game, turn),) = self._rng.choices(points, weights)
         here = game.turns[turn]
-        start = BranchPoint(turns=game.turns[:turn], pid=here.pid, digest=here.digest)
+        start = BranchPoint(turns=tuple(game.turns[:turn]), pid=here.pid, digest=here.digest)
         return [replace(spec, seed=game.seed, start=self._with_chance(start, spec.game_idx)) for spec in group]
 
     def update(self, record: GameRecord) -> None:
@@ -73,7 +73,7 @@ class BranchPoints:
         spec, is_void = record.spec, record.end == "void"
         if spec.start is None:
             if not is_void:
-                turns = tuple(PastTurn(turn.pid, digest_of(turn.observation), turn.action) for turn in record.turns)
+                turns = [PastTurn(turn.pid, digest_of(turn.observation), turn.action) for turn in record.turns]
                 self._games.setdefault(_key(spec), deque(maxlen=GAMES)).append(_Game(spec.seed, turns))
             return
         assert spec.group_idx is not None
@@ -129,5 +129,6 @@ class BranchPoints:
 
 
 def _key(spec: GameSpec) -> str:
-    """Return the env and its players, without telling checkpoints apart: they remember nothing of earlier turns."""
-    return " | ".join([spec.env_id, *(agent.model.name or "policy" for agent in spec.agent_specs)])
+    """Return the env, as it is played, and its players: one word for all checkpoints, which remember no turn."""
+    played_how = spec.observation, spec.env_kwargs, spec.error_allowance, spec.max_turns
+    return " | ".join([spec.env_id, str(played_how), *(agent.model.name or "policy" for agent in spec.agent_specs)])

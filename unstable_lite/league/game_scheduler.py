@@ -190,21 +190,29 @@ class GameScheduler:
         self._in_flight.discard(spec.game_idx)
         if self._branches is not None and spec.kind == "train":
             self._branches.update(record)
-        if record.end == "void" or spec.start is not None:
+        if record.end == "void":
+            return
+        if spec.kind == "train":
+            self._count_steps(record)
+        if spec.start is not None:
             return
         uids = {agent.pid: agent.model.uid for agent in spec.agent_specs}
         self.registry.update_ratings(uids, record.rewards, spec.env_id)
         self._model_sampler.update(uids, record.rewards, spec.env_id)
         if spec.kind == "train":
-            kind = _kind_of(spec.env_id, [agent.model for agent in spec.agent_specs if not agent.collect_data])
-            n, mean = self._steps_of.get(kind, (0, 0.0))
-            n = min(n + 1, GAMES)
-            steps = sum(len(trajectory.steps) for trajectory in record.trajectories)
-            self._steps_of[kind] = n, mean + (max(steps, 1) - mean) / n
             actors = [record.rewards[agent.pid] for agent in spec.agent_specs if agent.collect_data]
             opponents = [record.rewards[agent.pid] for agent in spec.agent_specs if not agent.collect_data]
             average = sum(opponents) / len(opponents) if opponents else None
             self._env_sampler.update(spec.env_id, sum(actors) / len(actors), average)
+
+    def _count_steps(self, record: GameRecord) -> None:
+        """Add a training game's steps to the mean of its kind."""
+        spec = record.spec
+        kind = _kind_of(spec.env_id, [agent.model for agent in spec.agent_specs if not agent.collect_data])
+        n, mean = self._steps_of.get(kind, (0, 0.0))
+        n = min(n + 1, GAMES)
+        steps = sum(len(trajectory.steps) for trajectory in record.trajectories)
+        self._steps_of[kind] = n, mean + (max(steps, 1) - mean) / n
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters and random streams, the samplers' too; the registry has its own state."""

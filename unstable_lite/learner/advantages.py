@@ -56,7 +56,7 @@ def is_judged(items: Sequence[TrainItem]) -> npt.NDArray[np.bool_]:
 
 
 def _is_capped(context: StepContext | None) -> bool:
-    return context is not None and context.end == "truncated" and bool(context.opponents) and not context.is_invalid
+    return context is not None and context.end == "truncated" and bool(context.opponents) and not context.is_out
 
 
 def policy_weights(

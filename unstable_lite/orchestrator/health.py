@@ -120,7 +120,8 @@ class TrainingHealth:
         if spec.kind == "train":
             for wait in (self._wait, self._waits[spec.env_id]):
                 wait.ended["void" if record.end == "void" else "whole"] += 1
-        entries = [] if record.end == "void" or spec.eval_label is not None else list(self._entries(record))
+        is_left_out = record.end == "void" or spec.eval_label is not None or spec.start is not None
+        entries = [] if is_left_out else list(self._entries(record))
         for of_game in self._counted.end(spec.game_idx, entries) if spec.kind == "train" else [entries]:
             for what, games, value in of_game:
                 self._windows[what, games].append(value)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unstable_lite.config import Config
+from unstable_lite.config.env_ids import is_questions
 from unstable_lite.config.games import BranchingConfig
+from unstable_lite.games.env_catalogue import probe
 from unstable_lite.games.trial_games import repeat_problem
 from unstable_lite.league.opponents import strategies
 from unstable_lite.planning.algorithm_defaults import transform_names
@@ -75,12 +77,16 @@ def branching_problems(config: Config) -> Iterator[str]:
         )
     if config.plays_duplicates:
         yield "branching.share: 'duplicate' compares games from both seats at the same deal, which has no branches"
+    if all(is_questions(env.env_id) for env in config.train_envs):
+        yield "branching.share: a question is one turn, so no group could start after it; add a game to train_envs"
     for index, env in enumerate(config.train_envs):
         if env.max_turns <= first:
             yield (
                 f"branching.window: train_envs.{index}: {env.env_id} has max_turns = {env.max_turns}, so it has no "
                 f"turn {first} (they count from 0) to start at"
             )
+        elif probe(env.env_id, env.num_players, env.observation, env.env_kwargs).problem is not None:
+            continue  # reported with the other problems of the envs
         elif (problem := repeat_problem(env)) is not None:
             yield f"branching.share: train_envs.{index}: {env.env_id} {problem}"
 

@@ -9,7 +9,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.games import EnvSpec
 from unstable_lite.config.training import EngineConfig
 from unstable_lite.games.templates import ChatTemplate, known_templates
-from unstable_lite.games.thinking import OPEN
+from unstable_lite.games.thinking import OPEN, leaves_thinking_open
 from unstable_lite.models import chat_template, resolve_model
 
 
@@ -41,7 +41,9 @@ def thinking_warnings(config: Config) -> Iterator[str]:
         if isinstance(template, ChatTemplate):
             model = Path(resolve_model(config.model_name))
             # The template of a model from a hub is not here yet.
-            opens = template.thinking and (not model.is_dir() or OPEN in chat_template(model))
+            opens = leaves_thinking_open(template.assistant) or (
+                template.thinking and (not model.is_dir() or OPEN in chat_template(model))
+            )
         else:
             opens = bool(template.opened_thinking)
         if not opens:

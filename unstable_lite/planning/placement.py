@@ -68,7 +68,8 @@ def divide(config: Config, engine_devices: Devices, learner_devices: Devices) ->
 def divide_for(config: Config, worker_devices: Devices, engine_devices: Devices, learner_devices: Devices) -> Config:
     """Return the config of the worker on `worker_devices`: an engine apart from the learner has its GPU to itself."""
     is_apart = set(worker_devices).isdisjoint(learner_devices)
-    return divide(config, engine_devices, () if is_apart else learner_devices)
+    own = [device for device in engine_devices if device in worker_devices] if is_apart else engine_devices
+    return divide(config, own, () if is_apart else learner_devices)
 
 
 def placement_problems(config: Config, engine_devices: Devices, learner_devices: Devices) -> Iterable[str]:

@@ -137,6 +137,8 @@ class GameRunner:
             record.error,
             "".join(traceback.format_exception(error)),
         )
+        if record.spec.start is not None:  # perhaps only this state is not reached again, and the run forgets it
+            return
         self._voids_in_a_row[env_id] += 1
         if self._voids_in_a_row[env_id] >= self._config.max_void_games:
             raise EnvError(

@@ -144,6 +144,7 @@ def _set_contexts(trajectory: PlayerTrajectory, record: GameRecord) -> None:
             is_invalid=record.turns[turn].is_invalid,
             is_cut_off=record.turns[turn].is_cut_off,
             format_ok=record.turns[turn].format_ok,
+            is_out=step is steps[-1] and pid in record.invalid_pids,
             branch_turn=None if spec.start is None else len(repeated),
         )
 

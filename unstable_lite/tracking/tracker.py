@@ -113,7 +113,7 @@ class Tracker:
             self._newest_game = self._newest_game if is_void else record
             # A game that began at a branch has neither the length nor the result of a game of the policy.
             is_left_out = is_void or record.spec.start is not None
-            self.branched_games += record.spec.start is not None
+            self.branched_games += record.spec.start is not None and not is_void
             collected = [] if is_left_out else [collect(record, trajectory) for trajectory in record.trajectories]
             for of_game in self._collected.end(record.spec.game_idx, collected):
                 for of_player in of_game:

@@ -103,6 +103,12 @@ def test_engine_across_a_shared_and_another_gpu_sleeps_whole(gpus: Any, monkeypa
     assert [made.divided_for(devices).engine.gpu_share for devices in made.devices_by_engine] == [0.7, 0.9]
 
 
+def test_engine_apart_is_not_divided_by_the_engines_of_another_gpu(gpus: Any) -> None:
+    gpus(2)
+    made = plan("split", engine={"devices": (0, 0, 1)}, learner={"devices": (0,)})
+    assert [made.divided_for(devices).engine.gpu_share for devices in made.devices_by_engine] == [0.25, 0.25, 0.9]
+
+
 @pytest.mark.parametrize(("when_shared", "share"), [("split", 0.5), ("sleep", 0.7)])
 def test_engine_apart_from_the_learner_has_its_gpu_to_itself(gpus: Any, when_shared: str, share: float) -> None:
     gpus(4)

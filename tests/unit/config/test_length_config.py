@@ -16,6 +16,7 @@ from unstable_lite.planning.validation import find_problems
 TEMPLATES = {
     "own-think": {"user": "{observation}", "assistant": "<think>"},
     "closed": {"user": "{observation}", "assistant": "<think>\n\n</think>\n\n"},
+    "chat-think": {"chat": True, "user": "{observation}", "assistant": "<think>\n"},
     "own-chat": {"chat": True, "user": "{observation}", "thinking": False},
 }
 
@@ -50,7 +51,7 @@ def test_template_that_does_not_open_thinking_is_warned_of(template: str) -> Non
     assert not list(thinking_warnings(config_of(template)))
 
 
-@pytest.mark.parametrize("template", ["default-think", "qwen3-reasoning", "own-think"])
+@pytest.mark.parametrize("template", ["default-think", "qwen3-reasoning", "own-think", "chat-think"])
 def test_template_that_opens_thinking_is_not(template: str) -> None:
     assert not list(thinking_warnings(config_of(template, thinking_tokens=8)))
 

@@ -80,3 +80,11 @@ def test_opponent_formulas_become_text_on_request(tmp_path: Path) -> None:
             assert [row[column] for row in rows] == [apostrophe + word for word in FORMULAS]
         (trained,) = rows_of(output / "training_data" / "train_data_step_0.csv")
         assert (trained["obs"], trained["act"], trained["reward"]) == (f"{apostrophe}=1", f"{apostrophe}@x", "-1.0")
+
+
+def test_repeated_turns_of_a_branched_game_are_left_out(tmp_path: Path) -> None:
+    turns = [[pid, f"board {number}", "text", "[0]", True] for number, pid in enumerate((0, 1, 0, 1))]
+    run = write_run(tmp_path / "run", game(kind="train", turns=turns, branch_turn=2))
+    export_csv(run, tmp_path / "csv")
+    (file,) = (tmp_path / "csv" / "collection").iterdir()
+    assert [row["obs"] for row in rows_of(file)] == ["board 2", "board 3"]

@@ -46,7 +46,7 @@ def test_opponent_of_several_envs_is_read_once(tmp_path: Path, monkeypatch: pyte
 
 
 def test_arguments_of_the_trained_env_are_not_those_of_another(tmp_path: Path) -> None:
-    env = NIM | {"num_actors": 1, "env_kwargs": {"piles": [2, 3]}}
+    env = NIM | {"num_actors": 1, "env_kwargs": {"piles": [2, 3]}, "error_allowance": 2}
     path = tmp_path / "config.toml"
     path.write_text(to_toml(Config.model_validate({"train_envs": [env]}).model_dump(mode="json")))
     of_env = {}
@@ -54,8 +54,8 @@ def test_arguments_of_the_trained_env_are_not_those_of_another(tmp_path: Path) -
         plan = plan_evaluation(
             ["base"], output=tmp_path, config=path, envs=[f"{env_id}:2"], opponents=["scripted:random"]
         )
-        (of_env[env_id],) = (cell.env.env_kwargs for cell in plan.cells)
-    assert of_env == {"Nim-v0-train": (("piles", (2, 3)),), "TicTacToe-v0-train": ()}
+        (of_env[env_id],) = ((cell.env.env_kwargs, cell.env.error_allowance) for cell in plan.cells)
+    assert of_env == {"Nim-v0-train": ((("piles", (2, 3)),), 2), "TicTacToe-v0-train": ((), 0)}
 
 
 def test_every_opponent_that_is_not_found_is_named(tmp_path: Path) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import EvalEnvSpec, against
+from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec, against
 from unstable_lite.config.reading import parse_config
 from unstable_lite.evaluation.probing import random_positions
 from unstable_lite.games.env_catalogue import is_isolated, probe
 from unstable_lite.games.env_start import environment_of, start_environment
 from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.players.player import Player
+from unstable_lite.games.players.policy import PolicyPlayer
+from unstable_lite.games.templates import TEMPLATES
 from unstable_lite.games.trial_games import trial_lengths
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.planning.validation import find_engine_problems, learning_problems, played_otherwise
@@ -141,6 +144,33 @@ def test_opponents_and_trial_games_see_the_env_with_its_arguments() -> None:
     assert all("pile 2" not in position.observation for position in random_positions(env, games=2))
 
 
+@pytest.mark.parametrize(("allowance", "is_out"), [(1, False), (0, True)])
+async def test_invalid_move_that_may_be_repeated_is_not_the_player_s_end(allowance: int, is_out: bool) -> None:
+    """The critic judges a player's last step, unless the turn cap cut off a player who could still move."""
+    env = EvalEnvSpec(env_id="TicTacToe-v0-train", num_players=2, error_allowance=allowance, max_turns=1)
+    record = new_record(new_game(env, [BASE, BASE], 0, "train", 2, trained=(0,)))
+    await run_game(
+        record,
+        environment_of(record.spec, 1),
+        {0: PolicyPlayer(_nonsense, TEMPLATES["tiny"], record.spec.agent_specs[0], 2)},
+        100,
+    )
+    (step,) = record.trajectories[0].steps
+    assert step.context is not None
+    assert (step.context.is_invalid, step.context.is_out) == (True, is_out)
+
+
+async def _nonsense(prompt: str, version: int, *_: object) -> Generation:
+    return Generation(
+        prompt_ids=np.array([1], np.int32),
+        completion_ids=np.array([2], np.int32),
+        logprobs=np.zeros(1, np.float32),
+        text="nonsense",
+        finish_reason="stop",
+        adapter_version=version,
+    )
+
+
 def test_env_is_isolated_if_its_arguments_make_its_reset_slow() -> None:
     small = (("dim_room", (5, 5)), ("num_boxes", 1))
     assert is_isolated("Sokoban-v0-train", 1) and not is_isolated("Sokoban-v0-train", 1, env_kwargs=small)
@@ -201,3 +231,8 @@ def test_titles_name_no_opponent_if_there_is_none() -> None:
     opponents = ("none", "none, greedy", "scripted:random, greedy", "nonesuch/model")
     ends = ("", ", greedy", " against scripted:random, greedy", " against nonesuch/model")
     assert tuple(map(against, opponents)) == ends
+
+
+def test_spec_is_made_of_the_values_of_another() -> None:
+    (spec,) = config_of(env_kwargs={"piles": [1, 1]}).train_envs
+    assert TrainEnvSpec(**vars(spec)) == spec

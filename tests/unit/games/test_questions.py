@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from unstable_lite.config.env_ids import canonical_env_id
 from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_catalogue import describe_envs, env_family, probe
@@ -19,6 +20,7 @@ from unstable_lite.games.questions import reader
 from unstable_lite.games.questions.grading import is_right
 from unstable_lite.games.questions.reader import read_questions
 from unstable_lite.games.templates import TEMPLATES, Template, known_templates
+from unstable_lite.games.trial_games import trial_lengths
 from unstable_lite.league.game_scheduler import new_game
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.tracking.evaluations import summarise_evaluation
@@ -237,6 +239,16 @@ async def test_results_are_shares_with_wilson_intervals(tmp_path: Path) -> None:
     text = result.describe()
     assert "base answered 60.0% of 5 questions right (95 %: 23.1% – 88.2%)" in text
     assert "1 without an answer in a box" in text and "sums.jsonl" in text
+
+
+def test_length_of_a_question_is_known_before_a_run() -> None:
+    env = TrainEnvSpec(env_id="questions:examples/arithmetic.jsonl", num_players=1, num_actors=1)
+    assert trial_lengths(env) == [1]
+
+
+def test_path_that_would_divide_the_key_of_a_result_is_refused() -> None:
+    with pytest.raises(ValueError, match="without"):
+        canonical_env_id("questions:a | b.jsonl")
 
 
 def test_question_template_has_the_question_and_no_words_of_games() -> None:

@@ -37,7 +37,7 @@ def step(reward: float, trajectory: int, context: StepContext | None = None) -> 
     )
 
 
-def make_context(end: GameEnd, opponents: int = 1, is_invalid: bool = False) -> StepContext:
+def make_context(end: GameEnd, opponents: int = 1, is_invalid: bool = False, is_out: bool = False) -> StepContext:
     return replace(
         CONTEXT,
         opponents=(Opponent(pid=1, uid="base", kind="fixed"),) * opponents,
@@ -48,6 +48,7 @@ def make_context(end: GameEnd, opponents: int = 1, is_invalid: bool = False) -> 
         outcome="draw",
         end=end,
         is_invalid=is_invalid,
+        is_out=is_out,
     )
 
 
@@ -115,7 +116,7 @@ def test_last_step_of_a_truncated_game_is_excluded(is_normalized: bool) -> None:
         make_context("natural"),
         make_context("invalid", is_invalid=True),
         make_context("truncated", opponents=0),  # keeps the env's partial reward
-        make_context("truncated", is_invalid=True),  # the player was already out
+        make_context("truncated", is_invalid=True, is_out=True),  # the player was already out
     ],
 )
 def test_other_endings_are_worth_their_reward(context: StepContext) -> None:

@@ -24,6 +24,7 @@ from unstable_lite.tracking.run_directory import PAUSED
 from unstable_lite.tracking.tracker import Tracker
 from unstable_lite.types import (
     AgentSpec,
+    BranchPoint,
     GameEnd,
     GameKind,
     GameRecord,
@@ -31,6 +32,7 @@ from unstable_lite.types import (
     Generation,
     ModelRef,
     Outcome,
+    PastTurn,
     PlayerTrajectory,
     Sampling,
     Step,
@@ -328,6 +330,18 @@ async def test_training_games_are_compared_with_earlier_better_ones(watched: Wat
     )
     for pattern, text in zip(patterns, watched.tracker.alarms, strict=True):
         assert re.match(pattern, text), text
+
+
+async def test_games_that_start_within_a_game_raise_no_alarm(watched: Watched) -> None:
+    for update, outcome in enumerate(("win", "loss")):
+        for _ in range(512):
+            record = game(outcome)  # type: ignore[arg-type]
+            if outcome == "loss":
+                start = BranchPoint(turns=(PastTurn(0, "", "a"),), pid=0, digest="")
+                record.spec = replace(record.spec, start=start)
+            watched.health.add_record(record)
+        watched.health.check_update(update, {})
+    assert watched.tracker.alarms == []
 
 
 async def test_samplings_of_an_eval_env_are_not_compared_with_each_other(watched: Watched) -> None:

@@ -32,6 +32,8 @@ from unstable_lite.orchestrator.wiring import _scheduler, make_buffer
 from unstable_lite.planning.algorithm_defaults import resolve_defaults
 from unstable_lite.planning.groups import branching_problems
 from unstable_lite.planning.validation import find_problems
+from unstable_lite.plugins import lasting
+from unstable_lite.rollout.game_runner import GameRunner
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.tracking.game_lines import record_to_json
@@ -271,11 +273,42 @@ async def test_state_that_is_not_reached_again_makes_the_game_void_and_is_forgot
     assert not any(scheduler.next_train_group()[0].start for _ in range(20))
 
 
+async def test_state_of_an_env_that_is_played_in_another_way_is_not_used() -> None:
+    _, scheduler = await play(config(NIM), 30)
+    saved = lasting("scheduler", scheduler.state_dict())  # as of a custom scheduler
+    for changes in ({"observation": "first-last"}, {"env_kwargs": (("piles", (3, 3)),)}, {"max_turns": 4}):
+        of = config(NIM)
+        of = of.model_copy(update={"train_envs": (of.train_envs[0].model_copy(update=changes),)})
+        other = scheduler_of(of)
+        other.load_state_dict(saved)
+        assert not any(other.next_train_group()[0].start for _ in range(20))
+    same = scheduler_of(config(NIM))
+    same.load_state_dict(saved)
+    assert any(same.next_train_group()[0].start for _ in range(20))
+
+
+async def test_states_that_are_not_reached_again_do_not_end_the_run() -> None:
+    of = config(RESTLESS, num_actors=2)
+    seats = PlayerFactory(RandomPolicy(NIM).generate)
+    runner = GameRunner(seats, of.run)
+    scheduler = scheduler_of(of)
+    scheduler.update(await runner.play(scheduler.next_train_job()))
+    specs = [spec for _ in range(30) for spec in scheduler.next_train_group() if spec.start is not None]
+    assert len(specs) > of.run.max_void_games
+    records = [await runner.play(spec) for spec in specs]
+    assert {record.end for record in records} == {"void"}
+    assert all("does not repeat" in (record.error or "") for record in records)
+
+
 async def test_branched_games_change_neither_ratings_nor_samplers() -> None:
     groups, scheduler = await play(config(NIM), 40)
     counted = sum(len(group) for group in groups if not is_branched(group))
     assert sum(scheduler.registry.match_counts.values()) == counted
-    assert scheduler.state_dict()["steps_of"][f"{NIM} scripted:random"][0] == counted
+    # The shares of samplers by steps (`league.shares_by`) count every game's steps.
+    n, mean = scheduler.state_dict()["steps_of"][f"{NIM} scripted:random"]
+    lengths = [len(record.trajectories[0].steps) for group in groups for record in group]
+    assert n == len(lengths)
+    assert mean == pytest.approx(fmean(max(length, 1) for length in lengths))
 
 
 def game_of(spec: GameSpec, num_turns: int, reward: float = 0.0) -> GameRecord:
@@ -338,15 +371,18 @@ async def test_branched_game_is_in_the_report_but_not_in_its_table_of_results(tm
 
 async def test_branched_game_is_not_part_of_the_metrics_of_games(tmp_path: Path) -> None:
     groups, _ = await play(config(NIM), 12)
+    void = next(new_record(replace(group[0].spec, game_idx=999)) for group in groups if is_branched(group))
     tracker = Tracker(tmp_path, [], TrackerConfig())
     for group in groups:
         for record in group:
             tracker.begin_game(record.spec)
             tracker.add_record(record)
+    tracker.begin_game(void.spec)
+    tracker.add_record(void)
     tracker.log_update(1, {})
     num_branched = 4 * sum(map(is_branched, groups))
     assert tracker.latest["run/branched_games"] == num_branched > 0
-    assert tracker.latest["run/games"] == 48
+    assert tracker.latest["run/games"] == 49
     assert tracker.latest[f"collection-{NIM}/n"] == 48 - num_branched
     resumed = Tracker(tmp_path, [], TrackerConfig())
     resumed.resume(tracker.state_dict(), [])
@@ -375,6 +411,10 @@ def problems(env: dict[str, Any] | None = None, **sections: Any) -> list[str]:
         ({"branching": {"share": 0.5, "window": [4, 2]}}, r"branching.window = \[4, 2\]: the last turn"),
         ({"env": {"max_turns": 1}}, "branching.window: train_envs.0: Nim-v0-train has max_turns = 1, so it has no"),
         ({"env": {"env_id": RESTLESS}}, f"branching.share: train_envs.0: {RESTLESS} does not repeat: with the same"),
+        (
+            {"env": {"env_id": "questions:examples/arithmetic.jsonl", "num_players": 1}},
+            "branching.share: a question is one turn",
+        ),
         ({"branching": {"share": 1.0}}, "branching.share"),
         ({"branching": {"share": -0.1}}, "branching.share"),
         ({"branching": {"share": 0.5, "window": [0, 2]}}, "branching.window.0"),
