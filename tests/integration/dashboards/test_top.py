@@ -259,9 +259,12 @@ def test_gpu_of_the_run_is_matched_through_its_visible_devices(visible: str, mon
 
 def test_busy_process_shows_load_at_the_first_look() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
-        shown = MachineLoad().of({"device": "cpu", "pid": process.pid})
-        process.kill()
-    assert int(shown.split(" % CPU")[0]) > 0
+        try:
+            # On a full machine a process may not get a turn in the time of one look, so several first looks are taken.
+            looks = (MachineLoad().of({"device": "cpu", "pid": process.pid}) for _ in range(20))
+            assert any(not look.startswith("0 % CPU") for look in looks)
+        finally:
+            process.kill()
 
 
 def test_looking_back_at_a_running_run_does_not_show_it_as_stopped(directory: Path) -> None:
