@@ -39,7 +39,7 @@ def main(
     again: Annotated[bool, typer.Option(help="Repeat the runs whose config is not the study's any more.")] = False,
     show: Annotated[bool, typer.Option(help="Run nothing; write table, plots and page of the results.")] = False,
 ) -> None:
-    """Run arms × seeds, one seed of every arm after the other. The same command continues where it stopped."""
+    """Run arms × seeds, one seed of every arm after the other. The same command continues a study that was stopped."""
     with errors_as_messages(debug=False):
         checked = read_study(file)
         session = _Session(

@@ -83,7 +83,7 @@ class Checked:
     """A study that can run."""
 
     study: Study
-    """Its measures have their envs."""
+    """The file, with the env of every measure."""
     configs: Mapping[str, Config]
     """Effective config by arm; the study sets `OWN_KEYS` for each run."""
 
