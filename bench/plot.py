@@ -60,15 +60,17 @@ def _draw(chart: Chart) -> str:
     )
     if not points:
         return "".join([*text, _text(WIDTH / 2, HEIGHT / 2, "nothing was measured", "middle")])
+    # A line has room beside the legend more often than a cloud of dots.
+    top = TOP + LEGEND_LINE * len(lines) if chart.has_legend and chart.marks == "dots" else TOP
     x_values = [-0.5, len(chart.x_names) - 0.5] if chart.x_names else [x for x, _ in points]
     x_axis = _Axis(x_values, LEFT, WIDTH - RIGHT, chart.log_x)
     y_values = [y for _, y in points] + ([] if chart.log_y else [*chart.y_includes])
-    y_axis = _Axis(y_values, HEIGHT - BOTTOM, TOP, chart.log_y)
+    y_axis = _Axis(y_values, HEIGHT - BOTTOM, top, chart.log_y)
     names = [(float(index), name) for index, name in enumerate(chart.x_names)]
     ticks = names or [(x, _short(x)) for x in x_axis.ticks]
     for x, name in ticks:
         place = x_axis.place(x)
-        text.append(f'<path d="M{place:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#e4e4e4"/>')
+        text.append(f'<path d="M{place:.1f} {top}V{HEIGHT - BOTTOM}" stroke="#e4e4e4"/>')
         fitting = int((WIDTH - LEFT - RIGHT) / len(ticks) / CHAR_WIDTH)
         for number, line in enumerate(textwrap.wrap(name, max(fitting, 4))):
             text.append(_text(place, HEIGHT - BOTTOM + 16 + 12 * number, line, "middle"))

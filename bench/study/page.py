@@ -15,7 +15,7 @@ from bench.study.statistics import supports_no_claim
 COLUMNS = 3
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1440px;margin:0 auto;padding:0 1rem;color:#1a1a1a;background:#fff}
-.charts{display:flex;flex-wrap:wrap;gap:.5rem}.charts svg{width:460px;max-width:100%;height:auto}
+.charts{display:flex;flex-wrap:wrap;gap:.5rem}.charts svg{width:min(460px,100%);height:auto}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 td,th{padding:.2rem .6rem;border-bottom:1px solid #ddd;text-align:left;white-space:nowrap}
 .note{border-left:4px solid #b45309;padding:.3rem .8rem;background:#fff7ed}
@@ -86,10 +86,11 @@ def _aggregates(study: Study, content: Content) -> Table:
 
 
 def _differences(content: Content) -> Table:
-    table = [["measure", "arm", "n", "mean", "IQM", "95 %", "paired seeds"]]
-    for row in content["differences"]:
-        arms, seeds = f"{row['arm']} − {row['from']}", ", ".join(map(str, row["seeds"]))
-        table.append([row["measure"], arms, str(row["n"]), *_numbers(row), seeds])
+    rows = content["differences"]
+    table = [["measure", f"arm, minus {rows[0]['from'] if rows else ''}", "n", "mean", "IQM", "95 %", "paired seeds"]]
+    for row in rows:
+        seeds = ", ".join(map(str, row["seeds"]))
+        table.append([row["measure"], row["arm"], str(row["n"]), *_numbers(row), seeds])
     return table
 
 
