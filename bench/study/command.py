@@ -16,7 +16,7 @@ from rich.console import Console
 from bench.harness import REPOSITORY
 from bench.study.page import note_of, number, to_html, to_markdown, to_plots
 from bench.study.reading import Checked, read_study
-from bench.study.results import MAX_BYTES, missing, read_results, record_run, write_results
+from bench.study.results import MAX_BYTES, read_results, record_run, remarks, write_results
 from bench.study.running import Task, finished_directory, run_all, task_of, wait_for_orphans
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.cli.options import errors_as_messages
@@ -130,7 +130,7 @@ class _Session:
         """Write JSON, table, plots and page; return the table and the notes."""
         study = self._checked.study
         content = write_results(self._json, self._checked, self._results)
-        notes = [*note_of(study, content), *missing(self._checked, self._results.of(self._checked))]
+        notes = [*note_of(study, content), *remarks(self._checked, self._results.of(self._checked))]
         if (size := self._json.stat().st_size) > MAX_BYTES:
             notes.append(f"{self._json} has {size / 1e6:.1f} MB; keep fewer measures or divide the study")
         table = to_markdown(study, content, notes)

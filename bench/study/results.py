@@ -32,6 +32,10 @@ TAKE: dict[str, Callable[[list[float]], float]] = {
     "max": max,
 }
 
+KEYS = {"arm", "seed", "run_seed", "config", "primary", "seconds", "updates", "games", "alarms"}
+KEYS |= {"directory", "commit", "measures", "curves"}
+"""Keys of a record that are read again."""
+
 Record = dict[str, Any]
 Curve = list[tuple[int, float]]
 
@@ -74,6 +78,8 @@ def read_results(path: Path, name: str) -> Results:
         if (raw["format"], raw["study"]["name"]) != (FORMAT, name):
             raise UnstableError(f"{path} has results of study {raw['study']['name']!r}; name another file with --json")
         runs = {(str(run["arm"]), int(run["seed"])): dict(run) for run in raw["runs"]}
+        if short := [key for key, run in runs.items() if not run.keys() >= KEYS]:
+            raise ValueError(f"its run {short[0]} lacks {', '.join(sorted(KEYS - runs[short[0]].keys()))}")
         if lost := {run["config"] for run in runs.values()} - set(raw["configs"]):
             raise ValueError(f"it has no config {min(lost)}")
         return Results(configs=dict(raw["configs"]), runs=runs)
@@ -173,8 +179,8 @@ def _thinned(curve: Curve) -> list[tuple[int, float]]:
     return [(update, float(f"{value:.6g}")) for update, value in [*curve[:-1:stride], curve[-1]]]
 
 
-def missing(checked: Checked, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Describe the records that lack a measure, and those whose primary measure was another one."""
+def remarks(checked: Checked, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Describe records that lack a measure, that had another primary measure, or that are of several commits."""
     study, found = checked.study, list[str]()
     for record in records:
         where = f"{record['arm']}, seed {record['seed']}"
@@ -182,4 +188,6 @@ def missing(checked: Checked, records: Sequence[Mapping[str, Any]]) -> list[str]
         found += [f"{where}: no value of {name!r}" for name in lacking]
         if record["primary"] != study.primary:
             found.append(f"{where}: the primary measure was {record['primary']!r} when it ran")
+    if len(commits := dict.fromkeys(str(record["commit"])[:12] for record in records)) > 1:
+        found.append(f"The runs are of several commits: {', '.join(commits)}")
     return found

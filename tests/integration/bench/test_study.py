@@ -84,8 +84,8 @@ def test_killed_study_continues_to_the_same_runs(tmp_path: Path) -> None:
     first.kill()
     first.communicate()
     (whole,) = results(tmp_path)["runs"]
-    out, err = (second := start(study, tmp_path, "--jobs", "2")).communicate(timeout=240)
-    assert second.returncode == 0, out + err
+    code, out, err = runs.finish(start(study, tmp_path, "--jobs", "2"))
+    assert code == 0, out + err
     assert runs.are_gone(children)
     content = results(tmp_path)
     found = sorted((run["seed"], run["arm"]) for run in content["runs"])
@@ -100,27 +100,27 @@ def test_killed_study_continues_to_the_same_runs(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "tiny.json").write_text((tmp_path / "tiny.json").read_text())
-    out, err = (third := start(study, elsewhere)).communicate(timeout=60)
-    assert third.returncode == 0, out + err
+    code, out, err = runs.finish(start(study, elsewhere))
+    assert code == 0, out + err
     assert results(elsewhere) == content and not run_directories(elsewhere)
 
     (tmp_path / "tiny.json").unlink()
-    out, err = (fourth := start(study, tmp_path)).communicate(timeout=60)
-    assert fourth.returncode == 0 and "run 1" not in out, out + err
+    code, out, err = runs.finish(start(study, tmp_path))
+    assert code == 0 and "run 1" not in out, out + err
     assert results(tmp_path) == content
 
 
 @pytest.mark.nightly
 def test_changed_arm_is_named_and_repeated_only_if_asked(tmp_path: Path) -> None:
-    assert start(write_study(tmp_path, seeds=[1]), tmp_path, "--jobs", "2").wait(120) == 0
+    assert runs.finish(start(write_study(tmp_path, seeds=[1]), tmp_path, "--jobs", "2"))[0] == 0
     before = results(tmp_path)["runs"]
     arms = [{"name": "one"}, {"name": "two", "overrides": {"learner": {"learning_rate": 1e-3}}}]
     study = write_study(tmp_path, seeds=[1], arms=arms)
-    out, err = (named := start(study, tmp_path)).communicate(timeout=60)
-    assert named.returncode == 1, out + err
+    code, out, err = runs.finish(start(study, tmp_path))
+    assert code == 1, out + err
     assert "two, seed 1: its config has changed since it ran (learner.learning_rate: 1e-12 → 0.001)" in out
     assert results(tmp_path)["runs"] == before
-    assert start(study, tmp_path, "--again").wait(120) == 0
+    assert runs.finish(start(study, tmp_path, "--again"))[0] == 0
     after = {run["arm"]: run for run in results(tmp_path)["runs"]}
     assert after["one"] == before[0] and after["two"]["config"] != before[1]["config"]
 
@@ -137,16 +137,16 @@ def test_interrupted_study_ends_its_runs_and_continues(tmp_path: Path, signum: s
     out, err = first.communicate(timeout=120)
     assert first.returncode == 128 + signum, out + err
     assert runs.are_gone(children)
-    out, err = (second := start(study, tmp_path, "--jobs", "2")).communicate(timeout=240)
-    assert second.returncode == 0, out + err
+    code, out, err = runs.finish(start(study, tmp_path, "--jobs", "2"))
+    assert code == 0, out + err
     assert len(run_directories(tmp_path)) == 2 and [run["updates"] for run in results(tmp_path)["runs"]] == [6, 6]
 
 
 @pytest.mark.nightly
 def test_failed_run_is_reported_and_the_others_go_ahead(tmp_path: Path) -> None:
     arms = [{"name": "broken", "overrides": {"learner": {"canary_tolerance": 0.1}}}, {"name": "whole"}]
-    out, err = (process := start(write_study(tmp_path, seeds=[1], arms=arms), tmp_path)).communicate(timeout=120)
-    assert process.returncode == 1, out + err
+    code, out, err = runs.finish(start(write_study(tmp_path, seeds=[1], arms=arms), tmp_path))
+    assert code == 1, out + err
     assert "broken, seed 1 exited with code 1; the last lines of " in out and "error: canary: " in out
     assert [run["arm"] for run in results(tmp_path)["runs"]] == ["whole"]
     assert "failed: broken, seed 1; log: " in out
@@ -156,12 +156,12 @@ def test_second_study_in_one_folder_and_a_bad_file_are_refused(tmp_path: Path) -
     (tmp_path / "outputs").mkdir()
     lock = try_lock(tmp_path / "outputs")
     assert lock is not None
-    out, err = (second := start(write_study(tmp_path), tmp_path)).communicate(timeout=60)
+    code, out, err = runs.finish(start(write_study(tmp_path), tmp_path))
     os.close(lock)
-    assert second.returncode == 1 and "another process runs this study" in err, out + err
+    assert code == 1 and "another process runs this study" in err, out + err
     study = write_study(tmp_path, primary="speed")
-    out, err = (third := start(study, tmp_path)).communicate(timeout=60)
-    assert third.returncode == 1 and not run_directories(tmp_path), out + err
+    code, out, err = runs.finish(start(study, tmp_path))
+    assert code == 1 and not run_directories(tmp_path), out + err
     assert f"error: {study}: primary = 'speed' is not a measure; known: {PRIMARY}" in err
 
 

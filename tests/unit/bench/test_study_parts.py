@@ -15,7 +15,7 @@ import pytest
 
 from bench.study.page import note_of, number, to_html, to_markdown, to_plots
 from bench.study.reading import Checked, Measure, digest, merged, read_study
-from bench.study.results import MAX_POINTS, Results, missing, read_results, record_run, value_of, write_results
+from bench.study.results import MAX_POINTS, Results, read_results, record_run, remarks, value_of, write_results
 from bench.study.running import task_of
 from bench.study.statistics import interquartile_mean, interval, summarise
 from unstable_lite.errors import ConfigError, UnstableError
@@ -249,11 +249,12 @@ def test_record_has_measures_curves_and_versions_of_its_run(tmp_path: Path) -> N
     }
     assert (record["arm"], record["seed"], record["seconds"], record["games"]) == ("two & more", 3, 28.0, 40)
     assert (record["commit"], record["machine"], record["primary"]) == ("abc", {"cores": 2}, "points, last")
-    assert not missing(checked, [record])
-    assert missing(checked, [record | {"primary": "loss, mean", "measures": {"loss, mean": 1.0}}]) == [
+    assert not remarks(checked, [record])
+    assert remarks(checked, [record | {"primary": "loss, mean", "measures": {"loss, mean": 1.0}}]) == [
         "two & more, seed 3: no value of 'points, last'",
         "two & more, seed 3: the primary measure was 'loss, mean' when it ran",
     ]
+    assert remarks(checked, [record, record | {"commit": "def"}]) == ["The runs are of several commits: abc, def"]
 
 
 def test_long_curves_are_thinned_after_their_measures_are_taken(tmp_path: Path) -> None:
@@ -282,7 +283,9 @@ def test_results_of_other_content_are_refused(tmp_path: Path) -> None:
     write_results(path, checked, Results())
     with pytest.raises(UnstableError, match="results of study 'tiny'"):
         read_results(path, "other")
-    for text in ("{", "[]", '{"format": 1}', path.read_text().replace('"runs": [', '"runs": [{"arm": "one"}')):
+    whole, first = path.read_text(), '"runs": ['
+    partial = [whole.replace(first, first + run) for run in ('{"arm": "one"}', '{"arm": "one", "seed": 1}')]
+    for text in ("{", "[]", '{"format": 1}', *partial):
         path.write_text(text)
         with pytest.raises(UnstableError, match=r"tiny\.json"):
             read_results(path, "tiny")
