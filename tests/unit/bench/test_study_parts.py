@@ -68,8 +68,8 @@ def make_run(checked: Checked, arm: int, seed: int, directory: Path, points: flo
     result = {"env_id": ENV, "opponent": "scripted:random", "n": 4, "win_rate": 0.0, "mean_reward": 0.0}
     evaluations = [
         result | {"label": "before", "step": 0, "points": 0.0},
-        result | {"label": "concurrent", "step": 4, "points": 0.99},
         result | {"label": "after", "step": 4, "points": points},
+        result | {"label": "concurrent", "step": 4, "points": 0.99},
     ]
     for name, lines in (("metrics", metrics), ("eval", evaluations), ("alarms", [])):
         (run / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
