@@ -14,7 +14,8 @@ from bench.study.statistics import supports_no_claim
 
 COLUMNS = 3
 STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:1440px;margin:0 auto;padding:0 1rem;color:#1a1a1a;background:#fff}
+body{font:15px/1.5 system-ui,sans-serif;overflow-wrap:anywhere;max-width:1440px;margin:0 auto;
+padding:0 1rem;color:#1a1a1a;background:#fff}
 .charts{display:flex;flex-wrap:wrap;gap:.5rem}.charts svg{width:min(460px,100%);height:auto}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 td,th{padding:.2rem .6rem;border-bottom:1px solid #ddd;text-align:left;white-space:nowrap}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -13,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 from bench.harness import REPOSITORY
+from bench.study.page import to_html
 from bench.study.reading import read_study
+from bench.study.statistics import summarise
 from fakes import runs
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.tracking.run_directory import to_toml
@@ -188,3 +192,27 @@ def test_default_measures_are_points_and_exploitabilities(tmp_path: Path) -> Non
 def test_every_shipped_study_can_run(path: Path) -> None:
     study = read_study(path).study
     assert study.name == path.stem and len(study.seeds) >= 5
+
+
+@pytest.mark.nightly
+@pytest.mark.browser
+def test_page_fits_a_desk_and_a_phone(tmp_path: Path, chromium: str) -> None:
+    study, results = read_study(STUDIES[0]).study, list[dict[str, Any]]()
+    for number, (seed, arm) in enumerate(itertools.product(study.seeds, study.arms)):
+        values = {name: (7 * number % 20) / 20 for name in study.measures}
+        curves = {"exploitability/openspiel:kuhn_poker": [(update, update * number) for update in range(0, 128, 8)]}
+        record = {"arm": arm.name, "seed": seed, "updates": 128, "games": 9999, "seconds": 130, "alarms": 0}
+        results.append(record | {"directory": "10-00-00-run", "measures": values, "curves": curves})
+    content = {"runs": results, **summarise(study, results)}
+    (tmp_path / "study.html").write_text(to_html(study, content, ["A note."]))
+    said: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for width in (1280, 390):
+            page = browser.new_page(viewport={"width": width, "height": 800})
+            page.on("console", lambda message: said.append(message.text))
+            page.goto((tmp_path / "study.html").as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.locator("svg").count() == 1 + len(study.measures) + len(study.arms)
+        browser.close()
+    assert not said
