@@ -76,10 +76,15 @@ class _Session:
 
     def run(self, jobs: int, again: bool, show: bool) -> bool:
         """Run the missing runs, and write everything. Return whether the study is whole."""
+        measures = self._checked.study.measures
         changed = {task: keys for task in self._tasks if (keys := self._changed(task))}
         for task, keys in changed.items():
             todo = "it is repeated" if again else "it is left out; --again repeats it"
             self._say(f"{task.label}: its config has changed since it ran ({'; '.join(keys[:5])}): {todo}")
+        for task in self._tasks:
+            record = self._results.runs.get(task.key)
+            if record is not None and task not in changed and not record["measures"].keys() >= measures.keys():
+                self._record(task)  # measures that are new in the file, if the run directory is here
         if not show:
             left = [task for task in self._tasks if (again if task in changed else task.key not in self._results.runs)]
             wait_for_orphans(left, self._say)

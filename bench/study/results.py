@@ -111,7 +111,8 @@ def _listed(value: Any) -> str:
 
 def record_run(checked: Checked, arm: Arm, seed: int, directory: Path, results: Results) -> Record:
     """Add the record of a finished run, and return it. Raises UnstableError if its files cannot be read."""
-    config = checked.configs[arm.name]
+    config, before = checked.configs[arm.name], results.runs.get((arm.name, seed), {})
+    is_known = before.get("directory") == directory.name  # it is read again for another measure
     view = RunView(directory)
     view.refresh()
     with understood(directory):
@@ -126,7 +127,7 @@ def record_run(checked: Checked, arm: Arm, seed: int, directory: Path, results: 
             "run_seed": seed + arm.seed_offset,
             "config": digest(config),
             "overrides": digest_of(arm.overrides),
-            "primary": checked.study.primary,
+            "primary": before["primary"] if is_known else checked.study.primary,
             "ended": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(float(newest["time"]))),
             "seconds": round(float(newest["run/seconds"]), 1),
             "updates": view.num_updates,

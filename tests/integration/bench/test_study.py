@@ -113,6 +113,12 @@ def test_killed_study_continues_to_the_same_runs(tmp_path: Path) -> None:
     assert code == 0 and "run 1" not in out, out + err
     assert results(tmp_path) == content
 
+    loss = {"loss": {"metric": "learner/loss"}, "points": {"opponent": "scripted:random"}}
+    code, out, err = runs.finish(start(write_study(tmp_path, measures=loss, primary="loss"), tmp_path, "--show"))
+    assert code == 0, out + err
+    assert all(run["measures"]["loss"] is not None and run["primary"] == PRIMARY for run in results(tmp_path)["runs"])
+    assert out.count(f"the primary measure was {PRIMARY!r} when it ran") == 4
+
 
 @pytest.mark.nightly
 def test_changed_arm_is_named_and_repeated_only_if_asked(tmp_path: Path) -> None:
