@@ -131,8 +131,8 @@ def test_changed_arm_is_named_and_repeated_only_if_asked(tmp_path: Path) -> None
     assert "two, seed 1: its config has changed since it ran (learner.learning_rate: 1e-12 → 0.001)" in out
     assert results(tmp_path)["runs"] == before
     assert runs.finish(start(study, tmp_path, "--again"))[0] == 0
-    after = {run["arm"]: run for run in results(tmp_path)["runs"]}
-    assert after["one"] == before[0] and after["two"]["config"] != before[1]["config"]
+    earlier, later = ({run["arm"]: run for run in some} for some in (before, results(tmp_path)["runs"]))
+    assert later["one"] == earlier["one"] and later["two"]["config"] != earlier["two"]["config"]
 
 
 @pytest.mark.nightly
