@@ -12,12 +12,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from bench.acceptance import command
 from bench.accepted import TOLERANCE, baseline_path, read_baseline, write_baseline
 from bench.harness import Failure, Options, Report
 
 ACCEPTED = "accepted"
 """Value of `--compare` without a file."""
+
+COMMANDS = ("acceptance", "study")
+"""Packages with a command of their own, because they have no rounds and no baseline."""
 
 ON_CUDA = ("engine", "handoff", "learner", "sustained")
 
@@ -30,7 +32,9 @@ def bench_names() -> list[str]:
 
 
 def main(
-    name: Annotated[str, typer.Argument(help=f"{', '.join(bench_names())}; acceptance has a --help of its own")],
+    name: Annotated[
+        str, typer.Argument(help=f"{', '.join(bench_names())}; also acceptance and study: see their --help")
+    ],
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the result to this file, and its plot beside it.")
     ] = None,
@@ -121,8 +125,8 @@ def with_default(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["acceptance"]:  # it has stages and a directory instead of rounds and a baseline
-        sys.argv = [f"{sys.argv[0]} acceptance", *sys.argv[2:]]
-        typer.run(command.main)
+    if (name := "".join(sys.argv[1:2])) in COMMANDS:
+        sys.argv = [f"{sys.argv[0]} {name}", *sys.argv[2:]]
+        typer.run(importlib.import_module(f"bench.{name}.command").main)
     sys.argv[1:] = with_default(sys.argv[1:])
     typer.run(main)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Literal
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 300, 64, 16, 34, 46
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf")
 LEGEND_LINE = 15
+CHAR_WIDTH = 6.2
+"""Mean width of a character of the font, in pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +22,17 @@ class Chart:
     x_label: str
     y_label: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
-    """Points by name. Values that are not finite are left out, as are non-positive ones on a logarithmic axis."""
+    """Points by name. Values that are not finite are left out, as are non-positive ones on a logarithmic axis. A point
+    whose x is NaN ends a line; the next one begins another of the same name and colour."""
     log_x: bool = True
     log_y: bool = False
+    marks: Literal["both", "lines", "dots"] = "both"
+    """Thin lines without dots, dots without lines, or both."""
+    has_legend: bool = True
+    x_names: Sequence[str] = ()
+    """Names of 0, 1, … on the x axis, instead of numbers."""
+    y_includes: Sequence[float] = (0.0,)
+    """Values that a linear y axis shows in any case, for charts with equal axes."""
 
 
 def to_svg(charts: Sequence[Chart], columns: int = 2) -> str:
@@ -38,15 +50,8 @@ def to_svg(charts: Sequence[Chart], columns: int = 2) -> str:
 
 
 def _draw(chart: Chart) -> str:
-    lines = {
-        name: [
-            (x, y)
-            for x, y in points
-            if math.isfinite(x) and math.isfinite(y) and (x > 0 or not chart.log_x) and (y > 0 or not chart.log_y)
-        ]
-        for name, points in chart.lines.items()
-    }
-    points = [point for line in lines.values() for point in line]
+    lines = {name: _parts(chart, points) for name, points in chart.lines.items()}
+    points = [point for parts in lines.values() for part in parts for point in part]
     text = [_text(WIDTH / 2, 18, chart.title, "middle", "bold")]
     text.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, chart.x_label, "middle"))
     text.append(
@@ -55,27 +60,53 @@ def _draw(chart: Chart) -> str:
     )
     if not points:
         return "".join([*text, _text(WIDTH / 2, HEIGHT / 2, "nothing was measured", "middle")])
-    x_axis = _Axis([x for x, _ in points], LEFT, WIDTH - RIGHT, chart.log_x)
-    y_axis = _Axis([y for _, y in points] + ([] if chart.log_y else [0.0]), HEIGHT - BOTTOM, TOP, chart.log_y)
-    for x in x_axis.ticks:
+    # A line has room beside the legend more often than a cloud of dots.
+    top = TOP + LEGEND_LINE * len(lines) if chart.has_legend and chart.marks == "dots" else TOP
+    x_values = [-0.5, len(chart.x_names) - 0.5] if chart.x_names else [x for x, _ in points]
+    x_axis = _Axis(x_values, LEFT, WIDTH - RIGHT, chart.log_x)
+    y_values = [y for _, y in points] + ([] if chart.log_y else [*chart.y_includes])
+    y_axis = _Axis(y_values, HEIGHT - BOTTOM, top, chart.log_y)
+    names = [(float(index), name) for index, name in enumerate(chart.x_names)]
+    ticks = names or [(x, _short(x)) for x in x_axis.ticks]
+    for x, name in ticks:
         place = x_axis.place(x)
-        text.append(f'<path d="M{place:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="#e4e4e4"/>')
-        text.append(_text(place, HEIGHT - BOTTOM + 16, _short(x), "middle"))
+        text.append(f'<path d="M{place:.1f} {top}V{HEIGHT - BOTTOM}" stroke="#e4e4e4"/>')
+        fitting = int((WIDTH - LEFT - RIGHT) / len(ticks) / CHAR_WIDTH)
+        for number, line in enumerate(textwrap.wrap(name, max(fitting, 4))):
+            text.append(_text(place, HEIGHT - BOTTOM + 16 + 12 * number, line, "middle"))
     for y in y_axis.ticks:
         place = y_axis.place(y)
         text.append(f'<path d="M{LEFT} {place:.1f}H{WIDTH - RIGHT}" stroke="#e4e4e4"/>')
         text.append(_text(LEFT - 6, place + 4, _short(y), "end"))
-    for index, (name, line) in enumerate(lines.items()):
+    for index, (name, parts) in enumerate(lines.items()):
         colour = COLOURS[index % len(COLOURS)]
-        path = " ".join(f"{x_axis.place(x):.1f},{y_axis.place(y):.1f}" for x, y in line)
-        text.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
-        text += [
-            f'<circle cx="{x_axis.place(x):.1f}" cy="{y_axis.place(y):.1f}" r="2.4" fill="{colour}"/>' for x, y in line
-        ]
+        for part in parts:
+            if chart.marks != "dots":
+                path = " ".join(f"{x_axis.place(x):.1f},{y_axis.place(y):.1f}" for x, y in part)
+                width = 1.8 if chart.marks == "both" else 1
+                text.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
+            if chart.marks != "lines":
+                look = (
+                    f'r="2.4" fill="{colour}"' if chart.marks == "both" else f'r="4" fill="{colour}" fill-opacity="0.7"'
+                )
+                text += [f'<circle cx="{x_axis.place(x):.1f}" cy="{y_axis.place(y):.1f}" {look}/>' for x, y in part]
+        if not chart.has_legend:
+            continue
         at = TOP + 12 + index * LEGEND_LINE
         text.append(f'<path d="M{LEFT + 8} {at - 4}h14" stroke="{colour}" stroke-width="3"/>')
         text.append(_text(LEFT + 27, at, name, "start"))
     return "".join(text)
+
+
+def _parts(chart: Chart, points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
+    """Return the points that can be drawn, as the lines that points without an x divide."""
+    parts = list[list[tuple[float, float]]]([[]])
+    for x, y in points:
+        if math.isnan(x):
+            parts.append([])
+        elif math.isfinite(x) and math.isfinite(y) and (x > 0 or not chart.log_x) and (y > 0 or not chart.log_y):
+            parts[-1].append((x, y))
+    return [part for part in parts if part]
 
 
 class _Axis:

@@ -19,12 +19,14 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted({*EXAMPLES.glob("*.py")} - {EXAMPLES / "make_tiny_model.py", EXAMPLES / "minimal_loop.py"})
 """Scripts that start a run; making the model takes 20 minutes and has its own tests in models/test_tiny_model.py."""
+STUDIES = sorted((EXAMPLES / "studies").glob("*.toml"))
+"""Studies, which tests/integration/bench/test_study.py reads."""
 GPUS = {"selfplay_gpu": (3, 48), "selfplay_24gb": (1, 24)}
 """Number of GPUs that an example is for, and the memory of each in GiB."""
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.toml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted({*EXAMPLES.rglob("*.toml")} - {*STUDIES}), ids=lambda path: path.name)
 def test_every_example_toml_can_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENROUTER_API_KEY", "not called by a check")
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,185 @@
+"""Processes of a study: start or resume each run, several at once if wanted, and end them with the study."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.study.reading import Arm, Checked, digest
+from unstable_lite.adapters.store import try_lock
+from unstable_lite.config import Config
+from unstable_lite.errors import UnstableError
+from unstable_lite.files import read_records, replaced
+from unstable_lite.orchestrator.checkpoint import newest_checkpoint
+from unstable_lite.tracking.run_directory import RUNS, to_toml
+
+POLL_S = 0.2
+PATIENCE_S = 120.0
+"""Time that runs have to finish an update and save it before they are killed."""
+TAIL_LINES = 8
+PR_SET_PDEATHSIG = 1
+"""Number of this request in Linux's prctl."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """One run of a study."""
+
+    arm: Arm
+    seed: int
+    config: Config
+    """Effective config of the run, with seed, name and output directory."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.arm.name, self.seed
+
+    @property
+    def label(self) -> str:
+        return f"{self.arm.name}, seed {self.seed}"
+
+    @property
+    def name(self) -> str:
+        return str(self.config.run.name)
+
+    @property
+    def output(self) -> Path:
+        return self.config.run.output_dir
+
+    @property
+    def log(self) -> Path:
+        return self.output / "logs" / f"{self.name}.log"
+
+
+def task_of(checked: Checked, arm: Arm, seed: int, output: Path) -> Task:
+    """Return the run of an arm and a seed. Its name has the config's digest, so a changed config is another run."""
+    config = checked.configs[arm.name]
+    own = {"seed": seed + arm.seed_offset, "name": f"{arm.slug}-seed-{seed}-{digest(config)[:8]}", "output_dir": output}
+    return Task(arm, seed, config.model_copy(update={"run": config.run.model_copy(update=own)}))
+
+
+def finished_directory(task: Task) -> Path | None:
+    """Return the directory of the run if it has made all its updates and evaluations."""
+    found = _resumable(task)
+    if found is None or found[1].name != f"ckpt-{task.config.run.learning_steps}":
+        return None
+    last = task.config.run.learning_steps
+    lines = [line for line in read_records(found[0] / "eval.jsonl") if line["step"] == last]
+    known = {(line["env_id"], line["opponent"]) for line in lines if line["label"] != "concurrent"}
+    is_whole = not task.config.run.eval_games or known.issuperset((e.env_id, e.opponent) for e in task.config.eval_envs)
+    return found[0] if is_whole else None
+
+
+def run_all(
+    tasks: Sequence[Task],
+    jobs: int,
+    starts: Callable[[Task], None],
+    ended: Callable[[Task, str | None], None],
+    say: Callable[[str], None],
+) -> None:
+    """Run all tasks, `jobs` at once. `starts` is called before each, `ended` after it, with the reason if it failed.
+
+    Signals that raise in this process end the runs, which save and can be resumed.
+    """
+    waiting, running = deque(tasks), dict[Task, subprocess.Popen[bytes]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                task = waiting.popleft()
+                starts(task)
+                running[task] = _start(task, say)
+            time.sleep(POLL_S)
+            for task, process in list(running.items()):
+                if (code := process.poll()) is not None:
+                    del running[task]
+                    ended(task, _failure(task, code))
+    finally:
+        _stop(list(running.values()))
+
+
+def _resumable(task: Task) -> tuple[Path, Path] | None:
+    """Return the newest directory of the run that has an intact checkpoint, and this checkpoint."""
+    found = [path.parent for path in task.output.glob(RUNS) if path.parent.name[9:] == task.name]
+    for directory in sorted(found, reverse=True):
+        with contextlib.suppress(UnstableError):
+            return directory, newest_checkpoint(directory / "checkpoints", lambda _: None)
+    return None
+
+
+def _start(task: Task, say: Callable[[str], None]) -> subprocess.Popen[bytes]:
+    found = _resumable(task)
+    if found is None:
+        path = task.output / "configs" / f"{task.name}.toml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replaced(path) as partial:
+            partial.write_text(to_toml(task.config.model_dump(mode="json")), encoding="utf-8")
+        arguments = [str(path)]
+    else:
+        say(f"  resuming from {found[1].name} in {found[0]}")
+        arguments = ["--resume", str(found[0])]
+    task.log.parent.mkdir(parents=True, exist_ok=True)
+    with task.log.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "unstable_lite", "run", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # a Ctrl-C at the terminal reaches this process alone, which then ends the runs
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+
+
+def _end_with_parent() -> None:
+    """Have Linux end this process, as a Ctrl-C would, when the study is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def _failure(task: Task, code: int) -> str | None:
+    if code == 0 and finished_directory(task) is not None:
+        return None
+    lines = task.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+    reason = f"exited with code {code}" if code else "ended before its last update"
+    return "\n  ".join([f"{reason}; the last lines of {task.log}:", *lines])
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the runs after their current update; a second signal ends them at once."""
+    if not processes:
+        return
+
+    def terminate(*_: object) -> None:
+        for process in processes:
+            process.terminate()
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, terminate)
+    terminate()
+    deadline = time.monotonic() + PATIENCE_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_for_orphans(tasks: Sequence[Task], say: Callable[[str], None]) -> None:
+    """Wait until no process of an earlier study writes to these runs. Such a process ends after its update."""
+    for task in tasks:
+        for directory in (path.parent for path in task.output.glob(RUNS) if path.parent.name[9:] == task.name):
+            is_said = False
+            while (lock := try_lock(directory)) is None:
+                if not is_said:
+                    say(f"{task.label}: waiting for a process that still writes to {directory}")
+                is_said = True
+                time.sleep(POLL_S)
+            os.close(lock)

@@ -1,0 +1,84 @@
+"""Aggregates over seeds: means, interquartile means, and paired differences, with bootstrap intervals.
+
+The interquartile mean leaves out a quarter of the runs at each end, rounded down: with five seeds the lowest and the
+highest one (Agarwal et al. 2021, arXiv:2108.13264). Every measure is of one game, so the runs of one arm are the only
+stratum of its bootstrap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from bench.study.reading import FOR_A_CLAIM, Study
+
+RESAMPLES = 10_000
+Row = dict[str, Any]
+
+
+def summarise(study: Study, records: Sequence[Mapping[str, Any]]) -> dict[str, list[Row]]:
+    """Return the rows of `aggregates` (by measure and arm) and of `differences` from the first arm, on paired seeds."""
+    aggregates, differences = list[Row](), list[Row]()
+    first = study.arms[0].name
+    for measure in study.measures:
+        values = {arm.name: _values(records, arm.name, measure) for arm in study.arms}
+        for arm, of_arm in values.items():
+            aggregates.append({"measure": measure, "arm": arm, **_row(of_arm)})
+            if arm != first:
+                paired = {seed: of_arm[seed] - values[first][seed] for seed in of_arm if seed in values[first]}
+                differences.append({"measure": measure, "arm": arm, "from": first, **_row(paired)})
+    return {"aggregates": aggregates, "differences": differences}
+
+
+def supports_no_claim(study: Study, records: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the reason why the results support no claim; None if every arm has enough seeds."""
+    counts = {arm.name: len(_values(records, arm.name, study.primary)) for arm in study.arms}
+    few = [f"{arm}: {count}" for arm, count in counts.items() if count < FOR_A_CLAIM]
+    claim = f"These results support no claim, which needs {FOR_A_CLAIM} seeds of each arm"
+    return f"{claim} ({', '.join(few)})." if few else None
+
+
+def interquartile_mean(values: Any, axis: int = 0) -> Any:
+    return stats.trim_mean(values, 0.25, axis=axis)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % percentile bootstrap interval of the interquartile mean; None for fewer than two values.
+
+    It repeats exactly. With five values it is too narrow: see docs/evaluate.md.
+    """
+    if len(values) < 2:
+        return None
+    result = stats.bootstrap(
+        (np.asarray(values),),
+        interquartile_mean,
+        n_resamples=RESAMPLES,
+        vectorized=True,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return _rounded(result.low), _rounded(result.high)
+
+
+def _values(records: Sequence[Mapping[str, Any]], arm: str, measure: str) -> dict[int, float]:
+    """Return the values of an arm by seed, without the runs that lack the measure."""
+    found = {run["seed"]: run["measures"].get(measure) for run in records if run["arm"] == arm}
+    return {seed: value for seed, value in sorted(found.items()) if value is not None}
+
+
+def _row(by_seed: Mapping[int, float]) -> Row:
+    values = list(by_seed.values())
+    return {
+        "n": len(values),
+        "seeds": list(by_seed),
+        "mean": _rounded(np.mean(values)) if values else None,
+        "iqm": _rounded(interquartile_mean(values)) if values else None,
+        "interval": interval(values),
+    }
+
+
+def _rounded(value: Any) -> float:
+    return float(f"{value:.6g}")

@@ -1,0 +1,224 @@
+"""`python -m bench study`: real runs, killed and continued, with a scripted engine."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import sync_playwright
+
+from bench.harness import REPOSITORY
+from bench.study.page import to_html
+from bench.study.reading import read_study
+from bench.study.statistics import summarise
+from fakes import runs
+from unstable_lite.adapters.store import try_lock
+from unstable_lite.tracking.run_directory import to_toml
+
+STUDIES = sorted((REPOSITORY / "examples" / "studies").glob("*.toml"))
+ENV = "Nim-v0-train"
+SCRIPTED: dict[str, Any] = {
+    "model_name": "builtin:tiny",
+    "run": {
+        "learning_steps": 2,
+        "eval_games": 4,
+        "num_eval_workers": 0,
+        "num_collection_workers": 12,
+        "checkpoint_every": 1,
+    },
+    "engine": {"kind": "scripted", "temperature": 1.0, "max_model_len": 512, "max_generation_len": 12},
+    "learner": {"batch_size": 12, "activation_checkpointing": False, "canary_tolerance": 10.0},
+    "train_envs": [{"env_id": ENV, "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}],
+    "eval_envs": [{"env_id": ENV, "num_players": 2, "fixed_opponent": "scripted:random"}],
+}
+"""The scripted engine has no weights with which the canary could agree."""
+PRIMARY = f"points against scripted:random in {ENV}, last"
+
+
+def write_study(directory: Path, **changes: Any) -> Path:
+    arms = [{"name": "one"}, {"name": "two", "overrides": {"learner": {"learning_rate": 1e-12}}}]
+    study = {"name": "tiny", "question": "?", "primary": PRIMARY, "seeds": [1, 2], "base": SCRIPTED, "arms": arms}
+    path = directory / "study.toml"
+    path.write_text(to_toml({**study, **changes}))
+    return path
+
+
+def start(study: Path, directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    places = ("--json", str(directory / "tiny.json"), "--output", str(directory / "outputs"))
+    return subprocess.Popen(
+        [sys.executable, "-m", "bench", "study", str(study), *places, *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def results(directory: Path) -> dict[str, Any]:
+    """Return the results; without any before the first were written."""
+    with contextlib.suppress(FileNotFoundError):
+        content: dict[str, Any] = json.loads((directory / "tiny.json").read_text())
+        return content
+    return {"runs": []}
+
+
+def run_directories(directory: Path) -> list[Path]:
+    return sorted(path.parent for path in directory.glob("outputs/*/*/config.toml"))
+
+
+def has_checkpoint_of(directory: Path, name: str) -> bool:
+    return any(directory.glob(f"outputs/*/*-{name}-*/checkpoints/ckpt-*/manifest.json"))
+
+
+def test_killed_study_continues_to_the_same_runs(tmp_path: Path) -> None:
+    study = write_study(tmp_path)
+    first = start(study, tmp_path)
+    runs.wait_for(lambda: len(results(tmp_path)["runs"]) == 1 and has_checkpoint_of(tmp_path, "two-seed-1"))
+    children = runs.children_of(first)
+    first.kill()
+    first.communicate()
+    (whole,) = results(tmp_path)["runs"]
+    code, out, err = runs.finish(start(study, tmp_path, "--jobs", "2"))
+    assert code == 0, out + err
+    assert runs.are_gone(children)
+    content = results(tmp_path)
+    found = sorted((run["seed"], run["arm"]) for run in content["runs"])
+    assert found == [(seed, arm) for seed in (1, 2) for arm in ("one", "two")]
+    assert content["runs"][0] == whole and "run 1 of 4" not in out
+    assert all(run["updates"] == 2 and run["measures"][PRIMARY] is not None for run in content["runs"])
+    assert {path.name for path in run_directories(tmp_path)} == {run["directory"] for run in content["runs"]}
+    assert "support no claim" in out and "support no claim" in (tmp_path / "tiny.md").read_text()
+    assert re.search(r"run 4 of 4: two, seed 2 \(\d to go, about \d+ s left\)", out), out
+    assert (tmp_path / "tiny.svg").exists() and (tmp_path / "outputs" / "study.html").exists()
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "tiny.json").write_text((tmp_path / "tiny.json").read_text())
+    code, out, err = runs.finish(start(study, elsewhere))
+    assert code == 0, out + err
+    assert results(elsewhere) == content and not run_directories(elsewhere)
+
+    (tmp_path / "tiny.json").unlink()
+    code, out, err = runs.finish(start(study, tmp_path))
+    assert code == 0 and "run 1" not in out, out + err
+    assert results(tmp_path) == content
+
+    loss = {"loss": {"metric": "learner/loss"}, "points": {"opponent": "scripted:random"}}
+    code, out, err = runs.finish(start(write_study(tmp_path, measures=loss, primary="loss"), tmp_path, "--show"))
+    assert code == 0, out + err
+    assert all(run["measures"]["loss"] is not None and run["primary"] == PRIMARY for run in results(tmp_path)["runs"])
+    assert out.count(f"the primary measure was {PRIMARY!r} when it ran") == 4
+
+
+@pytest.mark.nightly
+def test_changed_arm_is_named_and_repeated_only_if_asked(tmp_path: Path) -> None:
+    assert runs.finish(start(write_study(tmp_path, seeds=[1]), tmp_path, "--jobs", "2"))[0] == 0
+    before = results(tmp_path)["runs"]
+    arms = [{"name": "one"}, {"name": "two", "overrides": {"learner": {"learning_rate": 1e-3}}}]
+    study = write_study(tmp_path, seeds=[1], arms=arms)
+    code, out, err = runs.finish(start(study, tmp_path))
+    assert code == 1, out + err
+    assert "two, seed 1: its config has changed since it ran (learner.learning_rate: 1e-12 → 0.001)" in out
+    assert results(tmp_path)["runs"] == before
+    assert runs.finish(start(study, tmp_path, "--again"))[0] == 0
+    earlier, later = ({run["arm"]: run for run in some} for some in (before, results(tmp_path)["runs"]))
+    assert later["one"] == earlier["one"] and later["two"]["config"] != earlier["two"]["config"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_study_ends_its_runs_and_continues(tmp_path: Path, signum: signal.Signals) -> None:
+    base = SCRIPTED | {"run": SCRIPTED["run"] | {"learning_steps": 6}}
+    study = write_study(tmp_path, seeds=[1], base=base)
+    first = start(study, tmp_path, "--jobs", "2")
+    runs.wait_for(lambda: has_checkpoint_of(tmp_path, "one-seed-1") and has_checkpoint_of(tmp_path, "two-seed-1"))
+    children = runs.children_of(first)
+    first.send_signal(signum)
+    out, err = first.communicate(timeout=120)
+    assert first.returncode == 128 + signum, out + err
+    assert runs.are_gone(children)
+    code, out, err = runs.finish(start(study, tmp_path, "--jobs", "2"))
+    assert code == 0, out + err
+    assert len(run_directories(tmp_path)) == 2 and [run["updates"] for run in results(tmp_path)["runs"]] == [6, 6]
+
+
+@pytest.mark.nightly
+def test_failed_run_is_reported_and_the_others_go_ahead(tmp_path: Path) -> None:
+    arms = [{"name": "broken", "overrides": {"learner": {"canary_tolerance": 0.1}}}, {"name": "whole"}]
+    code, out, err = runs.finish(start(write_study(tmp_path, seeds=[1], arms=arms), tmp_path))
+    assert code == 1, out + err
+    assert "broken, seed 1 exited with code 1; the last lines of " in out and "error: canary: " in out
+    assert [run["arm"] for run in results(tmp_path)["runs"]] == ["whole"]
+    assert "failed: broken, seed 1; log: " in out
+
+
+def test_second_study_in_one_folder_and_a_bad_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "outputs").mkdir()
+    lock = try_lock(tmp_path / "outputs")
+    assert lock is not None
+    code, out, err = runs.finish(start(write_study(tmp_path), tmp_path))
+    os.close(lock)
+    assert code == 1 and "another process runs this study" in err, out + err
+    study = write_study(tmp_path, primary="speed")
+    code, out, err = runs.finish(start(study, tmp_path))
+    assert code == 1 and not run_directories(tmp_path), out + err
+    assert f"error: {study}: primary = 'speed' is not a measure; known: {PRIMARY}" in err
+
+
+def test_default_measures_are_points_and_exploitabilities(tmp_path: Path) -> None:
+    kuhn = {"env_id": "openspiel:kuhn_poker", "num_players": 2, "prompt_template": "tiny"}
+    base = {
+        "model_name": "builtin:tiny-games",
+        "run": {"exact_every": 2, "eval_games": 4},
+        "engine": SCRIPTED["engine"] | {"kind": "transformers"},
+        "train_envs": [kuhn | {"num_actors": 2}],
+        "eval_envs": [kuhn | {"fixed_opponent": "base"}],
+    }
+    name = "exploitability/openspiel:kuhn_poker"
+    checked = read_study(write_study(tmp_path, base=base, primary=f"{name}, last"))
+    assert list(checked.study.measures) == [
+        *(f"{name}, {taken}" for taken in ("last", "worst of the last half", "mean")),
+        "points against base in openspiel:kuhn_poker, last",
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "examples" / "studies").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_every_shipped_study_can_run(path: Path) -> None:
+    study = read_study(path).study
+    assert study.name == path.stem and len(study.seeds) >= 5
+
+
+@pytest.mark.nightly
+@pytest.mark.browser
+def test_page_fits_a_desk_and_a_phone(tmp_path: Path, chromium: str) -> None:
+    study, results = read_study(STUDIES[0]).study, list[dict[str, Any]]()
+    for number, (seed, arm) in enumerate(itertools.product(study.seeds, study.arms)):
+        values = {name: (7 * number % 20) / 20 for name in study.measures}
+        curves = {"exploitability/openspiel:kuhn_poker": [(update, update * number) for update in range(0, 128, 8)]}
+        record = {"arm": arm.name, "seed": seed, "updates": 128, "games": 9999, "seconds": 130, "alarms": 0}
+        results.append(record | {"directory": "10-00-00-run", "measures": values, "curves": curves})
+    content = {"runs": results, **summarise(study, results)}
+    (tmp_path / "study.html").write_text(to_html(study, content, ["A note."]))
+    said: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for width in (1280, 390):
+            page = browser.new_page(viewport={"width": width, "height": 800})
+            page.on("console", lambda message: said.append(message.text))
+            page.goto((tmp_path / "study.html").as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            assert page.locator("svg").count() == 1 + len(study.measures) + len(study.arms)
+        browser.close()
+    assert not said
