@@ -17,7 +17,7 @@ from bench.harness import REPOSITORY
 from bench.study.page import note_of, number, to_html, to_markdown, to_plots
 from bench.study.reading import Checked, read_study
 from bench.study.results import MAX_BYTES, read_results, record_run, remarks, write_results
-from bench.study.running import Task, finished_directory, run_all, task_of, wait_for_orphans
+from bench.study.running import Task, finished_directory, make_warm_start, run_all, task_of, wait_for_orphans
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.cli.options import errors_as_messages
 from unstable_lite.errors import UnstableError
@@ -76,7 +76,7 @@ class _Session:
 
     def run(self, jobs: int, again: bool, show: bool) -> bool:
         """Run the missing runs, and write everything. Return whether the study is whole."""
-        measures = self._checked.study.measures
+        study, measures = self._checked.study, self._checked.study.measures
         changed = {task: keys for task in self._tasks if (keys := self._changed(task))}
         for task, keys in changed.items():
             todo = "it is repeated" if again else "it is left out; --again repeats it"
@@ -90,6 +90,8 @@ class _Session:
             wait_for_orphans(left, self._say)
             self._left = [task for task in left if not self._record(task)]
             self._write()
+            if study.warm_start and self._left:
+                make_warm_start(self._checked, self._output, self._say)
             run_all(self._left.copy(), jobs, lambda task: self._announce(task, jobs), self._ended, self._say)
         notes = self._write()
         for text in (*notes, *self._failed, f"results: {self._json}; page: {self._page}"):

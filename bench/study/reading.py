@@ -68,6 +68,8 @@ class Study(Section):
     """Path of a config, relative to the study file, or the sections themselves."""
     overrides: dict[str, Any] = {}  # noqa: RUF012
     """Sections that replace those of the base in every arm."""
+    warm_start: bool = False
+    """Train an adapter by imitation once, with section `sft` of the first arm, and start every run from it."""
     seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], Field(min_length=1)]
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)]
     """The first arm is the one with which the others are compared."""
@@ -102,6 +104,8 @@ def read_study(path: Path) -> Checked:
             if config is not None and not wrong:
                 make_plan(config)
                 configs[arm.name] = config
+                if study.warm_start and config.lora.initial_lora_path is not None:
+                    wrong = ["remove lora.initial_lora_path, or warm_start, which sets it"]
         except ConfigError as error:
             wrong = list(error.problems)
         problems += [f"{where}: {problem}" for problem in wrong]

@@ -5,8 +5,11 @@ Owns the format: the effective config of each arm once, and one record for each 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +18,13 @@ from typing import Any
 
 from bench.study.reading import Arm, Checked, Measure, as_stored, digest, digest_of, series_of
 from bench.study.statistics import summarise
+from unstable_lite.adapters.peft_files import WEIGHTS
 from unstable_lite.config.reading import parse_config
 from unstable_lite.dashboards.report.runs import differences, flat
 from unstable_lite.dashboards.run_view import RunView
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import replaced, understood
+from unstable_lite.planning.trust import CONFIG
 
 FORMAT = 1
 MAX_POINTS = 100
@@ -134,6 +139,7 @@ def record_run(checked: Checked, arm: Arm, seed: int, directory: Path, results: 
             "games": newest.get("run/games"),
             "alarms": len(list(view.lines("alarms"))),
             "directory": directory.name,
+            "start": _start_of(directory),
             "measures": {name: value_of(measure, curves.get(measure.series, [])) for name, measure in measures.items()},
             "curves": {name: _thinned(curve) for name, curve in curves.items() if name in kept},
             **json.loads((directory / "versions.json").read_text(encoding="utf-8")),
@@ -141,6 +147,15 @@ def record_run(checked: Checked, arm: Arm, seed: int, directory: Path, results: 
     results.configs[record["config"]] = as_stored(config)
     results.runs[arm.name, seed] = record
     return record
+
+
+def _start_of(directory: Path) -> str | None:
+    """Return a digest of the weights from which a run started; None for the base, or if they are gone."""
+    path = tomllib.loads((directory / CONFIG).read_text(encoding="utf-8"))["lora"].get("initial_lora_path")
+    if path is not None:
+        with contextlib.suppress(FileNotFoundError):
+            return hashlib.sha256((Path(path) / WEIGHTS).read_bytes()).hexdigest()[:16]
+    return None
 
 
 def value_of(measure: Measure, curve: Sequence[tuple[int, float]]) -> float | None:
@@ -189,6 +204,8 @@ def remarks(checked: Checked, records: Sequence[Mapping[str, Any]]) -> list[str]
         found += [f"{where}: no value of {name!r}" for name in lacking]
         if record["primary"] != study.primary:
             found.append(f"{where}: the primary measure was {record['primary']!r} when it ran")
+    if len({record.get("start") for record in records}) > 1:
+        found.append("The runs start from several adapters: their warm starts were made on several machines.")
     if len(commits := dict.fromkeys(str(record["commit"])[:12] for record in records)) > 1:
         found.append(f"The runs are of several commits: {', '.join(commits)}")
     return found

@@ -1,10 +1,11 @@
-"""Processes of a study: start or resume each run, several at once if wanted, and end them with the study."""
+"""Processes of a study: the warm start, then each run, several at once if wanted. They end with the study."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,13 +14,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from bench.study.reading import Arm, Checked, digest
+from bench.study.reading import Arm, Checked, digest, digest_of
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.config import Config
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import read_records, replaced
 from unstable_lite.orchestrator.checkpoint import newest_checkpoint
+from unstable_lite.sft.session import HOW
 from unstable_lite.tracking.run_directory import RUNS, to_toml
 
 POLL_S = 0.2
@@ -64,7 +67,38 @@ def task_of(checked: Checked, arm: Arm, seed: int, output: Path) -> Task:
     """Return the run of an arm and a seed. Its name has the config's digest, so a changed config is another run."""
     config = checked.configs[arm.name]
     own = {"seed": seed + arm.seed_offset, "name": f"{arm.slug}-seed-{seed}-{digest(config)[:8]}", "output_dir": output}
-    return Task(arm, seed, config.model_copy(update={"run": config.run.model_copy(update=own)}))
+    changes: dict[str, Any] = {"run": config.run.model_copy(update=own)}
+    if checked.study.warm_start:
+        start = warm_start_directory(checked, output)
+        changes["lora"] = config.lora.model_copy(update={"initial_lora_path": start})
+    return Task(arm, seed, config.model_copy(update=changes))
+
+
+def warm_start_directory(checked: Checked, output: Path) -> Path:
+    """Return the directory of the adapter of `warm_start`; another one if what it depends on is changed."""
+    config = checked.configs[checked.study.arms[0].name]
+    raw = config.model_dump(mode="json", include={"model_name", "sft", "lora", "train_envs", "templates"})
+    return output / f"warm_start-{digest_of(raw)[:8]}"
+
+
+def make_warm_start(checked: Checked, output: Path, say: Callable[[str], None]) -> None:
+    """Train the adapter from which every run starts, unless it is there. Raises UnstableError if that fails."""
+    directory, config = warm_start_directory(checked, output), checked.configs[checked.study.arms[0].name]
+    if (directory / HOW).exists():
+        return
+    say(f"warm start: {directory}")
+    shutil.rmtree(directory, ignore_errors=True)  # of a process that was killed
+    made = config.model_copy(update={"sft": config.sft.model_copy(update={"output": directory})})
+    path = _written(made, output / "configs" / f"{directory.name}.toml")
+    log = output / "logs" / f"{directory.name}.log"
+    process = _launch(["sft", str(path)], log)
+    try:
+        code = process.wait()
+    except SystemExit:  # a signal
+        _stop([process])
+        raise
+    if code or not (directory / HOW).exists():
+        raise UnstableError(f"no warm start: {_last_lines(code, log)}")
 
 
 def finished_directory(task: Task) -> Path | None:
@@ -118,22 +152,27 @@ def _resumable(task: Task) -> tuple[Path, Path] | None:
 def _start(task: Task, say: Callable[[str], None]) -> subprocess.Popen[bytes]:
     found = _resumable(task)
     if found is None:
-        path = task.output / "configs" / f"{task.name}.toml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(path) as partial:
-            partial.write_text(to_toml(task.config.model_dump(mode="json")), encoding="utf-8")
-        arguments = [str(path)]
-    else:
-        say(f"  resuming from {found[1].name} in {found[0]}")
-        arguments = ["--resume", str(found[0])]
-    task.log.parent.mkdir(parents=True, exist_ok=True)
-    with task.log.open("ab") as log:
+        return _launch(["run", str(_written(task.config, task.output / "configs" / f"{task.name}.toml"))], task.log)
+    say(f"  resuming from {found[1].name} in {found[0]}")
+    return _launch(["run", "--resume", str(found[0])], task.log)
+
+
+def _written(config: Config, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(path) as partial:
+        partial.write_text(to_toml(config.model_dump(mode="json")), encoding="utf-8")
+    return path
+
+
+def _launch(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "unstable_lite", "run", *arguments],
+            [sys.executable, "-m", "unstable_lite", *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # a Ctrl-C at the terminal reaches this process alone, which then ends the runs
+            stdout=file,
+            stderr=file,
+            start_new_session=True,  # a Ctrl-C at the terminal reaches this process alone, which then ends the others
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
 
@@ -146,9 +185,13 @@ def _end_with_parent() -> None:
 def _failure(task: Task, code: int) -> str | None:
     if code == 0 and finished_directory(task) is not None:
         return None
-    lines = task.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+    return _last_lines(code, task.log)
+
+
+def _last_lines(code: int, log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
     reason = f"exited with code {code}" if code else "ended before its last update"
-    return "\n  ".join([f"{reason}; the last lines of {task.log}:", *lines])
+    return "\n  ".join([f"{reason}; the last lines of {log}:", *lines])
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:

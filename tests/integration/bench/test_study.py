@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from playwright.sync_api import sync_playwright
+from safetensors.torch import load_file
 
 from bench.harness import REPOSITORY
 from bench.study.page import to_html
 from bench.study.reading import read_study
 from bench.study.statistics import summarise
 from fakes import runs
+from unstable_lite.adapters.peft_files import WEIGHTS
 from unstable_lite.adapters.store import try_lock
 from unstable_lite.tracking.run_directory import to_toml
 
@@ -118,6 +121,37 @@ def test_killed_study_continues_to_the_same_runs(tmp_path: Path) -> None:
     assert code == 0, out + err
     assert all(run["measures"]["loss"] is not None and run["primary"] == PRIMARY for run in results(tmp_path)["runs"])
     assert out.count(f"the primary measure was {PRIMARY!r} when it ran") == 4
+
+
+def test_every_run_starts_from_the_warm_start(tmp_path: Path) -> None:
+    sft = {"players": ["scripted:random"], "pairs": 20, "epochs": 1, "learning_rate": 1e-3, "holdout": 0.0}
+    frozen = {"learner": SCRIPTED["learner"] | {"learning_rate": 1e-12}, "run": SCRIPTED["run"] | {"learning_steps": 1}}
+    path = write_study(tmp_path, base=SCRIPTED | frozen | {"sft": sft}, warm_start=True, seeds=[1])
+    process = start(path, tmp_path)
+    said = process.communicate()
+    assert process.returncode == 0, said
+    (adapter,) = tmp_path.glob("outputs/warm_start-*")
+    made = load_file(adapter / WEIGHTS)
+    assert any(weight.any() for name, weight in made.items() if "lora_B" in name)
+    for directory in run_directories(tmp_path):
+        trained = load_file(directory / "checkpoints" / "ckpt-1" / WEIGHTS)
+        assert all(torch.allclose(trained[name], made[name], atol=1e-6) for name in made)
+    assert len({run["start"] for run in results(tmp_path)["runs"]}) == 1
+
+    made_at = (adapter / WEIGHTS).stat().st_mtime_ns
+    write_study(tmp_path, base=SCRIPTED | frozen | {"sft": sft}, warm_start=True, seeds=[1, 2])
+    process = start(path, tmp_path)
+    assert process.communicate() and process.returncode == 0
+    assert (adapter / WEIGHTS).stat().st_mtime_ns == made_at
+    assert len(results(tmp_path)["runs"]) == 4
+
+
+def test_failed_warm_start_is_reported_and_nothing_runs(tmp_path: Path) -> None:
+    process = start(write_study(tmp_path, warm_start=True), tmp_path)
+    _, error = process.communicate()
+    assert process.returncode == 1
+    assert "no warm start: exited with code 1" in error and "sft.players" in error
+    assert not run_directories(tmp_path)
 
 
 @pytest.mark.nightly
