@@ -120,7 +120,7 @@ class EvalEnvSpec(EnvSpec):
     """Sampling temperature of every seat that engines serve, at least 0.01, or 0: the most probable token. Default:
     `engine.temperature`."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Share of the probability to sample from, for the same seats. Default: `engine.top_p`."""
+    """Nucleus sampling threshold at the same seats. Default: `engine.top_p`."""
 
     @property
     def sampling(self) -> Sampling | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from fakes.random_policy import RandomPolicy
 from unstable_lite.config import Config
 from unstable_lite.config.reading import parse_config
 from unstable_lite.config.tracking import TrackerConfig
@@ -25,7 +25,7 @@ from unstable_lite.games.env_start import start_environment
 from unstable_lite.games.openspiel.names import load_game
 from unstable_lite.games.openspiel.prompts import action_names, prompt
 from unstable_lite.games.players.factory import PlayerFactory
-from unstable_lite.games.players.scripted import legal_actions, random_legal_action
+from unstable_lite.games.players.scripted import legal_actions
 from unstable_lite.league.branch_points import BranchPoints, digest_of
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.orchestrator.wiring import _scheduler, make_buffer
@@ -70,24 +70,6 @@ def scheduler_of(of: Config) -> GameScheduler:
     return scheduler
 
 
-class RandomPolicy:
-    """Policy that draws any legal action, from its own stream."""
-
-    def __init__(self, env_id: str, seed: int = 0) -> None:
-        self._env_id = env_id
-        self._rng = random.Random(seed)
-
-    async def generate(self, prompt: str, version: int, stop: tuple[str, ...], seed: int | None) -> Generation:
-        return Generation(
-            prompt_ids=np.array([1], np.int32),
-            completion_ids=np.array([2], np.int32),
-            logprobs=np.array([0.0], np.float32),
-            text=f"\\boxed{{{random_legal_action(self._env_id, prompt, self._rng)}}}",
-            finish_reason="stop",
-            adapter_version=version,
-        )
-
-
 async def played(spec: GameSpec, factory: PlayerFactory, max_action_chars: int = 100) -> GameRecord:
     record, environment = new_record(spec), start_environment(spec.env_id, 2, spec.seed)
     await run_game(record, environment, factory.players(spec), max_action_chars)
@@ -111,7 +93,7 @@ def is_branched(group: list[GameRecord]) -> bool:
 @pytest.mark.parametrize("env_id", [KUHN, NIM, PIG])
 async def test_games_of_a_group_start_in_one_state_of_an_earlier_game(env_id: str) -> None:
     groups, _ = await play(config(env_id, group_size=3), 40)
-    assert not is_branched(groups[0])  # there is no earlier game yet
+    assert not is_branched(groups[0])  # no game has been played yet
     branched = [group for group in groups if is_branched(group)]
     assert 25 <= len(branched) < 40
     of_seed = defaultdict(list)

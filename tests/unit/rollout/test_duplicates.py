@@ -7,13 +7,12 @@ import random
 from collections import defaultdict
 from statistics import fmean, pvariance, stdev
 
-import numpy as np
 import pytest
 
+from fakes.random_policy import RandomPolicy
 from unstable_lite.config import Config
 from unstable_lite.games.env_start import start_environment
 from unstable_lite.games.players.factory import PlayerFactory
-from unstable_lite.games.players.scripted import random_legal_action
 from unstable_lite.league.game_scheduler import GameScheduler
 from unstable_lite.league.model_registry import ModelRegistry
 from unstable_lite.league.samplers import build_env_sampler, build_model_sampler
@@ -22,7 +21,7 @@ from unstable_lite.planning.algorithm_defaults import resolve_defaults
 from unstable_lite.reward_transformations.group import SeatReward, across_seats, leave_one_out
 from unstable_lite.rollout.run_game import new_record, run_game
 from unstable_lite.rollout.step_buffer import StepBuffer
-from unstable_lite.types import GameRecord, Generation, Step
+from unstable_lite.types import GameRecord, Step
 
 KUHN = "openspiel:kuhn_poker"
 OF_CARDS = 1.0 / 2.109375
@@ -58,23 +57,6 @@ def scheduler_of(of: Config) -> GameScheduler:
     )
 
 
-class RandomPolicy:
-    """Policy that draws any legal action, from its own stream."""
-
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-
-    async def generate(self, prompt: str, version: int, stop: tuple[str, ...], seed: int | None) -> Generation:
-        return Generation(
-            prompt_ids=np.array([1], np.int32),
-            completion_ids=np.array([2], np.int32),
-            logprobs=np.array([0.0], np.float32),
-            text=f"\\boxed{{{random_legal_action(KUHN, prompt, self._rng)}}}",
-            finish_reason="stop",
-            adapter_version=version,
-        )
-
-
 async def play(scheduler: GameScheduler, factory: PlayerFactory, groups: int) -> list[GameRecord]:
     records = []
     for _ in range(groups):
@@ -89,7 +71,7 @@ async def compared(group_size: int, groups: int) -> list[Step]:
     of = config(group_size)
     buffer = make_buffer(of)
     assert isinstance(buffer, StepBuffer)
-    for record in await play(scheduler_of(of), PlayerFactory(RandomPolicy(1).generate), groups):
+    for record in await play(scheduler_of(of), PlayerFactory(RandomPolicy(KUHN, 1).generate), groups):
         buffer.add_game(record)
     assert buffer.group_counts["whole"] == groups
     return await buffer.get_batch(buffer.size(), 1)
@@ -114,7 +96,7 @@ async def test_games_of_a_group_have_one_deal_and_one_opponent_and_change_seats(
             assert all(agent.collect_data == (agent.model.uid == "ckpt-1") for agent in spec.agent_specs)
     assert len(seeds) == 10
     first_cards = set()
-    for record in await play(scheduler_of(of), PlayerFactory(RandomPolicy(0).generate), 1):
+    for record in await play(scheduler_of(of), PlayerFactory(RandomPolicy(KUHN, 0).generate), 1):
         first_cards.add(next(line for line in record.turns[0].observation.splitlines() if " card: " in line))
     assert len(first_cards) == 1
 
@@ -146,7 +128,7 @@ async def test_leaving_one_out_has_a_smaller_variance_than_a_duplicate() -> None
     """Games at the own seat cancel the deal and the opponent's draws, and a group of one seat has more of them."""
     of = config(8).model_copy(update={"rewards": config(8).rewards.model_copy(update={"group_baseline": "rloo"})})
     rewards = defaultdict(list)
-    for record in await play(scheduler_of(of), PlayerFactory(RandomPolicy(1).generate), 300):
+    for record in await play(scheduler_of(of), PlayerFactory(RandomPolicy(KUHN, 1).generate), 300):
         rewards[record.spec.group_idx].append(record.trajectories[0].final_reward)
     advantages = [advantage for group in rewards.values() for advantage in leave_one_out(group)]
     plain = pvariance([reward for group in rewards.values() for reward in group])
@@ -170,7 +152,7 @@ async def test_void_games_shrink_a_group_and_games_without_a_partner_are_left_ou
     of = config(4)
     buffer = make_buffer(of)
     assert isinstance(buffer, StepBuffer)
-    records = await play(scheduler_of(of), PlayerFactory(RandomPolicy(1).generate), 2)
+    records = await play(scheduler_of(of), PlayerFactory(RandomPolicy(KUHN, 1).generate), 2)
     first, second = records[:4], records[4:]
     for record in (first[1], second[0], second[2]):
         record.end, record.trajectories = "void", []
@@ -192,7 +174,7 @@ async def test_void_games_shrink_a_group_and_games_without_a_partner_are_left_ou
 async def test_equal_results_at_each_seat_give_advantage_zero_also_after_a_restart() -> None:
     """A policy that always loses learns nothing, although its losses at both seats do not cancel."""
     of = config(2)
-    records = await play(scheduler_of(of), PlayerFactory(RandomPolicy(1).generate), 40)
+    records = await play(scheduler_of(of), PlayerFactory(RandomPolicy(KUHN, 1).generate), 40)
     buffer = make_buffer(of)
     assert isinstance(buffer, StepBuffer)
 
