@@ -17,9 +17,12 @@ from unstable_lite.config import Config
 from unstable_lite.config.reading import parse_config, parse_toml
 from unstable_lite.config.section import Section
 from unstable_lite.errors import ConfigError
+from unstable_lite.games.openspiel.flatten import flatten
 from unstable_lite.planning.exact import exact_envs
 from unstable_lite.planning.plan import make_plan
 
+AVERAGE = "exploitability_average"
+"""Kind of measure that is computed from the checkpoints after a run."""
 OWN_KEYS = ("seed", "name", "output_dir")
 """Keys of section `run` that the study sets."""
 FOR_A_CLAIM = 5
@@ -30,7 +33,8 @@ class Measure(Section):
     """One number of a run, from a metric or from evaluations against one opponent."""
 
     metric: str | None = None
-    """Metric of metrics.jsonl, such as `exploitability/openspiel:kuhn_poker`."""
+    """Metric of metrics.jsonl, such as `exploitability/openspiel:kuhn_poker`; or `exploitability_average/ENV`, of the
+    policy that draws one of the run's checkpoints before each game."""
     opponent: str | None = None
     """Opponent of an eval env, instead of a metric."""
     env_id: str | None = None
@@ -235,8 +239,11 @@ def _known_series(config: Config, measure: Measure) -> list[str] | None:
         has_games = config.run.eval_games > 0
         return [series_of(measure.value, env.opponent, env.env_id) for env in config.eval_envs if has_games]
     kind, _, _ = str(measure.metric).partition("/")
-    if kind in ("exploitability", "exploitability_legal"):
-        return [f"{kind}/{env.env_id}" for env in exact_envs(config)[0]]
+    if kind in ("exploitability", "exploitability_legal", AVERAGE):
+        env_ids = [env.env_id for env in exact_envs(config)[0]]
+        if kind == AVERAGE:  # defined only where each history has its own positions
+            env_ids = [env_id for env_id in env_ids if not flatten(env_id).shares_positions]
+        return [f"{kind}/{env_id}" for env_id in env_ids]
     return None
 
 

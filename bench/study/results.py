@@ -16,7 +16,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench.study.reading import Arm, Checked, Measure, as_stored, digest, digest_of, series_of
+from bench.study.averaging import average_exploitability
+from bench.study.reading import AVERAGE, Arm, Checked, Measure, as_stored, digest, digest_of, series_of
 from bench.study.statistics import summarise
 from unstable_lite.adapters.peft_files import WEIGHTS
 from unstable_lite.config.reading import parse_config
@@ -122,6 +123,10 @@ def record_run(checked: Checked, arm: Arm, seed: int, directory: Path, results: 
     view.refresh()
     with understood(directory):
         curves = _curves(view)
+        for series in (measure.series for measure in checked.study.measures.values()):
+            kind, _, env_id = series.partition("/")
+            if kind == AVERAGE:
+                curves[series] = [(view.num_updates, average_exploitability(directory, config, env_id))]
         newest: dict[str, Any] = {name: value for line in view.lines("metrics") for name, value in line.items()}
         measures = checked.study.measures
         kept = {measure.series for measure in measures.values()}

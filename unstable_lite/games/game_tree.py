@@ -73,6 +73,12 @@ class GameTree:
     def num_answers(self) -> int:
         return sum(len(state.actions) for state in self.states)
 
+    @property
+    def shares_positions(self) -> bool:
+        """Whether several histories lead to one position."""
+        successors = [n for position in self.positions if not isinstance(position, End) for n in position.successors]
+        return len(set(successors)) < len(successors)
+
     def exploitability(self, policy: Policy) -> float:
         """Return how much best responses win on average, over both seats, against `policy`; 0 for an equilibrium.
 
@@ -169,6 +175,40 @@ class GameTree:
                 pairs = zip(state.actions, after, strict=True)
                 optimal[state.observation] = [action for action, value in pairs if value == best]
         return optimal
+
+    def average(self, policies: Sequence[Policy]) -> Policy:
+        """Return the policy of a seat that draws one of `policies` before each game and plays as it does.
+
+        In a decision state each one counts by the probability that its own actions lead there; a state that none of
+        them reaches is uniform. Raises ValueError if positions are shared: then that probability is not one number.
+        Source: Kuhn 1953, "Extensive games and the problem of information".
+        """
+        if self.shares_positions:
+            raise ValueError("several histories share a position")
+        played_S = [np.zeros(len(state.actions)) for state in self.states]
+        reached_S = np.zeros(len(self.states))
+        for policy in policies:
+            own_S = self._own_reach(policy)
+            reached_S += own_S
+            for played, own, of_policy in zip(played_S, own_S, policy, strict=True):
+                played += own * of_policy
+        pairs = zip(played_S, reached_S, strict=True)
+        return [played / reached if reached else np.full(len(played), 1 / len(played)) for played, reached in pairs]
+
+    def _own_reach(self, policy: Policy) -> npt.NDArray[np.float64]:
+        """Return the probability that a seat's own actions lead to each of its decision states."""
+        own_N2 = np.ones((len(self.positions), 2))
+        own_S = np.zeros(len(self.states))
+        for number in range(len(self.positions) - 1, -1, -1):
+            position = self.positions[number]
+            if isinstance(position, End):
+                continue
+            own_N2[list(position.successors)] = own_N2[number]
+            if isinstance(position, Decision):
+                seat = self.states[position.state].seat
+                own_S[position.state] = own_N2[number, seat]
+                own_N2[list(position.successors), seat] *= policy[position.state]
+        return own_S
 
     def _reach(self, policy: Policy, seat: int, own: Policy | None) -> list[float]:
         """Return the probability that chance and both seats lead to each position.

@@ -19,12 +19,17 @@ from playwright.sync_api import sync_playwright
 from safetensors.torch import load_file
 
 from bench.harness import REPOSITORY
+from bench.study.averaging import average_exploitability
 from bench.study.page import to_html
 from bench.study.reading import read_study
 from bench.study.statistics import summarise
 from fakes import runs
+from fakes.handmade_adapters import fitting, write_adapter
 from unstable_lite.adapters.peft_files import WEIGHTS
 from unstable_lite.adapters.store import try_lock
+from unstable_lite.errors import ConfigError
+from unstable_lite.evaluation.scoring import action_distribution
+from unstable_lite.games.openspiel.flatten import flatten
 from unstable_lite.tracking.run_directory import to_toml
 
 STUDIES = sorted((REPOSITORY / "examples" / "studies").glob("*.toml"))
@@ -224,6 +229,44 @@ def test_default_measures_are_points_and_exploitabilities(tmp_path: Path) -> Non
         *(f"{name}, {taken}" for taken in ("last", "worst of the last half", "mean")),
         "points against base in openspiel:kuhn_poker, last",
     ]
+
+
+EXACT: dict[str, Any] = {
+    "model_name": "builtin:tiny-games",
+    "run": {"exact_every": 2, "eval_games": 0},
+    "engine": SCRIPTED["engine"] | {"kind": "transformers"},
+    "lora": {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]},
+    "train_envs": [{"env_id": "openspiel:kuhn_poker", "num_players": 2, "num_actors": 2, "prompt_template": "tiny"}],
+}
+
+
+def test_average_policy_is_that_of_the_checkpoints(tmp_path: Path) -> None:
+    env_id = "openspiel:kuhn_poker"
+    name = f"exploitability_average/{env_id}"
+    study = write_study(tmp_path, base=EXACT, measures={"average": {"metric": name}}, primary="average")
+    config = read_study(study).configs["one"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(to_toml(config.model_dump(mode="json")))
+    adapters = [tmp_path / "run" / "checkpoints" / f"ckpt-{number}" for number in (1, 2)]
+    base, modules = EXACT["model_name"], EXACT["lora"]["target_modules"]
+    for number, adapter in enumerate(adapters):
+        write_adapter(adapter, fitting(base, number), base=base, target_modules=modules, bias="none")
+    tree = flatten(env_id)
+    observations = [state.observation for state in tree.states]
+    policies = [
+        [of.probabilities for of in action_distribution(adapter, env_id, observations, config=config)]
+        for adapter in adapters
+    ]
+    average = average_exploitability(tmp_path / "run", config, env_id)
+    assert average == pytest.approx(tree.exploitability(tree.average(policies)))
+
+
+def test_average_policy_of_a_game_with_shared_positions_is_refused(tmp_path: Path) -> None:
+    env_id = "openspiel:nim(is_misere=False,pile_sizes=2;2)"
+    base = EXACT | {"train_envs": [EXACT["train_envs"][0] | {"env_id": env_id}]}
+    measures = {"average": {"metric": f"exploitability_average/{env_id}"}}
+    with pytest.raises(ConfigError, match="arm 'one' has no exploitability_average"):
+        read_study(write_study(tmp_path, base=base, measures=measures, primary="average"))
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,35 @@ def test_computed_outcomes_are_those_of_played_games(seat: int, rest: float) -> 
     assert computed.win == pytest.approx(np.mean(np.array(utilities) > 0), abs=0.035)
 
 
+@pytest.mark.parametrize("seat", [0, 1])
+@pytest.mark.parametrize("name", ["kuhn_poker", "liars_dice(dice_sides=3)", "matrix_rps"])
+def test_average_policy_has_the_mean_outcomes_of_its_policies_against_anyone(name: str, seat: int) -> None:
+    tree = flatten(f"openspiel:{name}")
+    one, two, three = (random_policy(tree, seed, rest) for seed, rest in ((1, 0.0), (2, 0.1), (3, 0.3)))
+    opponent = random_policy(tree, 9, rest=0.05)
+    apart = [tree.outcomes(opponent, seat, policy) for policy in (one, two, three)]
+    together = tree.outcomes(opponent, seat, tree.average([one, two, three]))
+    for result in ("win", "draw", "loss", "utility"):
+        assert getattr(together, result) == pytest.approx(np.mean([getattr(each, result) for each in apart]))
+
+
+def test_average_policy_is_uniform_where_none_of_its_policies_comes() -> None:
+    tree = flatten("openspiel:kuhn_poker")
+    always_first = [np.eye(len(state.actions))[0] for state in tree.states]
+    average = tree.average([always_first, always_first])
+    reached = [bool(np.array_equal(mean, first)) for mean, first in zip(average, always_first, strict=True)]
+    assert reached.count(False) == 0, "seat 0 passes, then answers a bet; seat 1 answers either"
+    always_bet = [np.eye(len(state.actions))[1] for state in tree.states]
+    average = tree.average([always_bet, always_bet])
+    assert sum(bool(np.allclose(mean, 0.5)) for mean in average) == 3, "after a pass, which seat 0 never makes"
+
+
+def test_average_of_shared_positions_is_refused() -> None:
+    tree = flatten(NIM)
+    with pytest.raises(ValueError, match="share a position"):
+        tree.average([uniform(tree)])
+
+
 def test_board_games_are_merged_by_board_and_solved() -> None:
     nim = flatten(NIM)
     assert len(nim.states) == 230

@@ -1,0 +1,28 @@
+"""Exploitability of the average of a run's checkpoints, which are scored after the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unstable_lite.config import Config
+from unstable_lite.config.games import EvalEnvSpec
+from unstable_lite.evaluation.models import find_models
+from unstable_lite.evaluation.scoring import AnswerScorer
+from unstable_lite.games.openspiel.flatten import flatten
+from unstable_lite.planning.exact import exact_envs
+
+
+def average_exploitability(directory: Path, config: Config, env_id: str) -> float:
+    """Return the exploitability of the policy that plays as one of the kept checkpoints, drawn before each game.
+
+    Raises UnstableError if a checkpoint cannot be read, ValueError for a game in which histories share positions.
+    """
+    (spec,) = (env for env in exact_envs(config)[0] if env.env_id == env_id)
+    env = EvalEnvSpec.model_validate(spec.model_dump(include=set(EvalEnvSpec.model_fields)))
+    tree, scorer, policies = flatten(env_id), AnswerScorer(config, [env]), []
+    for model in find_models([str(directory)]):
+        if model.path is not None:
+            scorer.use(model)
+            found = scorer.distributions(env, [state.observation for state in tree.states])
+            policies.append([distribution.probabilities for distribution in found])
+    return tree.exploitability(tree.average(policies))
