@@ -141,11 +141,9 @@ class _Session:
         if (size := self._json.stat().st_size) > MAX_BYTES:
             notes.append(f"{self._json} has {size / 1e6:.1f} MB; keep fewer measures or divide the study")
         table = to_markdown(study, content, notes)
-        for path, text in (
-            (self._json.with_suffix(".md"), table),
-            (self._json.with_suffix(".svg"), to_plots(study, content)),
-            (self._page, to_html(study, content, notes)),
-        ):
+        plots = {self._json.with_name(self._json.stem + end): text for end, text in to_plots(study, content).items()}
+        pages = {self._json.with_suffix(".md"): table, self._page: to_html(study, content, notes)}
+        for path, text in (pages | plots).items():
             with replaced(path) as partial:
                 partial.write_text(text, encoding="utf-8")
         return [table]

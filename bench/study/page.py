@@ -42,9 +42,12 @@ def to_markdown(study: Study, content: Content, notes: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def to_plots(study: Study, content: Content) -> str:
-    """Return all plots as one SVG."""
-    return to_svg([chart for _, charts in _sections(study, content) for chart in charts], COLUMNS)
+def to_plots(study: Study, content: Content) -> dict[str, str]:
+    """Return SVG by the end of its file's name: all plots, and the one of two measures against each other."""
+    plots = {".svg": to_svg([chart for _, charts in _sections(study, content) for chart in charts], COLUMNS)}
+    if study.scatter is not None:
+        plots["-scatter.svg"] = to_svg([_scatter(study, content, *study.scatter)])
+    return plots
 
 
 def to_html(study: Study, content: Content, notes: Sequence[str]) -> str:
@@ -128,12 +131,7 @@ def _sections(study: Study, content: Content) -> Iterator[tuple[str, list[Chart]
     """Yield heading and charts: two measures against each other, each measure's dots, and the curves of each arm."""
     runs, arms = _current(content), [arm.name for arm in study.arms]
     if study.scatter is not None:
-        x, y = study.scatter
-        lines = {arm: [_pair(run, x, y) for run in runs if run["arm"] == arm] for arm in arms}
-        yield (
-            "One dot per run",
-            [Chart(title="", x_label=x, y_label=y, lines=lines, log_x=False, marks="dots", y_includes=())],
-        )
+        yield "One dot per run", [_scatter(study, content, *study.scatter)]
     dots = []
     for measure in sorted(study.measures, key=lambda name: name != study.primary):
         of_arms = [[run for run in runs if run["arm"] == arm] for arm in arms]
@@ -156,13 +154,16 @@ def _sections(study: Study, content: Content) -> Iterator[tuple[str, list[Chart]
         yield series, charts
 
 
+def _scatter(study: Study, content: Content, x: str, y: str) -> Chart:
+    lines: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in study.arms}
+    for run in _current(content):
+        lines[run["arm"]].append((_value(run, x), _value(run, y)))
+    return Chart(title="", x_label=x, y_label=y, lines=lines, log_x=False, marks="dots", y_includes=())
+
+
 def _value(run: Mapping[str, Any], measure: str) -> float:
     value = run["measures"].get(measure)
     return math.nan if value is None else float(value)
-
-
-def _pair(run: Mapping[str, Any], x: str, y: str) -> tuple[float, float]:
-    return _value(run, x), _value(run, y)
 
 
 def _shift(index: int, count: int) -> float:

@@ -352,8 +352,9 @@ def test_plots_have_a_dot_per_run_and_a_line_per_seed(tmp_path: Path) -> None:
     checked = read(tmp_path)
     content = write_results(tmp_path / "tiny.json", checked, make_results(checked, tmp_path))
     plots = to_plots(checked.study, content)
-    assert plots.count("<circle") == 3 * 10  # a scatter and two measures
-    assert plots.count("<polyline") == 2 * 10  # of loss and of points
+    assert plots[".svg"].count("<circle") == 3 * 10  # a scatter and two measures
+    assert plots[".svg"].count("<polyline") == 2 * 10  # of loss and of points
+    assert plots["-scatter.svg"].count("<circle") == 10
 
 
 @pytest.mark.parametrize("num_seeds", [0, 1, 4, 5])
@@ -365,4 +366,4 @@ def test_every_output_of_few_seeds_says_that_it_supports_no_claim(tmp_path: Path
     assert len(notes) == (num_seeds < 5)
     for text in (to_html(checked.study, content, notes), to_markdown(checked.study, content, notes)):
         assert ("support no claim" in text) == (num_seeds < 5)
-    assert to_plots(checked.study, content).startswith("<svg")
+    assert all(plot.startswith("<svg") for plot in to_plots(checked.study, content).values())
