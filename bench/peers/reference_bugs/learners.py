@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -48,25 +47,21 @@ class WrongPrompt(A2CLearner):
                 )
             before, _, after = template.prompt(_MARK, env.num_players).partition(_MARK)
             self._around[env.env_id] = before, after
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+        self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
             resolve_model(config.model_name), trust_remote_code=config.trust_remote_code
         )
 
-        @cache
-        def bare(prompt: bytes, env_id: str) -> TokenIds:
-            text = tokenizer.decode(np.frombuffer(prompt, np.int32), clean_up_tokenization_spaces=False)
-            before, after = self._around[env_id]
-            assert text.startswith(before) and text.endswith(after), text
-            return np.array(tokenizer(text[len(before) : len(text) - len(after)])["input_ids"], np.int32)
-
-        self._bare = bare
-
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
-        bare = []
-        for item in items:
-            assert item.context is not None
-            bare.append(replace(item, prompt_ids=self._bare(item.prompt_ids.tobytes(), item.context.env_id)))
+        bare = [replace(item, prompt_ids=self._bare(item)) for item in items]
         return super().add_gradient(with_weight_one(self.policy, bare))
+
+    def _bare(self, item: TrainItem) -> TokenIds:
+        """Return the ids of the observation in the item's prompt."""
+        assert item.context is not None
+        before, after = self._around[item.context.env_id]
+        text = self._tokenizer.decode(item.prompt_ids, clean_up_tokenization_spaces=False)
+        assert text.startswith(before) and text.endswith(after), text
+        return np.array(self._tokenizer(text[len(before) : len(text) - len(after)])["input_ids"], np.int32)
 
 
 class Bfloat16Adapter(A2CLearner):
