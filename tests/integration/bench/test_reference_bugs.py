@@ -1,0 +1,41 @@
+"""Every arm of the study of the reference's bugs trains in a real run."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.harness import REPOSITORY
+from bench.study.reading import read_study
+from fakes import runs
+from unstable_lite.config import Config
+from unstable_lite.files import read_records
+from unstable_lite.tracking.run_directory import to_toml
+
+STUDY = REPOSITORY / "examples" / "studies" / "reference_bugs.toml"
+
+
+def shortened(config: Config, output: Path) -> dict[str, Any]:
+    raw = config.model_dump(mode="json", exclude_none=True)
+    raw["run"] |= {"learning_steps": 2, "eval_games": 2, "num_collection_workers": 24, "output_dir": str(output)}
+    del raw["run"]["eval_every"]
+    raw["learner"]["batch_size"] = 24
+    return raw
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arm", [arm["name"] for arm in tomllib.loads(STUDY.read_text())["arms"]])
+def test_arm_trains(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)  # the patches are no part of the package
+    (tmp_path / "arm.toml").write_text(to_toml(shortened(read_study(STUDY).configs[arm], tmp_path / "outputs")))
+    code, out, err = runs.finish(runs.start("run", tmp_path / "arm.toml"))
+    assert code == 0, out + err
+    lines = read_records(runs.run_directory(tmp_path) / "metrics.jsonl")
+    updates = [line for line in lines if "learner/loss" in line]
+    assert [line["learner/step"] for line in updates] == [1, 2]
+    assert all(line["learner/policy_grad_norm"] > 0 and line["canary/doubts"] == 0 for line in updates)
+    # The share of tokens without weight is that of stop tokens in one arm, and 0 in the others.
+    assert all((line["learner/weight_zero"] > 0) == (arm == "no stop token") for line in updates)

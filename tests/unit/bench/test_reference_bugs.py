@@ -1,0 +1,253 @@
+"""Each patch of bench/peers/reference_bugs/ has its bug and no other, and without the patch there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from bench.harness import REPOSITORY
+from bench.peers.reference_bugs.learners import Bfloat16Adapter
+from bench.peers.reference_bugs.rewards import NoStopToken, RewardAtEveryTurn
+from bench.study.reading import as_stored, read_study
+from fakes.step_contexts import CONTEXT
+from unstable_lite import plugins
+from unstable_lite.config import Config
+from unstable_lite.errors import ConfigError
+from unstable_lite.games.templates import TEMPLATES
+from unstable_lite.learner import load_learner
+from unstable_lite.learner.advantages import estimate_advantages
+from unstable_lite.rollout.episode_buffer import EpisodeBuffer
+from unstable_lite.types import FinishReason, Generation, ModelRef, PlayerTrajectory, Step, TrainItem
+
+BUGS = "bench.peers.reference_bugs"
+LEARNERS = ("WrongPrompt", "Bfloat16Adapter", "UncorrectedSampling")
+TEMPERATURE, CAP = 0.7, 2.0
+EPISODES = {"kind": "episodes"}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STUDY = REPOSITORY / "examples" / "studies" / "reference_bugs.toml"
+
+MakeLearner = Callable[..., Any]
+MakeItems = Callable[..., list[TrainItem]]
+
+
+def patched(make_learner: MakeLearner, name: str, **sections: dict[str, Any]) -> Any:
+    return make_learner(f"{BUGS}.learners:{name}", buffer=EPISODES, **sections)
+
+
+def gradient(learner: Any, items: Sequence[TrainItem]) -> list[Tensor]:
+    for parameter in learner.policy.parameters.values():
+        parameter.grad = None
+    learner.add_gradient(items)
+    return [parameter.grad.clone() for parameter in learner.policy.parameters.values()]
+
+
+def formula(
+    learner: Any, items: Sequence[TrainItem], temperature: float = TEMPERATURE, is_corrected: bool = True
+) -> list[Tensor]:
+    """Compute the policy's gradient one sequence at a time, with the model's own logits and the whole softmax."""
+    total = torch.zeros(())
+    for item in items:
+        tokens = torch.tensor(np.concatenate([item.prompt_ids, item.completion_ids]))[None].long()
+        logp_TV = torch.log_softmax(learner.policy.model(input_ids=tokens).logits[0] / temperature, -1)
+        for t, token in enumerate(item.completion_ids.tolist()):
+            logp = logp_TV[len(item.prompt_ids) + t - 1, token]
+            ratio = math.exp(logp.item() - float(item.logprobs[t])) if is_corrected else 1.0
+            total = total - min(ratio, CAP) * item.reward * logp
+    loss = total / (learner.training.completion_len * len(items))
+    return list(torch.autograd.grad(loss, list(learner.policy.parameters.values())))
+
+
+def is_close(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    pairs = zip(ours, theirs, strict=True)
+    return all(torch.allclose(own, other, rtol=1e-3, atol=1e-6) for own, other in pairs)
+
+
+def parameters(learner: Any) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in learner.policy.parameters.values()]
+
+
+def is_bfloat16(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and torch.equal(tensor, tensor.bfloat16().float())
+
+
+def make_trajectory(num_steps: int, finish: FinishReason = "stop", reward: float = 1.0) -> PlayerTrajectory:
+    generation = Generation(
+        prompt_ids=np.array([5, 6], np.int32),
+        completion_ids=np.array([7, 8, 1], np.int32),
+        logprobs=np.full(3, -1.0, np.float32),
+        text="ab",
+        finish_reason=finish,
+        adapter_version=0,
+    )
+    steps = [
+        Step(pid=0, obs="o", act="ab", reward=0.0, env_id="E", generation=generation, context=CONTEXT)
+        for _ in range(num_steps)
+    ]
+    model = ModelRef(uid="base", kind="checkpoint", adapter_version=0)
+    return PlayerTrajectory(pid=0, env_id="E", game_idx=0, model=model, steps=steps, final_reward=reward)
+
+
+def stored(trajectory: PlayerTrajectory, *transforms: Any) -> list[Step]:
+    buffer = EpisodeBuffer(10, step_reward_transformation=transforms[0] if transforms else None)
+    buffer.add_player_trajectory(trajectory)
+    return buffer.drain()
+
+
+def item_of(step: Step) -> TrainItem:
+    made = step.generation
+    return TrainItem(
+        prompt_ids=made.prompt_ids,
+        completion_ids=made.completion_ids,
+        logprobs=made.logprobs,
+        reward=step.reward,
+        adapter_version=0,
+        trajectory=0,
+        token_weights=step.token_weights,
+    )
+
+
+def test_wrong_prompt_trains_answers_after_the_bare_observation(
+    make_learner: MakeLearner, make_items: MakeItems, model_path: Path
+) -> None:
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model_path)
+    context = msgspec.structs.replace(CONTEXT, env_id="Nim-v0-train")
+    shown, bare = list[TrainItem](), list[TrainItem]()
+    for index, item in enumerate(make_items(3)):
+        observation = f"Piles: {index} {{observation}} é"
+        for prompts, text in ((shown, TEMPLATES["default"].prompt(observation, 2)), (bare, observation)):
+            ids = np.array(tokenizer(text)["input_ids"], np.int32)
+            prompts.append(replace(item, prompt_ids=ids, context=context))
+    engine = {"max_model_len": 1024}
+    wrong = gradient(patched(make_learner, "WrongPrompt", engine=engine), shown)
+    right_learner = make_learner("a2c", engine=engine)
+    assert is_close(wrong, formula(right_learner, bare, is_corrected=False))
+    right = gradient(right_learner, shown)
+    assert is_close(right, formula(right_learner, shown))
+    assert not is_close(right, wrong) and not is_close(wrong, formula(right_learner, shown, is_corrected=False))
+
+
+def test_wrong_prompt_refuses_a_template_of_the_tokenizer(make_config: Callable[..., Config]) -> None:
+    config = make_config(f"{BUGS}.learners:WrongPrompt", buffer=EPISODES)
+    chat = config.train_envs[0].model_copy(update={"prompt_template": "chat"})
+    with pytest.raises(ConfigError, match="the tokenizer lays out prompt_template 'chat' of Nim-v0-train"):
+        load_learner(config.model_copy(update={"train_envs": (chat,)}), "cpu")
+
+
+def test_without_stop_token_an_answer_is_trained_as_if_cut_before_it(make_learner: MakeLearner) -> None:
+    learner = make_learner("a2c")
+    (right,), (wrong,) = stored(make_trajectory(1)), stored(make_trajectory(1), NoStopToken())
+    assert right.token_weights is None and wrong.token_weights is not None
+    assert wrong.token_weights.tolist() == [1, 1, 0]
+    whole = item_of(right)
+    cut = replace(whole, completion_ids=whole.completion_ids[:-1], logprobs=whole.logprobs[:-1])
+    assert is_close(gradient(learner, [item_of(wrong)]), formula(learner, [cut]))
+    assert is_close(gradient(learner, [whole]), formula(learner, [whole]))
+    assert not is_close(gradient(learner, [whole]), gradient(learner, [item_of(wrong)]))
+
+
+def test_without_stop_token_an_answer_without_one_stays_whole() -> None:
+    (step,) = stored(make_trajectory(1, "length"), NoStopToken())
+    assert step.token_weights is None and step.reward == 1.0
+
+
+def test_bfloat16_adapter_rounds_weights_and_moments_and_loses_small_steps(
+    make_learner: MakeLearner, make_items: MakeItems
+) -> None:
+    small = {"learning_rate": 1e-6}
+    for learner in (make_learner("a2c", learner=small), patched(make_learner, "Bfloat16Adapter", learner=small)):
+        before, is_patched = parameters(learner), isinstance(learner, Bfloat16Adapter)
+        assert learner.update(make_items(6), 1).skipped is None
+        after, state = parameters(learner), learner.training.optimizer.state
+        moments = [state[parameter][name] for parameter in learner.policy.parameters.values() for name in MOMENTS]
+        assert {is_bfloat16(tensor) for tensor in (*after, *moments)} == {is_patched}
+        start = [tensor.bfloat16().float() if is_patched else tensor for tensor in before]
+        is_lost = torch.cat([(old == new).flatten() for old, new in zip(start, after, strict=True)])
+        assert is_lost.float().mean() > 0.9 if is_patched else not is_lost.any()
+
+
+def test_second_moment_of_bfloat16_adapter_never_decays(make_learner: MakeLearner, make_items: MakeItems) -> None:
+    for learner in (make_learner("a2c"), patched(make_learner, "Bfloat16Adapter")):
+        learner.update(make_items(6), 1)
+        optimizer, weights = learner.training.optimizer, learner.policy.parameters.values()
+        before = [optimizer.state[weight]["exp_avg_sq"].clone() for weight in weights]
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        pairs = zip(before, [optimizer.state[weight]["exp_avg_sq"] for weight in weights], strict=True)
+        is_kept = all(torch.equal(old, new) for old, new in pairs)
+        assert is_kept == isinstance(learner, Bfloat16Adapter)
+
+
+def test_bfloat16_adapter_continues_bit_for_bit_from_a_saved_state(
+    make_learner: MakeLearner, make_items: MakeItems, tmp_path: Path
+) -> None:
+    learner, resumed = (patched(make_learner, "Bfloat16Adapter") for _ in range(2))
+    learner.update(make_items(6), 1)
+    learner.training.save(tmp_path)
+    resumed.training.load(tmp_path)
+    for one in (learner, resumed):
+        one.update(make_items(6, seed=1), 2)
+    assert all(map(torch.equal, parameters(learner), parameters(resumed)))
+    assert all(map(is_bfloat16, parameters(resumed)))
+
+
+def test_uncorrected_sampling_trains_at_temperature_one_with_weight_one(
+    make_learner: MakeLearner, make_items: MakeItems
+) -> None:
+    items = make_items(5)
+    wrong_learner, right_learner = patched(make_learner, "UncorrectedSampling"), make_learner("a2c")
+    scores = wrong_learner.policy.item_logprobs(items)
+    wrong = gradient(wrong_learner, items)
+    assert is_close(wrong, formula(right_learner, items, temperature=1.0, is_corrected=False))
+    assert is_close(gradient(right_learner, items), formula(right_learner, items))
+    assert not is_close(wrong, formula(right_learner, items, is_corrected=False))
+    assert all(map(torch.equal, scores, wrong_learner.policy.item_logprobs(items))), "canaries must see the true policy"
+
+
+def test_with_the_reward_at_every_turn_a_return_counts_the_turns_left() -> None:
+    returns = {}
+    for name, transforms in (("right", ()), ("wrong", (RewardAtEveryTurn(),))):
+        items = [item_of(step) for step in stored(make_trajectory(3, reward=-0.5), *transforms)]
+        returns[name] = estimate_advantages(items, np.zeros(3), 1.0, 1.0)[1].tolist()
+    assert returns == {"right": [-0.5, -0.5, -0.5], "wrong": [-1.5, -1.0, -0.5]}
+
+
+def test_every_arm_of_the_study_differs_from_the_first_by_its_bug() -> None:
+    checked = read_study(STUDY)
+    correct, *others = (as_stored(checked.configs[arm.name]) for arm in checked.study.arms)
+    assert correct["algorithm"] == "a2c"
+    learner, kind = {"algorithm"}, {"buffer.kind"}
+    changed = [{key for key in flat(one) if flat(one)[key] != flat(correct)[key]} for one in others]
+    assert changed == [
+        learner | kind,
+        {"rewards.step_reward_transformation"},
+        learner | kind,
+        {"rewards.step_reward_transformation"},
+        learner | kind | {"engine.top_p", "engine.allow_top_p"},
+    ]
+    classes = [one["algorithm"] for one in others if one["algorithm"] != "a2c"]
+    classes += [entry["name"] for one in others for entry in extra_transforms(one, correct)]
+    assert all(callable(plugins.find("class", name, {})) for name in classes)
+    assert len(set(classes)) == 5
+    assert [name.partition(":")[2] for name in classes[:3]] == list(LEARNERS)
+
+
+def extra_transforms(one: dict[str, Any], correct: dict[str, Any]) -> list[dict[str, Any]]:
+    key = "step_reward_transformation"
+    return [entry for entry in one["rewards"][key] if entry not in correct["rewards"][key]]
+
+
+def flat(table: dict[str, Any]) -> dict[str, Any]:
+    sections = [name for name in table if isinstance(table[name], dict)]
+    of_sections = {f"{name}.{key}": value for name in sections for key, value in table[name].items()}
+    return of_sections | {key: value for key, value in table.items() if key not in sections}
