@@ -26,7 +26,7 @@ def test_envs_are_shuffled_apart() -> None:
     assert given[1:] == [(1.0, 2.0)] * 49
 
 
-def test_shuffled_rewards_go_on_where_they_stopped() -> None:
+def test_restored_rewards_continue_with_the_same_draws() -> None:
     whole, first = ShuffledRewards(), ShuffledRewards()
     rewards = [float(number) for number in range(40)]
     expected = [whole(reward, 0, "env") for reward in rewards]

@@ -113,7 +113,7 @@ def test_average_policy_has_the_mean_outcomes_of_its_policies_against_anyone(nam
         assert getattr(together, result) == pytest.approx(np.mean([getattr(each, result) for each in apart]))
 
 
-def test_average_policy_is_uniform_where_none_of_its_policies_comes() -> None:
+def test_average_policy_is_uniform_in_states_that_none_of_its_policies_reaches() -> None:
     tree = flatten("openspiel:kuhn_poker")
     always_first = [np.eye(len(state.actions))[0] for state in tree.states]
     average = tree.average([always_first, always_first])

@@ -1,0 +1,35 @@
+"""docs/results.md says what the published runs say."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.study.reading import FOR_A_CLAIM
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+STUDIES = sorted((ROOT / "bench" / "results" / "studies").glob("*.json"))
+
+
+def test_every_row_of_a_study_is_published() -> None:
+    published = {row for path in STUDIES for row in path.with_suffix(".md").read_text(encoding="utf-8").splitlines()}
+    tables = re.findall(r"^\| measure \|.*\n(?:\|.*\n)+", PAGE, re.MULTILINE)
+    assert tables
+    assert not [row for table in tables for row in table.splitlines() if row not in published]
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_published_study_is_whole_small_and_on_the_page(path: Path) -> None:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    runs = {(run["arm"], run["seed"]) for run in content["runs"]}
+    study = content["study"]
+    assert runs == {(arm["name"], seed) for arm in study["arms"] for seed in study["seeds"]}
+    assert len(study["seeds"]) >= FOR_A_CLAIM
+    assert all(run["measures"].get(study["primary"]) is not None for run in content["runs"])
+    assert path.stat().st_size < 2_000_000
+    assert f"examples/studies/{path.stem}.toml" in PAGE and f"bench/results/studies/{path.stem}.json" in PAGE
+    assert (ROOT / "examples" / "studies" / f"{path.stem}.toml").exists()
