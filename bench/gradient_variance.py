@@ -91,7 +91,8 @@ class MeasuredREINFORCE(REINFORCELearner):
         super().__init__(config, device)
         if every < 1:
             raise ConfigError(f"learner.options.every = {every}: must be at least 1")
-        known = (*BASELINES, "group") if config.run.group_size > 1 else BASELINES
+        self._has_group = config.group_baseline not in (None, "grpo")  # which divides by a group's standard deviation
+        known = (*BASELINES, "group") if self._has_group else BASELINES
         if baseline not in known:
             raise ConfigError(f"learner.options.baseline = {baseline!r}: must be one of {', '.join(known)}")
         self._every, self._baseline = every, baseline
@@ -127,7 +128,7 @@ class MeasuredREINFORCE(REINFORCELearner):
             "role": [of_role[player] for player in players],
             "opponents": [of_opponents[player] for player in players],
         }
-        return advantages if contexts[0].group_idx is None else advantages | {"group": own}
+        return advantages | ({"group": own} if self._has_group else {})
 
     def measure(self, items: Sequence[TrainItem], advantages: dict[str, list[float]]) -> dict[str, float]:
         """Return the metrics of a batch; none if it has a single unit. Changes nothing."""

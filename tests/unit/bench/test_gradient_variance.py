@@ -27,11 +27,15 @@ Make = Callable[..., Any]
 
 
 def load(
-    make_config: Make, algorithm: str = MEASURED, group_size: int = 1, dropout: float = 0.0, **options: Any
+    make_config: Make, algorithm: str = MEASURED, group: str | None = None, dropout: float = 0.0, **options: Any
 ) -> Any:
-    config = make_config(run={"group_size": group_size}, lora={"lora_dropout": dropout})
-    learner_config = config.learner.model_copy(update={"options": options})
-    learner = load_learner(config.model_copy(update={"algorithm": algorithm, "learner": learner_config}), "cpu")
+    config = make_config(lora={"lora_dropout": dropout})
+    changes = {
+        "algorithm": algorithm,
+        "learner": config.learner.model_copy(update={"options": options}),
+        "rewards": config.rewards.model_copy(update={"group_baseline": group}),
+    }
+    learner = load_learner(config.model_copy(update=changes), "cpu")
     generator = torch.Generator().manual_seed(1)
     for name, parameter in learner.training.policy.parameters.items():
         if "lora_B" in name:
@@ -41,7 +45,7 @@ def load(
 
 @pytest.fixture
 def items(make_items: Make) -> list[TrainItem]:
-    """Ten steps of six games; the last two games have both seats, and a step is far from the others of its game."""
+    """Ten steps of six games, of which two have both seats; the steps of a game are not together."""
     games = [(0, 0, 1.0), (1, 1, -1.0), (2, 0, 0.5), (3, 0, -0.5), (4, 0, 1.0), (4, 1, -1.0), (5, 1, 1.0)]
     games += [(5, 0, -1.0), (5, 1, 1.0), (0, 0, 1.0)]
     kinds = ("mirror", "scripted")
@@ -88,40 +92,37 @@ def test_estimates_are_unbiased_for_units_of_a_known_distribution() -> None:
         assert (error < 0.05 * truth * scales).all(), name
 
 
+def gradient_of(plain: Any, items: list[TrainItem], rows: list[int], advantages: list[float]) -> Tensor:
+    """Return the gradient of some steps' share of the batch's loss, by REINFORCE itself."""
+    for parameter in plain.policy.parameters.values():
+        parameter.grad = None
+    plain.add_gradient([replace(items[row], reward=advantages[row]) for row in rows])
+    parts = [parameter.grad.flatten() for parameter in plain.policy.parameters.values()]
+    return torch.cat(parts) * len(rows) / len(items)
+
+
 def test_metrics_agree_with_the_formula_in_float64(make_config: Make, items: list[TrainItem]) -> None:
-    """Unrolled: the gradient of each game by REINFORCE itself, and the textbook covariance."""
+    """Unrolled: the gradient of each game, and the textbook covariance."""
     learner, plain = load(make_config, baseline="batch"), load(make_config, "reinforce")
     for one in (learner, plain):
         one.policy.model.double()
     advantages = learner.advantages(items)
     metrics = learner.measure(items, advantages)
-
-    def gradient(rows: list[int], given: list[float]) -> Tensor:
-        """Return the gradient of some steps' share of the batch's loss."""
-        for parameter in plain.policy.parameters.values():
-            parameter.grad = None
-        plain.add_gradient([replace(items[row], reward=given[row]) for row in rows])
-        parts = [parameter.grad.flatten() for parameter in plain.policy.parameters.values()]
-        return torch.cat(parts) * len(rows) / len(items)
-
+    rows_of = [[r for r, item in enumerate(items) if item.context and item.context.game_idx == g] for g in range(6)]
     variance = {}
     for name, given in advantages.items():
-        games = torch.stack(
-            [
-                gradient([r for r, i in enumerate(items) if i.context and i.context.game_idx == g], given)
-                for g in range(6)
-            ]
-        )
+        games = torch.stack([gradient_of(plain, items, rows, given) for rows in rows_of])
         variance[name] = 6 * float(games.var(0, correction=1).sum())
         if name == "own":
-            whole = gradient(list(range(len(items))), given)
+            whole = gradient_of(plain, items, list(range(len(items))), given)
             assert (games.sum(0) - whole).abs().max() < 1e-7
-            assert metrics["gradient_signal"] == pytest.approx(float(whole @ whole) - variance[name], rel=1e-5)
-            assert metrics["gradient_noise"] == pytest.approx(variance[name] / float(whole @ whole), rel=1e-5)
+            square = float(whole @ whole)
     assert metrics["gradient_variance"] == pytest.approx(variance["own"], rel=1e-5)
-    for name in ("batch", "role", "opponents"):
+    assert metrics["gradient_signal"] == pytest.approx(square - variance["own"], rel=1e-5)
+    assert metrics["gradient_noise"] == pytest.approx(variance["own"] / square, rel=1e-5)
+    for name in ("none", "batch", "role", "opponents"):
         assert metrics[f"relative_variance_{name}"] == pytest.approx(variance[name] / variance["none"], rel=1e-5)
-    assert metrics["relative_variance"] == metrics["relative_variance_batch"]
+    assert metrics["relative_variance"] == metrics["relative_variance_batch"] != 1
 
 
 def test_baselines_are_those_of_the_package(make_config: Make, items: list[TrainItem]) -> None:
@@ -145,25 +146,26 @@ def test_baselines_are_those_of_the_package(make_config: Make, items: list[Train
 def test_groups_are_the_units_of_their_own_baseline_and_games_those_of_the_others(
     make_config: Make, items: list[TrainItem]
 ) -> None:
-    """Two groups: the games of each share their deal, so that the sum of a group's gradients is what varies."""
+    """Two groups of five games of one step. With two units the unbiased variance is the squared distance of both."""
     rewards = [item.context.final_reward for item in items if item.context]
     compared = [*leave_one_out(rewards[:5]), *leave_one_out(rewards[5:])]
-    grouped = [
-        replace(
-            item,
-            reward=advantage,
-            context=msgspec.structs.replace(item.context, game_idx=row, group_idx=row // 5),
-        )
-        for row, (item, advantage) in enumerate(zip(items, compared, strict=True))
-    ]
-    alone = [replace(i, context=msgspec.structs.replace(i.context, group_idx=None)) for i in grouped]
-    learner, other = load(make_config, group_size=5, baseline="group"), load(make_config)
+    grouped = []
+    for row, (item, advantage) in enumerate(zip(items, compared, strict=True)):
+        context = msgspec.structs.replace(item.context, game_idx=row, group_idx=row // 5)
+        grouped.append(replace(item, reward=advantage, context=context))
+    learner, plain = load(make_config, group="rloo", baseline="group"), load(make_config, "reinforce")
     metrics = learner.measure(grouped, learner.advantages(grouped))
-    separate = other.measure(alone, other.advantages(alone))
-    assert "relative_variance_group" not in separate
+    of_games = {
+        name: torch.stack([gradient_of(plain, grouped, [row], given) for row in range(10)]).double()
+        for name, given in (("group", compared), ("none", rewards))
+    }
+    first, second = of_games["group"][:5].sum(0), of_games["group"][5:].sum(0)
+    variance = float((first - second).square().sum())
+    assert metrics["gradient_variance"] == pytest.approx(variance, rel=1e-4)
+    first, second = of_games["none"][:5].sum(0), of_games["none"][5:].sum(0)
+    without = float(of_games["none"].square().sum()) - 4 * float(first @ second) / 10
+    assert metrics["relative_variance_group"] == pytest.approx(variance / without, rel=1e-4)
     assert metrics["relative_variance"] == metrics["relative_variance_group"]
-    assert metrics["gradient_variance"] != pytest.approx(separate["gradient_variance"], rel=0.01)
-    assert metrics["relative_variance_none"] == separate["relative_variance_none"] == 1
 
 
 def test_measuring_leaves_the_update_as_it_is_bit_for_bit(
@@ -196,6 +198,7 @@ def test_batch_of_one_game_has_no_variance(make_config: Make, items: list[TrainI
         ({"every": 0}, "every = 0: must be at least 1"),
         ({"baseline": "rol"}, "'rol': must be one of none, batch, role, opponents$"),
         ({"baseline": "group"}, "'group': must be one of none, batch, role, opponents$"),
+        ({"baseline": "group", "group": "grpo"}, "'group': must be one of none, batch, role, opponents$"),
     ],
 )
 def test_wrong_options_are_refused(make_config: Make, options: dict[str, Any], problem: str) -> None:
