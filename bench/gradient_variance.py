@@ -76,7 +76,7 @@ class Moments:
 
 
 class MeasuredREINFORCE(REINFORCELearner):
-    """REINFORCE with metrics of the first of every `every` updates; `baseline` names the run's own among the others.
+    """REINFORCE with metrics of every `every`-th update; `baseline` names the run's own among the others.
 
     Metrics: `gradient_variance` and `gradient_signal`, the variance and the squared mean with the run's advantages, and
     `gradient_noise`, the variance divided by the squared norm of this batch's gradient, which estimates the share of
@@ -106,7 +106,7 @@ class MeasuredREINFORCE(REINFORCELearner):
 
     def add_gradient(self, items: Sequence[TrainItem]) -> Trained:
         advantages = self.advantages(items)
-        if self.training.step % self._every == 0:
+        if (self.training.step + 1) % self._every == 0:
             self._metrics = self.measure(items, advantages)
         return super().add_gradient(items)
 

@@ -179,7 +179,7 @@ def test_measuring_leaves_the_update_as_it_is_bit_for_bit(
         results[name] = [learner.update(items, version).metrics for version in (1, 2, 3)]
         (directory := tmp_path / name.partition(":")[0]).mkdir()
         learner.training.save(directory)
-    for ours, theirs, is_measured in zip(results[MEASURED], results["reinforce"], (True, False, True), strict=True):
+    for ours, theirs, is_measured in zip(results[MEASURED], results["reinforce"], (False, True, False), strict=True):
         assert ("gradient_variance" in ours) == is_measured
         assert all(ours[name] == value for name, value in theirs.items() if name not in ("seconds", "tokens_per_s"))
     for file in (tmp_path / "reinforce").iterdir():
@@ -187,7 +187,7 @@ def test_measuring_leaves_the_update_as_it_is_bit_for_bit(
 
 
 def test_batch_of_one_game_has_no_variance(make_config: Make, items: list[TrainItem]) -> None:
-    learner = load(make_config)
+    learner = load(make_config, every=1)
     assert "gradient_variance" not in learner.update([items[0], items[-1]], 1).metrics
     assert learner.training.step == 1
 
