@@ -171,7 +171,7 @@ def test_groups_are_the_units_of_their_own_baseline_and_games_those_of_the_other
 def test_measuring_leaves_the_update_as_it_is_bit_for_bit(
     make_config: Make, items: list[TrainItem], tmp_path: Path
 ) -> None:
-    """With dropout, which draws random numbers in every pass of the update."""
+    """The adapter has dropout, which draws random numbers in every pass of the update."""
     results: dict[str, list[dict[str, float]]] = {}
     for name, options in (("reinforce", {}), (MEASURED, {"every": 2})):
         learner = load(make_config, name, dropout=0.1, **options)
