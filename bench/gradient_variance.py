@@ -173,7 +173,8 @@ class MeasuredREINFORCE(REINFORCELearner):
 
 
 def _squares(gradient_KP: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(gradient_KP, dim=1, dtype=torch.float64).square()
+    norm_K: Tensor = torch.linalg.vector_norm(gradient_KP, dim=1, dtype=torch.float64)
+    return norm_K.square()
 
 
 def _context(item: TrainItem) -> StepContext:
