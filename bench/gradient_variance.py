@@ -81,8 +81,9 @@ class MeasuredREINFORCE(REINFORCELearner):
     Metrics: `gradient_variance` and `gradient_signal`, the variance and the squared mean with the run's advantages, and
     `gradient_noise`, the variance divided by the squared norm of this batch's gradient, which estimates the share of
     noise in it (a ratio, so with a small bias); `relative_variance_NAME` for each baseline, its variance divided by
-    that without a baseline; and `relative_variance`, that of `baseline`. For a relative variance all advantages are in
-    units of the reward, so "batch" stands for its z-score, too.
+    that without a baseline if each game has a start of its own; `relative_variance_shared`, that without a baseline if
+    the games of a group share theirs; and `relative_variance`, that of `baseline`. For a relative variance all
+    advantages are in units of the reward, so "batch" stands for its z-score, too.
 
     The averages of the seats see every update. A resumed run begins them again.
     """
@@ -120,15 +121,14 @@ class MeasuredREINFORCE(REINFORCELearner):
             if (player := (one.game_idx, one.pid)) not in of_role:
                 of_role[player] = self._role(one.final_reward, one.pid, one.env_id)
                 of_opponents[player] = self._opponents(one.final_reward, one.pid, one.env_id, one)
-        players, own = [(one.game_idx, one.pid) for one in contexts], [item.reward for item in items]
-        advantages = {
-            "own": own,
+        players = [(one.game_idx, one.pid) for one in contexts]
+        return {
+            "own": [item.reward for item in items],
             "none": [one.final_reward for one in contexts],
             "batch": [one.final_reward - fmean(by_env[one.env_id]) for one in contexts],
             "role": [of_role[player] for player in players],
             "opponents": [of_opponents[player] for player in players],
         }
-        return advantages | ({"group": own} if self._has_group else {})
 
     def measure(self, items: Sequence[TrainItem], advantages: dict[str, list[float]]) -> dict[str, float]:
         """Return the metrics of a batch; none if it has a single unit. Changes nothing."""
@@ -150,8 +150,9 @@ class MeasuredREINFORCE(REINFORCELearner):
         metrics = {"gradient_variance": variance["own"], "gradient_signal": signal}
         metrics |= {"gradient_noise": variance["own"] / square} if square else {}
         if apart["none"] > 0:
-            compared = apart | {name: variance[name] for name in names if name == "group"}
-            relative = {name: compared[name] / apart["none"] for name in names if name != "own"}
+            compared = {name: apart[name] for name in BASELINES} | {"shared": variance["none"]}
+            compared |= {"group": variance["own"]} if self._has_group else {}
+            relative = {name: value / apart["none"] for name, value in compared.items()}
             metrics |= {f"relative_variance_{name}": value for name, value in relative.items()}
             metrics["relative_variance"] = relative[self._baseline]
         return metrics

@@ -18,7 +18,7 @@ def test_run_reports_the_variance_of_every_second_update(tmp_path: Path) -> None
     lines = [json.loads(line) for line in (runs.run_directory(tmp_path) / "metrics.jsonl").read_text().splitlines()]
     updates = [line for line in lines if "learner/loss" in line]
     measured = ("gradient_variance", "gradient_signal", "gradient_noise", "relative_variance")
-    measured += tuple(f"relative_variance_{name}" for name in ("none", "batch", "role", "opponents", "group"))
+    measured += tuple(f"relative_variance_{name}" for name in ("none", "batch", "role", "opponents", "shared", "group"))
     for update, line in enumerate(updates):
         found = [line[f"learner/{name}"] for name in measured if f"learner/{name}" in line]
         assert len(found) == (len(measured) if update % 2 else 0), line

@@ -123,6 +123,7 @@ def test_metrics_agree_with_the_formula_in_float64(make_config: Make, items: lis
     for name in ("none", "batch", "role", "opponents"):
         assert metrics[f"relative_variance_{name}"] == pytest.approx(variance[name] / variance["none"], rel=1e-5)
     assert metrics["relative_variance"] == metrics["relative_variance_batch"] != 1
+    assert metrics["relative_variance_shared"] == pytest.approx(1.0)
 
 
 def test_baselines_are_those_of_the_package(make_config: Make, items: list[TrainItem]) -> None:
@@ -166,6 +167,8 @@ def test_groups_are_the_units_of_their_own_baseline_and_games_those_of_the_other
     first, second = of_games["none"][:5].sum(0), of_games["none"][5:].sum(0)
     without = float(of_games["none"].square().sum()) - 4 * float(first @ second) / 10
     assert metrics["relative_variance_group"] == pytest.approx(variance / without, rel=1e-4)
+    shared = float((first - second).square().sum())
+    assert metrics["relative_variance_shared"] == pytest.approx(shared / without, rel=1e-4)
     assert metrics["relative_variance"] == metrics["relative_variance_group"]
 
 
