@@ -1,0 +1,211 @@
+"""The variance of the gradient is estimated without bias, and measuring it does not change the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bench.gradient_variance import Moments
+from bench.role_average import RoleAverage
+from fakes.step_contexts import CONTEXT
+from unstable_lite.errors import ConfigError
+from unstable_lite.learner import load_learner
+from unstable_lite.reward_transformations import RoleAdvantageByEnvFormatter
+from unstable_lite.reward_transformations.group import leave_one_out
+from unstable_lite.types import Opponent, TrainItem
+
+MEASURED = "bench.gradient_variance:MeasuredREINFORCE"
+Make = Callable[..., Any]
+
+
+def load(
+    make_config: Make, algorithm: str = MEASURED, group: str | None = None, dropout: float = 0.0, **options: Any
+) -> Any:
+    config = make_config(lora={"lora_dropout": dropout})
+    changes = {
+        "algorithm": algorithm,
+        "learner": config.learner.model_copy(update={"options": options}),
+        "rewards": config.rewards.model_copy(update={"group_baseline": group}),
+    }
+    learner = load_learner(config.model_copy(update=changes), "cpu")
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in learner.training.policy.parameters.items():
+        if "lora_B" in name:
+            parameter.data.normal_(0.0, 0.1, generator=generator)
+    return learner
+
+
+@pytest.fixture
+def items(make_items: Make) -> list[TrainItem]:
+    """Ten steps of six games, of which two have both seats; the steps of a game are not together."""
+    games = [(0, 0, 1.0), (1, 1, -1.0), (2, 0, 0.5), (3, 0, -0.5), (4, 0, 1.0), (4, 1, -1.0), (5, 1, 1.0)]
+    games += [(5, 0, -1.0), (5, 1, 1.0), (0, 0, 1.0)]
+    kinds = ("mirror", "scripted")
+    return [
+        replace(
+            item,
+            reward=reward - 0.25,
+            context=msgspec.structs.replace(
+                CONTEXT,
+                game_idx=game,
+                pid=pid,
+                final_reward=reward,
+                opponents=(Opponent(pid=1 - pid, uid="one", kind=kinds[game % 2]),),  # type: ignore[arg-type]
+            ),
+        )
+        for item, (game, pid, reward) in zip(make_items(len(games)), games, strict=True)
+    ]
+
+
+def test_estimates_are_unbiased_for_units_of_a_known_distribution() -> None:
+    """Units are groups of two games that share a part; the second baseline's gradients are three times the first's."""
+    generator, mean = torch.Generator().manual_seed(0), torch.tensor([0.9, -0.6, 0.0, 0.3], dtype=torch.float64)
+    shared_std, own_std, units, rounds = 0.5, 1.5, 6, 4000
+    signals, variances, apart = [], [], []
+    for _ in range(rounds):
+        moments = Moments()
+        for _ in range(units):
+            shared = shared_std * torch.randn(4, generator=generator, dtype=torch.float64)
+            games = [mean + shared + own_std * torch.randn(4, generator=generator, dtype=torch.float64) for _ in "ab"]
+            moments.add([torch.stack([game, 3 * game]) for game in games])
+        signals.append(moments.signal_K)
+        variances.append(moments.variance_K)
+        apart.append(moments.variance_of_games_K)
+    scales = torch.tensor([1.0, 9.0], dtype=torch.float64)
+    expected = {
+        "signal": (signals, (2 * units) ** 2 * float(mean @ mean)),
+        "variance": (variances, units * 4 * (4 * shared_std**2 + 2 * own_std**2)),
+        "games": (apart, 2 * units * 4 * (shared_std**2 + own_std**2)),
+    }
+    for name, (found, truth) in expected.items():
+        sample = torch.stack(found)
+        error = sample.std(0) / rounds**0.5
+        assert ((sample.mean(0) - truth * scales).abs() < 4 * error).all(), name
+        assert (error < 0.05 * truth * scales).all(), name
+
+
+def gradient_of(plain: Any, items: list[TrainItem], rows: list[int], advantages: list[float]) -> Tensor:
+    """Return the gradient of some steps' share of the batch's loss, by REINFORCE itself."""
+    for parameter in plain.policy.parameters.values():
+        parameter.grad = None
+    plain.add_gradient([replace(items[row], reward=advantages[row]) for row in rows])
+    parts = [parameter.grad.flatten() for parameter in plain.policy.parameters.values()]
+    return torch.cat(parts) * len(rows) / len(items)
+
+
+def test_metrics_agree_with_the_formula_in_float64(make_config: Make, items: list[TrainItem]) -> None:
+    """Unrolled: the gradient of each game, and the textbook covariance."""
+    learner, plain = load(make_config, baseline="batch"), load(make_config, "reinforce")
+    for one in (learner, plain):
+        one.policy.model.double()
+    advantages = learner.advantages(items)
+    metrics = learner.measure(items, advantages)
+    rows_of = [[r for r, item in enumerate(items) if item.context and item.context.game_idx == g] for g in range(6)]
+    variance = {}
+    for name, given in advantages.items():
+        games = torch.stack([gradient_of(plain, items, rows, given) for rows in rows_of])
+        variance[name] = 6 * float(games.var(0, correction=1).sum())
+        if name == "own":
+            whole = gradient_of(plain, items, list(range(len(items))), given)
+            assert (games.sum(0) - whole).abs().max() < 1e-7
+            square = float(whole @ whole)
+    assert metrics["gradient_variance"] == pytest.approx(variance["own"], rel=1e-5)
+    assert metrics["gradient_signal"] == pytest.approx(square - variance["own"], rel=1e-5)
+    assert metrics["gradient_noise"] == pytest.approx(variance["own"] / square, rel=1e-5)
+    for name in ("none", "batch", "role", "opponents"):
+        assert metrics[f"relative_variance_{name}"] == pytest.approx(variance[name] / variance["none"], rel=1e-5)
+    assert metrics["relative_variance"] == metrics["relative_variance_batch"] != 1
+    assert metrics["relative_variance_shared"] == pytest.approx(1.0)
+
+
+def test_baselines_are_those_of_the_package(make_config: Make, items: list[TrainItem]) -> None:
+    advantages = load(make_config).advantages(items)
+    assert advantages["own"] == [item.reward for item in items]
+    assert advantages["none"] == [item.context.final_reward for item in items if item.context]
+    assert np.mean(advantages["batch"]) == pytest.approx(0.0)
+    assert np.std(advantages["batch"]) == pytest.approx(np.std(advantages["none"]))
+    role, opponents, seen = RoleAverage(tau=0.01), RoleAdvantageByEnvFormatter(tau=0.01), set()
+    for item, of_role, of_opponents in zip(items, advantages["role"], advantages["opponents"], strict=True):
+        context = item.context
+        assert context is not None
+        if (context.game_idx, context.pid) not in seen:
+            assert of_role == role(context.final_reward, context.pid, context.env_id, context)
+            assert of_opponents == opponents(context.final_reward, context.pid, context.env_id, context)
+        seen.add((context.game_idx, context.pid))
+    assert advantages["role"] != advantages["opponents"]
+    assert advantages["role"][-1] == advantages["role"][0], "two steps of one player's game"
+
+
+def test_groups_are_the_units_of_their_own_baseline_and_games_those_of_the_others(
+    make_config: Make, items: list[TrainItem]
+) -> None:
+    """Two groups of five games of one step. With two units the unbiased variance is the squared distance of both."""
+    rewards = [item.context.final_reward for item in items if item.context]
+    compared = [*leave_one_out(rewards[:5]), *leave_one_out(rewards[5:])]
+    grouped = []
+    for row, (item, advantage) in enumerate(zip(items, compared, strict=True)):
+        assert item.context is not None
+        context = msgspec.structs.replace(item.context, game_idx=row, group_idx=row // 5)
+        grouped.append(replace(item, reward=advantage, context=context))
+    learner, plain = load(make_config, group="rloo", baseline="group"), load(make_config, "reinforce")
+    metrics = learner.measure(grouped, learner.advantages(grouped))
+    of_games = {
+        name: torch.stack([gradient_of(plain, grouped, [row], given) for row in range(10)]).double()
+        for name, given in (("group", compared), ("none", rewards))
+    }
+    first, second = of_games["group"][:5].sum(0), of_games["group"][5:].sum(0)
+    variance = float((first - second).square().sum())
+    assert metrics["gradient_variance"] == pytest.approx(variance, rel=1e-4)
+    first, second = of_games["none"][:5].sum(0), of_games["none"][5:].sum(0)
+    without = float(of_games["none"].square().sum()) - 4 * float(first @ second) / 10
+    assert metrics["relative_variance_group"] == pytest.approx(variance / without, rel=1e-4)
+    shared = float((first - second).square().sum())
+    assert metrics["relative_variance_shared"] == pytest.approx(shared / without, rel=1e-4)
+    assert metrics["relative_variance"] == metrics["relative_variance_group"]
+
+
+def test_measuring_leaves_the_update_as_it_is_bit_for_bit(
+    make_config: Make, items: list[TrainItem], tmp_path: Path
+) -> None:
+    """The adapter has dropout, which draws random numbers in every pass of the update."""
+    results: dict[str, list[dict[str, float]]] = {}
+    for name in ("reinforce", MEASURED):
+        options = {"every": 2} if name == MEASURED else {}
+        learner = load(make_config, name, None, 0.1, **options)
+        torch.manual_seed(0)
+        results[name] = [learner.update(items, version).metrics for version in (1, 2, 3)]
+        (directory := tmp_path / name.partition(":")[0]).mkdir()
+        learner.training.save(directory)
+    for ours, theirs, is_measured in zip(results[MEASURED], results["reinforce"], (False, True, False), strict=True):
+        assert ("gradient_variance" in ours) == is_measured
+        assert all(ours[name] == value for name, value in theirs.items() if name not in ("seconds", "tokens_per_s"))
+    for file in (tmp_path / "reinforce").iterdir():
+        assert (directory / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_batch_of_one_game_has_no_variance(make_config: Make, items: list[TrainItem]) -> None:
+    learner = load(make_config, every=1)
+    assert "gradient_variance" not in learner.update([items[0], items[-1]], 1).metrics
+    assert learner.training.step == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"every": 0}, "every = 0: must be at least 1"),
+        ({"baseline": "rol"}, "'rol': must be one of none, batch, role, opponents$"),
+        ({"baseline": "group"}, "'group': must be one of none, batch, role, opponents$"),
+        ({"baseline": "group", "group": "grpo"}, "'group': must be one of none, batch, role, opponents$"),
+    ],
+)
+def test_wrong_options_are_refused(make_config: Make, options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load(make_config, **options)
