@@ -1,4 +1,4 @@
-"""Every arm of the study of the reference's bugs trains in a real run."""
+"""Arms of the included studies train in a real run: each bug of the reference, and one arm of other studies."""
 
 from __future__ import annotations
 
@@ -15,22 +15,26 @@ from unstable_lite.config import Config
 from unstable_lite.files import read_records
 from unstable_lite.tracking.run_directory import to_toml
 
-STUDY = REPOSITORY / "examples" / "studies" / "reference_bugs.toml"
+STUDIES = REPOSITORY / "examples" / "studies"
+BUGS = [arm["name"] for arm in tomllib.loads((STUDIES / "reference_bugs.toml").read_text())["arms"]]
+OTHERS = {"asynchrony": "bound 32, cap 1", "kuhn_regularisation": "KL to average .1"}
 
 
 def shortened(config: Config, output: Path) -> dict[str, Any]:
     raw = config.model_dump(mode="json", exclude_none=True)
     raw["run"] |= {"learning_steps": 2, "eval_games": 2, "num_collection_workers": 24, "output_dir": str(output)}
-    del raw["run"]["eval_every"]
+    raw["run"].pop("eval_every")
+    raw["run"].pop("exact_every", None)
     raw["learner"]["batch_size"] = 24
     return raw
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("arm", [arm["name"] for arm in tomllib.loads(STUDY.read_text())["arms"]])
-def test_arm_trains(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("study", "arm"), [*(("reference_bugs", arm) for arm in BUGS), *OTHERS.items()])
+def test_arm_trains(study: str, arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)  # the patches are no part of the package
-    (tmp_path / "arm.toml").write_text(to_toml(shortened(read_study(STUDY).configs[arm], tmp_path / "outputs")))
+    config = read_study(STUDIES / f"{study}.toml").configs[arm]
+    (tmp_path / "arm.toml").write_text(to_toml(shortened(config, tmp_path / "outputs")))
     code, out, err = runs.finish(runs.start("run", tmp_path / "arm.toml"))
     assert code == 0, out + err
     lines = read_records(runs.run_directory(tmp_path) / "metrics.jsonl")
