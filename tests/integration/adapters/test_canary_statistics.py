@@ -48,6 +48,41 @@ def test_policy_surer_than_the_base_is_not_taken_for_wrong_weights() -> None:
         assert not evidence.is_wrong
 
 
+def of_a_small_model() -> np.ndarray:
+    """Return the recorded (difference, log p) pairs with smaller differences, which have a mean of 0.0075."""
+    differences, learner = np.concatenate(recorded()).T
+    return np.stack([differences * 0.0075 / np.abs(differences).mean(), learner], axis=1)
+
+
+def far_from_the_base(rng: np.random.Generator, effect: float = 12.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return log p by engine, learner and base of 8 tokens whose logits the adapter moved, each rounded to bfloat16."""
+    differences, learner = rng.choice(of_a_small_model(), 8).T
+    rounding = rng.uniform(-effect / 128, effect / 128, 8)
+    return learner + differences + rounding, learner, learner - effect
+
+
+def test_rounding_of_large_logits_is_not_taken_for_wrong_weights() -> None:
+    noise, evidence, rng = Noise(*of_a_small_model().T, TOLERANCE), Evidence(), np.random.default_rng(0)
+    for _ in range(1000):
+        evidence.begin()
+        for _ in range(4):
+            evidence.add(noise, *far_from_the_base(rng))
+        assert not evidence.is_wrong
+
+
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_wrong_scale_is_found_in_a_policy_far_from_its_base(share: float) -> None:
+    noise, evidence, rng = Noise(*of_a_small_model().T, TOLERANCE), Evidence(), np.random.default_rng(0)
+    num_checks = 0
+    while not evidence.is_wrong:
+        evidence.begin()
+        for _ in range(4):
+            engine, learner, base = far_from_the_base(rng)
+            evidence.add(noise, engine + (share - 1) * (learner - base), learner, base)
+        num_checks += 1
+    assert num_checks <= 10
+
+
 @pytest.mark.parametrize("scale", [1.0, 1.5])
 def test_no_run_is_refused_at_its_start_because_of_rounding(scale: float) -> None:
     world = World(scale)
