@@ -16,9 +16,9 @@ by that amount times 1 - q: hardly at all if the token is nearly certain. Differ
 are compared, because an adapter may be far less certain than the base. (SmolLM2-135M in bfloat16: mean |Δ log p| from
 0.015 for the most likely tokens to 0.056 for unlikely ones; divided by 1 - q, 0.050 to 0.064.)
 
-The noise is measured with the base, and rounding is relative: bfloat16 changes a logit by up to 1/256 of its size. Where
-an adapter has moved a token by many nats, its logit is as much larger. (A policy that had left its base by 12 nats at
-the tokens it now prefers: mean |Δ log p| 0.07 there, 0.003 to 0.02 at tokens with effects below 10.)
+The noise is measured with the base, and rounding is relative: bfloat16 changes a logit by up to 1/256 of its size.
+Where an adapter has moved a token by many nats, its logit is as much larger. (A policy that had left its base by 12
+nats at the tokens it now prefers: mean |Δ log p| 0.07 there, 0.003 to 0.02 at tokens with effects below 10.)
 
 The factors: a token whose |Δ log p| has the p-value p among those measured at the start contributes k p ** (k - 1),
 whose mean is 1 if p is uniform (Vovk and Wang 2021); a k near 1 finds small differences if there are enough tokens.
