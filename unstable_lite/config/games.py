@@ -61,7 +61,8 @@ class EnvSpec(Section):
     """Template that makes a prompt of an observation: a built-in one, `chat`, or a name from `[templates]`."""
     action_extraction_fn: str = "default"
     """Function that extracts the action from an answer: the last `\\boxed{}`, in square brackets for games; `boxed`,
-    its content alone, which `default` means for questions; or `module:function`."""
+    its content alone, which `default` means for questions; `exact`, the action of `\\boxed{[action]}` if the answer is
+    nothing else; or `module:function`."""
     max_turns: int = 200
     """Turn cap over all players; a game that reaches it is truncated."""
     observation: Observation = "env"

@@ -224,10 +224,20 @@ def boxed_content(text: str) -> tuple[str, bool]:
     return content, bool(content)
 
 
+def exact_box(text: str) -> tuple[str, bool]:
+    r"""Return the action of an answer that is `\boxed{[action]}` and nothing else outside thinking; else "" and False.
+
+    So an action has one spelling, and its probability is that of one answer.
+    """
+    answer = without_thinking(text) or ""
+    match = _EXACT_BOX.fullmatch(answer if answer == text else answer.lstrip())
+    return (match[1], True) if match else ("", False)
+
+
 Extraction = Callable[[str], tuple[str, bool]]
 """Function from a whole answer to the env's action, and whether the action stood where the template asks for it."""
 
-EXTRACTIONS: dict[str, Extraction] = {"default": extract_boxed, "boxed": boxed_content}
+EXTRACTIONS: dict[str, Extraction] = {"default": extract_boxed, "boxed": boxed_content, "exact": exact_box}
 
 
 def find_extraction(name: str) -> Extraction:
@@ -289,6 +299,7 @@ def _by_first_character(words: Iterable[str]) -> dict[str, list[str]]:
 _PLACEHOLDER = re.compile(r"(?<!\\boxed)\{[A-Za-z_]\w*\}")
 """Placeholder in a template's text; `\\boxed{move}` is not one."""
 _TEXT = re.compile(r"\\(?:text|texttt|textbf|mathrm|mathbf)\{([^{}]*)\}")
+_EXACT_BOX = re.compile(r"\\boxed\{(\[[^\[\]{}]+\])\}")
 """Word as models write it in LaTeX."""
 _BRACE = re.compile(r"\\boxed[ \t]*\{|[{}]")
 

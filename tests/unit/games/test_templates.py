@@ -213,6 +213,29 @@ def test_last_closed_box_is_the_action(text, action):
     assert extract(text) == (action, True)
 
 
+@pytest.mark.parametrize("text", [r"\boxed{[bet]}", "<think>J</think>\n\n\\boxed{[bet]}"])
+def test_exact_answer_is_one_box(text):
+    assert EXTRACTIONS["exact"](text) == ("[bet]", True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        r"\boxed{bet}",
+        r" \boxed{[bet]}",
+        r"\boxed{[bet]}call]}",
+        r"\boxed{[bet]} \boxed{[bet]}",
+        r"\boxed{[betxed{[bet]}",
+        r"\boxed{[]}",
+        r"\boxed{[bet]",
+        r"<think>\boxed{[bet]}",
+    ],
+)
+def test_other_spellings_are_no_exact_answer(text):
+    assert EXTRACTIONS["exact"](text) == ("", False)
+
+
 @pytest.mark.parametrize("text", ["", "I play 4", "[4]", r"\boxed{", r"\boxed", r"\boxed{4", r"boxed{4}"])
 def test_answer_without_a_box_is_passed_unchanged_and_marked(text):
     assert extract(text) == (text, False)
