@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from unstable_lite.config import Config
-from unstable_lite.config.games import EvalEnvSpec
 from unstable_lite.evaluation.models import find_models
 from unstable_lite.evaluation.scoring import AnswerScorer
 from unstable_lite.games.openspiel.flatten import flatten
@@ -17,9 +16,8 @@ def average_exploitability(directory: Path, config: Config, env_id: str) -> floa
 
     Raises UnstableError if a checkpoint cannot be read, ValueError for a game in which histories share positions.
     """
-    (spec,) = (env for env in exact_envs(config)[0] if env.env_id == env_id)
-    env = EvalEnvSpec.model_validate(spec.model_dump(include=set(EvalEnvSpec.model_fields)))
-    tree, scorer, policies = flatten(env_id), AnswerScorer(config, [env]), []
+    (env,) = (env for env in exact_envs(config)[0] if env.env_id == env_id)
+    tree, scorer, policies = flatten(env_id), AnswerScorer(config, config.eval_envs), []
     for model in find_models([str(directory)]):
         if model.path is not None:
             scorer.use(model)

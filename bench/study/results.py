@@ -73,7 +73,7 @@ class Results:
 
 
 def read_results(path: Path, name: str) -> Results:
-    """Read the results of the study `name`; none if there is no file. Raises UnstableError for any other content."""
+    """Return the results of the study `name`, empty without a file. Raises UnstableError if it has other content."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

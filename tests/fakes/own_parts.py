@@ -7,7 +7,7 @@ from typing import Any
 
 
 class OwnPart:
-    """Object with the interface of a part and nothing else. Records the names that are used."""
+    """Object that has only the interface of a part, and records which of its names are used."""
 
     def __init__(self, part: Any, names: Collection[str]) -> None:
         self.__dict__.update(_part=part, _names=set(names), used=set())

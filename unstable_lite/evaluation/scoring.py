@@ -189,7 +189,7 @@ class AnswerScorer:
             self._policy.load_adapter(model.path)
         self._model = model
 
-    def distributions(self, env: EvalEnvSpec, observations: Sequence[str]) -> list[ActionDistribution]:
+    def distributions(self, env: EnvSpec, observations: Sequence[str]) -> list[ActionDistribution]:
         """Return one distribution for each observation; see `action_distribution` for the errors."""
         if env.prompt_template not in self._templates:
             raise ConfigError(f"prompt_template {env.prompt_template!r} is not one of {', '.join(self._templates)}")

@@ -225,7 +225,7 @@ def boxed_content(text: str) -> tuple[str, bool]:
 
 
 def exact_box(text: str) -> tuple[str, bool]:
-    r"""Return the action of an answer that is `\boxed{[action]}` and nothing else outside thinking; else "" and False.
+    r"""Return the action and True if the answer outside thinking is only `\boxed{[action]}`, otherwise "" and False.
 
     So an action has one spelling, and its probability is that of one answer.
     """
