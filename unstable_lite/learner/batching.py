@@ -1,9 +1,10 @@
 """Turn steps into padded micro-batches.
 
-Decides which tokens are trained: those of the completion with its stop token, and no others: ids that were
-forced into it (`types.Forced`) are read like a prompt. Each trained token is
-listed with the position that predicts it, so that padding and prompts cannot be trained by accident. Knows nothing of
-models, losses or the meaning of rewards. `N` counts a micro-batch's trained tokens.
+Decides which tokens are trained: those of the completion with its stop token, and no others: ids that were forced into
+it (`types.Forced`) are read like a prompt. Each trained token is listed with the position that predicts it, so that
+padding and prompts cannot be trained by accident. Items of the same tokens, which small games repeat, share a row, so
+that the model computes them once. Knows nothing of models, losses or the meaning of rewards. `N` counts a micro-batch's
+trained tokens, `U` those of its rows.
 """
 
 from __future__ import annotations
@@ -32,10 +33,14 @@ class MicroBatch:
     """Rows padded on the right. Under causal attention no token sees its right, so no mask is needed."""
 
     tokens_BT: Tensor
-    source_N: Tensor
-    """Position in the flattened `tokens_BT` that predicts each trained token; in a batch of prompts, their ends."""
-    target_N: Tensor
-    """Trained tokens; empty in a batch of prompts, like the other tensors that follow."""
+    source_U: Tensor
+    """Position in the flattened `tokens_BT` that predicts each token; in a batch of prompts, their ends."""
+    target_U: Tensor
+    """Token that each of these positions predicts; empty in a batch of prompts, like the other tensors that follow."""
+    index_N: Tensor
+    """Index of each trained token among the `U` tokens."""
+    item_N: Tensor
+    """Index of each trained token's item in `rows`."""
     behaviour_logp_N: Tensor
     """Log-probabilities of these tokens when they were sampled (μ)."""
     advantage_N: Tensor
@@ -45,6 +50,8 @@ class MicroBatch:
     version_N: Tensor
     """Version of the adapter that sampled each token."""
     num_padding: int
+    num_tokens: int
+    """Number of the items' tokens; those of a shared row count for each of its items."""
     rows: tuple[int, ...]
     """Indices of these items, in this order."""
 
@@ -54,14 +61,13 @@ class MicroBatch:
 
     def sequence_mean(self, values_N: Tensor) -> Tensor:
         """Return, for each token, the mean of `values_N` over its completion."""
-        row_N = self.source_N // self.tokens_BT.shape[1]
-        num_B = torch.bincount(row_N, minlength=len(self.tokens_BT))
-        total_B = values_N.new_zeros(len(num_B)).index_add(0, row_N, values_N)
-        return (total_B / num_B)[row_N]
+        num_I = torch.bincount(self.item_N, minlength=len(self.rows))
+        total_I = values_N.new_zeros(len(num_I)).index_add(0, self.item_N, values_N)
+        return (total_I / num_I)[self.item_N]
 
     def scatter(self, figures_N: Tensor, per_item: list[Tensor]) -> None:
         """Store this micro-batch's `N` values at its items in `per_item`."""
-        lengths = torch.bincount(self.source_N // self.tokens_BT.shape[1], minlength=len(self.rows)).tolist()
+        lengths = torch.bincount(self.item_N, minlength=len(self.rows)).tolist()
         for row, part in zip(self.rows, torch.split(figures_N, lengths), strict=True):
             per_item[row] = part
 
@@ -169,11 +175,23 @@ WHOLE = Share()
 
 
 def make_micro_batches(
-    items: Sequence[TrainItem], max_tokens: int, max_rows: int | None, share: Share = WHOLE, device: str = "cpu"
+    items: Sequence[TrainItem],
+    max_tokens: int,
+    max_rows: int | None,
+    share: Share = WHOLE,
+    device: str = "cpu",
+    share_rows: bool = True,
 ) -> list[MicroBatch]:
-    """Return micro-batches of prompts and completions, with rows of similar length together."""
-    groups = _groups([length(item) for item in items], max_tokens, max_rows, share, BATCH_COST[device])
-    return [replace(pad([items[row] for row in rows]), rows=tuple(rows)) if rows else _NOTHING for rows in groups]
+    """Return micro-batches of prompts and completions, with rows of similar length together.
+
+    share_rows: whether items of the same tokens share a row; not with dropout, which differs from item to item.
+    """
+    same: dict[Any, list[int]] = {}
+    for index, item in enumerate(items):
+        same.setdefault(_tokens(item) if share_rows else index, []).append(index)
+    sequences = list(same.values())
+    groups = _groups([length(items[first]) for first, *_ in sequences], max_tokens, max_rows, share, BATCH_COST[device])
+    return [pad(items, [sequences[row] for row in rows]) if rows else _NOTHING for rows in groups]
 
 
 def make_prompt_batches(
@@ -240,49 +258,74 @@ def _pad_prompts(items: Sequence[TrainItem], rows: list[int]) -> MicroBatch:
     for tokens_T, row in zip(tokens_BT, rows, strict=True):
         tokens_T[: len(items[row].prompt_ids)] = items[row].prompt_ids
     ends_B = np.arange(len(rows)) * tokens_BT.shape[1] + lengths_B - 1
-    return replace(_NOTHING, tokens_BT=torch.from_numpy(tokens_BT), source_N=torch.from_numpy(ends_B), rows=tuple(rows))
+    return replace(_NOTHING, tokens_BT=torch.from_numpy(tokens_BT), source_U=torch.from_numpy(ends_B), rows=tuple(rows))
 
 
-def pad(rows: Sequence[TrainItem]) -> MicroBatch:
-    """Return `rows` as one padded rectangle, with the list of its trained tokens."""
+def _tokens(item: TrainItem) -> tuple[bytes, ...]:
+    """Return a key that only items of the same prompt, completion and forced ids have."""
+    forced = () if item.forced is None else (str(item.forced.at).encode(), item.forced.ids.tobytes())
+    return item.prompt_ids.tobytes(), item.completion_ids.tobytes(), *forced
+
+
+def pad(items: Sequence[TrainItem], sequences: Sequence[Sequence[int]] | None = None) -> MicroBatch:
+    """Return items as one padded rectangle, with the list of its trained tokens.
+
+    sequences: for each row, the indices of its items, which have the same tokens; default: a row for each item.
+    """
+    if sequences is None:
+        sequences = [[index] for index in range(len(items))]
+    rows = [items[first] for first, *_ in sequences]
     width = max(map(length, rows))
     tokens_BT = np.zeros((len(rows), width), np.int64)
     sources: list[npt.NDArray[np.int64]] = []
-    for i, row in enumerate(rows):
+    indices: list[npt.NDArray[np.int64]] = []
+    num_tokens = 0
+    for i, (row, sharing) in enumerate(zip(rows, sequences, strict=True)):
         tokens_BT[i, : length(row)] = whole_ids(row)
+        num_completion = len(row.completion_ids)
         # A token is predicted from the position before it.
-        of_row = i * width + len(row.prompt_ids) - 1 + np.arange(len(row.completion_ids))
+        of_row = i * width + len(row.prompt_ids) - 1 + np.arange(num_completion)
         if row.forced is not None:
             of_row[row.forced.at :] += len(row.forced.ids)
+        indices += [sum(map(len, sources)) + np.arange(num_completion)] * len(sharing)
         sources.append(of_row)
-    repeats = [len(row.completion_ids) for row in rows]
-    advantages = np.array([row.reward for row in rows], np.float64)
+        num_tokens += length(row) * len(sharing)
+    order = [index for sharing in sequences for index in sharing]
+    own = [items[index] for index in order]
+    repeats = [len(item.completion_ids) for item in own]
+    advantages = np.array([item.reward for item in own], np.float64)
     advantages[np.abs(advantages) <= ROUNDING] = 0.0
-    of_tokens = [1.0 if row.token_weights is None else row.token_weights for row in rows]
-    weights = [row.weight * np.ones(n) * each for row, n, each in zip(rows, repeats, of_tokens, strict=True)]
-    versions = np.array([row.adapter_version for row in rows], np.int64)
+    of_tokens = [1.0 if item.token_weights is None else item.token_weights for item in own]
+    weights = [item.weight * np.ones(n) * each for item, n, each in zip(own, repeats, of_tokens, strict=True)]
+    versions = np.array([item.adapter_version for item in own], np.int64)
     return MicroBatch(
         tokens_BT=torch.from_numpy(tokens_BT),
-        source_N=torch.from_numpy(np.concatenate(sources)),
-        target_N=torch.from_numpy(np.concatenate([row.completion_ids for row in rows]).astype(np.int64)),
-        behaviour_logp_N=torch.from_numpy(np.concatenate([row.logprobs for row in rows]).astype(np.float32)),
+        source_U=torch.from_numpy(np.concatenate(sources)),
+        target_U=torch.from_numpy(np.concatenate([row.completion_ids for row in rows]).astype(np.int64)),
+        index_N=torch.from_numpy(np.concatenate(indices)),
+        item_N=torch.from_numpy(np.repeat(np.arange(len(own)), repeats)),
+        behaviour_logp_N=torch.from_numpy(np.concatenate([item.logprobs for item in own]).astype(np.float32)),
         advantage_N=torch.from_numpy(np.repeat(advantages, repeats).astype(np.float32)),
         weight_N=torch.from_numpy(np.concatenate(weights).astype(np.float32)),
         version_N=torch.from_numpy(np.repeat(versions, repeats)),
         num_padding=tokens_BT.size - sum(map(length, rows)),
-        rows=tuple(range(len(rows))),
+        num_tokens=num_tokens,
+        rows=tuple(order),
     )
 
 
 _NOTHING = MicroBatch(
     tokens_BT=torch.zeros(1, 1, dtype=torch.int64),
-    source_N=torch.zeros(0, dtype=torch.int64),
-    target_N=torch.zeros(0, dtype=torch.int64),
+    source_U=torch.zeros(0, dtype=torch.int64),
+    target_U=torch.zeros(0, dtype=torch.int64),
+    index_N=torch.zeros(0, dtype=torch.int64),
+    item_N=torch.zeros(0, dtype=torch.int64),
     behaviour_logp_N=torch.zeros(0),
     advantage_N=torch.zeros(0),
     weight_N=torch.zeros(0),
     version_N=torch.zeros(0, dtype=torch.int64),
     num_padding=1,
+    num_tokens=0,
     rows=(),
 )
 """Micro-batch without a trained token."""

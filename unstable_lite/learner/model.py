@@ -146,8 +146,15 @@ class Policy:
                 f"a sequence of {longest} tokens: beyond {limit} the model's LongRoPE rotates all rows of a batch by "
                 f"other factors; set engine.max_model_len or learner.max_train_len = {limit}"
             )
-        limits = self.max_tokens_per_micro_batch, self._max_rows
-        for batch in batching.make_micro_batches(items, *limits, share or self.share, self.device.type):
+        batches = batching.make_micro_batches(
+            items,
+            self.max_tokens_per_micro_batch,
+            self._max_rows,
+            share or self.share,
+            self.device.type,
+            share_rows=not self._has_dropout,
+        )
+        for batch in batches:
             yield batch.to(self.device)
 
     @property
@@ -170,15 +177,16 @@ class Policy:
 
     def _logprobs(self, batch: batching.MicroBatch) -> tuple[Tensor, Tensor]:
         with self._autocast():
-            hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1).index_select(0, batch.source_N)
-            return self._head.logprobs(hidden_ND, batch.target_N)
+            hidden_UD = self._hidden(batch.tokens_BT).flatten(0, 1).index_select(0, batch.source_U)
+            logp_U, entropy_U = self._head.logprobs(hidden_UD, batch.target_U)
+            return logp_U[batch.index_N], entropy_U[batch.index_N]
 
     @torch.no_grad()
     def is_most_likely(self, batch: batching.MicroBatch) -> Tensor:
         """Return whether each trained token is the one that greedy decoding would choose."""
         with self._autocast():
-            hidden_ND = self._hidden(batch.tokens_BT).flatten(0, 1).index_select(0, batch.source_N)
-            return self._head.most_likely(hidden_ND) == batch.target_N
+            hidden_UD = self._hidden(batch.tokens_BT).flatten(0, 1).index_select(0, batch.source_U)
+            return (self._head.most_likely(hidden_UD) == batch.target_U)[batch.index_N]
 
     @torch.no_grad()
     def score(
@@ -268,7 +276,7 @@ class Policy:
         """Return the decoder's output at the last token of each prompt in a batch of prompts, B × D."""
         with self._autocast():
             hidden_BTD: Tensor = self._through(self._hidden, batch.tokens_BT)
-        return hidden_BTD.flatten(0, 1).index_select(0, batch.source_N)
+        return hidden_BTD.flatten(0, 1).index_select(0, batch.source_U)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

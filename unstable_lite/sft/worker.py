@@ -177,11 +177,10 @@ class FineTuner:
             for batch in self.policy.micro_batches(items):
                 logp_N, _ = self.policy.logprobs(batch)
                 is_hit_N = self.policy.is_most_likely(batch)
-                row_N = batch.source_N // batch.tokens_BT.shape[1]
-                misses_B = torch.bincount(row_N[~is_hit_N], minlength=batch.tokens_BT.shape[0])
+                misses_I = torch.bincount(batch.item_N[~is_hit_N], minlength=len(batch.rows))
                 loss -= logp_N.sum().item()
                 num_hits += int(is_hit_N.sum().item())
-                num_right += int((misses_B == 0).sum().item())
+                num_right += int((misses_I == 0).sum().item())
         return {"loss": loss / num_tokens, "token_accuracy": num_hits / num_tokens, "accuracy": num_right / len(items)}
 
     def _shuffled(self, items: Sequence[T], purpose: str) -> list[T]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,8 +32,8 @@ def item(num_prompt: int, num_completion: int, first_id: int = 1) -> TrainItem:
 def test_only_completion_tokens_are_trained_from_the_position_before() -> None:
     batch = pad([item(3, 2, first_id=10), item(1, 1, first_id=50)])
     assert batch.tokens_BT.tolist() == [[10, 11, 12, 13, 14], [50, 51, 0, 0, 0]]
-    assert batch.target_N.tolist() == [13, 14, 51]
-    assert batch.tokens_BT.flatten()[batch.source_N].tolist() == [12, 13, 50]
+    assert batch.target_U.tolist() == [13, 14, 51]
+    assert batch.tokens_BT.flatten()[batch.source_U].tolist() == [12, 13, 50]
     assert batch.behaviour_logp_N.tolist() == [-13, -14, -51]
     assert batch.advantage_N.tolist() == [10, 10, 50]
     assert batch.version_N.tolist() == [10, 10, 50]
@@ -50,8 +51,8 @@ def test_forced_ids_are_read_in_their_place_and_never_trained() -> None:
         [10, 11, 12, 13, 90, 91],
         [50, 51, 52, 53, 0, 0],
     ]
-    assert batch.target_N.tolist() == [12, 13, 12, 13, 12, 13, 52, 53]
-    assert batch.tokens_BT.flatten()[batch.source_N].tolist() == [11, 91, 91, 12, 11, 12, 51, 52]
+    assert batch.target_U.tolist() == [12, 13, 12, 13, 12, 13, 52, 53]
+    assert batch.tokens_BT.flatten()[batch.source_U].tolist() == [11, 91, 91, 12, 11, 12, 51, 52]
     assert batch.num_padding == 2
     assert fit(rows, max_train_len=5).num_dropped == 3
 
@@ -93,14 +94,42 @@ def test_micro_batches_hold_every_item_once_within_their_limits(
         rows, width = batch.tokens_BT.shape
         assert rows == 1 or rows * width <= max_tokens
         assert max_rows is None or rows <= max_rows
-    trained = sorted(token for batch in batches for token in batch.target_N.tolist())
+    trained = sorted(token for batch in batches for token in batch.target_U.tolist())
     assert trained == sorted(token for i in items for token in i.completion_ids.tolist())
     assert sum(b.tokens_BT.numel() - b.num_padding for b in batches) == sum(map(length, items))
 
 
 def test_items_of_equal_length_are_not_padded() -> None:
-    items = [item(5, 3), item(2, 2), item(5, 3), item(2, 2)]
+    items = [item(5, 3), item(2, 2), item(5, 3, first_id=2), item(2, 2, first_id=2)]
     assert sum(batch.num_padding for batch in make_micro_batches(items, max_tokens=16, max_rows=None)) == 0
+
+
+def test_items_of_the_same_tokens_share_a_row() -> None:
+    forced = replace(item(3, 2), forced=Forced(at=1, ids=np.array([90], np.int32)))
+    later = replace(forced, forced=Forced(at=2, ids=np.array([90], np.int32)))
+    items = [item(3, 2), forced, replace(item(3, 2), reward=7.0, logprobs=np.array([-8, -9], np.float32)), later]
+    (batch,) = make_micro_batches([*items, item(2, 3)], max_tokens=100, max_rows=None)
+    assert sorted(batch.tokens_BT.tolist()) == sorted(
+        [*[[1, 2, 3, 4, 5, 0]] * 2, [1, 2, 3, 4, 90, 5], [1, 2, 3, 4, 5, 90]]
+    )
+    assert sorted(batch.rows) == [0, 1, 2, 3, 4]
+    found = [torch.empty(0)] * 5
+    batch.scatter(batch.tokens_BT.flatten()[batch.source_U][batch.index_N], found)
+    assert [part.tolist() for part in found] == [[3, 4], [3, 90], [3, 4], [3, 4], [2, 3, 4]]
+    batch.scatter(batch.target_U[batch.index_N], found)
+    assert [part.tolist() for part in found] == [[4, 5], [4, 5], [4, 5], [4, 5], [3, 4, 5]]
+    batch.scatter(batch.behaviour_logp_N, found)
+    assert found[2].tolist() == [-8, -9]
+    batch.scatter(batch.advantage_N, found)
+    assert found[2].tolist() == [7, 7]
+    batch.scatter(batch.sequence_mean(batch.behaviour_logp_N), found)
+    assert [part[0].item() for part in found] == [-4.5, -4.5, -8.5, -4.5, -4]
+    assert (batch.num_tokens, batch.num_padding) == (27, 2)
+
+
+def test_items_share_no_row_if_dropout_differs_from_item_to_item() -> None:
+    (batch,) = make_micro_batches([item(3, 2), item(3, 2)], max_tokens=100, max_rows=None, share_rows=False)
+    assert len(batch.tokens_BT) == 2
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from unstable_lite.config import Config
 from unstable_lite.config.training import LoraConfig
 from unstable_lite.engines.embedded import stock_model
 from unstable_lite.errors import AdapterError, ConfigError, ModelError, NoRoomError, RequestError
+from unstable_lite.learner import batching
 from unstable_lite.learner import model as learners_model
 from unstable_lite.learner.algorithms.reinforce import REINFORCELearner
 from unstable_lite.learner.base_model import choose_dtype
@@ -61,6 +62,24 @@ def test_temperature_divides_the_logits(make_learner: MakeLearner, temperature: 
     with policy.model.disable_adapter():
         assert scored.base == pytest.approx(logprobs_by_transformers(policy.model, temperature), abs=1e-4)
     assert np.abs(scored.adapter - scored.base).max() > 0.01
+
+
+def test_shared_rows_have_the_gradient_of_separate_ones(make_learner: MakeLearner, make_items: MakeItems) -> None:
+    learner = make_learner(learner={"entropy_coefficient": 0.1})
+    items = make_items(4)
+    items += [replace(item, reward=-2.0 * item.reward) for item in items]
+    (shared,) = learner.policy.micro_batches(items)
+    assert len(shared.tokens_BT) < len(items)
+    gradients = []
+    for batch in (shared, batching.pad(items)):
+        logp_N, entropy_N = learner.policy.logprobs(batch)
+        loss = (batch.advantage_N * logp_N + 0.1 * entropy_N).sum()
+        gradients.append(torch.autograd.grad(loss, list(learner.policy.parameters.values())))
+        per_item = [torch.empty(0)] * len(items)
+        batch.scatter(logp_N.detach(), per_item)
+        gradients[-1] += tuple(per_item)
+    for of_shared, of_separate in zip(*gradients, strict=True):
+        assert torch.allclose(of_shared, of_separate, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("chunk_tokens", [2, 4096])
