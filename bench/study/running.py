@@ -98,7 +98,7 @@ def make_warm_start(checked: Checked, output: Path, say: Callable[[str], None]) 
         _stop([process])
         raise
     if code or not (directory / HOW).exists():
-        raise UnstableError(f"no warm start: {_last_lines(code, log)}")
+        raise UnstableError(f"no warm start: {_last_lines(code, log, 'wrote no adapter')}")
 
 
 def finished_directory(task: Task) -> Path | None:
@@ -185,12 +185,13 @@ def _end_with_parent() -> None:
 def _failure(task: Task, code: int) -> str | None:
     if code == 0 and finished_directory(task) is not None:
         return None
-    return _last_lines(code, task.log)
+    return _last_lines(code, task.log, "ended before its last update")
 
 
-def _last_lines(code: int, log: Path) -> str:
+def _last_lines(code: int, log: Path, missing: str) -> str:
+    """Return why a process failed: its exit code, or else `missing`; and the end of its log."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-    reason = f"exited with code {code}" if code else "ended before its last update"
+    reason = f"exited with code {code}" if code else missing
     return "\n  ".join([f"{reason}; the last lines of {log}:", *lines])
 
 
