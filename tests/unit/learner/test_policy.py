@@ -82,6 +82,12 @@ def test_shared_rows_have_the_gradient_of_separate_ones(make_learner: MakeLearne
         assert torch.allclose(of_shared, of_separate, rtol=1e-4, atol=1e-4)
 
 
+def test_items_with_dropout_share_no_row(make_learner: MakeLearner) -> None:
+    policy = make_learner(lora={"lora_dropout": 0.1}).policy
+    (batch,) = policy.micro_batches([ITEM, ITEM])
+    assert len(batch.tokens_BT) == 2
+
+
 @pytest.mark.parametrize("chunk_tokens", [2, 4096])
 def test_gradients_of_logprob_and_entropy_match_the_softmax(make_learner: MakeLearner, chunk_tokens: int) -> None:
     learner = make_learner(
