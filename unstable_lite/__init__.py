@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # `X as X` makes X public for type checkers
     from unstable_lite.rollout.step_buffer import StepBuffer as StepBuffer
     from unstable_lite.tracking.tracker import Tracker as Tracker
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "A2CLearner": "learner.algorithms.a2c",
     "Collector": "rollout.collector",
