@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from unstable_lite.version import __version__ as __version__
+
 if TYPE_CHECKING:  # `X as X` makes X public for type checkers
     from unstable_lite.api import build as build
     from unstable_lite.config.games import EvalEnvSpec as EvalEnvSpec
@@ -24,8 +26,6 @@ if TYPE_CHECKING:  # `X as X` makes X public for type checkers
     from unstable_lite.rollout.episode_buffer import EpisodeBuffer as EpisodeBuffer
     from unstable_lite.rollout.step_buffer import StepBuffer as StepBuffer
     from unstable_lite.tracking.tracker import Tracker as Tracker
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "A2CLearner": "learner.algorithms.a2c",

@@ -1,4 +1,4 @@
-"""`new` writes every example so that it can run where it was written; `--version` prints the versions."""
+"""`new` writes the files of each example as they are in the clone; `--version` prints the versions."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-import unstable_lite
 from unstable_lite.cli.options import Debug, console, errors_as_messages
 from unstable_lite.errors import ConfigError, UnstableError
 
@@ -85,5 +84,5 @@ def write(name: str, directory: Path) -> list[Path]:
 
 def _source() -> Path:
     """Return the folder of the examples, which a built package contains, and which lies beside it in a clone."""
-    package = Path(unstable_lite.__file__).parent
+    package = Path(__file__).parents[1]
     return packed if (packed := package / "examples").is_dir() else package.parent / "examples"

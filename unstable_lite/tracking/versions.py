@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from unstable_lite import __version__
 from unstable_lite.engines.devices import cuda_of_torch
+from unstable_lite.version import __version__
 
 ROOT = Path(__file__).parents[2]
 """The clone, or the folder of the installed packages."""
