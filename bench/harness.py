@@ -31,7 +31,7 @@ from unstable_lite.config import Config
 from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.orchestrator import wiring, workers
 from unstable_lite.rollout.back_pressure import InFlight
-from unstable_lite.tracking.run_directory import versions
+from unstable_lite.tracking.versions import versions
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.transport.rpc import Router
 from unstable_lite.transport.worker_main import WorkerSpec

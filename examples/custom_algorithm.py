@@ -1,6 +1,7 @@
-"""A custom algorithm: `python examples/custom_algorithm.py [learning_steps]`.
+"""A custom algorithm. In this file's directory: `python custom_algorithm.py [learning_steps]`.
 
-In a TOML: `algorithm = "custom_algorithm:TaperedREINFORCE"`. Python must be able to import the module.
+Or `python -m unstable_lite run custom_algorithm.toml`, which has `algorithm = "custom_algorithm:TaperedREINFORCE"`.
+Python must be able to import the module.
 """
 
 import sys

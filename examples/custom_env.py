@@ -1,7 +1,7 @@
-"""A custom game: `python examples/custom_env.py [learning_steps]`.
+"""A custom game. In this file's directory: `python custom_env.py [learning_steps]`.
 
-In a TOML: `env_id = "custom_env:RaceTo20-v0-train"`. The module before the colon is imported, and registers the id
-after it with TextArena. Python must be able to import the module.
+Or `python -m unstable_lite run custom_env.toml`, which has `env_id = "custom_env:RaceTo20-v0-train"`. The module before
+the colon is imported, and registers the id after it with TextArena. Python must be able to import the module.
 """
 
 import random

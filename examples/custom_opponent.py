@@ -1,6 +1,7 @@
-"""A custom opponent and prompt template: `python examples/custom_opponent.py [learning_steps]`.
+"""A custom opponent and prompt template. In this file's directory: `python custom_opponent.py [learning_steps]`.
 
-In a TOML: `fixed_opponents = ["custom_opponent:Careful"]` and a table `[templates.brief]`.
+Or `python -m unstable_lite run custom_opponent.toml`, which has `fixed_opponents = ["custom_opponent:Careful"]` and a
+table `[templates.brief]`. Python must be able to import the module.
 """
 
 import random

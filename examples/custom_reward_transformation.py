@@ -1,5 +1,6 @@
-"""Custom reward transforms: `python examples/custom_reward_transformation.py [learning_steps]`.
+"""Custom reward transforms. In this file's directory: `python custom_reward_transformation.py [learning_steps]`.
 
+Or `python -m unstable_lite run custom_reward_transformation.toml`, which names `custom_reward_transformation:QuickWin`.
 A final transform is called as `(reward, pid, env_id)` once per player of a game, a step transform as `(player_traj,
 step_index, reward)` once per turn, a sampling transform as `(steps)` once per batch. A class gets its options from the
 config; its state survives a restart if it has `state_dict` and `load_state_dict`.

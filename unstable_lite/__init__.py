@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from unstable_lite.version import __version__ as __version__
+
 if TYPE_CHECKING:  # `X as X` makes X public for type checkers
     from unstable_lite.api import build as build
     from unstable_lite.config.games import EvalEnvSpec as EvalEnvSpec

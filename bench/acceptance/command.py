@@ -27,7 +27,7 @@ from bench.acceptance.stages import STAGES
 from bench.harness import REPOSITORY
 from unstable_lite.engines.devices import ask_nvidia_smi, count_gpus
 from unstable_lite.files import replaced
-from unstable_lite.tracking.run_directory import versions
+from unstable_lite.tracking.versions import versions
 
 PASSED, FAILED, NEEDS_GPU = "passed", "failed", "needs a GPU"
 PATIENCE_S = 15.0

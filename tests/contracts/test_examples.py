@@ -11,6 +11,8 @@ import pytest
 
 from fakes import gpus, runs
 from fakes.handmade_adapters import fitting, write_adapter
+from unstable_lite.cli.new import EXAMPLES as NEW
+from unstable_lite.cli.new import write
 from unstable_lite.files import read_records
 from unstable_lite.planning.plan import load_plan
 from unstable_lite.tracking.run_directory import to_toml
@@ -21,6 +23,8 @@ SCRIPTS = sorted({*EXAMPLES.glob("*.py")} - {EXAMPLES / "make_tiny_model.py", EX
 """Scripts that start a run; making the model takes 20 minutes and has its own tests in models/test_tiny_model.py."""
 STUDIES = sorted((EXAMPLES / "studies").glob("*.toml"))
 """Studies, which tests/integration/bench/test_study.py reads."""
+NAMES = {files[0]: name for name, files in NEW.items()}
+"""Name by which `new` writes a config."""
 GPUS = {"selfplay_gpu": (3, 48), "selfplay_24gb": (1, 24)}
 """Number of GPUs that an example is for, and the memory of each in GiB."""
 
@@ -30,8 +34,9 @@ GPUS = {"selfplay_gpu": (3, 48), "selfplay_24gb": (1, 24)}
 def test_every_example_toml_can_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENROUTER_API_KEY", "not called by a check")
     monkeypatch.chdir(tmp_path)
-    if path.stem == "questions":
-        (tmp_path / "examples").symlink_to(EXAMPLES)
+    monkeypatch.syspath_prepend(tmp_path)
+    if path.name in NAMES:
+        path = write(NAMES[path.name], Path())[0]
     if path.stem == "exploiter":
         write_victim(tmp_path / "victim")
     if path.stem in GPUS:

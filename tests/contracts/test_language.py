@@ -101,6 +101,11 @@ def test_text_is_plain_english(path: Path) -> None:
 
 if __name__ == "__main__":
     paths = [path for given in sys.argv[1:] for path in ([Path(given)], Path(given).rglob("*"))[Path(given).is_dir()]]
-    for path in sorted({path.resolve() for path in paths or _files()}):
-        if path.suffix in (".py", ".md", ".toml", ".sh") and path != Path(__file__).resolve():
-            sys.stdout.writelines(f"{problem}\n" for problem in problems(path))
+    found = [
+        problem
+        for path in sorted({path.resolve() for path in paths or _files()})
+        if path.suffix in (".py", ".md", ".toml", ".sh") and path != Path(__file__).resolve()
+        for problem in problems(path)
+    ]
+    sys.stdout.writelines(f"{problem}\n" for problem in found)
+    sys.exit(bool(found))

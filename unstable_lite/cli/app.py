@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from unstable_lite.cli import evaluation, runs
+from unstable_lite.cli import evaluation, new, runs
 from unstable_lite.cli.options import ConfigPath, Debug, Outputs, Overrides, TrustConfig, console, errors_as_messages
 from unstable_lite.cli.summaries import print_sft_summary, print_summary
 from unstable_lite.errors import ConfigError, UnstableError
@@ -30,9 +30,29 @@ app = typer.Typer(
 )
 
 
+def _print_versions(is_wanted: bool) -> None:
+    if is_wanted:
+        from unstable_lite.tracking.versions import version_lines
+
+        typer.echo("\n".join(version_lines()))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the versions.", callback=_print_versions, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(new.new)
+
+
 @app.command()
 def run(
-    config: Annotated[str | None, typer.Argument(help="A TOML file, as in examples/; --resume has one.")] = None,
+    config: Annotated[str | None, typer.Argument(help="A TOML file; `new` writes some. --resume has one.")] = None,
     overrides: Overrides = None,
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="RUN", help="Resume a run from its newest intact checkpoint.")
@@ -190,4 +210,6 @@ def main() -> None:
         sys.stdin = os.fdopen(0)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters outside of its encoding become question marks
+    if not sys.flags.safe_path:
+        sys.path.append("")  # a config may name modules of the working directory, as with `python -m`
     app()

@@ -17,7 +17,7 @@ from unstable_lite.printable import visible
 if TYPE_CHECKING:
     from rich.console import Console
 
-ConfigPath = Annotated[Path, typer.Argument(help="A TOML file; examples/ has some.")]
+ConfigPath = Annotated[Path, typer.Argument(help="A TOML file; `new` writes some.")]
 TrustConfig = Annotated[
     bool,
     typer.Option("--trust-config", help="Use the code and servers that a foreign run's config.toml names."),

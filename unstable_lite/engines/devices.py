@@ -107,6 +107,16 @@ def driver_version() -> str | None:
     return lines[0] if lines and re.fullmatch(r"[\d.]+", lines[0]) else None
 
 
+def cuda_of_torch() -> str | None:
+    """Return the version of CUDA that torch is built for, such as "13.0"; None for a build without CUDA."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    found = re.search(r"^cuda\b.*?= *'([\d.]+)'", text, re.MULTILINE)
+    return found[1] if found else None
+
+
 def ask_nvidia_smi(*arguments: str) -> str:
     """Return the output of nvidia-smi; "" if it is missing or fails."""
     try:

@@ -41,6 +41,7 @@ DENIED = {
     "Stratego": "games run past 300 turns",
     "Tak": "it raises at the end of a game (TextArena 0.7.4)",
     "Checkers": "it raises at the end of a game (TextArena 0.7.4)",
+    "Klondike": "its module has a syntax error in every version of Python",
 }
 """Env families that are broken in TextArena 0.7.4, with the reason."""
 NEEDS_NEWER_PYTHON = f"TextArena's code for it needs Python 3.12 (this is {sys.version.split()[0]})"

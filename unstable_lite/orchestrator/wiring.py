@@ -51,9 +51,10 @@ from unstable_lite.rollout.lockstep import LockStep
 from unstable_lite.rollout.newest_adapter import leased_newest
 from unstable_lite.rollout.step_buffer import StepBuffer
 from unstable_lite.tracking.jsonl import JsonlSink
-from unstable_lite.tracking.run_directory import to_toml, versions
+from unstable_lite.tracking.run_directory import to_toml
 from unstable_lite.tracking.tensorboard import TensorBoardSink
 from unstable_lite.tracking.tracker import RichSink, Sink, Tracker
+from unstable_lite.tracking.versions import versions
 from unstable_lite.transport.processes import WorkerProcess
 
 CANARY_PROMPTS = 8

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from unstable_lite.adapters.store import SHARED_MEMORY
 from unstable_lite.config import Config
-from unstable_lite.engines.devices import driver_version
+from unstable_lite.engines.devices import cuda_of_torch, driver_version
 from unstable_lite.engines.vllm_checks import vllm_problems
 from unstable_lite.errors import ConfigError
 from unstable_lite.planning.adapter_slots import adapters_in_memory
@@ -43,7 +41,7 @@ def machine_problems(config: Config, engine_devices: Devices, learner_devices: D
 
 
 def _driver_problems() -> Iterator[str]:
-    driver, cuda = driver_version(), _cuda_of_torch()
+    driver, cuda = driver_version(), cuda_of_torch()
     if driver is None or cuda is None or _is_driver_replaced():
         return
     oldest = OLDEST_DRIVER.get(int(cuda.split(".")[0]), 0)
@@ -52,16 +50,6 @@ def _driver_problems() -> Iterator[str]:
             f"the GPU driver {driver} is too old: torch here is built for CUDA {cuda}, which needs driver {oldest} or "
             "newer; update the driver, or install a torch for an older CUDA (https://pytorch.org/get-started)"
         )
-
-
-def _cuda_of_torch() -> str | None:
-    """Return the version of CUDA that torch is built for, such as "13.0"; None for a build without CUDA."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    found = re.search(r"^cuda\b.*?= *'([\d.]+)'", text, re.MULTILINE)
-    return found[1] if found else None
 
 
 def _is_driver_replaced() -> bool:

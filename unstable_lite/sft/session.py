@@ -31,7 +31,7 @@ from unstable_lite.planning.plan import Plan, checked_config, plan_workers
 from unstable_lite.planning.validation import find_worker_problems, learning_problems, why_not_seated
 from unstable_lite.sft.collect import Collected, adapter_versions, collect_pairs
 from unstable_lite.sft.pairs import PAIRS, Pair, read_pairs, write_line
-from unstable_lite.tracking.run_directory import versions
+from unstable_lite.tracking.versions import versions
 from unstable_lite.transport.messages import FineTuned, FineTuning, Message
 from unstable_lite.transport.processes import WorkerProcess
 from unstable_lite.types import BASE, Generation

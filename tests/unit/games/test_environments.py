@@ -29,6 +29,7 @@ DRAWING = [
 ]
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
+GAMES_PAGE = Path(__file__).parents[3] / "docs" / "games.md"
 
 
 def play(env_id: str, num_players: int, seed: int, max_turns: int = 40) -> list[object]:
@@ -187,7 +188,11 @@ def test_env_without_a_bare_id_refuses_first_last_observations(tmp_path: Path, m
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="the env's code is valid from Python 3.12 on")
 def test_env_in_newer_syntax_names_the_python_it_needs() -> None:
     assert "Python 3.12" in str(probe("Chess-v0-train", 2).problem)
-    assert "Python 3.12" in {env_id: remark for env_id, _, remark in describe_envs()}["Chess-v0-train"]
+    remarks = {env_id: remark for env_id, _, remark in describe_envs()}
+    assert "Python 3.12" in remarks["Chess-v0-train"]
+    needing = {env_family(env_id) for env_id, remark in remarks.items() if "Python 3.12" in remark}
+    (named,) = re.findall(r"The code of (.*) has f-strings", " ".join(GAMES_PAGE.read_text().split()))
+    assert needing == set(re.split(r", | and ", named))
 
 
 def test_slow_reset_is_detected() -> None:
