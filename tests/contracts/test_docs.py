@@ -1,8 +1,9 @@
 """Every block of README.md and docs/*.md is run, or states why it cannot be.
 
 A block is one of: commands (`bash`), each run as written or checked as far as a test can; a config or a part of one
-(`toml`), validated as `check` does; code (`python`), which is run, or starts with `# from FILE` and is an excerpt of a
-separately tested file, or starts with `# UnstableBaselines` and belongs to that project; output of a program (`text`).
+(`toml`), validated as `check` does; a sweep of W&B (`yaml`), whose first command is checked; code (`python`), which is
+run, or starts with `# from FILE` and is an excerpt of a separately tested file, or starts with `# UnstableBaselines`
+and belongs to that project; output of a program (`text`).
 A block that needs a GPU has a comment about it, and is still checked. A first line `# NAME.toml` or `# NAME.py` makes
 the block a file for the blocks below it.
 """
@@ -23,9 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from fakes import runs
+from fakes.wandb_runs import agent_command
 from unstable_lite.cli.app import app
 from unstable_lite.config import Config
 from unstable_lite.orchestrator.checkpoint import newest_checkpoint
@@ -140,13 +143,19 @@ def test_every_block_of_a_page_runs_or_states_its_needs(
         needs_gpu = GPU.search(block.first_line) is not None
         if block.file_name:
             Path(block.file_name).write_text(block.text)
-        if block.language == "bash":
+        if block.language == "bash" and block.first_line.startswith("for "):
+            _loop(block.text, where)
+        elif block.language == "bash":
             for line in block.text.replace("\\\n", " ").splitlines():
                 _command(line, where, monkeypatch)
         elif block.language == "toml":
             _config(block.text, needs_gpu, where)
         elif block.language == "python":
             _code(block, where)
+        elif block.language == "yaml":
+            sweep = yaml.safe_load(block.text)
+            first = {name: allowed["values"][0] for name, allowed in sweep["parameters"].items()}
+            _run(agent_command(sweep, first), needs_gpu, where)
         else:
             assert block.language == "text", f"{where}: a block of {block.language!r} is neither run nor marked"
 
@@ -169,6 +178,15 @@ def _code(block: Block, where: str) -> None:
     elif not GPU.search(first):
         done = subprocess.run([sys.executable, "-c", block.text], capture_output=True, text=True)
         assert done.returncode == 0, f"{where}\n{done.stdout}{done.stderr}"
+
+
+def _loop(text: str, where: str) -> None:
+    """Run a loop of the shell, with small runs."""
+    few = "run.learning_steps=1 run.eval_games=2 run.num_eval_workers=0 learner.batch_size=12"
+    small = re.sub(r"^ *python -m unstable_lite run .*$", rf"\g<0> {few}", text, flags=re.M)
+    own = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-euc", small], capture_output=True, text=True, env={**os.environ, "PATH": own})
+    assert done.returncode == 0, where + done.stdout + done.stderr
 
 
 def _command(line: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:

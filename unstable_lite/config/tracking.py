@@ -11,7 +11,7 @@ from unstable_lite.config.section import Section
 
 class TrackerConfig(Section):
     wandb_project: str | None = None
-    """Project of Weights & Biases to log to as well (extra `wandb`), under the same names."""
+    """Project of Weights & Biases to log to as well (extra `wandb`), under the same names; empty: none."""
     keep_games: Literal["all", "eval", "none"] = "all"
     """Games whose transcripts go to games.jsonl."""
     keep_tokens: bool = False

@@ -2,29 +2,73 @@
 
 from __future__ import annotations
 
-import hashlib
 import html
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import wandb
 
 from unstable_lite.config.env_ids import with_slugs
+from unstable_lite.errors import UnstableError
+from unstable_lite.files import replaced
 from unstable_lite.types import Histogram
+
+IDENTITY = "wandb.json"
+"""File in the run directory with the entity, project and id of its W&B run."""
+_EVALUATED = re.compile(r"evaluation-(.+) \((.+)\)/checkpoint (Points|Reward)")
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """The W&B run of a run directory."""
+
+    entity: str | None = None
+    project: str
+    id: str | None = None
+    """None: W&B chooses it, or the agent of a sweep, which also decides entity and project."""
 
 
 class WandbSink:
     def __init__(self, project: str, directory: Path, config: dict[str, Any]) -> None:
-        """`directory`: of the run. A resumed run continues its W&B run."""
-        identity = hashlib.blake2b(str(directory).encode(), digest_size=8).hexdigest()
-        self._run = wandb.init(
-            project=project, name=directory.name, id=identity, resume="allow", dir=directory, config=config
-        )
-        self._run.define_metric("*", step_metric="learner/step")
+        """Begin a W&B run in `project`, or continue that of the run directory.
+
+        Raises UnstableError if W&B does not accept the run.
+        """
+        path = directory / IDENTITY
+        try:
+            known = (
+                msgspec.json.decode(path.read_bytes(), type=Identity) if path.exists() else Identity(project=project)
+            )
+            self._run = wandb.init(
+                **msgspec.structs.asdict(known),
+                name=directory.name,
+                resume="allow",  # not "must": the server does not know a run whose offline records are still here
+                dir=directory,
+                config=config,
+            )
+        except (wandb.Error, msgspec.DecodeError) as error:
+            another = f"delete {path} to begin another W&B run; " * path.exists()
+            raise UnstableError(
+                f"tracker.wandb_project: W&B cannot log this run: {' '.join(str(error).split())}. Log in with "
+                "`wandb login`; without network set WANDB_MODE=offline, and upload later with `wandb sync`; "
+                f'{another}tracker.wandb_project="" leaves W&B out'
+            ) from error
+        run = self._run
+        with replaced(path) as partial:
+            partial.write_bytes(
+                msgspec.json.encode(Identity(entity=run.entity or None, project=run.project, id=run.id))
+            )
+        # An axis besides W&B's own step, which never goes back: updates that a resumed run repeats would be dropped.
+        run.define_metric("*", step_metric="learner/step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._log(step, {with_slugs(name): value for name, value in metrics.items()})
+        values = {with_slugs(name): value for name, value in metrics.items()}
+        for found in [*filter(None, map(_EVALUATED.fullmatch, values))]:
+            values[sortable(found)] = values[found[0]]
+        self._log(step, values)
 
     def log_histograms(self, step: int, histograms: Sequence[Histogram]) -> None:
         self._log(step, {one.name: wandb.Histogram(np_histogram=(one.counts, one.edges)) for one in histograms})
@@ -39,7 +83,14 @@ class WandbSink:
         )
 
     def close(self) -> None:
-        self._run.finish()
+        """Finish the W&B run; as a failed one while an exception ends the run."""
+        self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
         self._run.log({**values, "learner/step": step})
+
+
+def sortable(evaluated: re.Match[str]) -> str:
+    """Return a second name of an evaluation's points or reward, in characters by which W&B can sort and filter."""
+    env_id, opponent, what = evaluated.groups()
+    return re.sub(r"\W+", "_", f"{what.lower()}_{env_id}_{opponent}", flags=re.ASCII).strip("_")

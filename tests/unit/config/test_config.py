@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -315,7 +316,6 @@ def test_former_key_is_refused_with_the_new_one(section: str, key: str, value: o
             "bitsandbytes is not installed",
             marks=pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="it is installed"),
         ),
-        ({"tracker": {"wandb_project": "p"}}, "wandb is not installed"),
         (
             {
                 "train_envs": [{**ENV, "num_actors": 1}],
@@ -347,6 +347,12 @@ def test_former_key_is_refused_with_the_new_one(section: str, key: str, value: o
 )
 def test_impossible_config_is_refused_with_the_key(sections: dict[str, Any], says: str) -> None:
     assert any(says in problem for problem in problems_of(**sections)), problems_of(**sections)
+
+
+def test_wandb_that_is_not_installed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # Python then finds no such package
+    assert any("wandb is not installed; pip install" in one for one in problems_of(tracker={"wandb_project": "p"}))
+    assert problems_of(tracker={"wandb_project": ""}) == []
 
 
 def test_fine_tuning_and_custom_algorithms_may_use_dropout() -> None:

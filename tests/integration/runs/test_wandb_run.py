@@ -1,0 +1,117 @@
+"""Weights & Biases: whole runs whose records are read from W&B's own files, without a network."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fakes import runs
+from fakes.wandb_runs import agent_command, offline_runs
+from unstable_lite.tracking.wandb import IDENTITY
+
+PAGE = Path(__file__).parents[3] / "docs" / "sweeps.md"
+FEW = ("run.learning_steps=2", "run.eval_games=4", "run.num_eval_workers=0")
+TO_WANDB = "tracker.wandb_project=tests"
+POINTS = "points_Nim_v0_train_scripted_random"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def test_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
+    process = runs.start("run", runs.write_small(tmp_path), TO_WANDB, "run.learning_steps=10000", "run.eval_games=0")
+    runs.wait_for(lambda: runs.num_updates(tmp_path) >= 3)
+    os.kill(process.pid, signal.SIGKILL)
+    runs.finish(process)
+    first = runs.run_directory(tmp_path)
+    identity = json.loads((first / IDENTITY).read_text())
+    moved = Path(shutil.move(first, tmp_path / "moved"))
+    newest = max(int(path.name.removeprefix("ckpt-")) for path in moved.glob("checkpoints/ckpt-*"))
+    code, out, err = runs.run("run", "--resume", moved, f"run.learning_steps={newest + 2}", "run.eval_games=4")
+    assert code == 0, out + err
+    before, after = offline_runs(moved)
+    assert identity == {"entity": None, "project": "tests", "id": before.id}
+    assert json.loads((moved / IDENTITY).read_text()) == identity
+    assert (after.id, after.project) == (before.id, "tests")
+    assert (before.exit_code, after.exit_code) == (None, 0)
+    trained = [[line["learner/step"] for line in run.history if "learner/loss" in line] for run in (before, after)]
+    assert trained[0][:newest] == list(range(1, newest + 1))
+    assert trained[1] == [newest + 1, newest + 2]
+    assert after.values(POINTS) == after.values("evaluation-Nim-v0-train (scripted:random)/checkpoint Points")
+    assert len(after.values(POINTS)) == 1
+
+
+def test_run_of_a_sweep_agent_has_its_values_and_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a run by the sweep of docs/sweeps.md, with the command and environment that `wandb agent` gives it."""
+    sweep = yaml.safe_load(PAGE.read_text().partition("```yaml\n")[2].partition("```")[0])
+    values = {name: allowed["values"][-1] for name, allowed in sweep["parameters"].items()}
+    chosen = tmp_path / "config.yaml"
+    chosen.write_text(yaml.safe_dump({"wandb_version": 1, **{name: {"value": each} for name, each in values.items()}}))
+    environment = {"PROJECT": "of-the-sweep", "SWEEP_ID": "sweep1", "RUN_ID": "run1", "SWEEP_PARAM_PATH": str(chosen)}
+    for name, value in environment.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    python, _, _, command, config, *rest = agent_command(sweep, values)
+    assert (python, command, config) == ("python", "run", "examples/quickstart.toml")
+    code, out, err = runs.run("run", runs.write_small(tmp_path), *rest, *FEW)
+    assert code == 0, out + err
+    (run,) = offline_runs(runs.run_directory(tmp_path))
+    assert (run.id, run.project, run.exit_code) == ("run1", "of-the-sweep", 0)
+    own = tomllib.loads((runs.run_directory(tmp_path) / "config.toml").read_text())
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        assert own[section][key] == run.config[section][key] == run.config[name] == value
+    assert sweep["metric"] == {"name": POINTS, "goal": "maximize"}
+    assert 0 <= run.values(POINTS)[-1] <= 1
+
+
+def test_run_that_ends_with_an_error_has_failed_in_wandb(tmp_path: Path) -> None:
+    faulty = ("engine.kind=fakes.lying_engines:ServesBase", "run.eval_games=0", "learner.learning_rate=1e-2")
+    code, out, err = runs.run("run", runs.write_small(tmp_path), TO_WANDB, *faulty)
+    assert code == 1 and "engine-0" in err, out + err
+    (run,) = offline_runs(runs.run_directory(tmp_path))
+    assert run.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        pytest.param({"HOME": "/nonexistent"}, "No API key configured", id="not logged in"),
+        pytest.param(
+            {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_INIT_TIMEOUT": "2"},
+            "127.0.0.1:9",
+            id="no network",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_wandb_that_cannot_be_used_is_one_message(
+    environment: dict[str, str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WANDB_MODE": "online", "WANDB_CONFIG_DIR": str(tmp_path), **environment}.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = runs.run("run", runs.write_small(tmp_path), TO_WANDB)
+    (message,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert code == 1 and "Traceback" not in err
+    assert reason in message
+    assert all(remedy in message for remedy in ("wandb login", "WANDB_MODE=offline", 'tracker.wandb_project=""'))
+
+
+def test_damaged_identity_is_one_message_and_names_the_file(tmp_path: Path) -> None:
+    code, out, err = runs.run("run", runs.write_small(tmp_path), "run.eval_games=0", "run.learning_steps=1")
+    assert code == 0, out + err
+    directory = runs.run_directory(tmp_path)
+    (directory / IDENTITY).write_text('{"project": 7}')
+    code, _, err = runs.run("run", "--resume", directory, TO_WANDB, "run.learning_steps=2")
+    assert code == 1 and "Traceback" not in err
+    assert f"delete {directory / IDENTITY}" in err
