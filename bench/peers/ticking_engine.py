@@ -24,7 +24,7 @@ from bench.peers.blocking import Submit
 from unstable_lite.config import Config
 from unstable_lite.engines.base import load_engine
 from unstable_lite.errors import RequestError
-from unstable_lite.transport.messages import Failed, Generate
+from unstable_lite.transport.messages import Failed, Generate, Progress
 from unstable_lite.transport.worker_main import WorkerSpec
 
 TICK_S = 0.02
@@ -97,6 +97,8 @@ class TickingEngine:
                 self._take()
                 if self._engine.has_unfinished():
                     for reply in self._engine.step():
+                        if isinstance(reply, Progress):
+                            continue
                         answer = self._running.pop(reply.request_id)
                         if isinstance(reply, Failed):
                             answer.set_exception(RequestError(reply.error))

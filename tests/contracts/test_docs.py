@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -240,6 +241,15 @@ def _unstable(arguments: list[str], needs_gpu: bool, where: str) -> None:
         case ["worker", *_]:
             code, out, err = runs.run(*arguments, "--patience", "1")
             assert (code, "1 s" in err) == (1, True), where + out + err
+        case ["serve", *rest]:
+            server = subprocess.Popen(runs.command("serve", *rest, "--port", "0"), stdout=subprocess.PIPE, text=True)
+            assert server.stdout is not None
+            assert any("Ctrl-C ends it" in text for text in server.stdout), where
+            server.send_signal(signal.SIGINT)
+            server.communicate(timeout=60)
+            assert server.returncode == 0, where
+        case ["push", *rest] if "--dry-run" not in rest:
+            _unstable(["push", *rest, "--dry-run", f"uploaded-{len(rest)}"], needs_gpu, where)
         case ["play", *rest] if "--watch" not in rest:
             done = subprocess.run(runs.command("play", *rest), input="[0 1]\n" * 50, capture_output=True, text=True)
             assert done.returncode == 0, where + done.stdout + done.stderr

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from unstable_lite.cli import evaluation, new, runs
+from unstable_lite.cli import evaluation, new, runs, sharing
 from unstable_lite.cli.options import ConfigPath, Debug, Outputs, Overrides, TrustConfig, console, errors_as_messages
 from unstable_lite.cli.summaries import print_sft_summary, print_summary
 from unstable_lite.errors import ConfigError, UnstableError
@@ -198,6 +198,8 @@ app.command()(evaluation.play)
 app.command()(evaluation.probe)
 app.command()(runs.export)
 app.command()(runs.report)
+app.command()(sharing.serve)
+app.command()(sharing.push)
 app.add_typer(runs.runs_app, name="runs")
 
 

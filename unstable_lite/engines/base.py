@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from unstable_lite import plugins
-from unstable_lite.transport.messages import EngineStats, Failed, Generate, Generated
+from unstable_lite.transport.messages import EngineStats, Failed, Generate, Generated, Progress
 from unstable_lite.transport.worker_main import WorkerSpec
 
 ENGINES = {
@@ -34,8 +34,11 @@ class Engine(Protocol):
         Raises RequestError if the prompt is too long (with its size and the limit), or the adapter unknown.
         """
 
-    def step(self) -> Sequence[Generated | Failed]:
-        """Advance every running request by a token or more; return the replies of those that finished or failed."""
+    def step(self) -> Sequence[Generated | Failed | Progress]:
+        """Advance every running request by a token or more; return the replies of those that finished or failed.
+
+        An engine that streams also returns `Progress` of requests with `is_streamed`.
+        """
 
     def has_unfinished(self) -> bool: ...
 

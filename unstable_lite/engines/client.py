@@ -76,31 +76,44 @@ class EngineClient:
         max_tokens: int | None = None,
         sampling: Sampling | None = None,
         prompt_ids: TokenIds | None = None,
+        on_text: Callable[[str], None] | None = None,
     ) -> Generation:
-        """Complete `prompt_ids` or else `prompt` by an adapter. Raises RequestError, AdapterError, WorkerDied."""
+        """Complete `prompt_ids` or else `prompt` by an adapter. Raises RequestError, AdapterError, WorkerDied.
+
+        on_text: called with each new part of the text, if the engine streams. If this call is cancelled, the engine
+        drops the request.
+        """
         if self.channel.state is WorkerState.ASLEEP:
             await self.channel.until_awake()
         config = self._config
         temperature, top_p = (sampling.temperature, sampling.top_p) if sampling else (None, None)
         max_tokens = max_tokens or config.max_generation_len
-        tokens = len(prompt) // CHARS_PER_TOKEN + max_tokens
+        asked = self.channel.ask(
+            Generate,
+            config.request_timeout_s,
+            on_text=on_text,
+            prompt=prompt,
+            adapter_version=version,
+            max_tokens=max_tokens,
+            temperature=config.temperature if temperature is None else temperature,
+            top_p=config.top_p if top_p is None else top_p,
+            stop=stop,
+            seed=seed,
+            prompt_ids=prompt_ids,
+            is_streamed=on_text is not None,
+        )
+        return await self._answer(asked, version, len(prompt) // CHARS_PER_TOKEN + max_tokens)
+
+    async def _answer(self, asked: asyncio.Future[Generated], version: int, tokens: int) -> Generation:
+        """Return the answer to a request, whose `tokens` are outstanding until then."""
         self.outstanding_tokens += tokens
         try:
-            reply: Generated = await self.channel.ask(
-                Generate,
-                config.request_timeout_s,
-                prompt=prompt,
-                adapter_version=version,
-                max_tokens=max_tokens,
-                temperature=config.temperature if temperature is None else temperature,
-                top_p=config.top_p if top_p is None else top_p,
-                stop=stop,
-                seed=seed,
-                prompt_ids=prompt_ids,
-            )
+            generation = (await asked).generation
+        except asyncio.CancelledError:
+            self.channel.cancel(asked)
+            raise
         finally:
             self.outstanding_tokens -= tokens
-        generation = reply.generation
         if generation.adapter_version != version:
             raise AdapterError(
                 f"{self.channel.name} answered with adapter version {generation.adapter_version} instead of {version}"

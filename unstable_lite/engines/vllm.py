@@ -27,7 +27,7 @@ from unstable_lite.games.templates import chats_in_use
 from unstable_lite.models import resolve_model
 from unstable_lite.models.positions import longest_sequence
 from unstable_lite.models.tokenization import Tokenizer
-from unstable_lite.transport.messages import EngineStats, Generate, Generated
+from unstable_lite.transport.messages import EngineStats, Generate, Generated, Progress
 from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import Generation, TokenIds
 
@@ -62,7 +62,11 @@ class VLLMEngine:
         from vllm.lora.request import LoRARequest
 
         self._sampling_params, self._lora_request = vllm.SamplingParams, LoRARequest
-        self._output_kind = vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+        kinds = vllm.sampling_params.RequestOutputKind
+        self._output_kinds = {False: kinds.FINAL_ONLY, True: kinds.CUMULATIVE}
+        """Kind of outputs by whether the request is streamed."""
+        self._num_sent: dict[str, int] = {}
+        """Number of characters that were sent of each streamed request."""
         path = resolve_model(config.model_name)
         self._tokenizer = Tokenizer(path, config.trust_remote_code)
         self._bare_model = bare_model(path, config.trust_remote_code)
@@ -78,8 +82,8 @@ class VLLMEngine:
         self._adapters = AdapterVersions(config.engine.max_loras)
         self._paths: dict[int, str] = {}
         self._requests: dict[str, tuple[Generate, TokenIds]] = {}
-        self._early: list[Generated] = []
-        """Replies that finished while an adapter was read."""
+        self._early: list[Generated | Progress] = []
+        """Replies and progress from the time when an adapter was read."""
         self._reader = ThreadPoolExecutor(1, "adapter-reader")
         self._throughput = Throughput()
         model_config = self._engine.model_config
@@ -114,8 +118,8 @@ class VLLMEngine:
             logprobs=0,
             # Otherwise vLLM makes a dict and an object for each token.
             flat_logprobs=True,
-            detokenize=bool(stop),
-            output_kind=self._output_kind,
+            detokenize=bool(stop) or request.is_streamed,
+            output_kind=self._output_kinds[request.is_streamed],
         )
         name = str(request.request_id)
         try:
@@ -127,7 +131,14 @@ class VLLMEngine:
         self._adapters.acquire(version)
         self._requests[name] = (request, prompt_ids)
 
-    def step(self) -> list[Generated]:
+    def cancel(self, request_id: int) -> None:
+        """Drop a request, unless it is finished."""
+        if (found := self._requests.pop(str(request_id), None)) is not None:
+            self._engine.abort_request([str(request_id)])
+            self._adapters.release(found[0].adapter_version)
+            self._num_sent.pop(str(request_id), None)
+
+    def step(self) -> list[Generated | Progress]:
         early, self._early = self._early, []
         return early + self._advance()
 
@@ -173,8 +184,14 @@ class VLLMEngine:
         running = min(unfinished, self._max_parallel_seq)
         return self._throughput.report(queued=unfinished - running, running=running)
 
-    def _advance(self) -> list[Generated]:
-        return [self._finish(output) for output in self._engine.step() if output.finished] if self._requests else []
+    def _advance(self) -> list[Generated | Progress]:
+        outputs = self._engine.step() if self._requests else []
+        return [self._finish(output) if output.finished else self._progress(output) for output in outputs]
+
+    def _progress(self, output: RequestOutput) -> Progress:
+        text, start = output.outputs[0].text, self._num_sent.get(output.request_id, 0)
+        self._num_sent[output.request_id] = len(text)
+        return Progress(request_id=int(output.request_id), text=text[start:])
 
     def _read(self, path: Path) -> str:
         """Return the digest of an adapter. Raises AdapterError if it is damaged or for another base.
@@ -193,6 +210,7 @@ class VLLMEngine:
 
     def _finish(self, output: RequestOutput) -> Generated:
         request, prompt_ids = self._requests.pop(output.request_id)
+        self._num_sent.pop(output.request_id, None)
         self._adapters.release(request.adapter_version)
         completion = output.outputs[0]
         completion_ids = list(completion.token_ids)

@@ -15,6 +15,7 @@ from unstable_lite.engines.base import Engine, SleepingEngine, load_engine
 from unstable_lite.errors import MEMORY_ADVICE, AdapterError, ModelError, RequestError, is_out_of_memory
 from unstable_lite.transport.messages import (
     AdapterDigest,
+    Cancel,
     ConfirmAdapter,
     Done,
     Failed,
@@ -73,6 +74,10 @@ def serve(engine: Engine, socket: WorkerSocket) -> None:
         for message in socket.receive(wait_s=0 if engine.has_unfinished() else STATS_EVERY_S):
             if isinstance(message, Stop):
                 return
+            if isinstance(message, Cancel):
+                # An engine without it finishes the request, and the reply is dropped.
+                getattr(engine, "cancel", lambda _request_id: None)(message.request_id)
+                continue
             if isinstance(message, LoadAdapter):
                 if has_loaded and engine.has_unfinished():  # no request waits for more than one load and a step
                     replies += step()

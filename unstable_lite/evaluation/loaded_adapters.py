@@ -76,6 +76,22 @@ class AdapterSlots:
                     for engine in self._engines.engines:
                         await self._check(engine, model)
 
+    async def restore(self, engine: EngineClient) -> None:
+        """Load and check on a restarted engine the adapters that are held; then it may be asked again.
+
+        Raises AdapterError, also if one cannot be loaded any more.
+        """
+        self._answers.pop(engine.channel.name, None)
+        for key, model in self._models.items():
+            if model.path is not None:
+                try:
+                    await engine.load_adapter(self._ids[key], model.path)
+                except RequestError as error:
+                    raise AdapterError(f"{model.name} ({model.path}): {error}") from error
+                if self._has_model:
+                    await self._check(engine, model)
+        self._engines.mark_ready(engine)
+
     async def _load(self, model: EvaluatedModel) -> None:
         assert model.path is not None
         self._last_id += 1

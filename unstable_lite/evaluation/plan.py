@@ -206,10 +206,7 @@ def _own_opponents(specs: Sequence[EvalEnvSpec], copies: Path | None) -> dict[st
 
 
 def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
-    """Return a plan of engines for the envs of `cells`, on every device that the config gives to engines or learner.
-
-    Raises ConfigError with every problem of its envs, templates, opponents, engine and devices.
-    """
+    """Return a plan of engines for the envs and models of `cells`; see `plan_engines`."""
     played = dict.fromkeys(
         cell.env.model_copy(update={"fixed_opponent": name})
         for cell in cells
@@ -219,6 +216,14 @@ def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
     train_env = TrainEnvSpec(
         num_actors=first.num_players, **first.model_dump(exclude={"fixed_opponent", "temperature", "top_p"})
     )
+    return plan_engines(config, rank, train_env, tuple(played))
+
+
+def plan_engines(config: Config, rank: int, train_env: TrainEnvSpec, eval_envs: tuple[EvalEnvSpec, ...] = ()) -> Plan:
+    """Return a plan of engines for adapters up to `rank`, on every device that the config gives to engines or learner.
+
+    Raises ConfigError with every problem of the envs, their templates and opponents, the engine and the devices.
+    """
     return make_engine_plan(
         config.model_copy(
             update={
@@ -226,7 +231,7 @@ def _engine_plan(config: Config, cells: Sequence[Cell], rank: int) -> Plan:
                 "learner": LearnerConfig(devices=config.learner.devices),  # the other keys may not fit this machine
                 "lora": config.lora.model_copy(update={"lora_rank": rank, "initial_lora_path": None}),
                 "train_envs": (train_env,),  # a config has at least one
-                "eval_envs": tuple(played),
+                "eval_envs": eval_envs,
             }
         )
     )

@@ -24,6 +24,8 @@ MARKUP = (
 )
 """Markup of the templates here; a run adds the control tokens of its model."""
 
+MAX_PLAYERS = 64
+"""Largest number of players that is recognised in a prompt."""
 _OBSERVATION, _GAME = "{observation}", "{game}"
 
 
@@ -69,6 +71,14 @@ class ChatTemplate:
     def message(self, observation: str, num_players: int) -> str:
         """Return only the user's message, for a model that an external endpoint serves."""
         return Template(self.name, self.user, is_zero_sum=self.is_zero_sum).prompt(observation, num_players)
+
+    def observation_in(self, message: str) -> tuple[str, int] | None:
+        """Return the observation and the number of players for which `message` is the user's message, if any."""
+        for num_players in range(1, MAX_PLAYERS + 1):
+            before, after = _around(self.user, num_players, self.is_zero_sum)
+            if message.startswith(before) and message.endswith(after) and len(message) >= len(before) + len(after):
+                return message[len(before) : len(message) - len(after)], num_players
+        return None
 
     def laid_out(self, text: str, end_of_turn: tuple[str, ...]) -> Template:
         """Return the laid-out template.

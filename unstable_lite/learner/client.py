@@ -73,7 +73,7 @@ class LearnerClient:
         """Write the adapter that training starts from, as `version`, and return its digest."""
         place = partial(store.path, version)
         written: AdapterDigest = await self._write(WriteAdapter, SAVE_TIMEOUT_S, place, store, version=version)
-        fields = {"path": str(place()), "version": version}
+        fields: dict[str, Any] = {"path": str(place()), "version": version}
         self._unsaved = partial(self.channel.ask, WriteAdapter, SAVE_TIMEOUT_S, **fields)
         await self.save_state(version, store)
         return written.digest

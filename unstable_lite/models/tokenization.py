@@ -116,6 +116,19 @@ class Tokenizer:
                     "tokenizer that keeps spaces and has no such token"
                 )
 
+    def conversation(self, messages: list[dict[str, str]], thinking: bool = True) -> tuple[str, tuple[str, ...]]:
+        """Return the prompt for the next answer in a conversation, and the stop strings that close the answer.
+
+        messages: `role` and `content` of each. Raises ModelError if the tokenizer has no chat template, or one that
+        does not accept these messages.
+        """
+        chat = ChatTemplate("conversation", "{observation}", thinking=thinking)
+        _, end_of_turn = self._lay_out(chat)
+        try:
+            return self._render(chat, messages), tuple(end_of_turn)
+        except (ValueError, TypeError, jinja2.TemplateError) as error:
+            raise ModelError(f"the chat template of the model's tokenizer refuses these messages: {error}") from error
+
     def _lay_out(self, chat: ChatTemplate) -> list[Any]:
         messages = [{"role": "user", "content": chat.user}]
         system = [{"role": "system", "content": chat.system}] if chat.system else []
@@ -181,8 +194,8 @@ class Tokenizer:
         end = -1 if completion_ids[-1] in self.stop_ids else None
         return self._fast.decode(completion_ids[:end], skip_special_tokens=True)
 
-    def watch(self, stop: tuple[str, ...]) -> StopWatch | None:
-        return StopWatch(self._fast, stop) if any(stop) else None
+    def watch(self, stop: tuple[str, ...], is_streamed: bool = False) -> StopWatch | None:
+        return StopWatch(self._fast, stop) if any(stop) or is_streamed else None
 
 
 class StopWatch:
@@ -192,6 +205,9 @@ class StopWatch:
         self.text = ""
         self.has_stopped = False
         self._stop = tuple(filter(None, stop))
+        self._num_withheld = max(map(len, self._stop), default=1) - 1
+        """Number of the newest characters that may be the beginning of a stop string."""
+        self._num_taken = 0
         self._stream = IncrementalDetokenizer(tokenizer, skip_special_tokens=True)
 
     def is_stopped_by(self, token_id: int) -> bool:
@@ -207,6 +223,11 @@ class StopWatch:
             self.text = self.text[: min(found)]
             self.has_stopped = True
         return self.has_stopped
+
+    def new_text(self) -> str:
+        """Return the text since the last call, as far as no stop string can take it back."""
+        start, self._num_taken = self._num_taken, max(self._num_taken, len(self.text) - self._num_withheld)
+        return self.text[start : self._num_taken]
 
 
 def _stop_ids(model_path: str, tokenizer: transformers.PreTrainedTokenizerBase, trust_remote_code: bool) -> set[int]:

@@ -37,7 +37,7 @@ def base_problem(found: FrozenAdapter, config: Config) -> str | None:
     not fit the base's shapes.
     """
     ours = resolve_model(config.model_name)
-    if found.base and found.base != ours and not _is_local(found.base) and not _is_local(ours):
+    if found.base and found.base != ours and not is_local(found.base) and not is_local(ours):
         return f"{found.path} is an adapter of {found.base}; here model_name is {ours}"
     return None
 
@@ -76,5 +76,6 @@ def _misfits(found: FrozenAdapter, config: Config) -> Iterator[str]:
         yield f"{found.path} adapts {', '.join(sorted(others))}; add that to lora.target_modules"
 
 
-def _is_local(name: str) -> bool:
+def is_local(name: str) -> bool:
+    """Return whether a base's name is that of a path on this machine."""
     return name.startswith((".", "/", "~")) or Path(name).exists()

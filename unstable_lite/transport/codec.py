@@ -22,7 +22,7 @@ from unstable_lite.types import TokenIds
 
 T = TypeVar("T")
 
-PROTOCOL = 12
+PROTOCOL = 13
 MAX_FRAME_BYTES = 1 << 30
 MAX_ITEMS = 1 << 20
 """Longest accepted list or table, so that a frame cannot claim memory that it does not fill."""

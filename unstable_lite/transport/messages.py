@@ -71,6 +71,8 @@ class Generate(Request[Generated]):
     """Seed of this request's random stream; None uses the engine's stream."""
     prompt_ids: TokenIds | None = None
     """Ids to complete in place of those of `prompt`: an answer that is continued, after its prompt."""
+    is_streamed: bool = False
+    """Whether the engine sends the text as it grows (`Progress`), if it can."""
 
 
 class AdapterDigest(Reply):
@@ -258,6 +260,19 @@ class Ready(Notice):
 
     def __post_init__(self) -> None:
         check_plain(self.info)
+
+
+class Progress(Notice):
+    """Text that a streamed completion has gained since the last such message; no stop string can take it back."""
+
+    request_id: int
+    text: str
+
+
+class Cancel(Notice):
+    """Ask an engine to drop a request, whose reply is not read any more."""
+
+    request_id: int
 
 
 class EngineStats(Notice):

@@ -20,7 +20,7 @@ import zmq
 
 from unstable_lite.errors import NoRoomError, ProtocolError, RequestError, WorkerDied
 from unstable_lite.transport.codec import MAX_FRAME_BYTES, decode, encode
-from unstable_lite.transport.messages import REPLIES, Crashed, Failed, Message, Ready, Reply, Request
+from unstable_lite.transport.messages import REPLIES, Cancel, Crashed, Failed, Message, Progress, Ready, Reply, Request
 
 log = logging.getLogger(__name__)
 
@@ -169,8 +169,8 @@ class WorkerChannel:
         """Number of workers of this name that died before the present one."""
         self._router = router
         self._on_message = on_message
-        self._pending: dict[int, tuple[asyncio.Future[Any], float, type[Any]]] = {}
-        """Future, deadline and expected reply type by request id."""
+        self._pending: dict[int, tuple[asyncio.Future[Any], float, type[Any], Callable[[str], None] | None]] = {}
+        """Future, deadline, expected reply type, and receiver of the growing text, by request id."""
         self._sweep: asyncio.TimerHandle | None = None
         self._ids = itertools.count(1)
         self._begins_with_run = True
@@ -252,11 +252,18 @@ class WorkerChannel:
         """Send a message that has no reply."""
         self._router.send(self.identity, message)
 
-    def ask(self, message_type: Callable[..., Message], timeout_s: float, **fields: Any) -> asyncio.Future[Any]:
+    def ask(
+        self,
+        message_type: Callable[..., Message],
+        timeout_s: float,
+        on_text: Callable[[str], None] | None = None,
+        **fields: Any,
+    ) -> asyncio.Future[Any]:
         """Send a request and return a future of its reply.
 
         The future raises RequestError if the worker replies `Failed` or not within `timeout_s`, and WorkerDied if the
-        worker dies. Raises WorkerDied at once if the worker is already dead.
+        worker dies. Raises WorkerDied at once if the worker is already dead. `on_text`: called with the text of each
+        `Progress` of the request.
         """
         if self._death is not None:
             raise self._death
@@ -264,11 +271,19 @@ class WorkerChannel:
         reply: asyncio.Future[Any] = self._loop.create_future()
         if not self._pending:
             self._busy_since = now
-        self._pending[request_id] = reply, now + timeout_s, REPLIES[message_type]
+        self._pending[request_id] = reply, now + timeout_s, REPLIES[message_type], on_text
         if self._sweep is None:
             self._sweep = self._loop.call_later(SWEEP_EVERY_S, self._fail_overdue)
         self._router.send(self.identity, message_type(request_id=request_id, **fields))
         return reply
+
+    def cancel(self, reply: asyncio.Future[Any]) -> None:
+        """Forget a request, given the future that `ask` returned, and ask the worker to drop it."""
+        for request_id, (pending, *_) in self._pending.items():
+            if pending is reply:
+                del self._pending[request_id]
+                self.tell(Cancel(request_id=request_id))
+                return
 
     def receive(self, message: Message) -> None:
         """Handle a message. Raises ProtocolError if a reply is of the wrong type; its request stays pending."""
@@ -276,7 +291,7 @@ class WorkerChannel:
         if isinstance(message, Reply):
             if (waiting := self._pending.get(message.request_id)) is None:
                 return  # the reply came after its deadline
-            reply, _, expected = waiting
+            reply, _, expected, _ = waiting
             if type(message) not in (expected, Failed):
                 raise ProtocolError(f"the reply is {type(message).__name__}; expected {expected.__name__}")
             del self._pending[message.request_id]
@@ -293,6 +308,9 @@ class WorkerChannel:
                 self._enter(WorkerState.READY if self._begins_with_run else WorkerState.RESTORING)
         elif isinstance(message, Crashed):
             self.crash = message
+        elif isinstance(message, Progress):
+            if (waiting := self._pending.get(message.request_id)) is not None and waiting[3] is not None:
+                waiting[3](message.text)
         elif self._on_message is not None:
             self._on_message(message)
 
@@ -323,7 +341,7 @@ class WorkerChannel:
         """Fail overdue requests. They share one timer, because a timer each would cost more than the request."""
         self._router.receive_waiting()  # this process may have been blocked while replies waited in the socket
         now = self._loop.time()
-        over = [(id_, reply) for id_, (reply, deadline, _) in self._pending.items() if deadline <= now or reply.done()]
+        over = [(id_, reply) for id_, (reply, deadline, *_) in self._pending.items() if deadline <= now or reply.done()]
         for request_id, reply in over:
             del self._pending[request_id]
             _fail(reply, RequestError(f"{self.name}: no reply before its deadline"))

@@ -21,7 +21,18 @@ from fakes.remote_engine import START_TIMEOUT_S, RemoteEngine
 from unstable_lite.adapters.peft_files import WEIGHTS, adapter_digest
 from unstable_lite.games.thinking import END_OF_THINKING
 from unstable_lite.orchestrator.checkpoint_pool import FIRST_RETURNED_VERSION
-from unstable_lite.transport.messages import AdapterDigest, ConfirmAdapter, Done, Failed, LoadAdapter, Ready
+from unstable_lite.transport.messages import (
+    AdapterDigest,
+    Cancel,
+    ConfirmAdapter,
+    Done,
+    Failed,
+    Generated,
+    LoadAdapter,
+    Message,
+    Progress,
+    Ready,
+)
 from unstable_lite.types import Generation
 
 MAX_MODEL_LEN = 640
@@ -249,6 +260,47 @@ def test_stop_string_ends_a_completion_and_is_cut_from_its_text(engine: Engine) 
         assert bytes(text[: at + 2], "utf-8")[-2:] == stop.encode() and len(stopped.logprobs) == size
         num_checked += 1
     assert num_checked or not engine.is_exact
+
+
+def test_streamed_parts_begin_the_text_and_never_the_stop_string(engine: Engine) -> None:
+    remote = engine.remote
+    if engine.info["kind"] == "vllm-server":
+        return  # it sends the text at the end
+    asked = [remote.request(p, seed=7, max_tokens=60, stop=("e", "never met"), is_streamed=True) for p in prompts(20)]
+    remote.send(*asked)
+    ids = {request.request_id for request in asked}
+    done = [remote.wait_for(lambda message, id=id: _is_reply(message, id)) for id in ids]  # type: ignore[misc]
+    num_parts = 0
+    for reply in done:
+        assert isinstance(reply, Generated)
+        parts = [
+            part.text for part in remote.inbox if isinstance(part, Progress) and part.request_id == reply.request_id
+        ]
+        assert reply.generation.text.startswith("".join(parts)) and "e" not in "".join(parts)
+        num_parts += len(parts)
+    remote.inbox = [message for message in remote.inbox if not isinstance(message, Progress)]
+    assert num_parts > 60, "the text comes while it grows"
+
+
+def _is_reply(message: Message, request_id: int) -> bool:
+    return isinstance(message, Generated | Failed) and message.request_id == request_id
+
+
+def test_cancelled_requests_free_their_adapter_and_disturb_no_other(engine: Engine, adapter_dirs: list[Path]) -> None:
+    remote, version = engine.remote, engine.remote.next_version()
+    if engine.info["kind"] == "vllm-server":
+        return  # it finishes them
+    assert isinstance(remote.load(version, adapter_dirs[0]), AdapterDigest)
+    asked = [remote.request(prompt, version, max_tokens=500, temperature=5.0) for prompt in prompts(40)]
+    other = remote.request("b", max_tokens=20, seed=3)
+    (alone,) = remote.generate(remote.request("b", max_tokens=20, seed=3))
+    remote.send(*asked, other)
+    remote.send(*[Cancel(request_id=request.request_id) for request in asked])
+    reply = remote.wait_for(lambda message: _is_reply(message, other.request_id))
+    assert isinstance(reply, Generated)
+    assert reply.generation.completion_ids.tolist() == alone.completion_ids.tolist() or not engine.is_exact
+    assert isinstance(remote.unload(version), Done)
+    assert remote.generate(remote.request("b", max_tokens=20))
 
 
 def test_special_token_as_stop_string_is_kept_as_last_token(engine: Engine) -> None:

@@ -33,7 +33,7 @@ from unstable_lite.games.templates import chats_in_use
 from unstable_lite.models import resolve_model
 from unstable_lite.models.positions import longest_sequence
 from unstable_lite.models.tokenization import StopWatch, Tokenizer
-from unstable_lite.transport.messages import EngineStats, Generate, Generated
+from unstable_lite.transport.messages import EngineStats, Generate, Generated, Progress
 from unstable_lite.transport.worker_main import WorkerSpec
 from unstable_lite.types import FinishReason, Generation, TokenIds
 
@@ -137,7 +137,7 @@ class TransformersEngine:
                 max_tokens=max_tokens,
                 seed=int(self._rng.integers(1 << 63)) if request.seed is None else request.seed % (1 << 64),
                 ids=prompt_ids.tolist(),
-                stop_watch=self._tokenizer.watch(request.stop),
+                stop_watch=self._tokenizer.watch(request.stop, request.is_streamed),
                 stop_ids=self._tokenizer.stop_ids_with(request.stop),
             )
         )
@@ -145,8 +145,20 @@ class TransformersEngine:
     def has_unfinished(self) -> bool:
         return bool(self._queue or self._running)
 
+    def cancel(self, request_id: int) -> None:
+        """Drop a request, unless it is finished."""
+        for row in (*self._queue, *self._running):
+            if row.request.request_id == request_id:
+                self._adapters.release(row.request.adapter_version)
+                if row in self._queue:
+                    self._queue.remove(row)
+                else:
+                    self._running.remove(row)
+                    self._cache.give_back(row.slot, len(row.prompt_ids))
+                return
+
     @torch.inference_mode()
-    def step(self) -> list[Generated]:
+    def step(self) -> list[Generated | Progress]:
         self._admit()
         try:
             self._advance()
@@ -155,7 +167,7 @@ class TransformersEngine:
                 raise
             reason = str(error)
         else:
-            return self._take_finished()
+            return [*self._progress(), *self._take_finished()]
         self._make_do_with_less(reason)
         return []
 
@@ -317,6 +329,11 @@ class TransformersEngine:
             elif len(row.logprobs) == row.max_tokens:
                 row.finish_reason = "length"
         self._throughput.count(generated=len(rows))
+
+    def _progress(self) -> list[Progress]:
+        streamed = [row for row in self._running if row.request.is_streamed and not row.finish_reason]
+        new = [(row.request.request_id, row.stop_watch.new_text()) for row in streamed if row.stop_watch is not None]
+        return [Progress(request_id=request_id, text=text) for request_id, text in new if text]
 
     def _take_finished(self) -> list[Generated]:
         finished = [row for row in self._running if row.finish_reason]
