@@ -295,7 +295,7 @@ def test_replay_shows_the_league_as_of_that_update(directory: Path) -> None:
 def test_league_log_holds_only_changed_models(directory: Path) -> None:
     last = json.loads((directory / "league.jsonl").read_text().splitlines()[-1])
     assert set(last["models"]) == {"base", "ckpt-11", "ckpt-12"}  # ckpt-11 is no longer the current one
-    assert last["matches"] == [["base", "ckpt-12", 12]]
+    assert last["matches"] == [["base", "ckpt-12", 12, 0, 0, 12]]
 
 
 def test_rewritten_file_is_read_again_and_a_partial_line_waits(directory: Path) -> None:
