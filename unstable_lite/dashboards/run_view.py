@@ -157,7 +157,7 @@ class RunView:
         return [f"update {line['step']}: {line['text']}" for line in self.lines("alarms") if not line.get("is_repeat")]
 
     def league(self) -> League:
-        """Return the ratings and results, which are not to be changed; it adds only what is new since the last call."""
+        """Return the ratings and results, which are not to be changed; only lines since the last call are read."""
         tail = self._tails["league"]
         wanted = (self.at, tail.readings)
         if self._league_of != wanted:

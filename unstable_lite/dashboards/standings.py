@@ -140,7 +140,7 @@ def choose(standings: Sequence[Standing], games: Counter[str], room: int) -> lis
 
     These are the current policy, the strongest checkpoint, the base, fixed opponents with the most games, and past
     checkpoints spread over the run: of each part of the run the one with the most games. If not all fit, fixed
-    opponents take up to half of what is left. games: number of games against other models.
+    opponents take up to half of the rest. games: number of games against other models.
     """
     own = sorted((standing.uid for standing in standings if not _is_fixed(standing.uid)), key=age)
     fixed = sorted((standing.uid for standing in standings if _is_fixed(standing.uid)), key=lambda uid: -games[uid])
