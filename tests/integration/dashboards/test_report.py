@@ -247,7 +247,7 @@ def open_page(browser: Browser) -> Iterator[OpenReport]:
         context = browser.new_context(offline=True, **(shape | options))
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)
         page.on("request", lambda request: request.url.startswith(("file:", "data:")) or problems.append(request.url))
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("dialog", lambda dialog: problems.append(f"a dialog: {dialog.message}"))
