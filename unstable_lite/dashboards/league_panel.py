@@ -68,7 +68,7 @@ def league_panel(league: League, width: int, height: int, is_whole: bool = False
 
 
 def _hints(fitting: int, opponents: int, is_whole: bool, width: int) -> str:
-    """Return what the cells are, how many opponents have a column, and what the key does."""
+    """Return the meaning of the cells, the number of opponents with a column, and the effect of the key."""
     key = "back" if is_whole else "" if fitting == opponents else "more" if fitting else "who beats whom"
     hints = [
         "row's points, games" * bool(fitting),

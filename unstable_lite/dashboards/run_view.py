@@ -89,7 +89,7 @@ class RunView:
         """Update to view; None: the newest."""
         self._league, self._league_lines = League(), 0
         self._league_of: tuple[int | None, int] | None = None
-        """`at`, and which reading of the file, for which `_league` contains the first `_league_lines` lines."""
+        """Value of `at` and number of readings of the file for which `_league` has the first `_league_lines` lines."""
         self._tails = {name: _Tail(directory / f"{name}.jsonl") for name in ("metrics", "league", "eval", "alarms")}
 
     def refresh(self) -> None:

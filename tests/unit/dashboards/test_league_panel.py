@@ -1,4 +1,4 @@
-"""Which models of a league are shown, and who beats whom."""
+"""The choice of the models that the dashboard shows, and the results in its cells."""
 
 from __future__ import annotations
 
