@@ -51,7 +51,7 @@ def pictures_of_report(runs: list[Path], report: Path, games: Path) -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport=REPORT_SIZE, color_scheme="light")
         page.goto(page_file.as_uri())
-        page.wait_for_selector("html[data-ready]")
+        page.wait_for_selector("html[data-drawn]")
         _show_top_of(page, "#curves")
         page.screenshot(path=report, clip={"x": 0, "y": 0, "width": 1180, "height": 590})
         listed = page.locator("#list button")
@@ -69,9 +69,8 @@ def pictures_of_report(runs: list[Path], report: Path, games: Path) -> None:
 
 def _show_top_of(page: Page, selector: str) -> None:
     to = f"document.querySelector('{selector}').getBoundingClientRect().top + scrollY - 56"
-    for _ in range(2):  # charts are drawn when they come into view, and move the content below
-        page.evaluate(f"scrollTo({{ top: {to}, behavior: 'instant' }})")
-        page.wait_for_timeout(1500)
+    page.evaluate(f"scrollTo({{ top: {to}, behavior: 'instant' }})")
+    page.wait_for_timeout(500)
 
 
 def main(what: str, runs: list[Path]) -> None:

@@ -135,7 +135,7 @@ def top(
     replay: Annotated[bool, typer.Option("--replay", help="Play back all updates from the first one.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Watch a run from another terminal without affecting it. Keys: ← → through the updates, space, q."""
+    """Watch a run from another terminal without affecting it. Keys: ← → through the updates, space, m: matches, q."""
     with errors_as_messages(debug):
         from unstable_lite.dashboards.run_view import RunView
         from unstable_lite.dashboards.watch import show_once, watch

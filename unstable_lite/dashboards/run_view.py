@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tomllib
@@ -12,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from unstable_lite.dashboards.standings import League
 from unstable_lite.errors import UnstableError
 from unstable_lite.files import parsed_line
 from unstable_lite.planning.trust import CONFIG
@@ -32,6 +34,8 @@ class _Tail:
 
     def __init__(self, path: Path) -> None:
         self.lines: list[dict[str, Any]] = []
+        self.readings = 0
+        """Number of times that the file was read from its beginning."""
         self._path = path
         self._offset = 0
         self._inode = -1
@@ -43,6 +47,7 @@ class _Tail:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._offset, self._inode = 0, status.st_ino
+                    self.readings += 1
                     self.lines.clear()
                 file.seek(self._offset)
                 content = file.read()
@@ -82,6 +87,9 @@ class RunView:
         """Content of live.json; empty before the run has written it."""
         self.at: int | None = None
         """Update to view; None: the newest."""
+        self._league, self._league_lines = League(), 0
+        self._league_of: tuple[int | None, int] | None = None
+        """Value of `at` and number of readings of the file for which `_league` has the first `_league_lines` lines."""
         self._tails = {name: _Tail(directory / f"{name}.jsonl") for name in ("metrics", "league", "eval", "alarms")}
 
     def refresh(self) -> None:
@@ -148,18 +156,14 @@ class RunView:
         """Return each alarm once, the oldest first."""
         return [f"update {line['step']}: {line['text']}" for line in self.lines("alarms") if not line.get("is_repeat")]
 
-    def ladder(self) -> list[tuple[str, float, float, int, bool, bool]]:
-        """Return (uid, μ, σ, games, active, current) of every model, the strongest first."""
-        models: dict[str, list[Any]] = {}
-        for line in self.lines("league"):
-            models |= line["models"]
-        rows = [(uid, *row) for uid, row in models.items()]
-        return sorted(rows, key=lambda row: -row[1])
-
-    def matches(self) -> dict[tuple[str, str], int]:
-        """Return the number of games by pair of uids, in both orders."""
-        met: dict[tuple[str, str], int] = {}
-        for line in self.lines("league"):
-            for one, other, games in line["matches"]:
-                met[one, other] = met[other, one] = games
-        return met
+    def league(self) -> League:
+        """Return the ratings and results, which are not to be changed; only lines since the last call are read."""
+        tail = self._tails["league"]
+        wanted = (self.at, tail.readings)
+        if self._league_of != wanted:
+            self._league, self._league_of, self._league_lines = League(), wanted, 0
+        for line in itertools.islice(tail.lines, self._league_lines, None):
+            if self.at is None or line["step"] <= self.at:
+                self._league.add(line["models"], line["matches"])
+        self._league_lines = len(tail.lines)
+        return self._league

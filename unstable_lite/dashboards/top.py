@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.layout import Layout
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text, TextType
 
+from unstable_lite.dashboards.league_panel import league_panel
 from unstable_lite.dashboards.run_view import RunView
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -31,6 +32,12 @@ GOOD, FAIR = 0.75, 0.40
 PAST = Text("not recorded for past updates", style="dim")
 FIRST_LOOK_S = 0.1
 """Time over which a process's load is first measured; later it is measured from frame to frame."""
+NARROW = 72
+"""Width of a panel below which an evaluation takes two rows."""
+PLAYERS = 23
+"""Height of the ladder beyond which the evaluations have more than five rows first."""
+HEADER = 3
+"""Height of the header."""
 LITTLE = 13
 """Height of the middle below which it shows only the statistics of one env and the ladder."""
 ROOMY = 30
@@ -89,17 +96,23 @@ def draw(view: RunView, width: int, height: int, load: MachineLoad) -> Renderabl
     alarms = view.alarms()
     has_alarms = height >= ROOMY
     of_alarms = min(2 + max(1, len(alarms)), 5 if height < 45 else 8) if has_alarms else 0
-    inner, room = width // 2 - 4, height - 3 - of_workers - of_alarms
+    room = height - HEADER - of_workers - of_alarms
     middle = Layout(ratio=1)
-    middle.split_row(_columns(_left(view, inner, room)), _columns(_right(view, inner, room)))
+    middle.split_row(_columns(_left(view, width // 2, room)), _columns(_right(view, width // 2, room)))
     sections = [
-        Layout(_header(view, width, not has_alarms), size=3),
+        Layout(_header(view, width, not has_alarms), size=HEADER),
         middle,
         Layout(_panel(shown_workers, "workers"), size=of_workers),
     ]
     if has_alarms:
         sections.append(Layout(_alarms(alarms, of_alarms - 2), size=of_alarms))
     return _columns(sections)
+
+
+def draw_league(view: RunView, width: int, height: int) -> RenderableType:
+    """Draw one frame of exactly this size with the ladder and who beats whom."""
+    league = league_panel(view.league(), width, height - HEADER, is_whole=True)
+    return _columns([Layout(_header(view, width, has_no_alarms_panel=True), size=HEADER), Layout(league)])
 
 
 def _columns(parts: Sequence[Layout]) -> Layout:
@@ -115,36 +128,42 @@ def _panel(content: RenderableType, title: TextType, **options: Any) -> Panel:
 def _left(view: RunView, width: int, room: int) -> list[Layout]:
     """Return the panels of statistics that fit: of each env, of the learner, and of staleness."""
     env_ids = [env["env_id"] for env in view.config["train_envs"]]
-    of_envs = [
-        _panel(_statistics(view, _rows_of(view, env_id), width, env_id), Text(f"collection: {env_id}"))
-        for env_id in env_ids
-    ]
-    if room < LITTLE:
-        return [Layout(of_envs[0])]
     of_learner, of_staleness = 2 + len(LEARNER), 2 + len(STALENESS)
     has_staleness = room >= 8 + 7 + of_staleness
+    shown = env_ids[: max(1, (room - of_learner - of_staleness) // 8)]
+    omitted = f" {len(shown)} of {len(env_ids)}" if len(shown) < len(env_ids) else ""
+    inner = width - 4
+    parts = [
+        Layout(
+            _panel(_statistics(view, _rows_of(view, env_id), inner, env_id), Text(f"collection{omitted}: {env_id}")),
+            size=8,
+        )
+        for env_id in shown
+    ]
+    if room < LITTLE:
+        parts[0].size = None
+        return parts
     rows = LEARNER if has_staleness else (*LEARNER[:4], *STALENESS[::2], LEARNER[4])
-    parts = [Layout(panel, size=8) for panel in of_envs[: max(1, (room - of_learner - of_staleness) // 8)]]
-    parts.append(Layout(_panel(_statistics(view, rows, width), "learner"), ratio=1, minimum_size=5))
+    parts.append(Layout(_panel(_statistics(view, rows, inner), "learner"), ratio=1, minimum_size=5))
     if has_staleness:
-        parts.append(Layout(_panel(_statistics(view, STALENESS, width), "staleness"), size=of_staleness))
+        parts.append(Layout(_panel(_statistics(view, STALENESS, inner), "staleness"), size=of_staleness))
     return parts
 
 
 def _right(view: RunView, width: int, room: int) -> list[Layout]:
-    """Return the panels of ratings that fit: the ladder, then the evaluations, then the matches."""
-    ladder, evaluations = view.ladder(), view.evaluations()
-    of_evaluations = 0 if room < LITTLE else min(2 + max(1, len(evaluations)), 7)
-    of_ladder = room - of_evaluations
-    of_matrix = min(of_ladder // 2, len(ladder) + 3) if of_ladder >= 20 else 0
-    shown = _ladder(ladder, width, of_ladder - of_matrix - 2)
-    parts = [Layout(_panel(shown, f"TrueSkill (μ, σ): {len(ladder)} models"), ratio=1)]
-    if of_matrix:
-        matrix = _matches(ladder, view.matches(), width, of_matrix - 2)
-        parts.append(Layout(_panel(matrix, "games between them"), size=of_matrix))
+    """Return the panels of strength that fit: the league, and the newest evaluations."""
+    lines = [line for line in view.evaluations() if line["n"]]
+    league = view.league()
+    of_league = len(league.ladder) + 3
+    if width < NARROW:  # two rows for the newest evaluation of each env and opponent
+        lines = list({(line["env_id"], line["opponent"]): line for line in lines}.values())
+        rows = 2 * min(len(lines), max(2, (room - of_league - 2) // 2))
+    else:
+        rows = min(len(lines), max(5, room - min(of_league, PLAYERS) - 2))
+    of_evaluations = 2 + max(rows, 1) if room >= LITTLE else 0
+    parts = [Layout(league_panel(league, width, room - of_evaluations), ratio=1)]
     if of_evaluations:
-        shown = _evaluations(evaluations[-(of_evaluations - 2) :])
-        parts.append(Layout(_panel(shown, "evaluations"), size=of_evaluations))
+        parts.append(Layout(_evaluations(lines, width, rows), size=of_evaluations))
     return parts
 
 
@@ -235,68 +254,28 @@ def _statistics(view: RunView, rows: Sequence[Row], width: int, env_id: str = ""
     return table
 
 
-def _ladder(ladder: Sequence[tuple[str, float, float, int, bool, bool]], width: int, height: int) -> RenderableType:
-    """Return a table of the strongest models and the current policy; the others are counted."""
-    if not ladder:
-        return Text("no games yet", style="dim")
-    shown = list(enumerate(ladder))[: max(height, 1)]
-    if len(ladder) > len(shown):
-        current = [(index, row) for index, row in enumerate(ladder) if row[5] and index >= len(shown)]
-        shown = [*shown[: len(shown) - len(current)], *current]
-    low, high = min(row[1] - row[2] for row in ladder), max(row[1] for row in ladder)
-    table = Table.grid(padding=(0, 1), expand=True)
-    table.add_column(justify="right", style="dim")
-    table.add_column(no_wrap=True, overflow="ellipsis", max_width=max(12, width // 3))
-    table.add_column(ratio=1, no_wrap=True, overflow="crop")
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True, style="dim")
-    for index, (uid, mu, sigma, games, is_active, is_current) in shown:
-        name = Text(uid, style="bold green" if is_current else "" if is_active else "dim")
-        share = (mu - low) / max(high - low, 1e-9)
-        table.add_row(str(index), name, bar(share, max(width - 45, 6)), f"{mu:.1f} ±{sigma:.1f}", f"n={games}")
-    return table
+def _evaluations(lines: Sequence[dict[str, Any]], width: int, rows: int) -> Panel:
+    """Return the panel of the newest evaluations with their 95 % intervals, in this number of rows."""
+    is_narrow = width < NARROW
+    shown = lines[-(rows // 2 if is_narrow else rows) :]
+    results = [(line["model"], *_result_of(line), f"n={line['n']}") for line in shown]
+    widths = [max(map(len, column)) for column in zip(*results, strict=True)]
+    text = Text(no_wrap=True, overflow="ellipsis")
+    for line, (model, *numbers) in zip(shown, results, strict=True):
+        result = "  ".join([model.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])])
+        against = Text(f"{line['opponent']}, {line['env_id']}", style="dim")
+        text.append("\n" if text else "")
+        text.append_text(Text.assemble(against, "\n", result) if is_narrow else Text.assemble(result, "  ", against))
+    omitted = f": newest {len(shown)} of {len(lines)}" if len(shown) < len(lines) else ""
+    return _panel(text if shown else Text("none yet", style="dim"), f"evaluations{omitted}")
 
 
-def _matches(
-    ladder: Sequence[tuple[str, float, float, int, bool, bool]],
-    matches: dict[tuple[str, str], int],
-    width: int,
-    height: int,
-) -> RenderableType:
-    """Return a matrix of games by the ladder's numbers; more games are brighter."""
-    count = min(len(ladder), max(height - 1, 1), max((width - 4) // 5, 1))
-    uids = [row[0] for row in ladder[:count]]
-    most = max((matches.get((one, other), 0) for one in uids for other in uids), default=0)
-    lines = [Text("    " + "".join(f"{index:>5}" for index in range(count)), style="dim")]
-    for index, one in enumerate(uids):
-        line = Text(f"{index:>3} ", style="dim")
-        for other in uids:
-            games = matches.get((one, other), 0)
-            level = round(40 + 150 * games / most) if most else 0
-            colours = f"on rgb({level // 4},{level // 2},{level})" if games else "dim"
-            line.append(f"{games if games else '·':>5}", style=colours)
-        lines.append(line)
-    return Group(*lines)
-
-
-def _evaluations(evaluations: Sequence[dict[str, Any]]) -> RenderableType:
-    if not evaluations:
-        return Text("none yet", style="dim")
-    table = Table.grid(padding=(0, 1), expand=True)
-    for least in (7, 6, 8, 4):
-        table.add_column(min_width=least, no_wrap=True, justify="left" if least == 7 else "right")
-    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis", style="dim")
-    for line in evaluations:
-        if line["points"] is not None:
-            share, interval = f"{line['points']:.1%}", [f"{edge:.0%}" for edge in line["points_interval"]]
-        elif line["mean_reward"] is not None:
-            share = f"{line['mean_reward']:.3g}"
-            interval = ["?" if edge is None else f"{edge:.3g}" for edge in line["reward_interval"]]
-        else:
-            continue
-        against = f"{line['opponent']}, {line['env_id']}"
-        table.add_row(line["model"], share, "–".join(interval), f"n={line['n']}", against)
-    return table
+def _result_of(line: dict[str, Any]) -> tuple[str, str]:
+    """Return the points of an evaluation, or its mean reward, and the interval."""
+    if line["points"] is not None:
+        return f"{line['points']:.1%}", "–".join(f"{edge:.0%}" for edge in line["points_interval"])
+    interval = ("?" if edge is None else f"{edge:.3g}" for edge in line["reward_interval"])
+    return f"{line['mean_reward']:.3g}", "–".join(interval)
 
 
 def _workers(workers: Sequence[dict[str, Any]], a_row: int, load: MachineLoad, width: int) -> RenderableType:

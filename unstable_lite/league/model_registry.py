@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import combinations
 from operator import eq
 from pathlib import Path
 from statistics import fmean
@@ -101,6 +102,8 @@ class ModelRegistry:
         self._current_uid = BASE
         self.match_counts: dict[tuple[str, str], int] = defaultdict(int)
         """Number of games in which two models met, by sorted uids; `(uid, uid)` if a model met itself."""
+        self.match_results: dict[tuple[str, str], tuple[int, int, int]] = {}
+        """Wins, draws and losses of the first of two different models against the second, by sorted uids."""
         self._frozen_versions = range(FIRST_FROZEN_VERSION, FIRST_FROZEN_VERSION)
         """Ids of the frozen players' adapters."""
         self.add_policy(BASE, adapter_version=0, iteration=0)
@@ -260,7 +263,7 @@ class ModelRegistry:
         """Return the state for JSON.
 
         It has every model that ever existed, because the ladder lists them all: about 100 bytes each, in columns by
-        field, and 15 bytes for each pair that met, named by the models' numbers.
+        field, and 20 bytes for each pair that met, named by the models' numbers.
         """
         models, numbers = self._models.values(), {uid: number for number, uid in enumerate(self._models)}
         return {
@@ -268,7 +271,10 @@ class ModelRegistry:
             "models": {name: [getattr(meta, name) for meta in models] for name in COLUMNS},
             "ratings": {env_id: [list(meta.ratings[env_id]) for meta in models] for env_id in self._envs},
             "draws": {env_id: list(counts) for env_id, counts in self._draws.items()},
-            "match_counts": [[numbers[a], numbers[b], count] for (a, b), count in self.match_counts.items()],
+            "match_counts": [
+                [numbers[a], numbers[b], count, *self.match_results.get((a, b), ())]
+                for (a, b), count in self.match_counts.items()
+            ],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -301,7 +307,11 @@ class ModelRegistry:
         self._fix_anchors()
         self._current_uid = self._models[state["current"]].uid
         uids = columns["uid"]
-        self.match_counts = defaultdict(int, {(uids[a], uids[b]): count for a, b, count in state["match_counts"]})
+        self.match_counts, self.match_results = defaultdict(int), {}
+        for a, b, count, *result in state["match_counts"]:
+            self.match_counts[uids[a], uids[b]] = count
+            if result:  # mirror games have none, and neither have checkpoints of earlier versions
+                self.match_results[uids[a], uids[b]] = (result[0], result[1], result[2])
         self.touched_pairs = dict.fromkeys(self.match_counts)
 
     def _add_env(self, env_id: str) -> None:
@@ -349,6 +359,10 @@ class ModelRegistry:
                 meta.draws += 1
             else:
                 meta.wins += 1
+        for a, b in combinations(sorted(places), 2):
+            won, drawn, lost = self.match_results.get((a, b), (0, 0, 0))
+            behind = places[a] - places[b]
+            self.match_results[a, b] = (won + (behind < 0), drawn + (behind == 0), lost + (behind > 0))
 
     def _rate(self, places: Mapping[str, float], env_id: str) -> None:
         self._add_env(env_id)

@@ -24,7 +24,7 @@ INTERFACES = {
     "scheduler.registry": (
         *("current", "get", "get_current_ckpt", "get_all_models", "checkpoints", "fixed", "others", "lag"),
         *("add_policy", "add_fixed", "eval_opponent", "frozen_adapters", "set_anchor", "set_active", "bring_back"),
-        *("update_ratings", "match_quality", "match_counts", "touched", "touched_pairs", *STATE),
+        *("update_ratings", "match_quality", "match_counts", "match_results", "touched", "touched_pairs", *STATE),
     ),
     "buffer": (
         *("batches", "begin_game", "add_game", "get_batch", "has_batch", "has_steps_for", "is_full", "wait_for_room"),

@@ -247,7 +247,7 @@ def open_page(browser: Browser) -> Iterator[OpenReport]:
         context = browser.new_context(offline=True, **(shape | options))
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)
         page.on("request", lambda request: request.url.startswith(("file:", "data:")) or problems.append(request.url))
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("dialog", lambda dialog: problems.append(f"a dialog: {dialog.message}"))
@@ -267,6 +267,14 @@ def one_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("one")
     run = write_run(directory / "12-00-00-mine", alarms=("engine and learner disagree by 0.3",))
     return write_report([run], directory / "report.html").path
+
+
+MET = ("base", "ckpt-2", "scripted:random")
+"""Models that met others in `GAMES`."""
+IS_EMPTY = "(plot) => !plot.querySelector('svg.main-svg')"
+EMPTY_CHARTS = (
+    f"[...document.querySelectorAll('.chart-group[open] .plot, #ladder-chart .plot')].filter({IS_EMPTY}).length"
+)
 
 
 def numbers(page: Page) -> list[int]:
@@ -295,6 +303,48 @@ def test_report_opens_offline_and_draws_its_curves(one_run: Path, open_page: Ope
 
 
 @pytest.mark.browser
+def test_every_chart_is_drawn_without_scrolling(one_run: Path, open_page: OpenReport) -> None:
+    page = open_page(one_run)
+    page.wait_for_selector("html[data-drawn]")
+    assert page.evaluate("scrollY") == 0
+    assert page.locator("#charts .chart-group[open] .plot").count() > 2
+    assert page.evaluate(EMPTY_CHARTS) == 0
+    page.get_by_text("How fast is it?").click()
+    page.wait_for_selector("html[data-drawn]")
+    assert page.locator(".chart-group[open]", has_text="How fast is it?").locator(".plot").count() > 0
+    assert page.evaluate(EMPTY_CHARTS) == 0
+    page.locator("#theme").click()
+    page.wait_for_selector("html[data-drawn]")
+    assert page.evaluate(EMPTY_CHARTS) == 0
+
+
+@pytest.mark.browser
+def test_printed_page_shows_charts_that_were_not_drawn_yet(one_run: Path, open_page: OpenReport) -> None:
+    page = open_page(one_run, color_scheme="dark")
+    page.wait_for_selector("html[data-drawn]")
+    page.evaluate(f"window.countEmpty = () => {EMPTY_CHARTS}")
+    page.evaluate(
+        """() => {
+            for (const plot of document.querySelectorAll(".plot")) Plotly.purge(plot);
+            addEventListener("beforeprint", () => { window.printed = {
+                empty: countEmpty(),
+                fixed: document.querySelectorAll(".plot svg.main-svg:not([viewBox])").length,
+                paper: getComputedStyle(document.body).backgroundColor,
+            }; });
+        }"""
+    )
+    assert page.evaluate(EMPTY_CHARTS) > 2
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.pdf()
+    printed = page.evaluate("window.printed")
+    assert (printed["empty"], printed["fixed"]) == (0, 0)
+    assert printed["paper"] != before  # light, although the screen is dark
+    page.wait_for_selector("html[data-drawn]")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == before
+    assert page.locator(".plot svg[viewBox]").count() == 0
+
+
+@pytest.mark.browser
 def test_summary_shows_what_training_did_and_the_alarms(one_run: Path, open_page: OpenReport) -> None:
     page = open_page(one_run)
     tile = page.locator(".tile")
@@ -313,8 +363,15 @@ def test_summary_shows_what_training_did_and_the_alarms(one_run: Path, open_page
     assert last.all_inner_texts()[-4:] == ["3", "2", "0", "4"]
     matrix = page.get_by_role("region", name="Match matrix of seed 0")
     assert matrix.locator("thead th").all_inner_texts() == ["base", "ckpt-2", "scripted:random"]
-    of_random = matrix.locator("tr", has=page.locator("th[scope=row]", has_text="scripted:random"))
-    expect(of_random.locator("td").first).to_have_attribute("title", "2 won, 0 drawn, 2 lost")
+    cells = {
+        row: matrix.locator("tr", has=page.locator("th[scope=row]", has_text=row)).locator("td").first for row in MET
+    }
+    expect(cells["scripted:random"]).to_have_attribute(
+        "title", re.compile("^2 won, 0 drawn, 2 lost; 95 %: 15.0 % – 85.0 %")
+    )
+    expect(cells["ckpt-2"]).to_have_attribute("title", re.compile("^1 won, 1 drawn, 0 lost"))
+    expect(cells["ckpt-2"]).to_have_text("752")  # 75 % of the points, 2 games
+    expect(cells["base"]).to_have_text("·")
 
 
 @pytest.mark.browser
@@ -837,7 +894,17 @@ def test_every_model_appears_once_in_the_matrix(tmp_path: Path) -> None:
         columns = re.findall(r'<th scope="col"><span>((?:ckpt|gemini)-\d+)</span></th>', matrix)
         assert len(rows) == len(set(rows)) <= 16
         assert len(columns) == len(set(columns)) <= 16
-        assert {f"ckpt-{n}" for n in ((0, 1, 2) if name == "others" else (0, 29))} <= {*rows, *columns}
+        own = sorted(int(uid.removeprefix("ckpt-")) for uid in {*rows, *columns} if uid.startswith("ckpt-"))
+        assert own == [0, 1, 2] if name == "others" else (len(own), own[0], own[-1] > 24) == (13, 0, True)
+
+
+def test_matrix_of_a_run_that_kept_no_games_is_from_its_league_log(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "12-00-00-none", [])
+    text = write_report([run], tmp_path / "report.html").path.read_text("utf-8")
+    matrix = text[text.index('<h3 id="matches"') : text.index('<section id="games"')]
+    assert re.findall(r'<th scope="col"><span>(.*?)</span></th>', matrix) == ["scripted:random"]
+    rows = dict(re.findall(r'<th scope="row">(.*?)</th>\s*<td[^>]*title="(.*?);', matrix))
+    assert rows == {f"ckpt-{update}": "1 won, 0 drawn, 0 lost" for update in (1, 2, 3)}
 
 
 def test_report_command_writes_beside_the_run_and_reports_omissions(tmp_path: Path) -> None:

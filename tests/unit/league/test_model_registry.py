@@ -221,6 +221,26 @@ def test_matches_are_counted_once_per_game_and_pair():
     assert registry.match_counts == {("base", "fixed-x"): 2, ("base", "base"): 1}
 
 
+def test_results_of_a_pair_follow_the_ranks_and_leave_mirror_games_out():
+    registry = make_registry("x", "y")
+    registry.update_ratings({0: "fixed-x", 1: "base"}, {0: 1.0, 1: 0.0}, "E")
+    registry.update_ratings({0: "fixed-x", 1: "base"}, {0: 0.0, 1: 0.0}, "E")
+    registry.update_ratings({0: "base", 1: "base"}, {0: 1.0, 1: 0.0}, "E")
+    registry.update_ratings({0: "base", 1: "fixed-x", 2: "fixed-y"}, {0: 0.5, 1: 1.0, 2: 0.0}, "E")
+    won_drawn_lost = {("base", "fixed-x"): (0, 1, 2), ("base", "fixed-y"): (1, 0, 0), ("fixed-x", "fixed-y"): (1, 0, 0)}
+    assert registry.match_results == won_drawn_lost
+
+
+def test_league_log_has_results_of_pairs_and_counts_mirror_games(tmp_path):
+    registry, log = make_registry("x"), LeagueLog(tmp_path / "league.jsonl")
+    registry.update_ratings({0: "fixed-x", 1: "base"}, {0: 1.0, 1: 0.0}, "E")
+    registry.update_ratings({0: "base", 1: "base"}, {0: 1.0, 1: 0.0}, "E")
+    log.log(1, registry)
+    log.close()
+    line = json.loads((tmp_path / "league.jsonl").read_text())
+    assert line["matches"] == [["base", "fixed-x", 1, 0, 0, 1], ["base", "base", 1, 0, 0, 0]]
+
+
 @pytest.mark.parametrize("scores", [(1.0, -1.0), (-1.0, 1.0), (0.0, 0.0)])
 @pytest.mark.parametrize("mu", [200.0, 1e4])
 def test_result_between_very_unequal_models_stays_finite(scores, mu):
@@ -259,6 +279,7 @@ def test_registry_state_survives_json():
         registry.add_policy("ckpt-2", 2, 2)
     assert after.get_all_models() == before.get_all_models()
     assert after.match_counts == before.match_counts
+    assert after.match_results == before.match_results == {("ckpt-1", "fixed-x"): (1, 0, 1)}
     assert after.current == before.current
     assert after.state_dict() == before.state_dict()
 
@@ -356,4 +377,4 @@ def test_each_model_and_pair_adds_few_bytes_to_a_checkpoint():
         for other in ("fixed-x", f"ckpt-{max(1, update - 1)}", f"ckpt-{max(1, update - 2)}"):
             registry.update_ratings({0: f"ckpt-{update}", 1: other}, {0: 1.0, 1: float(update % 2)}, "E")
     sizes.append(len(json.dumps(registry.state_dict(), separators=(",", ":"))))
-    assert (sizes[2] - sizes[1]) / 1000 < 105 + 3 * 15
+    assert (sizes[2] - sizes[1]) / 1000 < 105 + 3 * 20

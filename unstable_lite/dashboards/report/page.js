@@ -133,9 +133,13 @@ class Curves {
   constructor(data) {
     this.data = data;
     this.cards = [];
+    this.isPrinting = false;
     this.observer = new IntersectionObserver((entries) => {
       for (const entry of entries) if (entry.isIntersecting) this.draw(entry.target.card);
     }, { rootMargin: "300px" });
+    $("charts").addEventListener("toggle", () => this.drawLater(), true);
+    addEventListener("beforeprint", () => this.print());
+    addEventListener("afterprint", () => this.printed());
   }
 
   get byGroup() {
@@ -173,17 +177,64 @@ class Curves {
     plot.setAttribute("aria-label", `${title}. ${last.map((line) => line.points.length
       ? `${line.label}: from ${tell(line.points[0])} to ${tell(line.points.at(-1))}` : "").join("; ")}`);
     this.observer.observe(figure);
+    this.drawLater();
   }
 
   redraw() {
     for (const figure of this.cards) {
+      figure.card.isDrawn = false;
       this.observer.unobserve(figure);
-      this.observer.observe(figure);
+      this.observer.observe(figure); // first those in view
     }
+    this.drawLater();
+  }
+
+  /** Cards that are not drawn yet. In a closed group they have no size to be drawn in. */
+  waiting() {
+    return this.cards.map((figure) => figure.card).filter((card) => !card.isDrawn && !card.plot.closest(".chart-group:not([open])"));
+  }
+
+  /** Draws what waits one by one, when the browser is idle: a printed page or a screenshot shows charts that nobody scrolled to. */
+  drawLater() {
+    delete document.documentElement.dataset.drawn;
+    if (this.isAwaited) return;
+    this.isAwaited = true;
+    const whenIdle = window.requestIdleCallback ?? ((next) => setTimeout(next, 20));
+    whenIdle(async () => {
+      const [card] = this.isPrinting ? [] : this.waiting();
+      if (card) await this.draw(card);
+      this.isAwaited = false;
+      if (card) this.drawLater();
+      else document.documentElement.dataset.drawn = "true";
+    }, { timeout: 1000 });
+  }
+
+  /** Draws every chart at once, in light colours and able to shrink: the paper is white and narrower than the window. */
+  print() {
+    if (!window.Plotly) return;
+    this.isPrinting = true;
+    document.documentElement.dataset.theme = "light";
+    for (const { card } of this.cards) card.isDrawn = false;
+    for (const card of this.waiting()) {
+      this.plot(window.Plotly, card);
+      for (const drawing of card.plot.querySelectorAll("svg.main-svg")) drawing.setAttribute("viewBox", `0 0 ${drawing.getAttribute("width")} ${drawing.getAttribute("height")}`);
+    }
+  }
+
+  printed() {
+    this.isPrinting = false;
+    for (const drawing of document.querySelectorAll(".plot svg.main-svg")) drawing.removeAttribute("viewBox");
+    setTheme($("theme").textContent);
+    this.redraw();
   }
 
   async draw(card) {
     const plotly = await plotlyLoaded();
+    if (!card.isDrawn && !this.isPrinting) await this.plot(plotly, card);
+  }
+
+  plot(plotly, card) {
+    card.isDrawn = true;
     const axis = $("x-axis").value, ink = colour("ink"), soft = colour("soft"), line = colour("line");
     const traces = [];
     for (const { label, role, points: all, faint, dash } of this.lines(card)) {
@@ -207,7 +258,7 @@ class Curves {
       xaxis: { title: { text: axis === "steps" ? "update" : "hours", standoff: 4, font }, gridcolor: "rgba(0,0,0,0)", linecolor: line, zeroline: false, nticks: 6, fixedrange: false },
       yaxis: { gridcolor: line, zeroline: false, nticks: 5, tickformat: card.percent ? ".1~%" : undefined, automargin: true, range: unlessFlat(traces, card.percent) },
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font }, showlegend: card.wide };
-    await plotly.react(card.plot, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset" });
+    return plotly.react(card.plot, traces, layout, { displayModeBar: false, responsive: true, doubleClick: "reset" });
   }
 
   tabulate(card, into) {
@@ -327,7 +378,7 @@ function drawCurves(data) {
     const mu = run.series["trueskill/current mu"] ?? [], sigma = run.series["trueskill/current sigma"] ?? [];
     const policy = mu.map((y, i) => y !== null && sigma[i] !== null && { step: run.steps[i], hours: run.hours[i], y, low: y - 2 * sigma[i], high: y + 2 * sigma[i] }).filter(Boolean);
     const own = [{ label: "current policy", role: roleOf(number), points: policy }];
-    Object.entries(run.ladder).forEach(([uid, rows], i) => own.push({ label: uid.replace(/^fixed-/, ""), role: uid === "base" ? "soft" : roleOf(number + i + 1), dash: "dot",
+    Object.entries(run.ladder).forEach(([uid, rows], i) => own.push({ label: uid.replace(/^fixed-(?!base$)/, ""), role: uid === "base" ? "soft" : roleOf(number + i + 1), dash: "dot",
       points: held(rows, run.steps.at(-1)).map(([step, y, sd]) => ({ step, hours: hoursAt(run, step), y, low: y - 2 * sd, high: y + 2 * sd })) }));
     const lines = own.filter((line) => line.points.length);
     if (lines.length) curves.add(ladder, `Ratings over time${data.runs.length > 1 ? `, ${run.label}` : ""}`, null, { own: lines, wide: true, explain: "μ ± 2σ." });
@@ -435,7 +486,7 @@ class Browser {
     fill("run", this.data.runs.map((run, i) => String(i)), (i) => this.data.runs[i].label);
     fill("env", of((game) => game.env));
     fill("checkpoint", of((game) => game.checkpoint));
-    fill("opponent", of((game) => game.opponents), (name) => name.replace(/^fixed-/, ""));
+    fill("opponent", of((game) => game.opponents), (name) => name.replace(/^fixed-(?!base$)/, ""));
   }
 
   filter() {
@@ -463,7 +514,7 @@ class Browser {
     $("page-on").disabled = this.page >= pages - 1;
     $("list").replaceChildren(...part.map((game) => el("li", {}, el("button", { type: "button", "data-key": game.key, "aria-current": game === this.current ? "true" : null, onclick: () => this.open(game, 0, true) },
       el("span", {}, ...shown(`#${game.number} ${game.env}`)), game.end === "natural" ? tag(game.outcome, OUTCOMES[game.outcome]) : tag(game.end, ENDS[game.end]),
-      el("small", {}, ...shown(`${this.data.runs.length > 1 ? `${this.data.runs[game.run].label} · ` : ""}${game.checkpoint} – ${game.opponents.map((name) => name.replace(/^fixed-/, "")).join(", ")} · ${game.turns} turns · ${game.kind === "eval" ? "evaluation" : "training"}`))))));
+      el("small", {}, ...shown(`${this.data.runs.length > 1 ? `${this.data.runs[game.run].label} · ` : ""}${game.checkpoint} – ${game.opponents.map((name) => name.replace(/^fixed-(?!base$)/, "")).join(", ")} · ${game.turns} turns · ${game.kind === "eval" ? "evaluation" : "training"}`))))));
   }
 
   async load(game) {
@@ -561,7 +612,7 @@ class Browser {
       el("p", { class: "note" }, ...shown([this.data.runs.length > 1 && this.data.runs[game.run].label, game.kind === "eval" ? `evaluation${game.label ? ` (${game.label})` : ""}` : "training game",
         `env seed ${this.whole.seed}`, `${turns.length} turns`, `${this.whole.seconds.toFixed(1)} s`].filter(Boolean).join(" · "))),
       el("ul", { class: "seats", "aria-label": "Players" }, game.players.map((player) => el("li", {}, el("span", { class: "pid", vars: seat(player.pid) }, String(player.pid)),
-        el("b", {}, ...shown(player.model.replace(/^fixed-/, ""))), game.policy.includes(player.pid) && game.kind === "train" && el("span", { class: "tag" }, "trained on"),
+        el("b", {}, ...shown(player.model.replace(/^fixed-(?!base$)/, ""))), game.policy.includes(player.pid) && game.kind === "train" && el("span", { class: "tag" }, "trained on"),
         player.outcome && player.outcome !== "na" && tag(player.outcome, OUTCOMES[player.outcome]), game.invalid.includes(player.pid) && tag("invalid", "invalid move"),
         player.reward !== null && player.reward !== undefined && el("span", { class: "note" }, `reward ${signed(player.reward)}`)))),
       game.end === "truncated" && el("p", { class: "note" }, "Cut off by the cap on turns or on time."),

@@ -25,12 +25,15 @@ import jinja2
 from unstable_lite.config.games import against
 from unstable_lite.dashboards.report.games import RunGames, policy_seats
 from unstable_lite.dashboards.report.runs import RunData, groups_of
+from unstable_lite.dashboards.standings import Result, Results, Standing, age, choose, find_strongest, name_of
 from unstable_lite.tracking.intervals import mean_interval, paired_difference, points_interval, t_95
 
 HERE = Path(__file__).parent
 PAGE_CHARS = 400_000
 """Size of the games' JSON that is unpacked at once when one of them is opened."""
 MAX_IN_MATRIX = 16
+MAX_PRINTED = 24
+"""Most models in a printed ladder."""
 STEPS = re.compile(r"collection-(.+)/Steps (Played|Trained|Dropped)(?: \((.+) turns\))?")
 """Metrics of the fate of collected steps: env, fate, and class of game length."""
 
@@ -52,6 +55,7 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         "count": "{:,}".format,
         "duration": _duration,
         "against": against,
+        "name": name_of,
     }
     page = environment.get_template("page.html.jinja").render(
         runs=runs,
@@ -62,7 +66,7 @@ def render(runs: Sequence[RunData], games: Sequence[RunGames], plotly_js: str) -
         steps=[(run, row) for run in runs for row in _steps(run)],
         evaluations=list(_evaluation_tables(runs)),
         ladders=[(run, _ladder(run, of_run)) for run, of_run in zip(runs, games, strict=True)],
-        matrices=[(run, _matrix(of_run)) for run, of_run in zip(runs, games, strict=True)],
+        matrices=[(run, _matrix(run, of_run)) for run, of_run in zip(runs, games, strict=True)],
         max_in_matrix=MAX_IN_MATRIX,
         made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
         script=script,
@@ -251,16 +255,23 @@ def _evaluation_tables(runs: Sequence[RunData]) -> Iterator[tuple[str, str, list
 
 
 def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
-    """Return the newest rating of each model, best first, with its bar as shares of the widest.
+    """Return the newest rating of each model that met another, best first, with its bar as shares of the widest.
 
-    Outcomes of games against other models are counted in the games that were read.
+    Outcomes of games against other models are counted in the games that were read. `matters`: whether a printed page
+    shows the model.
     """
-    rated = {uid: rows[-1] for uid, rows in run.ladder_rows.items()}
+    ladder, against_others = run.league().ladder, run.league().results.games
+    rated = {uid: rows[-1] for uid, rows in run.ladder_rows.items() if against_others[uid]}
     low = min((mu - 2 * sigma for _, mu, sigma, _ in rated.values()), default=0.0)
     high = max((mu + 2 * sigma for _, mu, sigma, _ in rated.values()), default=1.0)
+    current = {standing.uid for standing in ladder if standing.is_current}
+    strongest = find_strongest(ladder, against_others)
+    matters = {standing.uid for standing in choose(ladder, against_others, MAX_PRINTED)}
     return [
         {
             "uid": uid,
+            "role": ", ".join(["current"] * (uid in current) + ["strongest"] * (uid == strongest)),
+            "matters": uid in matters,
             "mu": mu,
             "sigma": sigma,
             "games": num_games,
@@ -272,30 +283,24 @@ def _ladder(run: RunData, games: RunGames) -> list[dict[str, Any]]:
     ]
 
 
-def _matrix(games: RunGames) -> tuple[list[str], list[tuple[str, list[Counter[str] | None]]]]:
-    """Return the names of the columns, and rows with the columns' results against the row's model.
+def _matrix(run: RunData, games: RunGames) -> tuple[list[str], list[tuple[str, list[Result | None]]]]:
+    """Return the names of the columns, and rows with the results of the row's model against the columns'.
 
-    There are at most `MAX_IN_MATRIX` models, with checkpoints chosen evenly. Rows are the models that met several
-    others, so that a league of many checkpoints and one opponent is one row.
+    There are at most `MAX_IN_MATRIX` models, those that matter by age. Columns are the models that met several others,
+    so that a league of many checkpoints and one opponent is one column. Without games the run's league log is taken.
     """
-    names = sorted({name for pair in games.results for name in pair}, key=_by_age)
-    if len(names) > MAX_IN_MATRIX:
-        others = [name for name in names if not name.startswith("fixed-")]
-        fixed = names[len(others) :][: max(MAX_IN_MATRIX // 2, MAX_IN_MATRIX - len(others))]
-        room = MAX_IN_MATRIX - len(fixed)
-        if len(others) > room:
-            others = [others[round(i * (len(others) - 1) / (room - 1))] for i in range(room)]
-        names = others + fixed
-    cells = {name: [games.results.get((column, name)) for column in names] for name in names}
-    rows = [name for name in names if sum(cell is not None for cell in cells[name]) > 1] or names
-    columns = [i for i in range(len(names)) if any(cells[name][i] for name in rows)]
-    return [names[i] for i in columns], [(name, [cells[name][i] for i in columns]) for name in rows]
-
-
-def _by_age(name: str) -> tuple[int, int, str]:
-    """Return a sort key: checkpoints by number, then fixed opponents."""
-    digits = name.rpartition("-")[2]
-    return int(name.startswith("fixed-")), int(digits) if digits.isdecimal() else -1, name
+    results = Results()
+    for (one, other), counts in games.results.items():
+        results.set(one, other, Result(counts.total(), counts["win"], counts["draw"], counts["loss"]))
+    if not games.results:
+        results = run.league().results
+    known = {standing.uid: standing for standing in run.league().ladder}
+    met = [known.get(uid, Standing(uid, 0.0, 0.0, 0)) for uid in sorted(results.games, key=age)]
+    names = [standing.uid for standing in choose(met, results.games, MAX_IN_MATRIX)]
+    cells = {name: {other: results.of(name, other) for other in names if other != name} for name in names}
+    columns = [name for name in names if sum(cell is not None for cell in cells[name].values()) > 1] or names
+    rows = [(name, [cells[name].get(column) for column in columns]) for name in names]
+    return columns, [(name, row) for name, row in rows if any(cell is not None for cell in row)]
 
 
 def _steps(run: RunData) -> list[tuple[str, str, dict[str, int]]]:
