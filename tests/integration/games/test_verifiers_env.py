@@ -228,9 +228,10 @@ def test_run_from_the_example_trains_on_the_rubrics_rewards(
     path = tmp_path / "both.toml"
     path.write_text(text.replace("[[eval_envs]]", f"{own}\n\n[[eval_envs]]"))
     few = ("run.learning_steps=2", "run.eval_games=4", "run.num_collection_workers=12", "learner.batch_size=24")
-    patient = "run.env_timeout_s=200"  # the process of isolated games imports verifiers in its first call
+    # The process of isolated games imports verifiers in its first call.
+    patient = ("run.env_timeout_s=200", "run.loop_stall_s=300")
     monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES}:{tmp_path}:{':'.join(sys.path)}")
-    started = runs.start("run", path, *few, patient, f"run.output_dir={tmp_path}/outputs")
+    started = runs.start("run", path, *few, *patient, f"run.output_dir={tmp_path}/outputs")
     code, out, err = runs.finish(started, timeout_s=580)
     assert code == 0, out + err
     games = [*read_records(runs.run_directory(tmp_path) / "games.jsonl")]
