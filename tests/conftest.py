@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -50,6 +51,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             is_usable, reason = vllm_usable([0] if needed else ["cpu"])
             if not is_usable:
                 item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("verifiers") and importlib.util.find_spec("verifiers") is None:
+            item.add_marker(pytest.mark.skip(reason="no verifiers on this machine (the extra `verifiers`)"))
         if item.get_closest_marker("browser") and CHROMIUM is None:
             item.add_marker(pytest.mark.skip(reason="no Chromium on this machine (apt-get install chromium)"))
 

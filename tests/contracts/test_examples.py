@@ -19,18 +19,21 @@ from unstable_lite.tracking.run_directory import to_toml
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-SCRIPTS = sorted({*EXAMPLES.glob("*.py")} - {EXAMPLES / "make_tiny_model.py", EXAMPLES / "minimal_loop.py"})
+OTHERS = ("make_tiny_model", "minimal_loop", "verifiers_env", "verifiers_guess")
+SCRIPTS = sorted({*EXAMPLES.glob("*.py")} - {EXAMPLES / f"{name}.py" for name in OTHERS})
 """Scripts that start a run; making the model takes 20 minutes and has its own tests in models/test_tiny_model.py."""
 STUDIES = sorted((EXAMPLES / "studies").glob("*.toml"))
 """Studies, which tests/integration/bench/test_study.py reads."""
 NAMES = {files[0]: name for name, files in NEW.items()}
 """Name by which `new` writes a config."""
+CONFIGS = sorted({*EXAMPLES.rglob("*.toml")} - {*STUDIES, EXAMPLES / "verifiers.toml"})
+"""Configs of runs; tests/integration/games/test_verifiers_env.py runs the other one, with the extra `verifiers`."""
 GPUS = {"selfplay_gpu": (3, 48), "selfplay_24gb": (1, 24)}
 """Number of GPUs that an example is for, and the memory of each in GiB."""
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("path", sorted({*EXAMPLES.rglob("*.toml")} - {*STUDIES}), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_example_toml_can_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENROUTER_API_KEY", "not called by a check")
     monkeypatch.chdir(tmp_path)

@@ -27,6 +27,7 @@ EXAMPLES = {
     "algorithm": ("custom_algorithm.toml", "custom_algorithm.py"),
     "reward": ("custom_reward_transformation.toml", "custom_reward_transformation.py"),
     "opponent": ("custom_opponent.toml", "custom_opponent.py"),
+    "verifiers": ("verifiers.toml", "verifiers_env.py", "verifiers_guess.py"),
 }
 """Files of each example: a config, whose first line describes it, and the files that the config names."""
 

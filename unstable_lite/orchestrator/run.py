@@ -71,6 +71,8 @@ class Run:
         self._collector = collector
         self._terminal = terminal or TerminalInterface()
         self._resume = resume
+        self.directory: Path | None = None
+        """Run directory; None before it exists."""
         self._outcome: futures.Future[Summary] | None = None
         """Summary of the run, or the error that ended it; None before the start."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -141,6 +143,11 @@ class Run:
         self._is_waited_for = True
         return self._outcome.result()
 
+    @property
+    def is_over(self) -> bool:
+        """Return whether the run was started and has ended, by itself or with an error."""
+        return self._outcome is not None and self._outcome.done()
+
     def stop(self) -> None:
         """Finish the current update, save, and end. May be called from any thread at any time."""
         self._call_in_loop(self._stop.set)
@@ -158,6 +165,7 @@ class Run:
         self._loop, self._whole_run = asyncio.get_running_loop(), asyncio.current_task()
         started, checkpoint, say = time.monotonic(), None, self._terminal.say
         directory = create_run_directory(self.plan.config) if self._resume is None else self._resume.resolve()
+        self.directory = directory
         say(f"run directory {directory}")
         lock = try_lock(directory)
         if lock is None:

@@ -74,8 +74,11 @@ def test_background_run_can_be_stopped_and_awaited(tmp_path: Path) -> None:
     while not any(tmp_path.glob("*/*/metrics.jsonl")) or time.monotonic() > deadline:
         time.sleep(0.1)
     time.sleep(1)
+    assert not run.is_over
     run.stop()
     summary = run.wait()
+    assert run.is_over
+    assert run.directory == summary.directory
     assert summary.updates < 10_000
     if summary.updates:
         assert summary.checkpoint is not None
