@@ -51,20 +51,23 @@ def league_panel(league: League, width: int, height: int, is_whole: bool = False
         columns.append(fitting[uid])
         widths.append(GAP - 1 + _width(fitting[uid]))
 
-    table = Table.grid(padding=(0, 1))
-    for number, column_width in enumerate(widths):
-        table.add_column(
-            justify="left" if number == 1 else "right", no_wrap=True, overflow="ellipsis", width=column_width
-        )
-    for cells in zip(*columns, strict=True):
-        table.add_row(*cells)
     return Panel(
-        table if shown else Text("no games between different models yet", style="dim"),
+        _grid(columns, widths) if shown else Text("no games between different models yet", style="dim"),
         title=f"ladder: {len(shown)} of {len(ladder)} rated models",
         title_align="left",
         subtitle=_hints(len(fitting), len(opponents), is_whole, width) or None,
         subtitle_align="left",
     )
+
+
+def _grid(columns: Sequence[Sequence[Text]], widths: Sequence[int]) -> Table:
+    """Return a table of these columns; the second one has the names."""
+    table = Table.grid(padding=(0, 1))
+    for number, width in enumerate(widths):
+        table.add_column(justify="left" if number == 1 else "right", no_wrap=True, overflow="ellipsis", width=width)
+    for cells in zip(*columns, strict=True):
+        table.add_row(*cells)
+    return table
 
 
 def _hints(fitting: int, opponents: int, is_whole: bool, width: int) -> str:

@@ -275,21 +275,13 @@ def pad(items: Sequence[TrainItem], sequences: Sequence[Sequence[int]] | None = 
     if sequences is None:
         sequences = [[index] for index in range(len(items))]
     rows = [items[first] for first, *_ in sequences]
-    width = max(map(length, rows))
-    tokens_BT = np.zeros((len(rows), width), np.int64)
-    sources: list[npt.NDArray[np.int64]] = []
-    indices: list[npt.NDArray[np.int64]] = []
-    num_tokens = 0
-    for i, (row, sharing) in enumerate(zip(rows, sequences, strict=True)):
-        tokens_BT[i, : length(row)] = whole_ids(row)
-        num_completion = len(row.completion_ids)
-        # A token is predicted from the position before it.
-        of_row = i * width + len(row.prompt_ids) - 1 + np.arange(num_completion)
-        if row.forced is not None:
-            of_row[row.forced.at :] += len(row.forced.ids)
-        indices += [sum(map(len, sources)) + np.arange(num_completion)] * len(sharing)
-        sources.append(of_row)
-        num_tokens += length(row) * len(sharing)
+    tokens_BT, sources = _rectangle(rows)
+    starts = np.cumsum([0, *map(len, sources)])
+    indices = [
+        start + np.arange(len(of_row))
+        for start, of_row, sharing in zip(starts, sources, sequences, strict=False)
+        for _ in sharing
+    ]
     order = [index for sharing in sequences for index in sharing]
     own = [items[index] for index in order]
     repeats = [len(item.completion_ids) for item in own]
@@ -309,9 +301,23 @@ def pad(items: Sequence[TrainItem], sequences: Sequence[Sequence[int]] | None = 
         weight_N=torch.from_numpy(np.concatenate(weights).astype(np.float32)),
         version_N=torch.from_numpy(np.repeat(versions, repeats)),
         num_padding=tokens_BT.size - sum(map(length, rows)),
-        num_tokens=num_tokens,
+        num_tokens=sum(map(length, own)),
         rows=tuple(order),
     )
+
+
+def _rectangle(rows: Sequence[TrainItem]) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
+    """Return the padded tokens, and for each row the flattened positions that predict its trained tokens."""
+    tokens_BT = np.zeros((len(rows), max(map(length, rows))), np.int64)
+    sources: list[npt.NDArray[np.int64]] = []
+    for i, row in enumerate(rows):
+        tokens_BT[i, : length(row)] = whole_ids(row)
+        # A token is predicted from the position before it.
+        of_row = i * tokens_BT.shape[1] + len(row.prompt_ids) - 1 + np.arange(len(row.completion_ids))
+        if row.forced is not None:
+            of_row[row.forced.at :] += len(row.forced.ids)
+        sources.append(of_row)
+    return tokens_BT, sources
 
 
 _NOTHING = MicroBatch(
