@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from unstable_lite.engines.client import EngineClient
+from unstable_lite.engines.client import EngineClient, EnginePool
 from unstable_lite.errors import AdapterError, RequestError
 from unstable_lite.evaluation.cells import Cell, in_rounds
 from unstable_lite.evaluation.models import BASE_MODEL, EvaluatedModel
@@ -71,10 +71,11 @@ class AdapterSlots:
             await self._unload(key)
         for key, model in models.items():
             if key not in self._ids:
-                await self._load(model)
-                if self._has_model:
-                    for engine in self._engines.engines:
-                        await self._check(engine, model)
+                self._last_id += 1
+                await self._load(self._engines, self._last_id, model)
+                self._ids[key], self._models[key] = self._last_id, model
+                for engine in self._engines.engines:
+                    await self._check(engine, model)
 
     async def restore(self, engine: EngineClient) -> None:
         """Load and check on a restarted engine the adapters that are held; then it may be asked again.
@@ -83,23 +84,18 @@ class AdapterSlots:
         """
         self._answers.pop(engine.channel.name, None)
         for key, model in self._models.items():
-            if model.path is not None:
-                try:
-                    await engine.load_adapter(self._ids[key], model.path)
-                except RequestError as error:
-                    raise AdapterError(f"{model.name} ({model.path}): {error}") from error
-                if self._has_model:
-                    await self._check(engine, model)
+            if key != BASE:
+                await self._load(engine, self._ids[key], model)
+                await self._check(engine, model)
         self._engines.mark_ready(engine)
 
-    async def _load(self, model: EvaluatedModel) -> None:
+    async def _load(self, engines: EnginePool | EngineClient, id: int, model: EvaluatedModel) -> None:
+        """Load an adapter on all engines or on one. Raises AdapterError if it cannot be loaded."""
         assert model.path is not None
-        self._last_id += 1
         try:
-            await self._engines.load_adapter(self._last_id, model.path)
+            await engines.load_adapter(id, model.path)
         except RequestError as error:
             raise AdapterError(f"{model.name} ({model.path}): {error}") from error
-        self._ids[model.key], self._models[model.key] = self._last_id, model
 
     async def _unload(self, key: str) -> None:
         id, model = self._ids.pop(key), self._models.pop(key)
@@ -117,6 +113,8 @@ class AdapterSlots:
 
     async def _check(self, engine: EngineClient, model: EvaluatedModel) -> None:
         """Raise AdapterError if an adapter answers like the base or like another adapter."""
+        if not self._has_model:
+            return
         name = engine.channel.name
         known = self._answers.setdefault(name, {})
         if BASE not in known:

@@ -29,7 +29,8 @@ def public_config(config: Config, model_name: str) -> dict[str, Any]:
     """Return the keys to publish. `model_name`: name of the base for others."""
     table = config.model_dump(mode="json", exclude_defaults=True)
     public: dict[str, Any] = _public("", table)
-    return {"model_name": model_name} | public | {"model_name": model_name}
+    public.pop("model_name", None)
+    return {"model_name": model_name, **public}
 
 
 def without_directories(text: str) -> str:
