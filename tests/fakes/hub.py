@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from fakes.http_servers import QuietHandler, http_server
 
 TOKEN = "hf_token_of_the_test"
 
@@ -81,9 +81,7 @@ class Hub:
 def running_hub() -> Iterator[Hub]:
     hub = Hub()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def _handle(self) -> None:
             body = self._body()
             is_known = self.command == "PUT" or self.headers["authorization"] == f"Bearer {TOKEN}"
@@ -107,17 +105,5 @@ def running_hub() -> Iterator[Hub]:
             self.rfile.readline()
             return body
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    hub.url = f"http://127.0.0.1:{http.server_address[1]}"
-    try:
+    with http_server(Handler) as hub.url:
         yield hub
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()

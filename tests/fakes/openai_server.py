@@ -7,8 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from fakes.http_servers import QuietHandler, http_server
 
 Answer = tuple[int, Any]
 """Status and body: bytes are sent unchanged, anything else as JSON."""
@@ -80,26 +82,13 @@ class Server:
 def serving() -> Iterator[Server]:
     server = Server()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
             try:
                 server.handle(self)
             except (BrokenPipeError, ConnectionResetError):
                 pass  # the client has hung up
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    server.url = f"http://127.0.0.1:{http.server_address[1]}/v1"
-    try:
+    with http_server(Handler) as url:
+        server.url = f"{url}/v1"
         yield server
-    finally:
-        http.shutdown()
-        http.server_close()
-        thread.join()

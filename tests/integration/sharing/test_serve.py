@@ -19,16 +19,13 @@ import psutil
 import pytest
 
 from fakes import runs
+from fakes.endpoint_games import endpoint_games
 from fakes.handmade_adapters import fitting, write_adapter, write_run
 from fakes.serving import KEY, Served, served
 from unstable_lite.config.games import OpponentsConfig
-from unstable_lite.games.env_pool import make_in_process
-from unstable_lite.games.players.factory import PlayerFactory
 from unstable_lite.games.templates import CHAT_TEMPLATES
 from unstable_lite.models import BUILTIN
 from unstable_lite.models.tokenization import Tokenizer
-from unstable_lite.rollout.run_game import new_record, run_game
-from unstable_lite.types import AgentSpec, GameSpec, ModelRef
 
 pytestmark = pytest.mark.timeout(900)
 NIM = "Welcome to Nim, Player 0!\n\nCurrent Pile:\n  pile 0: 3\n  pile 1: 4"
@@ -123,52 +120,25 @@ def test_streamed_parts_make_the_whole_answer(client: openai.OpenAI, stop: str |
 async def test_endpoint_player_shows_the_served_model_its_training_prompt(
     server: Served, client: openai.OpenAI
 ) -> None:
-    async def no_engine(*_: object) -> None:
-        raise AssertionError
-
-    agents = tuple(
-        AgentSpec(
-            pid=pid,
-            model=ModelRef(uid=f"fixed-{name}", kind="fixed", name=name),
-            collect_data=False,
-            prompt_template="chat",
-            action_extraction_fn="default",
-        )
-        for pid, name in enumerate(("mine/ckpt-2", "scripted:random"))
-    )
     config = OpponentsConfig(base_url=server.url, temperature=1.0, max_tokens=16, max_retries=0)
     os.environ["OPENAI_API_KEY"] = KEY
     tokenizer, chat = Tokenizer(BUILTIN["builtin:tiny"]), CHAT_TEMPLATES["chat"]
     text, end_of_turn = tokenizer.prompts([chat])["chats"]["chat"]
     trained = chat.laid_out(text, tuple(end_of_turn))
-    seen = 0
-    async with PlayerFactory(no_engine, opponents=config) as seats:  # type: ignore[arg-type]
-        for seed in range(4):
-            spec = GameSpec(
-                game_idx=seed,
-                kind="eval",
-                env_id="TicTacToe-v0-train",
-                num_players=2,
-                seed=seed,
-                agent_specs=agents,
-                max_turns=9,
-            )
-            record = new_record(spec)
-            await run_game(record, make_in_process(spec), seats.players(spec), max_action_chars=100)
-            assert record.end in ("natural", "invalid")
-            for turn in (turn for turn in record.turns if turn.pid == 0):
-                answer = client.chat.completions.create(
-                    model="mine/ckpt-2",
-                    messages=say(chat.message(turn.observation, 2)),
-                    max_tokens=1,
-                    extra_body={"return_token_ids": True},
-                )
-                prompt = trained.prompt(turn.observation, 2)
-                assert "You play text games" in prompt
-                assert answer.prompt_token_ids == tokenizer.encode(prompt).tolist()  # type: ignore[attr-defined]
-                seen += 1
-        assert seats.metrics()["opponents/failures"] == 0
-    assert seen >= 4
+    records, metrics = await endpoint_games(config, "mine/ckpt-2", "chat", 4)
+    observations = [turn.observation for record in records for turn in record.turns if turn.pid == 0]
+    for observation in observations:
+        answer = client.chat.completions.create(
+            model="mine/ckpt-2",
+            messages=say(chat.message(observation, 2)),
+            max_tokens=1,
+            extra_body={"return_token_ids": True},
+        )
+        prompt = trained.prompt(observation, 2)
+        assert "You play text games" in prompt
+        assert answer.prompt_token_ids == tokenizer.encode(prompt).tolist()  # type: ignore[attr-defined]
+    assert metrics["opponents/failures"] == 0
+    assert len(observations) >= 4
 
 
 async def test_many_requests_at_once_are_answered(server: Served) -> None:
@@ -214,7 +184,9 @@ def test_request_without_the_key_is_refused(server: Served) -> None:
 
 
 def test_client_that_leaves_is_forgotten(server: Served) -> None:
-    body = json.dumps({"model": "base", "prompt": "a", "n": 60, "max_tokens": 1900, "temperature": 5, "stream": True})
+    # With this seed each of the answers has more than 120 tokens, so that none is finished when they are counted.
+    long = {"max_tokens": 1900, "temperature": 100, "seed": 3}
+    body = json.dumps({"model": "base", "prompt": "a", "n": 60, "stream": True, **long})
     host, port = re.search(r"//(.+):(\d+)/", server.url).groups()  # type: ignore[union-attr]
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(

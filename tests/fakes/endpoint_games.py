@@ -1,0 +1,48 @@
+"""Games of a model behind an OpenAI-compatible endpoint against random play."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from unstable_lite.config.games import OpponentsConfig
+from unstable_lite.games.env_pool import make_in_process
+from unstable_lite.games.players.factory import PlayerFactory
+from unstable_lite.rollout.run_game import new_record, run_game
+from unstable_lite.types import AgentSpec, GameRecord, GameSpec, ModelRef
+
+
+async def endpoint_games(
+    config: OpponentsConfig, model: str, prompt_template: str, num_games: int
+) -> tuple[list[GameRecord], Mapping[str, float]]:
+    """Play TicTacToe with the model in seat 0; return the games, all of them ended by the game, and the metrics."""
+
+    async def no_engine(*_: object) -> None:
+        raise AssertionError
+
+    agents = tuple(
+        AgentSpec(
+            pid=pid,
+            model=ModelRef(uid=f"fixed-{name}", kind="fixed", name=name),
+            collect_data=False,
+            prompt_template=prompt_template,
+            action_extraction_fn="default",
+        )
+        for pid, name in enumerate((model, "scripted:random"))
+    )
+    records = []
+    async with PlayerFactory(no_engine, opponents=config) as seats:  # type: ignore[arg-type]
+        for seed in range(num_games):
+            spec = GameSpec(
+                game_idx=seed,
+                kind="eval",
+                env_id="TicTacToe-v0-train",
+                num_players=2,
+                seed=seed,
+                agent_specs=agents,
+                max_turns=9,
+            )
+            record = new_record(spec)
+            await run_game(record, make_in_process(spec), seats.players(spec), max_action_chars=100)
+            assert record.end in ("natural", "invalid")
+            records.append(record)
+        return records, seats.metrics()
