@@ -32,7 +32,7 @@ def guessed(completion: vf.Messages, answer: str) -> float:
 
 
 def is_number(completion: vf.Messages) -> float:
-    """Return the share of answers that are a number and nothing else."""
+    """Return the share of answers that consist of a number alone."""
     answers = [message.content for message in completion if message.role == "assistant"]
     return sum(text.strip().isdecimal() for text in answers) / len(answers)
 
