@@ -46,6 +46,9 @@ function colour(role, alpha = 1) {
 
 const roleOf = (number) => `run-${number % 6}`;
 
+/** Name for display, as standings.py's name_of. */
+const nameOf = (uid) => uid.replace(/^fixed-(?!base$)/, "");
+
 // ---------------------------------------------------------------- curves
 
 const EXPLAINED = {
@@ -378,7 +381,7 @@ function drawCurves(data) {
     const mu = run.series["trueskill/current mu"] ?? [], sigma = run.series["trueskill/current sigma"] ?? [];
     const policy = mu.map((y, i) => y !== null && sigma[i] !== null && { step: run.steps[i], hours: run.hours[i], y, low: y - 2 * sigma[i], high: y + 2 * sigma[i] }).filter(Boolean);
     const own = [{ label: "current policy", role: roleOf(number), points: policy }];
-    Object.entries(run.ladder).forEach(([uid, rows], i) => own.push({ label: uid.replace(/^fixed-(?!base$)/, ""), role: uid === "base" ? "soft" : roleOf(number + i + 1), dash: "dot",
+    Object.entries(run.ladder).forEach(([uid, rows], i) => own.push({ label: nameOf(uid), role: uid === "base" ? "soft" : roleOf(number + i + 1), dash: "dot",
       points: held(rows, run.steps.at(-1)).map(([step, y, sd]) => ({ step, hours: hoursAt(run, step), y, low: y - 2 * sd, high: y + 2 * sd })) }));
     const lines = own.filter((line) => line.points.length);
     if (lines.length) curves.add(ladder, `Ratings over time${data.runs.length > 1 ? `, ${run.label}` : ""}`, null, { own: lines, wide: true, explain: "μ ± 2σ." });
@@ -486,7 +489,7 @@ class Browser {
     fill("run", this.data.runs.map((run, i) => String(i)), (i) => this.data.runs[i].label);
     fill("env", of((game) => game.env));
     fill("checkpoint", of((game) => game.checkpoint));
-    fill("opponent", of((game) => game.opponents), (name) => name.replace(/^fixed-(?!base$)/, ""));
+    fill("opponent", of((game) => game.opponents), nameOf);
   }
 
   filter() {
@@ -514,7 +517,7 @@ class Browser {
     $("page-on").disabled = this.page >= pages - 1;
     $("list").replaceChildren(...part.map((game) => el("li", {}, el("button", { type: "button", "data-key": game.key, "aria-current": game === this.current ? "true" : null, onclick: () => this.open(game, 0, true) },
       el("span", {}, ...shown(`#${game.number} ${game.env}`)), game.end === "natural" ? tag(game.outcome, OUTCOMES[game.outcome]) : tag(game.end, ENDS[game.end]),
-      el("small", {}, ...shown(`${this.data.runs.length > 1 ? `${this.data.runs[game.run].label} · ` : ""}${game.checkpoint} – ${game.opponents.map((name) => name.replace(/^fixed-(?!base$)/, "")).join(", ")} · ${game.turns} turns · ${game.kind === "eval" ? "evaluation" : "training"}`))))));
+      el("small", {}, ...shown(`${this.data.runs.length > 1 ? `${this.data.runs[game.run].label} · ` : ""}${game.checkpoint} – ${game.opponents.map(nameOf).join(", ")} · ${game.turns} turns · ${game.kind === "eval" ? "evaluation" : "training"}`))))));
   }
 
   async load(game) {
@@ -612,7 +615,7 @@ class Browser {
       el("p", { class: "note" }, ...shown([this.data.runs.length > 1 && this.data.runs[game.run].label, game.kind === "eval" ? `evaluation${game.label ? ` (${game.label})` : ""}` : "training game",
         `env seed ${this.whole.seed}`, `${turns.length} turns`, `${this.whole.seconds.toFixed(1)} s`].filter(Boolean).join(" · "))),
       el("ul", { class: "seats", "aria-label": "Players" }, game.players.map((player) => el("li", {}, el("span", { class: "pid", vars: seat(player.pid) }, String(player.pid)),
-        el("b", {}, ...shown(player.model.replace(/^fixed-(?!base$)/, ""))), game.policy.includes(player.pid) && game.kind === "train" && el("span", { class: "tag" }, "trained on"),
+        el("b", {}, ...shown(nameOf(player.model))), game.policy.includes(player.pid) && game.kind === "train" && el("span", { class: "tag" }, "trained on"),
         player.outcome && player.outcome !== "na" && tag(player.outcome, OUTCOMES[player.outcome]), game.invalid.includes(player.pid) && tag("invalid", "invalid move"),
         player.reward !== null && player.reward !== undefined && el("span", { class: "note" }, `reward ${signed(player.reward)}`)))),
       game.end === "truncated" && el("p", { class: "note" }, "Cut off by the cap on turns or on time."),
