@@ -55,8 +55,13 @@ class Results:
 
     def of(self, checked: Checked) -> list[Record]:
         """Return the records that belong to the study as it is now, in its order: seed by seed."""
-        wanted = [(arm.name, seed) for seed in checked.study.seeds for arm in checked.study.arms]
+        wanted = _keys_of(checked)
         return [self.runs[key] for key in wanted if key in self.runs and not self.changed(checked, *key)]
+
+    def in_order(self, checked: Checked) -> list[Record]:
+        """Return all records in the study's order, whichever ended first, and then those of other arms and seeds."""
+        place = {key: number for number, key in enumerate(_keys_of(checked))}
+        return [self.runs[key] for key in sorted(self.runs, key=lambda key: place.get(key, len(place)))]
 
     def changed(self, checked: Checked, arm: str, seed: int) -> list[str]:
         """Return the keys in which the config of a record differs from the arm's: `key: before → now`."""
@@ -70,6 +75,10 @@ class Results:
             return [*shown, *problems]
         rows = differences([dict(flat(as_stored(one))) for one in (stored, config)])
         return [*shown, *(f"{key}: {before} → {now}" for key, (before, now) in rows.items())]
+
+
+def _keys_of(checked: Checked) -> list[tuple[str, int]]:
+    return [(arm.name, seed) for seed in checked.study.seeds for arm in checked.study.arms]
 
 
 def read_results(path: Path, name: str) -> Results:
@@ -99,7 +108,7 @@ def write_results(path: Path, checked: Checked, results: Results) -> dict[str, A
         "study": checked.study.model_dump(mode="json"),
         **summarise(checked.study, results.of(checked)),
         "configs": {key: config for key, config in results.configs.items() if key in used},
-        "runs": list(results.runs.values()),
+        "runs": results.in_order(checked),
     }
     lines = [f"{json.dumps(key)}: {_listed(value)}" for key, value in content.items()]
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -100,7 +100,7 @@ def test_killed_study_continues_to_the_same_runs(tmp_path: Path) -> None:
     assert code == 0, out + err
     assert runs.are_gone(children)
     content = results(tmp_path)
-    found = sorted((run["seed"], run["arm"]) for run in content["runs"])
+    found = [(run["seed"], run["arm"]) for run in content["runs"]]
     assert found == [(seed, arm) for seed in (1, 2) for arm in ("one", "two")]
     assert content["runs"][0] == whole and "run 1 of 4" not in out
     assert all(run["updates"] == 2 and run["measures"][PRIMARY] is not None for run in content["runs"])
