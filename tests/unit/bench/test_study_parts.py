@@ -274,6 +274,7 @@ def test_results_survive_their_file(tmp_path: Path) -> None:
     written = json.loads(json.dumps(write_results(path, checked, results)))
     again = read_results(path, "tiny")
     assert json.loads(path.read_text()) == written and len(again.runs) == 10 and len(again.configs) == 2
+    assert [(run["seed"], run["arm"]) for run in written["runs"][:3]] == [(1, "one"), (1, "two & more"), (2, "one")]
     assert json.loads(json.dumps(write_results(path, checked, again))) == written
     assert read_results(tmp_path / "none.json", "tiny").runs == {}
 
