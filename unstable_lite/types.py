@@ -7,8 +7,9 @@ Shape suffixes: `P` prompt tokens, `C` completion tokens, `T` their concatenatio
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -35,6 +36,20 @@ BASE = "base"
 """Uid of the model without an adapter, and its name as an opponent."""
 INITIAL = "initial"
 """Uid of the policy before the first update, if training starts from an adapter."""
+
+
+@functools.cache
+def number_format(array_type: Any) -> np.dtype[Any]:
+    """Return the little-endian number format of an array type such as `TokenIds`. Raises TypeError for another type.
+
+    It reads the type itself, because two names of one type need not be equal: numpy 2.5 has `NDArray` as a `type` alias
+    on Python 3.12, which msgspec resolves. Bytes that are read in a wrong format become other tokens.
+    """
+    arguments = get_args(array_type)
+    if len(arguments) != 2 or not (scalar := get_args(arguments[1])):
+        raise TypeError(f"{array_type} is not a type of arrays")
+    number: np.dtype[Any] = np.dtype(scalar[0])
+    return number.newbyteorder("<")
 
 
 class ModelRef(msgspec.Struct, frozen=True, kw_only=True):

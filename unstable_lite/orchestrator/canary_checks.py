@@ -23,7 +23,7 @@ from unstable_lite.adapters.table import AdapterTable, CanaryAnswer, Origin, Wei
 from unstable_lite.engines.client import EngineClient, EnginePool, all_of
 from unstable_lite.errors import AdapterError, WorkerDied
 from unstable_lite.learner.client import LearnerClient
-from unstable_lite.types import Generation, LearnerLogprobs, Logprobs, TokenIds
+from unstable_lite.types import Generation, LearnerLogprobs, Logprobs, TokenIds, number_format
 
 CANARY_TOKENS = 16
 """Length limit of one completion."""
@@ -102,10 +102,11 @@ class CanaryChecks:
             if not canary.check.level <= self._tolerance:
                 raise AdapterError(
                     f"canary: {canary.name} and the learner disagree about the base model by {canary.check.level:.4f} "
-                    f"in mean log p over {canary.check.num_tokens} tokens (learner.canary_tolerance = "
-                    f"{self._tolerance:g}). They do not hold the same weights, or one computes them wrongly, for "
-                    "example at another temperature. Try float32 for engine.dtype and learner.dtype (on a GPU with "
-                    "engine.kind = 'transformers'): rounding then nearly disappears"
+                    f"in mean log p over {canary.check.num_tokens} tokens, each of which counts at most 1 "
+                    f"(learner.canary_tolerance = {self._tolerance:g}). They do not hold the same weights, or one "
+                    "computes them wrongly, for example at another temperature. If they are not yet float32, try that "
+                    "for engine.dtype and learner.dtype (on a GPU with engine.kind = 'transformers'): rounding then "
+                    "nearly disappears"
                 )
         differences = [part for canary in canaries for part in canary.check.differences]
         learner = [part for canary in canaries for part in canary.check.learner]
@@ -328,9 +329,8 @@ def _to_plain(array: Floats | TokenIds | Logprobs) -> list[float] | str:
 
 
 def _to_array(hint: Any, saved: Any) -> Floats | TokenIds | Logprobs:
-    if hint == Floats:
-        return np.array(saved, np.float64)
-    return np.frombuffer(base64.b64decode(saved), "<i4" if hint == TokenIds else "<f4")
+    number = number_format(hint)
+    return np.array(saved, number) if number == np.float64 else np.frombuffer(base64.b64decode(saved), number)
 
 
 def _tokens(generation: Generation) -> tuple[bytes, bytes]:

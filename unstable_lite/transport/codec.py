@@ -18,7 +18,7 @@ import numpy as np
 
 from unstable_lite.errors import ProtocolError
 from unstable_lite.transport.messages import MESSAGES, Message
-from unstable_lite.types import TokenIds
+from unstable_lite.types import number_format
 
 T = TypeVar("T")
 
@@ -107,4 +107,4 @@ def _to_plain(value: Any) -> Any:
 def _to_array(hint: Any, value: Any) -> Any:
     if type(value) is not bytes:
         raise ValueError(f"expected the bytes of an array, got {type(value).__name__}")
-    return np.frombuffer(value, _INT32 if hint == TokenIds else _FLOAT32)
+    return np.frombuffer(value, number_format(hint))

@@ -25,7 +25,16 @@ from unstable_lite.transport.messages import (
     Update,
     Updated,
 )
-from unstable_lite.types import Forced, Generation, LearnerLogprobs, Logprobs, StepContext, TokenIds, TrainItem
+from unstable_lite.types import (
+    Forced,
+    Generation,
+    LearnerLogprobs,
+    Logprobs,
+    StepContext,
+    TokenIds,
+    TrainItem,
+    number_format,
+)
 
 _anything = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text(),
@@ -116,6 +125,26 @@ def test_every_message_survives_a_round_trip(sent: list[Message]) -> None:
 def test_every_request_names_the_type_of_its_reply() -> None:
     assert {Generate: Generated, Update: Updated}.items() <= REPLIES.items()
     assert all(issubclass(reply, Reply) and reply in MESSAGES for reply in REPLIES.values())
+
+
+class Arrays(msgspec.Struct, array_like=True):
+    """Arrays of types that equal no name of ours, as numpy 2.5's `NDArray` on Python 3.12."""
+
+    ids: np.ndarray[tuple[int], np.dtype[np.int32]]
+    logprobs: np.ndarray[tuple[int], np.dtype[np.float32]]
+
+
+def test_arrays_are_read_by_their_type_whatever_its_name() -> None:
+    sent = Arrays(ids=np.array([0, 5, 2**31 - 1], np.int32), logprobs=np.array([-0.5, -1e-9], np.float32))
+    (read,) = unpack_all(Arrays, pack_all([sent]))
+    for name in ("ids", "logprobs"):
+        np.testing.assert_array_equal(getattr(read, name), getattr(sent, name), strict=True)
+
+
+def test_bytes_for_no_array_type_are_never_guessed() -> None:
+    for hint in (np.ndarray, list[int], int):
+        with pytest.raises(TypeError, match="not a type of arrays"):
+            number_format(hint)
 
 
 def test_arrays_take_four_bytes_per_token_in_any_byte_order() -> None:
