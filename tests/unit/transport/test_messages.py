@@ -134,7 +134,7 @@ class Arrays(msgspec.Struct, array_like=True):
     logprobs: np.ndarray[tuple[int], np.dtype[np.float32]]
 
 
-def test_arrays_are_read_by_their_type_whatever_its_name() -> None:
+def test_number_format_of_an_array_is_read_from_its_type() -> None:
     sent = Arrays(ids=np.array([0, 5, 2**31 - 1], np.int32), logprobs=np.array([-0.5, -1e-9], np.float32))
     (read,) = unpack_all(Arrays, pack_all([sent]))
     for name in ("ids", "logprobs"):
