@@ -107,6 +107,13 @@ class RunView:
         return bool(self.live) and not self.live["has_ended"] and psutil.pid_exists(self.live["pid"])
 
     @property
+    def ending(self) -> str | None:
+        """Return `ended`, `failed`, or None if the run said neither."""
+        if not self.live.get("has_ended"):
+            return None
+        return "failed" if self.live.get("has_failed") else "ended"  # runs of before know no failure
+
+    @property
     def num_updates(self) -> int:
         """Return the number of updates so far, regardless of `at`."""
         return max((line["step"] for line in self._tails["metrics"].lines), default=0)

@@ -29,7 +29,7 @@ from unstable_lite.files import understood
 from unstable_lite.planning.trust import CONFIG
 from unstable_lite.tracking.run_directory import PAUSED, RUNS, find_damage, runs_in
 
-STATE_STYLES = {"running": "green", "paused": "yellow", "killed": "red", "unreadable": "red"}
+STATE_STYLES = {"running": "green", "paused": "yellow", "failed": "red", "killed": "red", "unreadable": "red"}
 DAY_S = 86_400.0
 EMPTY_FOR_S = 60.0
 """Age in seconds below which a run without a checkpoint may still be starting."""
@@ -42,7 +42,8 @@ class RunEntry:
     """Start time, in seconds since the epoch."""
     size_bytes: int
     state: str
-    """`running`, `paused`, `ended`, `killed` (its process is gone without a record), or `unreadable`."""
+    """`running`, `paused`, `ended`, `failed` (by an error or a second Ctrl-C), `killed` (its process is gone without a
+    record), or `unreadable`."""
     updates: str = "0/0"
     """Number of updates, made and planned."""
     points: str = "–"
@@ -210,7 +211,7 @@ def _readable_entry(directory: Path, began: float, taken: int) -> RunEntry:
     if _is_locked(view):
         state = "paused" if (directory / PAUSED).exists() else "running"
     else:
-        state = "ended" if view.live.get("has_ended") else "killed"
+        state = view.ending or "killed"
     counted = [line for line in view.lines("eval") if line["n"] and line["points"] is not None]
     newest = max(counted, key=lambda line: (line["label"] != "concurrent", line["step"]), default=None)
     env_ids = dict.fromkeys(str(env["env_id"]) for env in view.config["train_envs"])

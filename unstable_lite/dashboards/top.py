@@ -195,7 +195,7 @@ def _header(view: RunView, width: int, has_no_alarms_panel: bool) -> Panel:
     elif view.is_running:
         state = Text("running", style="green")
     else:
-        state = Text("ended" if live.get("has_ended") else "not running", style="yellow")
+        state = Text(view.ending or "not running", style="red" if view.ending == "failed" else "yellow")
     pace = view.pace()
     games = latest.get("run/games", 0) if view.at is not None else live.get("games", latest.get("run/games", 0))
     line = Text.assemble(

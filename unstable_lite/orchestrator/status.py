@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -26,7 +27,7 @@ EVERY_S = 2.0
 
 @contextlib.asynccontextmanager
 async def shown_live(parts: RunParts) -> AsyncIterator[None]:
-    """Write the state while the body runs; the last state stays, marked as ended."""
+    """Write the state while the body runs; the last state stays, marked as ended, and as failed if the body raised."""
 
     async def keep_writing() -> None:
         while True:
@@ -38,13 +39,14 @@ async def shown_live(parts: RunParts) -> AsyncIterator[None]:
         yield
     finally:
         writing.cancel()
-        _write(parts, has_ended=True)
+        _write(parts, has_ended=True, has_failed=sys.exception() is not None)
 
 
-def _write(parts: RunParts, has_ended: bool) -> None:
+def _write(parts: RunParts, has_ended: bool, has_failed: bool = False) -> None:
     # A full disk is reported by writers that matter more.
     with contextlib.suppress(OSError), replaced(parts.directory / LIVE) as partial:
-        partial.write_text(json.dumps(_picture(parts) | {"has_ended": has_ended}), encoding="utf-8")
+        ending = {"has_ended": has_ended, "has_failed": has_failed}
+        partial.write_text(json.dumps(_picture(parts) | ending), encoding="utf-8")
 
 
 def _places(parts: RunParts) -> Iterator[tuple[str, WorkerChannel, int | None, int | str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fakes import runs
+from unstable_lite.dashboards.runs import list_runs
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,7 @@ def test_faulty_engine_ends_the_run_and_is_named(tmp_path: Path, engine: str, sa
     )
     assert code == 1
     assert re.search(says, err), err
+    assert [entry.state for entry in list_runs(tmp_path / "outputs")] == ["failed"]
 
 
 @pytest.mark.nightly

@@ -67,7 +67,7 @@ def test_n_learning_steps_make_n_updates_and_n_consecutive_versions(finished: tu
 
 def test_live_view_of_a_finished_run_shows_its_end(finished: tuple[Path, str]) -> None:
     live = json.loads((finished[0] / "live.json").read_text())
-    assert (live["learning_steps"], live["has_ended"]) == (3, True)
+    assert (live["learning_steps"], live["has_ended"], live["has_failed"]) == (3, True, False)
     assert {worker["name"]: worker["state"] for worker in live["workers"]} == {"engine-0": "ready", "learner": "ready"}
     assert [worker["gpu"] for worker in live["workers"]] == ["", ""]
     state = json.loads((finished[0] / "checkpoints" / "ckpt-3" / "league.json").read_text())
