@@ -103,7 +103,7 @@ def check(
     resolved: Annotated[bool, typer.Option("--resolved", help="Also print the config with every default.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Validate a config; print what it makes, with devices and memory. Starts no process."""
+    """Validate a config; print its processes, devices, memory and games. Starts no process."""
     with errors_as_messages(debug):
         from unstable_lite.dashboards.terminal import key_value_lines
         from unstable_lite.learner import LEARNERS, find_learner
