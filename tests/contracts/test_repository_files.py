@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,14 @@ def test_workflow_reads_only_and_its_actions_have_a_version(path: Path) -> None:
             assert "checkout" not in uses or step["with"]["persist-credentials"] is False
             if command.startswith(".ci/"):
                 assert os.access(ROOT / command, os.X_OK)
+
+
+def test_every_python_version_of_the_package_is_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.findall(r"Python :: (3\.\d+)'", str(project["classifiers"]))
+    assert len(named) > 1
+    assert read(GITHUB / "workflows" / "ci.yml")["jobs"]["tests"]["strategy"]["matrix"]["python"] == named
+    assert project["requires-python"] == f">={named[0]}"
 
 
 @pytest.mark.parametrize(("tag", "code"), [(f"v{unstable_lite.__version__}", 0), ("v999.0", 1)])
