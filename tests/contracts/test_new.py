@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,12 +37,20 @@ def test_every_example_is_written_as_it_is_in_the_clone() -> None:
         code, output = new(name, name)
         assert code == 0, output
         assert {path.name for path in Path(name).iterdir()} == {*files}
-        assert f"\nunstable-lite run {files[0]}\n" in output
+        assert f"\nunstable-lite run {files[0]}" in output
         for file in files:
             assert (Path(name) / file).read_bytes() == (ROOT / "examples" / file).read_bytes()
     assert {file for files in EXAMPLES.values() for file in files} >= {
         path.name for path in (ROOT / "examples").glob("*.toml")
     }
+
+
+def test_commands_before_the_run_are_named() -> None:
+    code, output = new("warm-start")
+    sft = "unstable-lite sft warm_start.toml\nunstable-lite run warm_start.toml lora.initial_lora_path=warm_start\n"
+    assert code == 0 and f"wrote warm_start.toml\n{sft}" in output
+    for name in ("kuhn", "verifiers"):
+        assert re.search(r"\npip install 'unstable-lite\[\w+\]'\nunstable-lite check ", new(name)[1])
 
 
 def test_list_has_a_line_for_each_example() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +31,7 @@ EXAMPLES = {
     "verifiers": ("verifiers.toml", "verifiers_env.py", "verifiers_guess.py"),
 }
 """Files of each example: a config, whose first line describes it, and the files that the config names."""
+SCRIPT = "unstable-lite"
 
 
 def new(
@@ -48,16 +50,25 @@ def new(
             return
         for path in write(name, directory):
             out.print(f"wrote {path}", soft_wrap=True)
-        config = EXAMPLES[name][0]
         if directory != Path():
             out.print(f"cd {shlex.quote(str(directory))}", soft_wrap=True)
-        out.print(f"unstable-lite check {config}", f"unstable-lite run {config}", sep="\n", soft_wrap=True)
+        out.print("\n".join(commands(name)), soft_wrap=True, markup=False)
 
 
 def describe(name: str) -> str:
     """Return the first line of the example's config."""
     with (_source() / EXAMPLES[name][0]).open(encoding="utf-8") as file:
         return file.readline().removeprefix("# ").rstrip()
+
+
+def commands(name: str) -> list[str]:
+    """Return the commands that the config names first, such as an installation, and those that check and run it."""
+    config = EXAMPLES[name][0]
+    with (_source() / config).open(encoding="utf-8") as file:
+        first = list(itertools.takewhile(lambda line: line.startswith("#"), file))
+    named = [line[4:].strip().replace("python -m unstable_lite", SCRIPT) for line in first if line.startswith("#   ")]
+    is_run = any(line.startswith(f"{SCRIPT} run") for line in named)
+    return named if is_run else [*named, f"{SCRIPT} check {config}", f"{SCRIPT} run {config}"]
 
 
 def write(name: str, directory: Path) -> list[Path]:

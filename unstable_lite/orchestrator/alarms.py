@@ -158,7 +158,8 @@ ALARMS = {
         measured="{detail}",
         threshold="{:g}",
         means="the policy no longer changes",
-        advice="lower learner.learning_rate, or look at games.jsonl for rewards that blow up",
+        advice="lower learner.learning_rate, look at games.jsonl for rewards that blow up, and look for the mistake in "
+        "your own algorithm or reward transform if you have one",
     ),
 }
 """Alarms by their names in section `alarms`."""
