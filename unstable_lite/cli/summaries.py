@@ -67,8 +67,8 @@ def print_sft_summary(config: Path, summary: SftSummary) -> None:
         rows.append(
             (
                 "trained on",
-                f"{metrics['num_trained']:.0f} pairs; loss {first:.4f} nats a token in the first epoch, {last:.4f} in the "
-                "last",
+                f"{metrics['num_trained']:.0f} pairs; loss {first:.4f} nats a token in the first epoch, "
+                f"{last:.4f} in the last",
             )
         )
         if metrics["num_held_out"]:
