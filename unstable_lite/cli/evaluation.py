@@ -172,18 +172,18 @@ def play(
 
 def _plan_on_kept_config(
     run_directory: Path,
-    models: list[str] | None,
+    models: list[str],
     output: Path,
     envs: list[str] | None,
     overrides: list[str] | None,
     trust_config: bool,
 ) -> EvaluationPlan:
-    """Plan an evaluation of `models`, by default the base and the run's last checkpoint, with the run's config."""
+    """Plan an evaluation of `models` with the run's config."""
     from unstable_lite.evaluation.plan import plan_evaluation
     from unstable_lite.planning.trust import run_config
 
     return plan_evaluation(
-        models or ["base", str(run_directory)],
+        models,
         output=output,
         config=run_config(run_directory, overrides or (), trust_config),
         envs=envs or (),
@@ -193,7 +193,7 @@ def _plan_on_kept_config(
 
 
 def probe(
-    run_directory: Annotated[Path, typer.Argument(metavar="RUN", help="Run whose config names base and envs.")],
+    run: Annotated[Path, typer.Argument(help="Run whose config names base and envs, or one of its checkpoints.")],
     models: ModelsOfRun = None,
     output: Annotated[Path | None, typer.Option(help="A CSV file; default: RUN/probe.csv.")] = None,
     games: Annotated[int, typer.Option(min=2, help="Number of random legal games with the positions.")] = 20,
@@ -209,13 +209,16 @@ def probe(
     """Compute each model's choices at the same positions: legal and optimal share, entropy, state dependence."""
     with errors_as_messages(debug):
         from unstable_lite.dashboards.terminal import TerminalInterface
+        from unstable_lite.evaluation.models import find_run
         from unstable_lite.evaluation.probing import probe_tables, write_probes
         from unstable_lite.evaluation.sampled import probe_by_samples
         from unstable_lite.evaluation.scoring import probe_models
         from unstable_lite.orchestrator.event_loop import run_in_loop
 
+        run_directory = find_run([str(run)]) or run
         target = output or run_directory / "probe.csv"
-        evaluation = _plan_on_kept_config(run_directory, models, target, env, override, trust_config)
+        compared = models or ["base", str(run)]
+        evaluation = _plan_on_kept_config(run_directory, compared, target, env, override, trust_config)
         say = TerminalInterface().say
         if samples is None:
             probes = probe_models(evaluation.cells, evaluation.plan.config, games, say, device)

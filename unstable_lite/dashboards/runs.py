@@ -283,7 +283,7 @@ def _results(run: RunData) -> Iterator[tuple[str, str]]:
         ("entropy", "learner/entropy", "{:.3f}", "learner/num_tokens"),
         ("staleness", "learner/staleness_mean", "{:.2f}", "learner/num_tokens"),
         ("|Δ log p| engine, learner", "learner/mismatch_mean", "{:.2g}", "learner/mismatch_tokens"),
-        ("games", "run/games", "{:,.0f}", None),
+        ("games at the last update", "run/games", "{:,.0f}", None),
         ("void games", "run/void_games", "{:,.0f}", None),
         ("tokens/s", "run/tokens_per_s", "{:,.0f}", None),
         ("seconds", "run/seconds", "{:,.0f}", None),

@@ -27,6 +27,8 @@ class Summary:
     alarms: tuple[str, ...]
     checkpoint: Path | None
     """The newest checkpoint."""
+    planned_updates: int = 0
+    """Updates that the config asks for; a run that was stopped has made fewer."""
     collapsed: tuple[str, ...] = ()
     """Comparisons in which the last policy is worse than an earlier one, and which one."""
     stopped_by: str | None = None
@@ -52,6 +54,7 @@ def summarise(training: TrainLoop, seconds: float) -> Summary:
         evaluations=tuple(sorted(parts.tracker.evaluations, key=lambda evaluation: evaluation.step)),
         alarms=tuple(parts.tracker.alarms),
         checkpoint=training.saver.newest,
+        planned_updates=parts.plan.config.run.learning_steps,
         collapsed=tuple(parts.health.collapsed()),
         stopped_by=parts.health.stopped_by,
         played_steps=sum(counts.played for counts in parts.buffer.counts.values()),

@@ -21,6 +21,7 @@ from unstable_lite.errors import ConfigError
 from unstable_lite.games.env_catalogue import REMARKS, env_family, is_isolated
 from unstable_lite.games.trial_games import trial_lengths
 from unstable_lite.league.opponents import frozen_adapters, training_opponents
+from unstable_lite.models import resolve_model
 from unstable_lite.planning.adapter_slots import active_checkpoints, adapter_slots_needed, adapters_in_memory
 from unstable_lite.planning.algorithm_defaults import describe_rewards, resolve_defaults
 from unstable_lite.planning.engine_choice import engine_of, engine_warnings
@@ -143,7 +144,9 @@ class Plan:
 
     def _describe_models(self) -> Iterator[tuple[str, str]]:
         config = self.config
-        yield "base model", config.model_name
+        is_here = Path(resolve_model(config.model_name)).is_dir()
+        unseen = " (from the Hugging Face hub or its cache, which nothing but the run looks at)"
+        yield "base model", config.model_name + unseen * (not is_here)
         for difference in played_otherwise(config):
             yield "differs", difference
         yield "opponents", self.opponents()

@@ -151,6 +151,9 @@ def test_every_checkpoint_of_a_run_is_probed_at_the_same_positions(tmp_path: Pat
     assert abs(float(rows["ckpt-2"]["optimal"]) - float(rows["base"]["optimal"])) > 1e-3
     for row in rows.values():
         assert float(row["action_entropy_low"]) < float(row["action_entropy"]) < float(row["action_entropy_high"])
+    code, out, err = runs.run("probe", run / "checkpoints" / "ckpt-1", "--games", "4", "--device", "cpu")
+    assert code == 0, err
+    assert "ckpt-1" in out and "ckpt-2" not in out
 
 
 @pytest.mark.nightly

@@ -12,6 +12,7 @@ import pytest
 from fakes import runs
 from fakes.handmade_adapters import write_run
 from unstable_lite.engines.client import EnginePool
+from unstable_lite.games.env_start import start_environment
 from unstable_lite.games.templates import CHAT_TEMPLATES, chats_in_use, templates_for
 from unstable_lite.models import BUILTIN
 from unstable_lite.models.tokenization import Tokenizer
@@ -92,3 +93,10 @@ async def test_completion_has_exactly_its_own_prompt(tmp_path: Path, tokenizer: 
     with pytest.raises(Refusal) as caught:
         await served.prompt(parse(json.dumps({"model": "base", "prompt": [5] * 512}).encode(), CompletionRequest))
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_request_in_the_docs_has_an_observation_as_the_game_shows_it() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "share.md").read_text()
+    (request,) = (json.loads(line) for line in page.splitlines() if line.startswith('{"model": '))
+    environment = start_environment("Nim-v0-train", request["num_players"], 0, "board")  # as in quickstart.toml
+    assert environment.observe() == (0, request["messages"][0]["content"])
