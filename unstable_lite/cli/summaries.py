@@ -22,12 +22,13 @@ def print_summary(summary: Summary) -> None:
         out.print(table)
     planned = f" of {summary.planned_updates}" * (summary.updates < summary.planned_updates)
     skipped = f", {summary.skipped_updates} skipped" * bool(summary.skipped_updates)
+    since = " since the resume" * summary.is_resumed
     directory = shlex.quote(str(summary.directory))
     rows = [
         ("updates", f"{summary.updates}{planned}{skipped}"),
         ("games", f"{summary.games}, {summary.void_games} void"),
         ("stale steps dropped", _dropped(summary)),
-        ("time", f"{summary.seconds:.0f} s, of which training {summary.training_seconds:.0f} s"),
+        ("time", f"{summary.seconds:.0f} s{since}, of which training {summary.training_seconds:.0f} s"),
         ("run directory", str(summary.directory)),
     ]
     if summary.checkpoint is not None:
@@ -38,12 +39,12 @@ def print_summary(summary: Summary) -> None:
         ("report", f"unstable-lite report {directory}"),
     ]
     if planned and summary.stopped_by is None:
-        rows.append(("to go on", f"unstable-lite run --resume {directory}"))
+        rows.append(("to continue", f"unstable-lite run --resume {directory}"))
     out.print(key_value_lines(rows), soft_wrap=True)
     for alarm in summary.alarms:
         out.print(as_line(f"alarm {alarm}"), soft_wrap=True)
     for collapsed in summary.collapsed:
-        out.print(as_line(f"collapsed: {collapsed}"), soft_wrap=True)
+        out.print(as_line(collapsed), soft_wrap=True)
     if summary.stopped_by is not None:
         way_on = f"; to continue regardless: unstable-lite run --resume {directory}"
         saved = f"{summary.checkpoint}{way_on}" if summary.checkpoint else "none, because no update was made"

@@ -172,7 +172,7 @@ class TerminalInterface:
 def as_line(text: str) -> Text:
     """Return the line with an alarm, or the number of alarms at its end, in red."""
     line = Text(text)
-    line.highlight_regex(r"^(alarm|collapsed)\b|  alarms \d.*$", "red")
+    line.highlight_regex(r"^(alarm|collapsed|declined)\b|  alarms \d.*$", "red")
     return line
 
 

@@ -218,13 +218,18 @@ class TrainingHealth:
         return f"  alarms {len(self._tracker.alarms)}{f', on: {on}' if on else ''}"
 
     def collapsed(self) -> list[str]:
-        """Return each comparison in which the last policy is worse than an earlier one."""
+        """Return each comparison that ended worse than it was: of evaluations, and of training games."""
+        claims = {
+            "collapse": "collapsed: the last policy is worse than the best one",
+            # Their window may hold games of a dip that the last policy has left.
+            "decline": "declined: the newest training games, of several policies, are worse than earlier ones",
+        }
         return [
-            f"the last policy is worse than the best one: {subject}: {contest.newest.describe()}, but "
-            f"{contest.best.describe()}. {self._where(contest.best)}"
+            f"{claim}: {subject}: {contest.newest.describe()}, but {contest.best.describe()}. "
+            f"{self._where(contest.best)}"
             for subject, contest in self._contests.items()
-            if self._alarms.is_on("collapse", subject) or self._alarms.is_on("decline", subject)
-            if contest.newest and contest.best
+            for name, claim in claims.items()
+            if self._alarms.is_on(name, subject) and contest.newest and contest.best
         ]
 
     def state_dict(self) -> dict[str, Any]:

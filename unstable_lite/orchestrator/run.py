@@ -190,7 +190,7 @@ class Run:
                     self.training = TrainLoop(parts)
                     async with shown_live(parts):
                         await self.training.run()
-            return summarise(self.training, time.monotonic() - started)
+            return summarise(self.training, time.monotonic() - started, is_resumed=self._resume is not None)
         except BaseExceptionGroup as group:
             raise first_reason(group) from group
         finally:

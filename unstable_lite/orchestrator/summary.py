@@ -27,10 +27,12 @@ class Summary:
     alarms: tuple[str, ...]
     checkpoint: Path | None
     """The newest checkpoint."""
+    is_resumed: bool = False
+    """Whether the times count from a resume; the other numbers are those of the whole run."""
     planned_updates: int = 0
     """Updates that the config asks for; a run that was stopped has made fewer."""
     collapsed: tuple[str, ...] = ()
-    """Comparisons in which the last policy is worse than an earlier one, and which one."""
+    """Comparisons that ended worse than they were: of evaluations, and of training games."""
     stopped_by: str | None = None
     """The alarm that ended the run, if one did."""
     played_steps: int = 0
@@ -39,8 +41,8 @@ class Summary:
     """Env and class of game length of which the largest share was dropped, if any was."""
 
 
-def summarise(training: TrainLoop, seconds: float) -> Summary:
-    """Return the result of a run that took `seconds`."""
+def summarise(training: TrainLoop, seconds: float, is_resumed: bool) -> Summary:
+    """Return the result of a run that took `seconds` since it was started or resumed."""
     parts = training.parts
     return Summary(
         directory=parts.directory,
@@ -50,6 +52,7 @@ def summarise(training: TrainLoop, seconds: float) -> Summary:
         void_games=parts.tracker.void_games,
         dropped_stale_steps=parts.buffer.dropped_stale,
         seconds=seconds,
+        is_resumed=is_resumed,
         training_seconds=training.progress.training_seconds,
         evaluations=tuple(sorted(parts.tracker.evaluations, key=lambda evaluation: evaluation.step)),
         alarms=tuple(parts.tracker.alarms),

@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import zmq
 
@@ -116,10 +117,17 @@ def run_worker(module: str) -> None:
 
 def last_words(error: Exception) -> Crashed:
     """Return the last message of a worker that ends with `error`."""
-    reason = f"{type(error).__name__}: {error}"
+    reason = f"{type(error).__name__}: {error}{'' if isinstance(error, UnstableError) else _place(error)}"
     if is_out_of_memory(error):
         reason += f"\n(out of memory: {MEMORY_ADVICE})"
     return Crashed(error=reason, is_final=isinstance(error, UnstableError), is_away=isinstance(error, ConnectionError))
+
+
+def _place(error: Exception) -> str:
+    """Return the innermost line of code that is not an installed package's: a custom class's own, in most cases."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if f"{os.sep}site-packages{os.sep}" not in frame.filename] or frames
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}, in {own[-1].name})" if own else ""
 
 
 def _exit_when_orphaned() -> None:

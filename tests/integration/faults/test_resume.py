@@ -74,7 +74,7 @@ def test_resumed_run_records_every_update_and_game_once(copy: Path) -> None:
     assert code == 0, out + err
     assert (copy / "config.toml").read_text() == config.replace("steps = 10000", f"steps = {last}") != config
     assert (copy / f"config-{newest}.toml").read_text() == config
-    assert f"ckpt-{newest}" in out
+    assert f"ckpt-{newest}" in out and " s since the resume, of which training " in out
     updates = updates_of(copy)
     assert [line["step"] for line in updates] == list(range(1, last + 1))
     assert [line["learner/step"] for line in updates] == list(range(1, last + 1))

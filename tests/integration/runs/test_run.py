@@ -323,7 +323,8 @@ def test_ctrl_c_interrupts_an_evaluation(tmp_path: Path) -> None:
     code, out, err = runs.finish(process, 60)
     assert code == 0, out + err
     assert re.search(r"evaluation before: Nim-v0-train, \d+ of 100000 games", out)
-    assert re.search(r"^updates +0$", out, re.M)
+    assert re.search(r"^updates +0 of \d+$", out, re.M)
+    assert f"unstable-lite run --resume {runs.run_directory(tmp_path)}" in out
     assert (runs.run_directory(tmp_path) / "eval.jsonl").read_text() == ""
 
 

@@ -272,6 +272,7 @@ async def test_collapse_names_the_best_kept_checkpoint(watched: Watched) -> None
     (alarm,) = watched.tracker.alarms
     assert re.search(r"collapse: .*E .*O: ckpt-10 10\.0%.* 100 ", alarm)
     (collapsed,) = watched.health.collapsed()
+    assert collapsed.startswith("collapsed: the last policy is worse than the best one: ")
     assert re.search(r"ckpt-5 90\.0%.* 100 ", collapsed)
     assert collapsed.endswith(f"{watched.directory / 'checkpoints' / 'ckpt-4'}")
     (watched.directory / "adapters" / "ckpt-5").mkdir(parents=True)
@@ -330,6 +331,8 @@ async def test_training_games_are_compared_with_earlier_better_ones(watched: Wat
     )
     for pattern, text in zip(patterns, watched.tracker.alarms, strict=True):
         assert re.match(pattern, text), text
+    ends = watched.health.collapsed()
+    assert len(ends) == 2 and all(text.startswith("declined: the newest training games, of several") for text in ends)
 
 
 async def test_games_that_start_within_a_game_raise_no_alarm(watched: Watched) -> None:
