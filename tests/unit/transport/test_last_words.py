@@ -1,4 +1,4 @@
-"""What a worker says when an error ends it."""
+"""The last message of a worker that an error ends."""
 
 from __future__ import annotations
 
