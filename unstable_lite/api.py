@@ -10,6 +10,7 @@ from unstable_lite.config.reading import parse_config
 from unstable_lite.errors import ConfigError
 from unstable_lite.orchestrator.run import Run
 from unstable_lite.planning.plan import make_plan
+from unstable_lite.planning.validation import find_problems
 
 _VLLM_KEYS = {
     "max_tokens": "max_generation_len",
@@ -84,6 +85,7 @@ def build(
         raw[name] = {**raw.get(name, {}), **section} if isinstance(section, Mapping) else section
     config, problems = parse_config(raw)
     problems = [f"unknown key 'vllm_config.{key}'; known: {', '.join(_VLLM_KEYS)}" for key in unknown] + problems
+    problems += find_problems(config) if config is not None else []
     if problems or config is None:
         raise ConfigError(*problems)
     return Run(make_plan(config))

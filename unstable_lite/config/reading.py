@@ -131,9 +131,7 @@ def _problems(error: ValidationError) -> list[str]:
         if key in RENAMED:
             problems.append(f"{key} = {detail['input']!r} is no longer a key: {RENAMED[key]}")
         elif detail["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(str(location[-1]), _known_keys(location[:-1]), n=1, cutoff=0.5)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(_known_keys(location[:-1]))}"
-            problems.append(f"unknown key {key!r}{hint}")
+            problems.append(f"unknown key {key!r}; {_hint(str(location[-1]), _known_keys(location[:-1]))}")
         elif detail["type"] == "missing":
             problems.append(f"{key!r} is missing")
         elif detail["type"] == "too_short" and detail["loc"] == ("train_envs",) and detail["input"]:
@@ -141,6 +139,17 @@ def _problems(error: ValidationError) -> list[str]:
         else:
             problems.append(f"{key} = {detail['input']!r}: {detail['msg'].removeprefix('Value error, ')}")
     return problems
+
+
+def _hint(name: str, known: list[str]) -> str:
+    """Return the key that an unknown name stands for: one of another section, a similar one, or one by its initials."""
+    top = _known_keys([])
+    everywhere = {f"{section}.{key}": key for section in top for key in _known_keys([section]) if key not in top}
+    meant = [path for path, key in everywhere.items() if key == name]
+    by_initials = {key: key for key in known} | everywhere
+    meant += [path for path, key in by_initials.items() if "".join(word[:1] for word in key.split("_")) == name]
+    meant += difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {meant[0]!r}?" if meant else f"known: {', '.join(known)}"
 
 
 def _known_keys(location: list[Any]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from unstable_lite.api import build
 from unstable_lite.config import Config
 from unstable_lite.config.games import EvalEnvSpec, TrainEnvSpec
 from unstable_lite.config.reading import parse_config, read_config
@@ -193,6 +194,28 @@ def test_every_mistake_of_form_and_meaning_is_reported_at_once(tmp_path: Path) -
     ):
         assert part in text
     assert all(str(path) in problem for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("sections", "meant"),
+    [
+        ({"batch_size": 4}, "learner.batch_size"),
+        ({"run": {"temperature": 1.0}}, "engine.temperature"),
+        ({"lr": 3.0}, "learner.learning_rate"),
+        ({"learner": {"lr": 3.0}}, "learning_rate"),
+    ],
+)
+def test_unknown_key_may_stand_for_one_of_another_section(sections: dict[str, Any], meant: str) -> None:
+    _, problems = parse_config({"train_envs": [ENV], **sections})
+    assert len(problems) == 1 and problems[0].endswith(f"; did you mean {meant!r}?")
+
+
+def test_build_reports_problems_of_form_and_of_meaning_together() -> None:
+    envs = [TrainEnvSpec(env_id="Nimm-v0-train", num_players=2, num_actors=2)]
+    with pytest.raises(ConfigError) as caught:
+        build(model_name="builtin:tiny", train_envs=envs, lr=3.0)  # type: ignore[arg-type]
+    assert "did you mean 'learner.learning_rate'?" in str(caught.value)
+    assert "did you mean 'Nim-v0-train'?" in str(caught.value)
 
 
 @pytest.mark.parametrize(
