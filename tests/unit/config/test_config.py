@@ -215,7 +215,7 @@ def test_build_reports_problems_of_form_and_of_meaning_together() -> None:
     with pytest.raises(ConfigError) as caught:
         build(model_name="builtin:tiny", train_envs=envs, lr=3.0)  # type: ignore[arg-type]
     assert "did you mean 'learner.learning_rate'?" in str(caught.value)
-    assert "did you mean 'Nim-v0-train'?" in str(caught.value)
+    assert "did you mean 'Nim-v0-train'" in str(caught.value)
 
 
 @pytest.mark.parametrize(
