@@ -182,9 +182,10 @@ def envs(
     from unstable_lite.games.players.greedy import GREEDY_GAMES
     from unstable_lite.games.players.optimal import OPTIMAL_ACTIONS
     from unstable_lite.games.players.scripted import LEGAL_ACTIONS
+    from unstable_lite.plugins import suggestion
 
-    table = Table("env id", "players", "remark")
-    for env_id, players, remark in describe_envs():
+    table, described = Table("env id", "players", "remark"), describe_envs()
+    for env_id, players, remark in described:
         if pattern.lower() in env_id.lower():
             family = env_family(env_id)
             scripted: dict[str, Collection[str]] = {
@@ -195,6 +196,10 @@ def envs(
             names = [name for name, families in scripted.items() if family in families]
             opponents = f"opponents: {', '.join(names)}" if names else ""
             table.add_row(env_id, players, "; ".join(filter(None, (remark, opponents))))
+    with errors_as_messages(debug=False):
+        if not table.row_count:
+            families = {env_family(env_id) for env_id, _, _ in described}
+            raise UnstableError(f"no env id contains {pattern!r}; {suggestion(pattern, families)}")
     console().print(table)
 
 

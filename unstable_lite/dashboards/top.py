@@ -89,7 +89,7 @@ EXACT = (
 
 def draw(view: RunView, width: int, height: int, load: MachineLoad) -> RenderableType:
     """Draw one frame of exactly this size."""
-    workers = view.live.get("workers", []) if view.at is None else []
+    workers = view.live.get("workers", []) if view.at is None and view.is_running else []
     workers_a_row = 1 if len(workers) <= 3 and width < 120 else 2
     of_workers = 2 + max(1, math.ceil(len(workers) / workers_a_row))
     shown_workers = _workers(workers, workers_a_row, load, width) if view.at is None else PAST

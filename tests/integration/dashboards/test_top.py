@@ -123,6 +123,16 @@ def frame(view: RunView, width: int, height: int) -> list[str]:
     return console.file.getvalue().rstrip("\n").split("\n")  # type: ignore[attr-defined,no-any-return]
 
 
+def test_run_that_has_ended_shows_no_throughput(directory: Path) -> None:
+    live = json.loads((directory / "live.json").read_text())
+    for ending, state in (({"has_failed": True}, "failed"), ({}, "ended")):
+        (directory / "live.json").write_text(json.dumps(live | {"has_ended": True} | ending))
+        view = RunView(directory)
+        view.refresh()
+        text = "\n".join(frame(view, 140, 45))
+        assert state in text and "not running" in text and "tok/s" not in text
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 32), (140, 45), (220, 70)])
 def test_frame_fills_the_terminal_and_shows_the_key_facts(directory: Path, width: int, height: int) -> None:
     view = RunView(directory)
