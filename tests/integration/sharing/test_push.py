@@ -67,6 +67,14 @@ def push(*arguments: str | Path) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+def test_card_says_that_a_checkpoint_was_not_evaluated(run: Path, tmp_path: Path) -> None:
+    path = run / "eval.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    code, output = push(run, "me/nim", "--dry-run", tmp_path / "folder")
+    assert code == 0, output
+    assert "\n\nThe run did not evaluate `ckpt-2`.\n\n" in (tmp_path / "folder" / "README.md").read_text()
+
+
 def test_folder_has_the_adapter_and_a_card_and_nothing_private(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     code, output = push(run, "me/nim", "--dry-run", folder)
