@@ -177,15 +177,17 @@ def test_arena_of_another_user_is_left_alone(shared_memory: Path, name: str) -> 
 
 @needs_root
 @pytest.mark.parametrize("taken_by", ["directory", "file", "link"])
-def test_entry_of_another_user_with_that_name_is_left_alone(tmp_path: Path, taken_by: str) -> None:
+def test_entry_of_another_user_with_that_name_is_left_alone(
+    tmp_path: Path, request: pytest.FixtureRequest, taken_by: str
+) -> None:
     # Root may rename over anything, even in a sticky directory, so an ordinary user makes the arena.
     as_nobody = (
         "import os, sys; from pathlib import Path; from unstable_lite.adapters import store as adapters;"
         f"adapters.SHARED_MEMORY = Path('.'); os.chdir(sys.argv[1]); os.setgroups([]); os.setuid({NOBODY});"
         "arena = adapters.AdapterStore('run', Path('.'), 1); print(arena.directory); arena.close()"
     )
-    sticky = tmp_path / "sticky"
-    sticky.mkdir()
+    sticky = Path(tempfile.mkdtemp())  # whose parents, unlike those of tmp_path, anyone may enter
+    request.addfinalizer(lambda: shutil.rmtree(sticky))
     sticky.chmod(0o1777)
     theirs = sticky / "unstable_lite-run"
     if taken_by == "directory":

@@ -27,8 +27,9 @@ def play(typed: str, *arguments: str | Path) -> tuple[int, str, str]:
 
 
 def test_person_plays_to_the_end_and_sees_every_turn(run: Path) -> None:
-    code, out, err = play("[0 9]\n", run, "--seat", "0")
+    code, out, err = play("[0 9]\n[0 9]\n", run, "--seat", "0")
     assert code == 0, out + err
+    assert out.count("is not legal here") == 1
     assert "your turn" in out and "pile 0: 3" in out
     assert "player 0, you: [0 9]" in out
     assert "player 0, you: loss by an invalid move (-1)" in out

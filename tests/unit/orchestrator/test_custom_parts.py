@@ -131,9 +131,15 @@ class LearnsNothing:
         self.settings = config, device
 
 
+class KeepsNothing(LearnsNothing):
+    def update(self, items: object, version: int) -> None: ...
+
+
 def test_learner_without_the_interface_is_refused() -> None:
-    with pytest.raises(ConfigError, match="algorithm: an object of type LearnsNothing has no training, update"):
+    with pytest.raises(ConfigError, match="algorithm: the class LearnsNothing has no update"):
         load_learner(config_of(LearnsNothing), "cpu")
+    with pytest.raises(ConfigError, match="algorithm: an object of type KeepsNothing has no training"):
+        load_learner(config_of(KeepsNothing), "cpu")
 
 
 def test_class_that_no_worker_can_import_is_refused() -> None:
