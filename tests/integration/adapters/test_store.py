@@ -184,7 +184,7 @@ def test_entry_of_another_user_with_that_name_is_left_alone(
     as_nobody = (
         "import os, sys; from pathlib import Path; from unstable_lite.adapters import store as adapters;"
         f"adapters.SHARED_MEMORY = Path('.'); os.chdir(sys.argv[1]); os.setgroups([]); os.setuid({NOBODY});"
-        "arena = adapters.AdapterStore('run', Path('.'), 1); print(arena.directory); arena.close()"
+        "arena = adapters.AdapterStore('run', Path('.'), 1); print(arena.directory.name); arena.close()"
     )
     sticky = Path(tempfile.mkdtemp())  # whose parents, unlike those of tmp_path, anyone may enter
     request.addfinalizer(lambda: shutil.rmtree(sticky))
