@@ -155,7 +155,7 @@ def test_every_other_command_accepts_the_file_as_any_model(
         arguments = ["base", "--config", str(config), *(word for each in settings for word in ("--set", each))]
         arguments += ["--seat", "0"] if command == "play" else ["--output", str(output), "--games", "2"]
     done = subprocess.run(
-        runs.command(command, *arguments), input="[0 9]\n", capture_output=True, text=True, timeout=240
+        runs.command(command, *arguments), input="[0 9]\n[0 9]\n", capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
     if command == "play":
