@@ -85,9 +85,8 @@ def build(
         raw[name] = {**raw.get(name, {}), **section} if isinstance(section, Mapping) else section
     config, problems = parse_config(raw)
     problems = [f"unknown key 'vllm_config.{key}'; known: {', '.join(_VLLM_KEYS)}" for key in unknown] + problems
-    problems += find_problems(config) if config is not None else []
     if problems or config is None:
-        raise ConfigError(*problems)
+        raise ConfigError(*problems, *(find_problems(config) if config is not None else ()))
     return Run(make_plan(config))
 
 
