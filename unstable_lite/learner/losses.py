@@ -21,7 +21,10 @@ def policy_gradient_loss(logp_N: Tensor, weight_N: Tensor, advantage_N: Tensor, 
 
     divisor: a constant number of tokens × the steps of the whole batch, the same for every micro-batch, so that a
     token's weight depends neither on the length of its answer nor on the rest of its micro-batch.
+
+    Raises ValueError if a weight or advantage has another shape than (N,) or ().
     """
+    _check_shapes(logp_N, weight_N=weight_N, advantage_N=advantage_N)
     return -(weight_N * advantage_N * logp_N).sum() / divisor
 
 
@@ -41,10 +44,20 @@ def clipped_loss(
     The ratio is relative to the policy at the start of the update. `weight_N`, the ratio of that policy to the sampling
     one, is a constant, so that stale tokens count less but are clipped around the right centre.
     Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; Hilton et al. 2022, arXiv:2110.00641 (decoupled).
+
+    Raises ValueError if an input has another shape than (N,) or ().
     """
+    _check_shapes(logp_N, old_logp_N=old_logp_N, weight_N=weight_N, advantage_N=advantage_N)
     ratio_N = (logp_N - old_logp_N).exp()
     clipped_N = ratio_N.clamp(1 - clip_range, 1 + _high(clip_range, clip_range_high))
     return -(weight_N * torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)).sum() / divisor
+
+
+def _check_shapes(logp_N: Tensor, **factors: Tensor) -> None:
+    """Raise if a factor would silently multiply each token by those of other tokens, as (N, 1) times (N,) does."""
+    for name, factor in factors.items():
+        if factor.ndim and factor.shape != logp_N.shape:
+            raise ValueError(f"{name} has shape {tuple(factor.shape)}, needs one number a token: {tuple(logp_N.shape)}")
 
 
 def _high(clip_range: float, clip_range_high: float | None) -> float:

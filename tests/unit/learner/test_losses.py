@@ -39,6 +39,17 @@ def test_token_gradient_is_weight_times_advantage_over_divisor() -> None:
     assert loss.item() == pytest.approx(-(0.5 * 3 * -1 + 2 * -1 * -2) / 10)
 
 
+def test_factor_with_a_column_too_many_is_refused_and_not_broadcast() -> None:
+    logp_N, column = torch.tensor([-1.0, -2.0]), torch.ones(2, 1)
+    with pytest.raises(ValueError, match=r"advantage_N has shape \(2, 1\), needs one number a token: \(2,\)"):
+        policy_gradient_loss(logp_N, torch.ones(2), column, divisor=1)
+    with pytest.raises(ValueError, match=r"weight_N has shape \(2, 1\)"):
+        policy_gradient_loss(logp_N, column, torch.ones(2), divisor=1)
+    with pytest.raises(ValueError, match=r"old_logp_N has shape \(2, 1\)"):
+        clipped_loss(logp_N, column, torch.ones(2), torch.ones(2), clip_range=0.2, divisor=1)
+    assert policy_gradient_loss(logp_N, torch.ones(()), torch.tensor(2.0), divisor=1) == 6
+
+
 def test_metrics_match_their_definitions() -> None:
     logp_N, behaviour_N = torch.tensor([0.0, -1.0, -2.0, -5.0]), torch.tensor([-3.0, -1.5, -2.0, -5.0])
     metrics = importance_metrics(logp_N, behaviour_N, cap=2.0)
