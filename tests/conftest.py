@@ -42,7 +42,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("real") is None)  # the longest of all begins first
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # the longest of all begins first
     for item in items:
         needed = 2 if item.get_closest_marker("two_gpus") else 1 if item.get_closest_marker("gpu") else 0
         if needed > NUM_GPUS:

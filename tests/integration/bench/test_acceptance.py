@@ -50,7 +50,7 @@ def test_every_stage_can_be_loaded() -> None:
         assert callable(stage.load())
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_stages_pass_on_the_cpu_and_are_not_repeated(tmp_path: Path) -> None:
     out, err = (first := start(tmp_path, *ON_CPU, "--device", "cpu")).communicate()

