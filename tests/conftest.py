@@ -32,6 +32,8 @@ OWN_MODULES = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Each xdist worker has one core; two threads of torch on it would wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # The directory of the secret that seals configs, also for the processes that tests start.
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="unstable-lite-tests-")
     config.addinivalue_line("filterwarnings", rf"error:::({'|'.join(sorted(OWN_MODULES))})(\.|$)")
