@@ -84,7 +84,7 @@ def test_offline_compares_worker_and_llm_generate(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "limit", "stage killed"])
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", pytest.param("limit", marks=pytest.mark.slow), "stage killed"])
 def test_no_process_outlives_the_command(tmp_path: Path, how: str) -> None:
     setup = "from dataclasses import replace; from bench.acceptance.stages import STAGES as all_stages; "
     setup += f"all_stages['killed'] = replace(all_stages['killed'], limit_s={45 if how == 'limit' else 300})"

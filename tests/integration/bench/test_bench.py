@@ -32,6 +32,8 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 Results = Callable[[str], dict[str, Any]]
 LONG = ("embedded", "end_to_end", "learner", "ranks", "sustained")
+SLOW = (*LONG, "faults", "growth", "handoff", "scale")
+"""Benches that .ci/run leaves out."""
 ARGUMENTS = {"orchestrator": ("--profile",)} | dict.fromkeys(LONG, ("--rounds", "1"))
 
 
@@ -43,7 +45,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in bench_names()]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in bench_names()]
 )
 def test_every_bench_runs_and_writes_its_results(name: str, results: Results) -> None:
     result = results(name)
@@ -140,6 +142,7 @@ def test_engine_bench_measures_every_installed_kind(results: Results) -> None:
         assert all(rows[f"{kind}, {adapters}"] > 0 for adapters in ("base only", "1 adapter", "3 adapters"))
 
 
+@pytest.mark.slow
 def test_handoff_bench_times_every_step(results: Results) -> None:
     result = results("handoff")
     rows = measured(result["rows"])
@@ -149,6 +152,7 @@ def test_handoff_bench_times_every_step(results: Results) -> None:
     assert rows["transformers, under load: longest gap during a load"] > 0
 
 
+@pytest.mark.slow
 def test_faults_bench_injects_every_kind_and_loses_no_game(results: Results) -> None:
     result = results("faults")
     rows, leaks = measured(result["rows"]), measured(result["ratios"])
@@ -188,6 +192,7 @@ def test_result_worse_than_its_baseline_fails_and_is_named(tmp_path: Path, resul
     assert "check a config" in done.stdout.partition("worse than")[2]
 
 
+@pytest.mark.slow
 def test_scale_bench_drives_real_engines_with_every_policy(results: Results) -> None:
     result = results("scale")
     rows = measured(result["rows"])
@@ -195,6 +200,7 @@ def test_scale_bench_drives_real_engines_with_every_policy(results: Results) -> 
     assert "2 engines ÷ 2 × 1 engine" in measured(result["ratios"])
 
 
+@pytest.mark.slow
 def test_scale_bench_compares_its_simulation_with_real_engines(tmp_path: Path) -> None:
     result = result_of("scale", tmp_path, "--simulate")
     rows, ratios = measured(result["rows"]), measured(result["ratios"])
@@ -264,6 +270,7 @@ def test_every_accepted_result_can_be_read_and_has_a_tolerance() -> None:
         assert any(row["target"] for row in baseline["ratios"])
 
 
+@pytest.mark.slow
 def test_growth_bench_has_a_row_for_every_size(results: Results) -> None:
     tables = {table["title"]: table["rows"] for table in results("growth")["tables"]}
     assert {title: [row[0] for row in rows] for title, rows in tables.items()} == {

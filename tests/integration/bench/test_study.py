@@ -159,7 +159,7 @@ def test_failed_warm_start_is_reported_and_nothing_runs(tmp_path: Path) -> None:
     assert not run_directories(tmp_path)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_changed_arm_is_named_and_repeated_only_if_asked(tmp_path: Path) -> None:
     assert runs.finish(start(write_study(tmp_path, seeds=[1]), tmp_path, "--jobs", "2"))[0] == 0
     before = results(tmp_path)["runs"]
@@ -175,7 +175,7 @@ def test_changed_arm_is_named_and_repeated_only_if_asked(tmp_path: Path) -> None
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_interrupted_study_ends_its_runs_and_continues(tmp_path: Path, signum: signal.Signals) -> None:
     base = SCRIPTED | {"run": SCRIPTED["run"] | {"learning_steps": 6}}
     study = write_study(tmp_path, seeds=[1], base=base)
