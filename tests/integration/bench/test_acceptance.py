@@ -73,7 +73,7 @@ def test_stages_pass_on_the_cpu_and_are_not_repeated(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_offline_compares_worker_and_llm_generate(tmp_path: Path) -> None:
     out, err = (process := start(tmp_path, "offline", "--device", "cpu")).communicate()

@@ -87,7 +87,7 @@ def servers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Ser
             server.kill()
 
 
-REAL = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(1200)])
+REAL = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)])
 
 
 @pytest.mark.parametrize("servers", ["fake", REAL], indirect=True)
