@@ -61,7 +61,7 @@ def test_uv_resolves_the_extra_to_a_tested_version(python: str) -> None:
     assert is_tested(version)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_pip_resolves_the_extra_to_a_tested_version() -> None:
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]

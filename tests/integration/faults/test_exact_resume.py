@@ -29,12 +29,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(
             *(2, "update 5", signal.SIGKILL, 4),
             id="killed after an evaluation that a checkpoint was beside",
-            marks=pytest.mark.nightly,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            *(3, "update 2", signal.SIGINT, 2), id="stopped in an evaluation without one", marks=pytest.mark.nightly
+            *(3, "update 2", signal.SIGINT, 2), id="stopped in an evaluation without one", marks=pytest.mark.slow
         ),
-        pytest.param(*(3, "ckpt-6", signal.SIGKILL, 6), id="killed in the last evaluation", marks=pytest.mark.nightly),
+        pytest.param(*(3, "ckpt-6", signal.SIGKILL, 6), id="killed in the last evaluation", marks=pytest.mark.slow),
     ],
 )
 def test_interrupted_sync_run_equals_uninterrupted_one_bit_for_bit(
