@@ -31,10 +31,9 @@ def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 Results = Callable[[str], dict[str, Any]]
-LONG = ("embedded", "end_to_end", "learner", "ranks", "sustained")
-SLOW = (*LONG, "faults", "growth", "handoff", "scale")
+SLOW = ("embedded", "end_to_end", "faults", "growth", "handoff", "learner", "ranks", "scale", "sustained")
 """Benches that .ci/run leaves out."""
-ARGUMENTS = {"orchestrator": ("--profile",)} | dict.fromkeys(LONG, ("--rounds", "1"))
+ARGUMENTS = {"orchestrator": ("--profile",)}
 
 
 @pytest.fixture(scope="module")
